@@ -1,0 +1,52 @@
+"""Every error memascend raises on purpose: one family, each also the builtin a caller would expect.
+
+A message says, in this order: what failed, with what values, the likely cause, and what to do.
+The native core raises these classes by name, so this module imports nothing.
+"""
+
+from __future__ import annotations
+
+
+class MemAscendError(Exception):
+    """Root of the family."""
+
+
+class ConfigError(MemAscendError, ValueError):
+    """A value in the `memascend` block (or in the DeepSpeed config beside it) cannot be used."""
+
+
+class UnsupportedDeepSpeedError(MemAscendError, RuntimeError):
+    """The installed DeepSpeed differs from the ones a seam was written for."""
+
+
+class HostMemoryError(MemAscendError, MemoryError):
+    """Host memory of ours was asked for beyond what the system or the plan allows."""
+
+
+class PoolExhaustedError(MemAscendError, RuntimeError):
+    """A size class has no free slot and may not grow; the message names the class."""
+
+
+class StoreError(MemAscendError, OSError):
+    """A read or write of the store failed.
+
+    Attributes:
+        key: Name of the tensor in the store, empty when the failure is not about one key.
+        volume: Path of the volume.
+        offset: First byte on the volume of the failed transfer.
+        nbytes: Bytes of the failed transfer.
+        errno: The operating system's error number, 0 when the device ended early.
+    """
+
+    key: str = ""
+    volume: str = ""
+    offset: int = 0
+    nbytes: int = 0
+
+
+class StoreFullError(StoreError):
+    """The volume cannot hold what is to be reserved; raised before anything is written."""
+
+
+class EngineUnavailableError(MemAscendError, OSError):
+    """The I/O engine asked for by name cannot run here."""

@@ -1,0 +1,62 @@
+"""Byte counts as text and back: "6GiB" <-> 6442450944. Pure; imports nothing of ours but errors."""
+
+from __future__ import annotations
+
+import re
+
+from memascend.errors import ConfigError
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "K": KIB,
+    "KIB": KIB,
+    "KB": 1000,
+    "M": MIB,
+    "MIB": MIB,
+    "MB": 1000**2,
+    "G": GIB,
+    "GIB": GIB,
+    "GB": 1000**3,
+    "T": TIB,
+    "TIB": TIB,
+    "TB": 1000**4,
+}
+_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+
+
+def parse_nbytes(value: int | str) -> int:
+    """Turns 1048576, "1MiB" or "1.5 GB" into bytes.
+
+    Raises:
+        ConfigError: The text is not a number with a known unit.
+    """
+    if isinstance(value, bool):
+        raise ConfigError(f"not a byte count: {value!r}")
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(f"a byte count cannot be negative: {value}")
+        return value
+    match = _PATTERN.match(value)
+    factor = _FACTORS.get(match.group(2).upper()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f"not a byte count: {value!r}. Write a number of bytes, or a number with one of "
+            "KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)"
+        )
+    return int(float(match.group(1)) * factor)
+
+
+def format_nbytes(nbytes: int | float) -> str:
+    """Gives "1.50 GiB" for 1610612736: three significant places, powers of 1024."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
