@@ -2,7 +2,7 @@
 
 The first kernel gives each program a run of blocks and leaves one flag and one partial sum per
 program; the second adds those up in a single program. No atomics, so a sum has the same bits from
-run to run. Imports torch and triton: only `memascend.overflow` may import this module, and only when
+run to run. Imports torch and triton: only `memascend.overflow` imports this module, and only when
 it is given a device tensor.
 
 Squares are formed and added in double, as on the host: a gradient under loss scaling may be finite
