@@ -12,8 +12,8 @@ from pathlib import Path
 import deepspeed
 
 from memascend.deepspeed import fingerprints
-from memascend.deepspeed.fingerprint import fingerprint, resolve
-from memascend.deepspeed.seams import SEAMS, WATCHED
+from memascend.deepspeed.fingerprint import fingerprint
+from memascend.deepspeed.seams import relied_on
 
 TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "fingerprints.py"
 HEAD = '''"""Fingerprints of the upstream definitions that the seams were written for.
@@ -28,9 +28,8 @@ from __future__ import annotations
 def main() -> None:
     """Adds the installed release to the table."""
     known = {name: list(hashes) for name, hashes in fingerprints.KNOWN.items()}
-    seams = [(s.module, s.attribute) for s in SEAMS if s.attribute != "AsyncIOBuilder"]
-    for module, attribute in (*seams, *WATCHED):
-        found = fingerprint(resolve(module, attribute))
+    for module, attribute in relied_on():
+        found = fingerprint(module, attribute)
         hashes = known.setdefault(f"{module}.{attribute}", [])
         if found not in hashes:
             hashes.append(found)

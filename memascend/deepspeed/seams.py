@@ -131,6 +131,7 @@ SEAMS: tuple[Seam, ...] = (
 
 #: Definitions that our subclasses override or whose behaviour they rely on.
 WATCHED: tuple[tuple[str, str], ...] = (
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.__init__"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._configure_offloading"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._configure_tensor_swapping"),
     (
@@ -237,6 +238,17 @@ def _assign(seam: Seam, value: Any) -> None:
     module = importlib.import_module(seam.module)
     owner = resolve(seam.module, owner_path) if owner_path else module
     setattr(owner, name, value)
+
+
+def relied_on() -> list[tuple[str, str]]:
+    """Module and name of every definition whose code must be known.
+
+    Of the optimizer class the methods that matter are in WATCHED one by one, and of AsyncIOBuilder only
+    the name is used.
+    """
+    by_name_only = ("AsyncIOBuilder", "DeepSpeedZeroOptimizer_Stage3")
+    seams = [(seam.module, seam.attribute) for seam in SEAMS if seam.attribute not in by_name_only]
+    return [*seams, *WATCHED]
 
 
 def check_fingerprints() -> None:
