@@ -32,7 +32,9 @@ std::string largest_components(const std::map<std::string, ComponentStats>& comp
 
 }  // namespace
 
-Block::~Block() { allocator_->free(*this); }
+Block::~Block() {
+  if (allocator_ != nullptr) allocator_->free(*this);  // null: allocate() threw half-way
+}
 
 std::shared_ptr<Allocator> Allocator::create(const AllocatorOptions& options) {
   return std::shared_ptr<Allocator>(new Allocator(options));
