@@ -5,9 +5,9 @@
 // all engines.
 //
 // Threads: one thread issues. It calls start(), and from then on it alone calls every other method
-// but wake(), which any thread may call. Before start(), construction and attach() may happen on
-// another thread. (One issuer lets io_uring skip its locks and interrupts, and keeps completion
-// work off the threads that compute.) Engines may use threads inside.
+// but wake(), which any thread may call, and destroys the engine. Before start(), construction and
+// attach() may happen on another thread. (One issuer lets io_uring skip its locks and interrupts,
+// and keeps completion work off the threads that compute.) Engines may use threads inside.
 #pragma once
 
 #include <chrono>

@@ -1,12 +1,12 @@
 #include "nvme/engine_threads.hpp"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 
 #include "base/check.hpp"
+#include "os/thread.hpp"
 
 namespace memascend {
 
@@ -35,8 +35,7 @@ int ThreadsEngine::attach(const Volume& volume) {
 
 void ThreadsEngine::start() {
   while (workers_.size() < options_.thread_count) {
-    workers_.emplace_back([this] { work(); });
-    ::pthread_setname_np(workers_.back().native_handle(), "memascend-io");
+    workers_.push_back(start_thread("memascend-io", [this] { work(); }));
   }
 }
 

@@ -27,7 +27,18 @@ UringEngine::UringEngine(const UringOptions& options)
   wake_descriptor_ = static_cast<int>(MA_SYSCALL(::eventfd(0, EFD_CLOEXEC), "eventfd"));
 }
 
-UringEngine::~UringEngine() { ::close(wake_descriptor_); }
+UringEngine::~UringEngine() {
+  // Closing the ring would not wait, and the kernel would go on writing into the caller's memory.
+  try {
+    Completion completion{};
+    while (in_flight_count_ > 0) reap({&completion, 1}, 1, std::chrono::seconds(1));
+  } catch (const SystemCallError& error) {
+    std::fprintf(stderr, "memascend: requests left in an io_uring: %s\n", error.what());
+  }
+  // The kernel tears a ring down some time after its close; the files go now.
+  if (files_registered_) ring_.register_resource(uring::kUnregisterFiles, nullptr, 0);
+  ::close(wake_descriptor_);
+}
 
 std::string UringEngine::description() const {
   std::string text = join("io_uring, ", ring_.mode(), ", depth ", options_.queue_depth,

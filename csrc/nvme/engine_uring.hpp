@@ -19,7 +19,7 @@ class UringEngine final : public Engine {
  public:
   /// Throws SystemCallError when the kernel refuses to set up a ring.
   explicit UringEngine(const UringOptions& options);
-  ~UringEngine() override;
+  ~UringEngine() override;  // waits for requests in flight
 
   std::string name() const override { return "uring"; }
   std::string description() const override;

@@ -24,6 +24,7 @@ namespace memascend::uring {
 
 // Opcodes of io_uring_register; an enum in the kernel's header, so #ifndef cannot complete it.
 constexpr unsigned kRegisterFiles = 2;
+constexpr unsigned kUnregisterFiles = 3;
 constexpr unsigned kRegisterEnableRings = 12;    // Linux 5.10
 constexpr unsigned kRegisterBuffersSparse = 15;  // IORING_REGISTER_BUFFERS2, sparse: Linux 5.19
 constexpr unsigned kRegisterBuffersUpdate = 16;
