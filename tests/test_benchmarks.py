@@ -1,4 +1,4 @@
-"""Every benchmark runs small and gives rows that can be read alone; the lists they use are right."""
+"""Every benchmark runs small, and its rows can be read alone; the lists behind it are right."""
 
 from __future__ import annotations
 
