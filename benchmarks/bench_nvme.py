@@ -179,7 +179,9 @@ def _sides(
         parent = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         if with_deepspeed:
             try:
-                sides[STOCK] = _open_deepspeed(parent / "deepspeed", buffer_bytes)
+                stock = _open_deepspeed(parent / "deepspeed", buffer_bytes)
+                stack.callback(stock.handle.free_cpu_locked_tensor, stock.buffer)
+                sides[STOCK] = stock
             except (ImportError, RuntimeError) as error:
                 refusals[STOCK] = f"{type(error).__name__}: {error}"
         else:
