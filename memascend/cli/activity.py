@@ -57,7 +57,7 @@ class Activity:
 
     def _say_now_and_then(self) -> None:
         while not self._ended.wait(LINE_INTERVAL_S):
-            self._console.print(self._text(), highlight=False)
+            self._console.print(self._text(), highlight=False, soft_wrap=True)
 
     def _render(self) -> Spinner:
         self._spinner.update(text=self._text())

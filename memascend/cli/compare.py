@@ -90,7 +90,7 @@ def compare_command(args: argparse.Namespace) -> int:
     target = read_target(command, args.nvme_path)
     columns = _columns(args, target)
     args.out.mkdir(parents=True, exist_ok=True)
-    found = WarmUp() if args.no_warm_up else _warm_up(console, args.out)
+    found = WarmUp() if args.no_warm_up else show_warm_up(console, args.out)
     skipped = _skipped(found, target, columns)
     runs = [
         _run(console, column, command, target, args)
@@ -101,7 +101,7 @@ def compare_command(args: argparse.Namespace) -> int:
     compare_report.write_json(report, args.out / "report.json")
     compare_report.write_picture(report, args.out / "rss.png")
     for text in compare_report.failures(report):
-        console.print(text, style="red", markup=False, highlight=False)
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     for name, reason in skipped.items():
         console.print(f"{name} was left out: {reason}", style="yellow", markup=False)
     console.print(compare_report.table(report))
@@ -155,14 +155,15 @@ def _columns(args: argparse.Namespace, target: Target) -> list[Column]:
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def _warm_up(console: Console, out: Path) -> WarmUp:
+def show_warm_up(console: Console, out: Path) -> WarmUp:
+    """Compiles DeepSpeed's operators and measures the import baseline; says what it waits for."""
     news = ["starting"]
 
     def hear(text: str) -> None:
         if text:
             news[0] = text
             if not console.is_terminal:
-                console.print(f"  {text}", highlight=False)
+                console.print(f"  {text}", highlight=False, soft_wrap=True)
 
     log = out / "warm-up.log"
     with Activity(console, "warm-up", lambda: news[0]):
@@ -200,7 +201,7 @@ class _LiveColumn:
         if len(run.losses) > self._loss_count:
             self._loss_count, self._loss_line = len(run.losses), line[:100]
             if not self._console.is_terminal:
-                self._console.print(f"  {line}", markup=False, highlight=False)
+                self._console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
     def detail(self) -> str:
         """Gives the resident memory now and the last line with a loss."""
@@ -229,5 +230,5 @@ def _run(
         )
     outcome = f"failed: {run.problem}" if run.problem else "done"
     text = f"{column.name}: {outcome} after {run.elapsed_s:.1f} s"
-    console.print(text, markup=False, highlight=False)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     return run

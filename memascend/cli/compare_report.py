@@ -70,7 +70,10 @@ class Report:
 
 def table(report: Report) -> Table:
     """Gives the table for the terminal."""
-    shown = Table(title="memascend compare", caption=f"losses: {report.loss_verdict}")
+    baseline = format_nbytes(report.baseline_bytes)
+    about = f"a process that has only imported: {baseline}\n" if report.baseline_bytes else ""
+    caption = f"{about}losses: {report.loss_verdict}"
+    shown = Table(title="memascend compare", caption=caption, caption_justify="left")
     shown.add_column("")
     for run in report.runs:
         shown.add_column(run.column.name, justify="right")
@@ -83,10 +86,9 @@ def table(report: Report) -> Table:
             if reference is not None and run is not reference and found is not None:
                 cells[-1] += _change(value(reference), found)
         shown.add_row(title, *cells)
-    losses = [
-        f"{run.losses[0]} … {run.losses[-1]}" if run.losses else _UNKNOWN for run in report.runs
-    ]
-    shown.add_row("first … last loss", *losses)
+    for title, index in (("first loss", 0), ("last loss", -1)):
+        losses = [run.losses[index] if run.losses else _UNKNOWN for run in report.runs]
+        shown.add_row(title, *losses)
     shown.add_row("result", *["failed" if run.problem else "ok" for run in report.runs])
     return shown
 
@@ -204,14 +206,13 @@ _Row = tuple[str, Callable[[Run], float | None], Callable[[float], str]]
 
 def _rows(baseline_bytes: int) -> list[_Row]:
     measures = _measures(baseline_bytes)
-    baseline = format_nbytes(baseline_bytes)
     titles = {
-        "rss_above_baseline_bytes_max": f"peak RSS above imports ({baseline} each)",
-        "rss_bytes_max": "peak RSS, all processes",
-        "process_rss_bytes_max": "peak RSS, largest process (VmHWM)",
-        "pss_bytes_max": "peak PSS, all processes",
-        "locked_bytes_max": "page-locked (mlock)",
-        "step_time_s_mean": "mean step time, first left out",
+        "rss_above_baseline_bytes_max": "peak RSS above imports",
+        "rss_bytes_max": "peak RSS",
+        "process_rss_bytes_max": "peak RSS, largest process",
+        "pss_bytes_max": "peak PSS",
+        "locked_bytes_max": "page-locked",
+        "step_time_s_mean": "step time, mean",
         "read_bytes": "read from SSD",
         "written_bytes": "written to SSD",
         "disk_bytes_max": "disk used",

@@ -99,7 +99,7 @@ def _main() -> int:
         builder = get_accelerator().create_op_builder(name)
         if builder is None:
             continue
-        _say(text=f"waiting for DeepSpeed to compile {builder.NAME} ({purpose}), once, for minutes")
+        _say(text=f"{builder.NAME} ({purpose}): DeepSpeed compiles it once, for up to minutes")
         started_s = time.monotonic()
         try:
             builder.load(verbose=False)
