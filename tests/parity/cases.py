@@ -1,8 +1,8 @@
 """What one parity case is, and the DeepSpeed JSON it stands for.
 
-Plain values only: neither torch nor DeepSpeed is imported here, so that pytest can collect the matrix
-without paying for either. A case says what is trained and how it is offloaded; `deepspeed_json` says it
-again in DeepSpeed's words for one of three backends:
+Plain values only: neither torch nor DeepSpeed is imported here, so that pytest can collect the
+matrix without paying for either. A case says what is trained and how it is offloaded;
+`deepspeed_json` says it again in DeepSpeed's words for one of three backends:
 
 - `oracle`: DeepSpeed's CPU offload, the reference every other backend is compared with;
 - `stock`: DeepSpeed's own NVMe offload;
@@ -47,6 +47,8 @@ class Case:
     gradients_in_fp32: bool = False
     modify_weights: bool = False  # gather one tensor and change it in the middle of training
     gather_all: bool = False  # gather every tensor at once in the middle of training
+    second_model: bool = False  # train another model on the same path in the middle of training
+    pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
     engine: str | None = None  # None leaves the key out, which means automatic
@@ -70,9 +72,9 @@ class Case:
     def oracle(self) -> Case:
         """The same training without anything that offloading is allowed to choose.
 
-        Cases that differ only in how they offload share one oracle run, and none of those choices may
-        show in the numbers. `sub_group_numel` stays: the norm is summed per sub-group, so it rounds
-        differently with other sub-groups.
+        Cases that differ only in how they offload share one oracle run, and none of those choices
+        may show in the numbers. `sub_group_numel` stays: the norm is summed per sub-group, so it
+        rounds differently with other sub-groups.
         """
         kept = {
             "family",
@@ -88,7 +90,19 @@ class Case:
             "steps",
         }
         inference = "absent" if self.optimizer == "absent" else "cpu"
-        return Case(**{name: getattr(self, name) for name in kept}, params="cpu", optimizer=inference)
+        return Case(
+            **{name: getattr(self, name) for name in kept}, params="cpu", optimizer=inference
+        )
+
+    def within_stock(self) -> Case:
+        """The same numbers asked of stock in the only way it survives.
+
+        With prefetching on, its swapper is handed a parameter it has already in hand as soon as
+        buffers are plentiful ("already assigned swap buffer id"), and it starves when they are few.
+        """
+        return dataclasses.replace(
+            self, prefetch_numel=0, reuse_numel_max=0, buffer_count=Case.buffer_count
+        )
 
 
 def memascend_block(case: Case) -> dict[str, Any]:
@@ -117,13 +131,14 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
     if case.optimizer != "absent":
         config["optimizer"] = {
             "type": "AdamW",
-            "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         }
     if case.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     elif case.dtype == "fp16":
-        # So large a first scale that the first steps overflow: skipped steps are part of the promise.
-        config["fp16"] = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}
+        # So large a first scale that the first steps overflow: skipped steps are part of the
+        # promise.
+        config["fp16"] = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}
     if case.gradients_in_fp32:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if backend == "memascend":

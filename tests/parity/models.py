@@ -1,7 +1,8 @@
 """The tiny models of the parity cases, and weights that depend on nothing but a parameter's name.
 
-Sizes are chosen against DeepSpeed's swap threshold of 1 MiB of 16-bit elements per rank: each family has
-tensors well above it with one rank and with two, and some below, which stay in host memory.
+Sizes are chosen against DeepSpeed's swap threshold of 1 MiB of 16-bit elements per rank: each
+family has tensors well above it with one rank and with two, and some below, which stay in host
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HIDDEN = 512
 
 
 class OddShapes(nn.Module):
-    """Element counts that are a multiple of nothing, so that the next tensor's offset is unaligned."""
+    """Element counts that are a multiple of nothing: the next tensor's offset is unaligned."""
 
     def __init__(self) -> None:
         super().__init__()

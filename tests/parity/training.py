@@ -1,13 +1,17 @@
-"""Runs one case inside an initialised worker and tells everything that must be equal between backends.
+"""Runs one case inside an initialised worker and tells everything that backends must agree on.
 
-Knows DeepSpeed's public surface only. Called by every rank of a worker group with the same arguments.
+Knows DeepSpeed's public surface only. Called by every rank of a worker group with the same
+arguments.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import itertools
+import time
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -19,6 +23,7 @@ from . import models
 from .cases import Case
 
 SEED = 20_250
+PAUSE_TIMEOUT_S = 120.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Class attributes that one engine sets and the next would inherit.
 INIT_DEFAULTS = {
@@ -38,7 +43,8 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
     """Train `case` under `config`.
 
     Returns:
-        Floats as hexadecimal text and tensors as SHA-256 digests, so that equality means equal bits.
+        Floats as hexadecimal text and tensors as SHA-256 digests, so that equality means equal
+        bits.
     """
     for name, value in INIT_DEFAULTS.items():
         setattr(Init, name, value)
@@ -50,7 +56,7 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
         if case.optimizer == "absent":
             facts["logits"] = infer(case, engine)
         else:
-            facts |= train(case, engine)
+            facts |= train(case, engine, config)
             facts["masters"] = master_digests(engine.module)
         facts["weights"] = weight_digests(engine.module)
         facts["placement"] = placement(engine.module)
@@ -85,13 +91,17 @@ def build_model(case: Case, config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def train(case: Case, engine: Any) -> dict[str, Any]:
+def train(case: Case, engine: Any, config: dict[str, Any]) -> dict[str, Any]:
     losses, norms, scales = [], [], []
+    extra: dict[str, Any] = {}
     rank = deepspeed.comm.get_rank()
     micro_steps = itertools.count()
     for step in range(case.steps):
         if step == case.steps - 1:
             disturb(case, engine.module)
+            if case.second_model:
+                other = dataclasses.replace(case, second_model=False, steps=1)
+                extra["second"] = run_case(other, config)
         for _ in range(case.accumulation):
             input_ids = models.batch(seed=SEED, step=next(micro_steps), rank=rank, rows=2)
             loss = models.loss_of(engine, input_ids)
@@ -105,6 +115,7 @@ def train(case: Case, engine: Any) -> dict[str, Any]:
         "norms": norms,
         "scales": scales,
         "skipped_steps": engine.skipped_steps,
+        **extra,
     }
 
 
@@ -119,6 +130,19 @@ def disturb(case: Case, module: nn.Module) -> None:
     if case.gather_all:
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             assert all(p.numel() == p.ds_numel for p in module.parameters())
+
+    if case.pause_folder:
+        wait_for_go(Path(case.pause_folder))
+
+
+def wait_for_go(folder: Path) -> None:
+    """Tell the test that training has begun, and go on when it has done its worst."""
+    (folder / "paused").touch()
+    deadline = time.monotonic() + PAUSE_TIMEOUT_S
+    while not (folder / "go").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no file 'go' in {folder} within {PAUSE_TIMEOUT_S} s")
+        time.sleep(0.02)
 
 
 def infer(case: Case, engine: Any) -> list[str]:

@@ -1,7 +1,7 @@
-"""One rank of a worker group: imports DeepSpeed once, then runs the cases that come down its socket.
+"""One rank of a worker group: imports DeepSpeed once, then runs what comes down its socket.
 
-Started by `workers.WorkerGroup` as `python -m parity.worker --socket FD`. Everything printed goes to the
-rank's log file; only answers go back through the socket.
+Started by `workers.WorkerGroup` as `python -m parity.worker --socket FD`. Everything printed goes
+to the rank's log file; only answers go back through the socket.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def main() -> None:
 def become_unprivileged(*, memlock_bytes: int) -> None:
     """Limit page-locked memory as an ordinary user's is limited.
 
-    As root, become user 65534 and give up every capability, CAP_IPC_LOCK above all, but the right to
-    read and write files: the interpreter and pytest's directories may be root's alone.
+    As root, become user 65534 and give up every capability, CAP_IPC_LOCK above all, but the right
+    to read and write files: the interpreter and pytest's directories may be root's alone.
     """
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock_bytes, memlock_bytes))
     if os.geteuid() != 0:

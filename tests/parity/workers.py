@@ -1,7 +1,8 @@
-"""Groups of living DeepSpeed processes, so that a case costs seconds and not an import of DeepSpeed.
+"""Groups of living DeepSpeed processes: a case costs seconds and not an import of DeepSpeed.
 
-One group per world size, started at its first case and kept for the whole test run. A case that raises,
-crashes or hangs fails alone, with its log: the group is then killed and the next case gets a new one.
+One group per world size, started at its first case and kept for the whole test run. A case that
+raises, crashes or hangs fails alone, with its log: the group is then killed and the next case gets
+a new one.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class WorkerGroup:
         answers = self._receive(START_TIMEOUT_S)
         if answers != ["ready"] * self.world:
             self.stop()
-            raise CaseFailed(f"workers did not start: {answers}{self._logs_since([0] * self.world)}")
+            raise CaseFailed(
+                f"workers did not start: {answers}{self._logs_since([0] * self.world)}"
+            )
 
     def _start_rank(self, rank: int, port: int) -> None:
         ours, theirs = socket.socketpair()
@@ -99,7 +102,7 @@ class WorkerGroup:
         self._connections.append(Connection(ours.detach()))
 
     def _receive(self, timeout_s: float) -> list[Any]:
-        """One answer per rank; the first error ends the wait, for the other ranks may hang on it."""
+        """One answer per rank. The first error ends the wait: other ranks may hang on it."""
         deadline = time.monotonic() + timeout_s
         answers = []
         waiting = dict(enumerate(self._connections))
@@ -140,24 +143,44 @@ class Bench:
         self._oracles: dict[Case, list[Facts]] = {}
         self._run_count = 0
 
-    def run(self, case: Case, backend: Backend, *, timeout_s: float = CASE_TIMEOUT_S) -> list[Facts]:
+    def run(
+        self, case: Case, backend: Backend, *, timeout_s: float = CASE_TIMEOUT_S
+    ) -> list[Facts]:
+        """The facts of every rank; the group of the case's world size is started if need be."""
         if backend == "oracle" and case.oracle() in self._oracles:
             return self._oracles[case.oracle()]
         if case.world not in self._groups:
             self._groups[case.world] = WorkerGroup(world=case.world, folder=self.folder)
-        self._run_count += 1
-        nvme_path = self.folder / f"nvme{self._run_count}"
-        nvme_path.mkdir()
-        config = deepspeed_json(case, backend, str(nvme_path))
+        config = deepspeed_json(case, backend, str(self.new_nvme_path()))
         subject = case.oracle() if backend == "oracle" else case
         facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s)
         if backend == "oracle":
             self._oracles[subject] = facts
         return facts
 
+    def new_nvme_path(self) -> Path:
+        self._run_count += 1
+        path = self.folder / f"nvme{self._run_count}"
+        path.mkdir()
+        return path
+
     def stop(self) -> None:
         for group in self._groups.values():
             group.stop()
+
+
+def differences(subject: list[Facts], oracle: list[Facts]) -> list[str]:
+    """Where two runs of one case differ, in words; empty when every bit is the same."""
+    found = []
+    for rank, (left, right) in enumerate(zip(subject, oracle, strict=True)):
+        for fact, expected in right.items():
+            if fact == "placement" or left[fact] == expected:
+                continue
+            where = left[fact]
+            if isinstance(expected, dict):
+                where = sorted(key for key in expected if left[fact].get(key) != expected[key])
+            found.append(f"rank {rank}: {fact}: {where} instead of the oracle's {expected}")
+    return found
 
 
 def worker_environment(*, rank: int, world: int, port: int) -> dict[str, str]:
