@@ -6,6 +6,9 @@ Nothing is imported or created here but the post-import hook that `torch` instal
 
 from __future__ import annotations
 
+from memascend.autoload import install
 from memascend.version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "install"]
+
+install()

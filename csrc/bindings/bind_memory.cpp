@@ -1,8 +1,159 @@
 // Python surface of csrc/memory/.
+#include <pybind11/stl.h>
+
+#include "base/check.hpp"
 #include "bindings/bindings.hpp"
+#include "memory/allocator.hpp"
+#include "memory/pool.hpp"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace memascend {
+namespace {
 
-void bind_memory(pybind11::module_&) {}
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
+
+/// Keeps a slot from being leased again for as long as it lives.
+struct HoldHandle {
+  std::shared_ptr<void> hold;
+};
+
+HugePages parse_huge_pages(const std::string& name) {
+  if (name == "auto") return HugePages::kAuto;
+  if (name == "explicit") return HugePages::kExplicit;
+  if (name == "transparent") return HugePages::kTransparent;
+  MA_EXPECT(name == "off", "huge_pages must be auto, explicit, transparent or off, got '", name,
+            "'");
+  return HugePages::kOff;
+}
+
+std::shared_ptr<Allocator> make_allocator(const std::string& huge_pages, bool lock,
+                                          bool register_device, int numa_node,
+                                          unsigned prefault_threads, std::uint64_t limit_bytes) {
+  AllocatorOptions options;
+  options.arena.pages.huge_pages = parse_huge_pages(huge_pages);
+  options.arena.pages.lock = lock;
+  options.arena.pages.numa_node = numa_node;
+  options.arena.pages.prefault_threads = prefault_threads;
+  options.arena.register_device = register_device;
+  options.limit_bytes = limit_bytes;
+  return Allocator::create(options);
+}
+
+/// A writable run of bytes; the exporting object stays alive as long as the view does.
+py::buffer_info view_bytes(std::byte* address, std::uint64_t nbytes) {
+  const auto length = static_cast<py::ssize_t>(nbytes);
+  return py::buffer_info(reinterpret_cast<std::uint8_t*>(address), length);
+}
+
+std::uintptr_t as_number(const std::byte* address) {
+  return reinterpret_cast<std::uintptr_t>(address);
+}
+
+void register_errors() {
+  py::register_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const HostMemoryError& error) {
+      const py::object type = py::module_::import("memascend.errors").attr("HostMemoryError");
+      const py::object raised = type(error.what());
+      raised.attr("requested_bytes") = error.requested_bytes;
+      raised.attr("reserved_bytes") = error.reserved_bytes;
+      raised.attr("limit_bytes") = error.limit_bytes;
+      PyErr_SetObject(type.ptr(), raised.ptr());
+    }
+  });
+}
+
+void bind_structs(py::module_& module) {
+  py::class_<ArenaReport>(module, "ArenaReport")
+      .def_readonly("reserved_bytes", &ArenaReport::reserved_bytes)
+      .def_readonly("resident_bytes", &ArenaReport::resident_bytes)
+      .def_readonly("huge_page_bytes", &ArenaReport::huge_page_bytes)
+      .def_readonly("locked_bytes", &ArenaReport::locked_bytes)
+      .def_readonly("registered_bytes", &ArenaReport::registered_bytes)
+      .def_readonly("numa_node", &ArenaReport::numa_node)
+      .def_readonly("notes", &ArenaReport::notes);
+  py::class_<AllocatorStats>(module, "AllocatorStats")
+      .def_readonly("requested_bytes", &AllocatorStats::requested_bytes)
+      .def_readonly("used_bytes", &AllocatorStats::used_bytes)
+      .def_readonly("reserved_bytes", &AllocatorStats::reserved_bytes)
+      .def_readonly("peak_used_bytes", &AllocatorStats::peak_used_bytes)
+      .def_readonly("peak_reserved_bytes", &AllocatorStats::peak_reserved_bytes)
+      .def_readonly("block_count", &AllocatorStats::block_count);
+  py::class_<ComponentStats>(module, "ComponentStats")
+      .def_readonly("live_bytes", &ComponentStats::live_bytes)
+      .def_readonly("peak_bytes", &ComponentStats::peak_bytes)
+      .def_readonly("block_count", &ComponentStats::block_count);
+  py::class_<ClassStats>(module, "ClassStats")
+      .def_readonly("name", &ClassStats::name)
+      .def_readonly("slot_bytes", &ClassStats::slot_bytes)
+      .def_readonly("slot_count", &ClassStats::slot_count)
+      .def_readonly("leased_count", &ClassStats::leased_count)
+      .def_readonly("leased_count_peak", &ClassStats::leased_count_peak);
+  py::class_<Exhaustion>(module, "Exhaustion")
+      .def_readonly("requested_bytes", &Exhaustion::requested_bytes)
+      .def_readonly("class_name", &Exhaustion::class_name)
+      .def_readonly("slot_bytes", &Exhaustion::slot_bytes)
+      .def_readonly("slot_count", &Exhaustion::slot_count)
+      .def_readonly("leased_count", &Exhaustion::leased_count);
+}
+
+void bind_allocator(py::module_& module) {
+  py::class_<Block>(module, "Block", py::buffer_protocol())
+      .def_buffer([](Block& block) { return view_bytes(block.address(), block.nbytes()); })
+      .def_property_readonly("address",
+                             [](const Block& block) { return as_number(block.address()); })
+      .def_property_readonly("nbytes", &Block::nbytes)
+      .def_property_readonly("capacity_bytes", &Block::capacity_bytes)
+      .def_property_readonly("component", &Block::component);
+  py::class_<Allocator, std::shared_ptr<Allocator>>(module, "Allocator")
+      .def(py::init(&make_allocator), py::kw_only(), "huge_pages"_a, "lock"_a, "register_device"_a,
+           "numa_node"_a = -1, "prefault_threads"_a = 0, "limit_bytes"_a = 0)
+      .def("allocate", &Allocator::allocate, py::kw_only(), "nbytes"_a, "component"_a,
+           "zero"_a = false, WithoutGil())
+      .def("reserve", &Allocator::reserve, py::kw_only(), "nbytes"_a, WithoutGil())
+      .def("trim", &Allocator::trim, WithoutGil())
+      .def("report", &Allocator::report, WithoutGil())
+      .def("notes", &Allocator::notes, WithoutGil())
+      .def("stats", &Allocator::stats, WithoutGil())
+      .def("components", &Allocator::components, WithoutGil())
+      .def("contains", &Allocator::contains, "address"_a, WithoutGil())
+      .def("is_valid", &Allocator::is_valid, WithoutGil());
+}
+
+void bind_pool(py::module_& module) {
+  py::class_<HoldHandle>(module, "HoldHandle");
+  py::class_<Lease>(module, "Lease", py::buffer_protocol())
+      .def_buffer([](Lease& lease) { return view_bytes(lease.address(), lease.nbytes()); })
+      .def_property_readonly("address",
+                             [](const Lease& lease) { return as_number(lease.address()); })
+      .def_property_readonly("nbytes", &Lease::nbytes)
+      .def_property_readonly("slot_bytes", &Lease::slot_bytes)
+      .def_property_readonly("class_name", &Lease::class_name)
+      .def_property_readonly("released", &Lease::released)
+      .def("release", &Lease::release)
+      .def("hold", [](const Lease& lease) { return HoldHandle{lease.hold()}; });
+  py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
+      .def(py::init(&Pool::create), py::kw_only(), "allocator"_a, "component"_a)
+      .def("add_class", &Pool::add_class, py::kw_only(), "name"_a, "slot_bytes"_a, "slot_count"_a,
+           WithoutGil())
+      .def("add_slots", &Pool::add_slots, py::kw_only(), "name"_a, "count"_a, WithoutGil())
+      .def("acquire", &Pool::acquire, py::kw_only(), "nbytes"_a, "allow_larger"_a = false,
+           WithoutGil())
+      .def("exhaustion", &Pool::exhaustion, py::kw_only(), "nbytes"_a, WithoutGil())
+      .def("classes", &Pool::classes, WithoutGil())
+      .def("is_valid", &Pool::is_valid, WithoutGil());
+}
+
+}  // namespace
+
+void bind_memory(py::module_& module) {
+  register_errors();
+  bind_structs(module);
+  bind_allocator(module);
+  bind_pool(module);
+}
 
 }  // namespace memascend

@@ -1,0 +1,226 @@
+// Dispatch, partition and threads of the overflow check. The arithmetic is in overflow_<isa>.cpp.
+//
+// Memory is cut into blocks, and blocks into at most kPartsMax parts; both depend on the element
+// count alone. Threads take parts as they come; sums are added by part number when all are done. So
+// the result does not depend on how many threads there were or which was faster, and the scratch is
+// one small array on the stack.
+#include "kernels/overflow.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <system_error>
+#include <thread>
+
+#include "base/check.hpp"
+#include "kernels/overflow_block.hpp"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace memascend::overflow {
+namespace {
+
+/// Fits the first-level cache's prefetch distance many times over, and bounds what is read after a
+/// finding. A multiple of kLanes elements in every format.
+constexpr std::size_t kBlockBytes = std::size_t{64} << 10;
+constexpr std::size_t kPartsMax = 256;
+
+constexpr std::size_t ceil_divide(std::size_t value, std::size_t divisor) {
+  return value / divisor + (value % divisor != 0 ? 1 : 0);
+}
+
+/// Round to nearest, subnormals in full: a sum must not depend on torch.set_flush_denormal().
+class DefaultArithmetic {
+ public:
+#if defined(__x86_64__)
+  DefaultArithmetic() : saved_(_mm_getcsr()) { _mm_setcsr(kPowerOnState); }
+  ~DefaultArithmetic() { _mm_setcsr(saved_); }
+  DefaultArithmetic(const DefaultArithmetic&) = delete;
+  DefaultArithmetic& operator=(const DefaultArithmetic&) = delete;
+
+ private:
+  static constexpr unsigned kPowerOnState = 0x1f80;
+  unsigned saved_;
+#endif
+};
+
+/// One scan; `work` is run by every thread, the caller's included.
+class Scan {
+ public:
+  Scan(const std::byte* source, std::size_t numel, Format format, Kernels kernels, bool sum_squares)
+      : source_(source),
+        numel_(numel),
+        element_bytes_(element_bytes(format)),
+        kernels_(kernels),
+        sum_squares_(sum_squares),
+        block_numel_(kBlockBytes / element_bytes_) {
+    const std::size_t blocks = ceil_divide(numel, block_numel_);
+    part_numel_ = ceil_divide(blocks, kPartsMax) * block_numel_;
+    part_count_ = numel == 0 ? 0 : ceil_divide(numel, part_numel_);
+  }
+
+  std::size_t part_count() const { return part_count_; }
+
+  void work() {
+    const DefaultArithmetic arithmetic;
+    for (;;) {
+      const std::size_t part = part_next_.fetch_add(1, std::memory_order_relaxed);
+      if (part >= part_count_ || !scan_part(part)) return;
+    }
+  }
+
+  /// Call after every thread that worked was joined.
+  ScanResult result() const {
+    const bool found = found_.load(std::memory_order_relaxed);
+    if (found || !sum_squares_) return {found, std::numeric_limits<double>::quiet_NaN()};
+    double total = 0.0;
+    for (std::size_t part = 0; part < part_count_; ++part) total += part_sums_[part];
+    return {false, total};
+  }
+
+ private:
+  /// False if this or another thread found something: nobody needs the rest.
+  bool scan_part(std::size_t part) {
+    const std::size_t first = part * part_numel_;
+    const std::size_t limit = std::min(numel_, first + part_numel_);
+    double part_sum = 0.0;
+    for (std::size_t index = first; index < limit; index += block_numel_) {
+      if (found_.load(std::memory_order_relaxed)) return false;
+      const std::byte* block = source_ + index * element_bytes_;
+      const std::size_t numel = std::min(block_numel_, limit - index);
+      bool found = false;
+      if (sum_squares_) {
+        // No sum of finite squares leaves the range of a double, so the sum itself is the flag.
+        const double block_sum = kernels_.sum(block, numel);
+        found = !std::isfinite(block_sum);
+        part_sum += block_sum;
+      } else {
+        found = kernels_.find(block, numel);
+      }
+      if (found) {
+        found_.store(true, std::memory_order_relaxed);
+        return false;
+      }
+    }
+    part_sums_[part] = part_sum;
+    return true;
+  }
+
+  const std::byte* source_;
+  std::size_t numel_;
+  std::size_t element_bytes_;
+  Kernels kernels_;
+  bool sum_squares_;
+  std::size_t block_numel_;
+  std::size_t part_numel_ = 0;
+  std::size_t part_count_ = 0;
+  std::atomic<std::size_t> part_next_{0};
+  std::atomic<bool> found_{false};
+  std::array<double, kPartsMax> part_sums_{};
+};
+
+/// The CPUs the calling thread may run on: a rank bound to a few cores must not spill over the
+/// others'.
+std::size_t usable_cpus() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    return static_cast<std::size_t>(std::max(1, CPU_COUNT(&set)));
+  }
+  // More CPUs than the fixed-size set holds.
+  return std::max<std::size_t>(1, std::thread::hardware_concurrency());
+}
+
+std::size_t choose_threads(std::size_t asked, std::size_t nbytes) {
+  if (asked != 0) return asked;
+  if (nbytes < 2 * kThreadBytesMin) return 1;
+  return std::min({usable_cpus(), nbytes / kThreadBytesMin, kThreadsMax});
+}
+
+Kernels kernels_of(Isa isa, Format format) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return avx512_kernels(format);
+  if (isa == Isa::kAvx2) return avx2_kernels(format);
+#endif
+  MA_EXPECT(isa == Isa::kScalar, "no ", name(isa), " kernel in this build");
+  return scalar_kernels(format);
+}
+
+}  // namespace
+
+ScanResult scan(const void* address, std::size_t numel, Format format, Isa isa,
+                const ScanOptions& options) {
+  MA_EXPECT(address != nullptr || numel == 0, "cannot scan ", numel, " elements at address 0");
+  MA_EXPECT(numel <= std::numeric_limits<std::size_t>::max() / element_bytes(format),
+            "cannot scan ", numel, " elements: more bytes than an address space has");
+  MA_EXPECT(options.threads <= kThreadsMax, "threads must be 0 (automatic) to ", kThreadsMax,
+            ", got ", options.threads);
+  Scan scan(static_cast<const std::byte*>(address), numel, format, kernels_of(isa, format),
+            options.sum_squares);
+  const std::size_t threads =
+      std::min(choose_threads(options.threads, numel * element_bytes(format)), scan.part_count());
+  {
+    std::vector<std::jthread> helpers;
+    if (threads > 1) helpers.reserve(threads - 1);
+    try {
+      for (std::size_t index = 1; index < threads; ++index) {
+        helpers.emplace_back([&scan] { scan.work(); });
+      }
+    } catch (const std::system_error&) {
+      // The system has no more threads to give: the ones there are share all parts.
+    }
+    scan.work();
+  }
+  return scan.result();
+}
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> isas{Isa::kScalar};
+#if defined(__x86_64__)
+  if (has_avx2()) isas.push_back(Isa::kAvx2);
+  if (has_avx512()) isas.push_back(Isa::kAvx512);
+#endif
+  return isas;
+}
+
+std::string_view name(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kScalar:
+      break;
+  }
+  return "scalar";
+}
+
+Isa parse_isa(std::string_view text) {
+  const std::vector<Isa> isas = available_isas();
+  if (text == "auto") return isas.back();
+  std::string known = "auto";
+  for (const Isa isa : isas) {
+    if (text == name(isa)) return isa;
+    known += join(", ", name(isa));
+  }
+  throw std::invalid_argument(
+      join("isa=\"", text, "\" cannot run on this CPU; available: ", known));
+}
+
+Format parse_format(std::string_view text) {
+  if (text == "float32") return Format::kFloat32;
+  if (text == "float16") return Format::kFloat16;
+  if (text == "bfloat16") return Format::kBfloat16;
+  throw std::invalid_argument(
+      join("cannot scan dtype \"", text, "\"; known: float32, float16, bfloat16"));
+}
+
+std::size_t element_bytes(Format format) { return format == Format::kFloat32 ? 4 : 2; }
+
+}  // namespace memascend::overflow

@@ -1,0 +1,107 @@
+// What every instruction set's kernels share: the number formats, the lanes that fix the order of
+// additions, and the table the dispatcher reads. Included by kernels/overflow*.cpp only.
+//
+// A kernel works on one block and keeps no state. Element i of a block is added to lane i mod
+// kLanes and the lanes are added pairwise at the end, so kernels of any vector width give the same
+// bits (squares are exact in double: a fused multiply-add rounds as a multiplication and an
+// addition do).
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/overflow.hpp"
+
+namespace memascend::overflow {
+
+/// Enough for eight accumulators of four doubles, which hide the latency of an addition.
+inline constexpr std::size_t kLanes = 32;
+
+/// True if any of `numel` elements is inf or nan.
+using FindKernel = bool (*)(const std::byte* source, std::size_t numel);
+/// The sum of squares; not finite exactly if an element is not.
+using SumKernel = double (*)(const std::byte* source, std::size_t numel);
+
+struct Kernels {
+  FindKernel find;
+  SumKernel sum;
+};
+
+Kernels scalar_kernels(Format format);
+#if defined(__x86_64__)
+bool has_avx2();
+Kernels avx2_kernels(Format format);
+bool has_avx512();
+Kernels avx512_kernels(Format format);
+#endif
+
+// A format is described by its bits without the sign: they order as the magnitudes do, and a value
+// is inf or nan if they reach kInfinity (all ones in the exponent).
+
+struct Float32 {
+  using Bits = std::uint32_t;
+  static constexpr Bits kMagnitude = 0x7fffffff;
+  static constexpr Bits kInfinity = 0x7f800000;
+  static double widen(Bits bits) { return std::bit_cast<float>(bits); }
+};
+
+struct Bfloat16 {
+  using Bits = std::uint16_t;
+  static constexpr Bits kMagnitude = 0x7fff;
+  static constexpr Bits kInfinity = 0x7f80;
+  static double widen(Bits bits) { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
+};
+
+struct Float16 {
+  using Bits = std::uint16_t;
+  static constexpr Bits kMagnitude = 0x7fff;
+  static constexpr Bits kInfinity = 0x7c00;
+  /// The magnitude only: the sign is lost on the way to a square anyway.
+  static double widen(Bits bits) {
+    const std::uint64_t magnitude = bits & kMagnitude;
+    // Exponent and fraction land where a double has them; the factor corrects the exponent's bias
+    // and makes normal numbers of subnormals.
+    const double scaled = std::bit_cast<double>(magnitude << 42) * 0x1p1008;
+    return magnitude < kInfinity ? scaled
+                                 : std::bit_cast<double>(0x7ff0000000000000 | magnitude << 42);
+  }
+};
+
+template <typename F>
+typename F::Bits load_bits(const std::byte* source, std::size_t index) {
+  typename F::Bits bits;
+  std::memcpy(&bits, source + index * sizeof(bits), sizeof(bits));
+  return bits;
+}
+
+template <typename F>
+bool is_non_finite(typename F::Bits bits) {
+  return (bits & F::kMagnitude) >= F::kInfinity;
+}
+
+/// Adds the squares of the elements from `first` (a multiple of kLanes) to `numel`, then all lanes.
+template <typename F>
+double finish_sum(std::array<double, kLanes>& lanes, const std::byte* source, std::size_t first,
+                  std::size_t numel) {
+  for (std::size_t index = first; index < numel; ++index) {
+    const double value = F::widen(load_bits<F>(source, index));
+    lanes[index % kLanes] += value * value;
+  }
+  for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
+    for (std::size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+template <typename F>
+bool finish_find(bool found, const std::byte* source, std::size_t first, std::size_t numel) {
+  for (std::size_t index = first; index < numel; ++index) {
+    found |= is_non_finite<F>(load_bits<F>(source, index));
+  }
+  return found;
+}
+
+}  // namespace memascend::overflow

@@ -1,0 +1,124 @@
+// Allocator: variable-size, page-granular blocks from one arena. Best fit, merging on free, no
+// rounding to powers of two.
+//
+// Promise: whenever the allocator takes more memory from the system, the bytes it then holds are at
+// most the bytes asked for by live blocks, plus one page per live block, plus the tail of the last
+// piece (less than 2 MiB). It keeps the promise by giving the memory of free holes back to the
+// system before it grows, since a hole's addresses can be backed again wherever a later block fits.
+// The promise does not hold where holes cannot be given back: memory registered with a device, and
+// explicit huge pages. There holes stay and are reused, so reserve() what a plan asks for at start.
+//
+// Knows nothing of slots, tensors or devices. Thread-safe; growing holds the lock.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "memory/arena.hpp"
+#include "memory/free_space.hpp"
+
+namespace memascend {
+
+class Allocator;
+
+/// A live block: exclusive bytes of the arena, freed on destruction. Keeps the arena mapped.
+class Block {
+ public:
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  std::byte* address() const noexcept { return address_; }
+  std::uint64_t nbytes() const noexcept { return nbytes_; }  // as asked
+  std::uint64_t capacity_bytes() const noexcept { return capacity_bytes_; }
+  const std::string& component() const noexcept { return component_; }
+
+ private:
+  friend class Allocator;
+  Block() = default;
+
+  std::shared_ptr<Allocator> allocator_;
+  std::byte* address_ = nullptr;
+  std::uint64_t nbytes_ = 0;
+  std::uint64_t capacity_bytes_ = 0;
+  std::string component_;
+};
+
+struct AllocatorOptions {
+  ArenaOptions arena;
+  std::uint64_t limit_bytes = 0;  // of memory held; 0: no limit
+};
+
+struct AllocatorStats {
+  std::uint64_t requested_bytes = 0;  // sum of live blocks, as asked
+  std::uint64_t used_bytes = 0;       // the same, in whole pages
+  std::uint64_t reserved_bytes = 0;   // memory held
+  std::uint64_t peak_used_bytes = 0;
+  std::uint64_t peak_reserved_bytes = 0;
+  std::uint64_t block_count = 0;
+};
+
+struct ComponentStats {
+  std::uint64_t live_bytes = 0;  // as asked
+  std::uint64_t peak_bytes = 0;
+  std::uint64_t block_count = 0;
+};
+
+class Allocator : public std::enable_shared_from_this<Allocator> {
+ public:
+  static std::shared_ptr<Allocator> create(const AllocatorOptions& options);
+
+  /// A block of at least `nbytes` (> 0), accounted to `component`. Its bytes are whatever was there
+  /// before unless `zero`. Throws HostMemoryError beyond the limit or beyond the system's memory.
+  std::unique_ptr<Block> allocate(std::uint64_t nbytes, const std::string& component, bool zero);
+  /// Takes memory ahead, so that blocks of `nbytes` in all fit without growing.
+  void reserve(std::uint64_t nbytes);
+  /// Gives all free memory back to the system, where that is possible.
+  void trim();
+
+  ArenaReport report();
+  std::vector<std::string> notes() const;
+  AllocatorStats stats() const;
+  std::map<std::string, ComponentStats> components() const;
+  /// Whether an address lies inside a live block.
+  bool contains(std::uintptr_t address) const;
+  /// Free and used bytes tile the range; all counts agree. For tests.
+  bool is_valid() const;
+
+ private:
+  friend class Block;
+  struct Used {
+    std::uint64_t nbytes;
+    std::uint64_t capacity_bytes;
+    ComponentStats* component;
+  };
+
+  explicit Allocator(const AllocatorOptions& options);
+  void free(const Block& block) noexcept;
+  struct Place {
+    std::uint64_t offset;
+    bool fresh;  // straight from the system, so all zero
+  };
+  Place grow(std::uint64_t capacity_bytes, const std::string& component);
+  Place grow_registered(std::uint64_t capacity_bytes, const std::string& component);
+  std::uint64_t within_limit(std::uint64_t begin, std::uint64_t end_min, std::uint64_t end,
+                             const std::string& component) const;
+  void commit(std::uint64_t begin, std::uint64_t end);
+  void decommit_free(std::uint64_t begin, std::uint64_t end);
+  [[noreturn]] void throw_limit(std::uint64_t needed_bytes, const std::string& component) const;
+  bool is_valid_locked() const;
+
+  mutable std::mutex mutex_;
+  std::uint64_t limit_bytes_;
+  Arena arena_;
+  FreeSpace free_;
+  std::map<std::uint64_t, Used> used_;  // by offset
+  std::map<std::string, ComponentStats> components_;
+  AllocatorStats stats_;
+};
+
+}  // namespace memascend

@@ -1,0 +1,96 @@
+#include "memory/arena.hpp"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+
+#include "base/align.hpp"
+#include "base/check.hpp"
+
+namespace memascend {
+namespace {
+
+// Addresses cost nothing, and a first-fit or best-fit allocator may scatter live blocks over a
+// range several times their size: enough that addresses never run out before memory does.
+constexpr std::uint64_t kRangePerPhysical = 8;
+constexpr std::uint64_t kRangeBytesDefault = std::uint64_t{1} << 40;
+constexpr std::uint64_t kRangeBytesMin = std::uint64_t{64} << 20;
+
+std::uint64_t choose_range_bytes(std::uint64_t asked) {
+  std::uint64_t wanted = asked;
+  if (wanted == 0) wanted = physical_memory_bytes() * kRangePerPhysical;
+  if (wanted == 0) wanted = kRangeBytesDefault;
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    wanted = std::min<std::uint64_t>(wanted, limit.rlim_cur / 2);  // leave room for everyone else
+  }
+  return wanted;
+}
+
+}  // namespace
+
+Arena::Arena(const ArenaOptions& options)
+    : options_(options), range_(choose_range_bytes(options.range_bytes), kRangeBytesMin) {
+  if (!options.register_device) return;
+  std::string reason;
+  driver_ = CudaDriver::open(options.cuda_library, options.registration_bytes_max, reason);
+  if (driver_ == nullptr) notes_.add(join("host memory is not registered with CUDA: ", reason));
+}
+
+Arena::~Arena() {
+  for (const auto& [offset, nbytes] : registered_) {
+    driver_->unregister_memory(piece(offset, nbytes));
+  }
+}
+
+void Arena::commit(std::uint64_t offset, std::uint64_t nbytes) {
+  MA_INVARIANT(offset + nbytes <= range_.nbytes());
+  const std::span<std::byte> memory = piece(offset, nbytes);
+  if (back_pages(memory, options_.pages, notes_) == Backing::kHugetlb) hugetlb_[offset] = nbytes;
+  reserved_bytes_ += nbytes;
+  if (options_.pages.lock) lock_pages(memory, notes_);
+  if (driver_ == nullptr) return;
+  boundaries_.insert(offset);
+  boundaries_.insert(offset + nbytes);
+  const std::string failure = driver_->register_memory(memory);
+  if (failure.empty()) {
+    registered_[offset] = nbytes;
+    registered_bytes_ += nbytes;
+  } else {
+    notes_.add(join("host memory is not registered with CUDA, copies are slower: ", failure));
+  }
+}
+
+bool Arena::decommit(std::uint64_t offset, std::uint64_t nbytes) {
+  if (registers()) return false;
+  if (is_hugetlb(offset, nbytes)) return false;
+  if (!discard_pages(piece(offset, nbytes), notes_)) return false;
+  reserved_bytes_ -= nbytes;
+  return true;
+}
+
+void Arena::drop_surplus(std::uint64_t offset, std::uint64_t nbytes) {
+  if (!is_hugetlb(offset, nbytes)) discard_pages(piece(offset, nbytes), notes_);
+}
+
+ArenaReport Arena::report() {
+  const PageUsage usage = measure_pages(piece(0, range_.nbytes()), notes_);
+  ArenaReport report;
+  report.reserved_bytes = reserved_bytes_;
+  report.resident_bytes = usage.resident_bytes;
+  report.huge_page_bytes = usage.huge_page_bytes;
+  report.locked_bytes = usage.locked_bytes;
+  report.registered_bytes = registered_bytes_;
+  if (reserved_bytes_ > 0) report.numa_node = node_of_page(base());
+  report.notes = notes_.list();
+  return report;
+}
+
+bool Arena::is_hugetlb(std::uint64_t offset, std::uint64_t nbytes) const {
+  auto next = hugetlb_.lower_bound(offset + nbytes);
+  if (next == hugetlb_.begin()) return false;
+  --next;
+  return next->first + next->second > offset;
+}
+
+}  // namespace memascend

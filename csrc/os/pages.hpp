@@ -1,0 +1,116 @@
+// Pages: address ranges and the physical memory behind them, straight from the kernel.
+//
+// Lives here: mmap, huge pages, NUMA preference, prefault, mlock, and measuring what was obtained.
+// Never knows: blocks, pools, devices. Functions are thread-safe on disjoint pieces; Notes and
+// AddressRange belong to one owner.
+//
+// Two kinds of failure. Running out of memory or addresses throws HostMemoryError. Everything that
+// only makes memory better (huge pages, a node, a page lock) is best effort: it goes on without and
+// adds one note that says what is missing, why, and how to get it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace memascend {
+
+inline constexpr std::uint64_t kPageBytes = 4096;
+inline constexpr std::uint64_t kHugePageBytes = 2 * 1024 * 1024;
+
+/// Host memory could not be had. `limit_bytes` is 0 when the system refused, not a limit of ours.
+class HostMemoryError : public std::runtime_error {
+ public:
+  HostMemoryError(const std::string& what, std::uint64_t asked, std::uint64_t reserved,
+                  std::uint64_t limit)
+      : std::runtime_error(what),
+        requested_bytes(asked),
+        reserved_bytes(reserved),
+        limit_bytes(limit) {}
+  std::uint64_t requested_bytes;
+  std::uint64_t reserved_bytes;
+  std::uint64_t limit_bytes;
+};
+
+/// Which huge pages to ask for. kAuto takes explicit ones when enough are free, else transparent.
+enum class HugePages { kAuto, kExplicit, kTransparent, kOff };
+
+struct PageOptions {
+  HugePages huge_pages = HugePages::kAuto;
+  bool lock = true;
+  int numa_node = -1;             // -1: leave the choice to the kernel
+  unsigned prefault_threads = 0;  // 0: one per core, at most kPrefaultThreadsMax
+};
+
+inline constexpr unsigned kPrefaultThreadsMax = 16;
+
+/// What could not be obtained, each thing once, in the order it was noticed.
+class Notes {
+ public:
+  void add(std::string note);
+  const std::vector<std::string>& list() const noexcept { return notes_; }
+
+ private:
+  std::vector<std::string> notes_;
+};
+
+/// A range of addresses, 2 MiB aligned, without memory behind it until back_pages() is called on
+/// pieces of it. Unmapped on destruction, but only by the process that made it: pieces are not
+/// inherited by a forked child, which may have mapped something else at the same addresses.
+class AddressRange {
+ public:
+  /// Halves `nbytes` until the kernel accepts, but not below `nbytes_min`; then throws.
+  AddressRange(std::uint64_t nbytes, std::uint64_t nbytes_min);
+  ~AddressRange();
+  AddressRange(const AddressRange&) = delete;
+  AddressRange& operator=(const AddressRange&) = delete;
+
+  std::byte* base() const noexcept { return base_; }
+  std::uint64_t nbytes() const noexcept { return nbytes_; }
+
+ private:
+  std::byte* mapping_ = nullptr;  // base_ less the guard below it
+  std::uint64_t mapping_bytes_ = 0;
+  std::byte* base_ = nullptr;
+  std::uint64_t nbytes_ = 0;
+  pid_t owner_;
+};
+
+enum class Backing { kPages, kHugetlb };
+
+/// Puts zeroed, writable, resident memory behind a page-aligned piece of an AddressRange that has
+/// none. Throws HostMemoryError when the memory is not there; the piece is then without memory.
+Backing back_pages(std::span<std::byte> piece, const PageOptions& options, Notes& notes);
+
+/// Page-locks a piece. False, with a note, when the system refuses.
+bool lock_pages(std::span<std::byte> piece, Notes& notes);
+
+/// Gives the memory behind a piece back to the system; the addresses stay ours and would read as
+/// zero. Unlocks it first. Not for Backing::kHugetlb. False, with a note, when the kernel refuses:
+/// the piece then still has its memory.
+bool discard_pages(std::span<std::byte> piece, Notes& notes);
+
+/// What the kernel says lies behind a range.
+struct PageUsage {
+  std::uint64_t resident_bytes = 0;
+  std::uint64_t huge_page_bytes = 0;  // transparent and explicit
+  std::uint64_t locked_bytes = 0;
+};
+
+/// Reads /proc/self/smaps. All zero, with a note, where that file is missing.
+PageUsage measure_pages(std::span<const std::byte> range, Notes& notes);
+
+/// The NUMA node that holds a page, -1 when the kernel does not tell.
+int node_of_page(const std::byte* page);
+
+/// Physical memory of the machine, and the part the kernel could hand out now without swapping.
+/// 0 where the kernel does not tell.
+std::uint64_t physical_memory_bytes();
+std::uint64_t available_memory_bytes();
+
+}  // namespace memascend

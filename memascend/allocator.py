@@ -1,0 +1,128 @@
+"""Host memory for tensors: a typed face of the native allocator, and the log lines about it.
+
+Knows torch only where a tensor is made. Never knows what the memory is for beyond a component name.
+Thread-safe where the native allocator is; a missing thing may be logged twice by a race, no worse.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal
+
+from memascend import _core
+from memascend.units import format_nbytes
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger(__name__)
+
+HugePages = Literal["auto", "explicit", "transparent", "off"]
+
+
+class HostAllocator:
+    """Tensors in huge-page backed, page-locked host memory, without power-of-two rounding.
+
+    A tensor owns its block: the memory goes back when the last tensor that shares it is gone. What
+    the system refuses (huge pages, page lock, device registration) is done without and logged once
+    each at WARNING, with the way to get it.
+    """
+
+    def __init__(
+        self,
+        *,
+        huge_pages: HugePages = "auto",
+        lock: bool = True,
+        register_device: bool = False,
+        numa_node: int | None = None,
+        prefault_threads: int = 0,
+        limit_bytes: int = 0,
+        reserve_bytes: int = 0,
+    ) -> None:
+        """Reserves addresses, and `reserve_bytes` of memory ahead.
+
+        Args:
+            huge_pages: Which huge pages to ask for; "auto" takes explicit ones when enough are
+                free, else transparent ones.
+            lock: Keep the memory from being swapped out.
+            register_device: Register with CUDA. The device must be in use already.
+            numa_node: Where memory should come from; None leaves it to the kernel.
+            prefault_threads: Threads that make new memory resident; 0 chooses.
+            limit_bytes: Most memory to hold; 0 for no limit.
+            reserve_bytes: Memory to take now, in one piece.
+        """
+        self.core = _core.Allocator(
+            huge_pages=huge_pages,
+            lock=lock,
+            register_device=register_device,
+            numa_node=-1 if numa_node is None else numa_node,
+            prefault_threads=prefault_threads,
+            limit_bytes=limit_bytes,
+        )
+        self._logged_notes: set[str] = set()
+        self._log_new_notes()
+        if reserve_bytes > 0:
+            self.reserve(reserve_bytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes memory ahead, so that blocks of `nbytes` in all come without growing.
+
+        Raises:
+            HostMemoryError: The limit or the system does not allow it.
+        """
+        self.core.reserve(nbytes=nbytes)
+        self._log_new_notes()
+        _LOG.info("host memory: %s", describe(self.core.report()))
+
+    def block(self, nbytes: int, *, component: str, zero: bool = False) -> _core.Block:
+        """A run of bytes accounted to a component; freed with its last reference.
+
+        Raises:
+            HostMemoryError: The limit or the system does not allow it.
+        """
+        block = self.core.allocate(nbytes=nbytes, component=component, zero=zero)
+        self._log_new_notes()
+        return block
+
+    def tensor(
+        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
+    ) -> torch.Tensor:
+        """A flat CPU tensor in a block of its own; its contents are arbitrary unless `zero`.
+
+        Raises:
+            HostMemoryError: The limit or the system does not allow it.
+        """
+        import torch
+
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)  # a block is never empty
+        block = self.block(numel * dtype.itemsize, component=component, zero=zero)
+        return torch.frombuffer(block, dtype=dtype)
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's first element lies in a live block of ours."""
+        return self.core.contains(tensor.data_ptr())
+
+    def _log_new_notes(self) -> None:
+        for note in self.core.notes():
+            if note not in self._logged_notes:
+                self._logged_notes.add(note)
+                _LOG.warning("%s", note)
+
+
+def describe(report: _core.ArenaReport) -> str:
+    """One phrase on what was really obtained, for the log and the doctor."""
+    parts = [
+        f"{format_nbytes(report.reserved_bytes)} held",
+        f"{_share(report.huge_page_bytes, report.reserved_bytes)} in huge pages",
+        f"{_share(report.locked_bytes, report.reserved_bytes)} page-locked",
+    ]
+    if report.registered_bytes:
+        parts.append(f"{_share(report.registered_bytes, report.reserved_bytes)} registered")
+    if report.numa_node >= 0:
+        parts.append(f"node {report.numa_node}")
+    return ", ".join(parts)
+
+
+def _share(part_bytes: int, whole_bytes: int) -> str:
+    return f"{100 * part_bytes / whole_bytes:.0f} %" if whole_bytes else "0 %"

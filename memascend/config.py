@@ -1,0 +1,194 @@
+"""The `memascend` block of the DeepSpeed JSON: one frozen model per feature, and the environment.
+
+A key left out means automatic, so the string "auto" is never needed (accelerate refuses it inside
+foreign blocks). This is the only module that reads os.environ.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from memascend.errors import ConfigError
+from memascend.units import parse_nbytes
+
+BLOCK_KEY = "memascend"
+DISABLE_VARIABLE = "MEMASCEND_DISABLE"
+CONFIG_VARIABLE = "MEMASCEND_CONFIG"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class AllocatorConfig(_Section):
+    """Where pinned host memory comes from: exact-size blocks of huge-page arenas."""
+
+    enabled: bool = Field(True, description="off: torch's pinned memory, as stock uses it")
+    huge_pages: Literal["explicit", "transparent", "off"] | None = Field(
+        None, description="left out: explicit ones where free, else transparent"
+    )
+    page_lock: bool | None = Field(
+        None, description="left out: DeepSpeed's pin_memory, and only where memlock allows"
+    )
+    prefault_threads: int = Field(4, ge=1, le=256)
+
+
+class BufferPoolConfig(_Section):
+    """Staging buffers for parameters: size classes from the model's own shapes."""
+
+    enabled: bool = Field(True, description="off: DeepSpeed's uniform buffers")
+    prefetch_bytes: int | None = Field(
+        None, ge=0, description="parameters read ahead; left out: two of the largest layer tensors"
+    )
+
+    @field_validator("prefetch_bytes", mode="before")
+    @classmethod
+    def _accept_units(cls, value: object) -> object:
+        return parse_nbytes(value) if isinstance(value, str) else value
+
+
+class DirectNvmeConfig(_Section):
+    """How bytes reach the drive: extents of one file, O_DIRECT, io_uring."""
+
+    enabled: bool = Field(True, description="off: DeepSpeed's libaio engine, a file per tensor")
+    engine: Literal["uring", "threads"] | None = Field(
+        None, description="left out: io_uring where it works, else threads"
+    )
+    queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight")
+    chunk_bytes: int = Field(1 << 20, ge=64 << 10, le=64 << 20, description="bytes of one request")
+    threads: int = Field(8, ge=1, le=256, description="workers of the threads engine")
+    sqpoll: bool = Field(False, description="kernel thread polls for submissions; needs a core")
+    iopoll: bool = Field(False, description="poll for completions; needs NVMe poll queues")
+
+    @field_validator("chunk_bytes", mode="before")
+    @classmethod
+    def _accept_units(cls, value: object) -> object:
+        return parse_nbytes(value) if isinstance(value, str) else value
+
+
+class OverflowCheckConfig(_Section):
+    """The fp16 overflow check: one pass, no temporary."""
+
+    enabled: bool = Field(True, description="off: DeepSpeed's isinf and isnan passes")
+    threads: int = Field(0, ge=0, le=256, description="0: as many as the machine gives")
+
+
+class MemAscendConfig(_Section):
+    """The whole block. `{}` turns everything on."""
+
+    enabled: bool = Field(True, description="off: stock DeepSpeed, untouched")
+    allocator: AllocatorConfig = AllocatorConfig()
+    buffer_pool: BufferPoolConfig = BufferPoolConfig()
+    direct_nvme: DirectNvmeConfig = DirectNvmeConfig()
+    overflow_check: OverflowCheckConfig = OverflowCheckConfig()
+
+    @property
+    def sections_enabled(self) -> tuple[str, ...]:
+        """Names of the sections that are on, in the order of the block."""
+        names = ("allocator", "buffer_pool", "direct_nvme", "overflow_check")
+        return tuple(name for name in names if getattr(self, name).enabled)
+
+
+def is_disabled() -> bool:
+    """Whether MEMASCEND_DISABLE asks for stock DeepSpeed whatever the config says."""
+    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no")
+
+
+def find_block(ds_config: object) -> Mapping[str, Any] | None:
+    """Gives the raw block of a DeepSpeed config, or the one in MEMASCEND_CONFIG, or None.
+
+    Args:
+        ds_config: The raw DeepSpeed config; anything but a mapping holds no block.
+
+    Raises:
+        ConfigError: The block, or MEMASCEND_CONFIG, is not a JSON object.
+    """
+    if is_disabled():
+        return None
+    block = ds_config.get(BLOCK_KEY) if isinstance(ds_config, Mapping) else None
+    if block is None:
+        text = os.environ.get(CONFIG_VARIABLE, "").strip()
+        if not text:
+            return None
+        try:
+            block = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{CONFIG_VARIABLE} is not JSON: {error}. Got {text!r}; write an object such as "
+                f"{CONFIG_VARIABLE}='{{}}'"
+            ) from error
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f'"{BLOCK_KEY}" must be a JSON object such as {{}}, got {type(block).__name__}: {block!r}'
+        )
+    return block
+
+
+def parse_block(block: Mapping[str, Any]) -> MemAscendConfig:
+    """Validates a raw block.
+
+    Raises:
+        ConfigError: Names every wrong key with its value, what is allowed and the nearest key.
+    """
+    try:
+        return MemAscendConfig.model_validate(dict(block))
+    except ValidationError as error:
+        lines = [_explain(dict(entry)) for entry in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def active_config(ds_config: object) -> MemAscendConfig | None:
+    """The validated block when there is one and it is enabled, else None."""
+    block = find_block(ds_config)
+    if block is None:
+        return None
+    config = parse_block(block)
+    return config if config.enabled and config.sections_enabled else None
+
+
+def _section_at(path: tuple[str, ...]) -> type[BaseModel]:
+    section: type[BaseModel] = MemAscendConfig
+    for name in path:
+        field = section.model_fields.get(name)
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        section = annotation
+    return section
+
+
+def _allowed(path: tuple[str, ...]) -> str:
+    """Says what a key takes, from the model itself so that it cannot go stale."""
+    field = _section_at(path[:-1]).model_fields.get(path[-1])
+    if field is None:
+        return ""
+    bounds = []
+    for rule in field.metadata:
+        if getattr(rule, "ge", None) is not None:
+            bounds.append(f"at least {rule.ge}")
+        if getattr(rule, "le", None) is not None:
+            bounds.append(f"at most {rule.le}")
+    annotation = field.annotation
+    kind = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    kind = kind.replace("typing.", "").replace("NoneType", "None")
+    return f"Allowed: {kind}" + (f", {' and '.join(bounds)}" if bounds else "")
+
+
+def _explain(entry: dict[str, Any]) -> str:
+    path = tuple(str(part) for part in entry["loc"])
+    dotted = ".".join((BLOCK_KEY, *path))
+    if entry["type"] == "extra_forbidden":
+        known = sorted(_section_at(path[:-1]).model_fields)
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"{dotted}: unknown key. Known: {', '.join(known)}.{hint}"
+    default = _section_at(path[:-1]).model_fields.get(path[-1]) if path else None
+    advice = " Leave the key out for automatic." if default is not None else ""
+    reason = str(entry["msg"]).removeprefix("Value error, ")
+    return f"{dotted}: {entry['input']!r} is not allowed ({reason}). {_allowed(path)}.{advice}"

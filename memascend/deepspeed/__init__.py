@@ -1,0 +1,1 @@
+"""Adapters: DeepSpeed's surfaces over our own paths. Only `seams` assigns to DeepSpeed."""

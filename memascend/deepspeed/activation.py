@@ -1,0 +1,251 @@
+"""From a DeepSpeed config with a block to a running attachment: refusals, wiring, the line in the log.
+
+Everything that cannot work together is refused here, before a weight is loaded, with the keys involved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger as deepspeed_logger
+
+from memascend.config import MemAscendConfig, active_config
+from memascend.deepspeed.aio_handle import serving
+from memascend.deepspeed.host_buffers import HostBuffers
+from memascend.deepspeed.stock_memory import (
+    AioFileStore,
+    LockedMemory,
+    PinnedMemory,
+    TensorSlotPool,
+)
+from memascend.errors import ConfigError
+from memascend.runtime import Runtime, Substitutes
+from memascend.version import __version__
+
+log = logging.getLogger(__name__)
+
+
+def check_config(ds_config: Mapping[str, Any]) -> None:
+    """Refuses what cannot work together with an active block.
+
+    Raises:
+        ConfigError: Names the keys, the values and what to do.
+    """
+    zero = ds_config.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    stage = zero.get("stage", 0)
+    if stage != 3:
+        raise ConfigError(
+            f"memascend works with ZeRO stage 3, zero_optimization.stage is {stage!r}. Set it to 3, or "
+            'turn memascend off with "memascend": {"enabled": false}'
+        )
+    offload_param = _section(zero, "offload_param")
+    offload_optimizer = _section(zero, "offload_optimizer")
+    on_drive = [
+        name
+        for name, section in (
+            ("offload_param", offload_param),
+            ("offload_optimizer", offload_optimizer),
+        )
+        if section.get("device") == "nvme"
+    ]
+    if not on_drive:
+        raise ConfigError(
+            "memascend has nothing to do: neither zero_optimization.offload_param.device nor "
+            'zero_optimization.offload_optimizer.device is "nvme". Set at least one of them, or turn '
+            'memascend off with "memascend": {"enabled": false}'
+        )
+    for name in on_drive:
+        if not zero[name].get("nvme_path"):
+            raise ConfigError(
+                f"zero_optimization.{name}.nvme_path is missing: name a directory on the drive"
+            )
+    refused = {
+        "zero_optimization.zenflow": bool(zero.get("zenflow")),
+        "zero_optimization.offload_optimizer.super_offload": bool(
+            offload_optimizer.get("super_offload")
+        ),
+        "aio.use_gds": bool(_section(ds_config, "aio").get("use_gds")),
+        "compile.deepcompile": bool(_section(ds_config, "compile").get("deepcompile")),
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{key} cannot be combined with memascend: it replaces the same parts of DeepSpeed. "
+                f'Remove {key}, or turn memascend off with "memascend": {{"enabled": false}}'
+            )
+
+
+def _section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = parent.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+class Attachment:
+    """A runtime together with the DeepSpeed side it serves. Parameters and optimizer share one."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
+
+    def host_buffers(self, component: str) -> AbstractContextManager[None]:
+        """Inside, host buffers that DeepSpeed creates come from the arena."""
+        return nullcontext() if self._host_buffers is None else self._host_buffers(component)
+
+    def serving_aio(self, component: str) -> AbstractContextManager[None]:
+        """Inside, DeepSpeed's swappers get handles over our store."""
+        if self.runtime.store is None:
+            return nullcontext()
+        return serving(store=self.runtime.store, memory=self.runtime.memory, component=component)
+
+    def staging_folder(self, nvme_path: str) -> str:
+        """A folder for DeepSpeed's optimizer files: this run's own when our store holds the data."""
+        if self.runtime.store is None:
+            return os.path.join(nvme_path, "zero_stage_3")
+        return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
+
+
+def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
+    """Builds the runtime for a model and says in one line what it got.
+
+    Args:
+        ds_config: The raw DeepSpeed config with an active block.
+        nvme_path: Directory on the drive.
+    """
+    config = active_config(ds_config)
+    if config is None:
+        raise AssertionError("attach needs an active block")
+    directory = os.path.abspath(str(nvme_path))
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    _show_log_lines()
+    accelerator = get_accelerator()
+    on_cuda = accelerator.device_name() == "cuda"
+    runtime = Runtime(
+        config=config,
+        directory=directory,
+        page_lock=_wants_pinning(ds_config),
+        register_device=on_cuda and _wants_pinning(ds_config),
+        pci_address=_pci_address() if on_cuda else None,
+        substitutes=_substitutes(config, ds_config, directory),
+    )
+    _log_armed(config, ds_config, runtime)
+    return Attachment(runtime)
+
+
+def _pci_address() -> str | None:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if any(part is None for part in parts):
+        return None  # torch before 2.8 does not tell
+    return "{:04x}:{:02x}:{:02x}.0".format(*parts)
+
+
+def _wants_pinning(ds_config: Mapping[str, Any]) -> bool:
+    zero = _section(ds_config, "zero_optimization")
+    sections = (_section(zero, "offload_param"), _section(zero, "offload_optimizer"))
+    # True is DeepSpeed's own default since 0.19.6.
+    return any(section.get("pin_memory", True) for section in sections if section)
+
+
+def _substitutes(
+    config: MemAscendConfig, ds_config: Mapping[str, Any], directory: str
+) -> Substitutes:
+    """Stock parts for the sections that are off."""
+    memory = None if config.allocator.enabled else PinnedMemory()
+    if config.direct_nvme.enabled:
+        pool = TensorSlotPool(memory, "parameter pool") if memory is not None else None
+        return Substitutes(memory=memory, pool=pool)
+    if not config.buffer_pool.enabled:
+        return Substitutes(memory=memory, store=_NoStore(), pool=_NoPool())
+    handle = _stock_aio_handle(ds_config)
+    folder = tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=directory)
+    # DeepSpeed's engine copies through a buffer of its own unless it allocated the memory itself.
+    pool = TensorSlotPool(LockedMemory(handle), "parameter pool")
+    return Substitutes(memory=memory, store=AioFileStore(handle, folder), pool=pool)
+
+
+class _NoStore:
+    """Stands where nothing of ours reads or writes: stock swappers do it all."""
+
+    def reserve(self, *, key: str, nbytes: int) -> None:
+        raise AssertionError("no store: buffer_pool and direct_nvme are off")
+
+    read = write = reserve  # type: ignore[assignment]
+
+
+class _NoPool:
+    """Stands where nothing of ours is staged."""
+
+    def acquire(self, nbytes: int) -> None:
+        raise AssertionError("no pool: buffer_pool is off")
+
+    grow = view = acquire  # type: ignore[assignment]
+
+
+def _stock_aio_handle(ds_config: Mapping[str, Any]) -> Any:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    aio = _section(ds_config, "aio")
+    return (
+        AsyncIOBuilder()
+        .load(verbose=False)
+        .aio_handle(
+            block_size=aio.get("block_size", 1 << 20),
+            queue_depth=aio.get("queue_depth", 8),
+            single_submit=aio.get("single_submit", False),
+            overlap_events=aio.get("overlap_events", True),
+            intra_op_parallelism=aio.get("intra_op_parallelism", 1),
+        )
+    )
+
+
+def _show_log_lines() -> None:
+    """Sends our log lines where DeepSpeed's go, unless the application has set up logging itself."""
+    ours = logging.getLogger("memascend")
+    if ours.handlers or logging.getLogger().handlers:
+        return
+    for handler in deepspeed_logger.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
+    ours.propagate = False
+
+
+#: DeepSpeed keys that a section takes the meaning from.
+_IDLE_KEYS = {
+    "buffer_pool": (("offload_param", "buffer_count"), ("offload_param", "buffer_size")),
+    "direct_nvme": (),
+}
+
+
+def _log_armed(config: MemAscendConfig, ds_config: Mapping[str, Any], runtime: Runtime) -> None:
+    if dist.get_rank() != 0:
+        return
+    from memascend.deepspeed.seams import status
+
+    log.info(
+        "memascend %s armed: %s; %s; %d seams; DeepSpeed on %s",
+        __version__,
+        ", ".join(config.sections_enabled),
+        runtime.describe(),
+        sum(row.armed for row in status()),
+        f"torch {torch.__version__}",
+    )
+    zero = _section(ds_config, "zero_optimization")
+    idle = [
+        f"zero_optimization.{section}.{key}"
+        for name in config.sections_enabled
+        for section, key in _IDLE_KEYS.get(name, ())
+        if key in _section(zero, section)
+    ]
+    if config.direct_nvme.enabled and "aio" in ds_config:
+        idle.append("aio")
+    if idle:
+        log.info("memascend: these keys have no meaning here and are ignored: %s", ", ".join(idle))

@@ -1,0 +1,158 @@
+"""DeepSpeed's `aio_handle` surface over our store, so that its own swappers run over our engine.
+
+A path is a key: no file is opened. Every transfer is compared with its request below this file, so
+wait() either returns the count that DeepSpeed expects or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from memascend.tensors import HostMemory
+from memascend.nvme import TensorStore, Ticket
+
+
+class AioHandle:
+    """One per swapper direction, as in DeepSpeed; many handles share one store."""
+
+    def __init__(
+        self,
+        *,
+        store: TensorStore,
+        memory: HostMemory,
+        component: str,
+        settings: dict[str, Any],
+    ) -> None:
+        self._store = store
+        self._memory = memory
+        self._component = component
+        self._settings = settings
+        self._tickets: list[Ticket] = []
+
+    # -- transfers -----------------------------------------------------------------------------------------
+
+    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        """Starts reading a key into `buffer` from byte `file_offset` of the key; returns 0."""
+        ticket = self._store.read(key=filename, target=buffer, offset_bytes=file_offset)
+        self._tickets.append(ticket)
+        return 0
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        """Starts writing `buffer` to a key at byte `file_offset` of the key; returns 0."""
+        ticket = self._store.write(key=filename, source=buffer, offset_bytes=file_offset)
+        self._tickets.append(ticket)
+        return 0
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        """Reads and waits; returns the number of transfers completed."""
+        self.async_pread(buffer, filename, file_offset)
+        return self.wait()
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        """Writes and waits; returns the number of transfers completed."""
+        self.async_pwrite(buffer, filename, file_offset)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Waits for every transfer of this handle; returns how many there were.
+
+        Raises:
+            StoreError: The first transfer that failed; all others have been waited for too.
+        """
+        tickets, self._tickets = self._tickets, []
+        first_error: BaseException | None = None
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except Exception as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+        return len(tickets)
+
+    # -- memory --------------------------------------------------------------------------------------------
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A 1-D host tensor for transfers, exact in size; it goes back with its last view."""
+        return self._memory.tensor(num_elem, example_tensor.dtype, component=self._component)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Nothing to do: memory goes back when the last view of it is gone."""
+        return self._memory.contains(tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether DeepSpeed may hand the tensor to a transfer without copying it first."""
+        return self._memory.contains(tensor)
+
+    # -- settings ------------------------------------------------------------------------------------------
+
+    def get_block_size(self) -> int:
+        """The block size DeepSpeed's config asked for; the store cuts requests itself."""
+        return int(self._settings.get("block_size", 1 << 20))
+
+    def get_queue_depth(self) -> int:
+        """The queue depth DeepSpeed's config asked for; the store has its own."""
+        return int(self._settings.get("queue_depth", 128))
+
+    def get_single_submit(self) -> bool:
+        """As configured for DeepSpeed; without meaning here."""
+        return bool(self._settings.get("single_submit", False))
+
+    def get_overlap_events(self) -> bool:
+        """As configured for DeepSpeed; without meaning here."""
+        return bool(self._settings.get("overlap_events", False))
+
+    def get_intra_op_parallelism(self) -> int:
+        """As configured for DeepSpeed; without meaning here."""
+        return int(self._settings.get("intra_op_parallelism", 1))
+
+
+class _HandleModule:
+    """Stands for DeepSpeed's compiled extension: something with an `aio_handle` class."""
+
+    def __init__(self, make_handle: Callable[..., AioHandle]) -> None:
+        self.aio_handle = make_handle
+
+
+class _HandleBuilder:
+    """Stands for DeepSpeed's AsyncIOBuilder: something whose load() gives the extension."""
+
+    def __init__(self, make_handle: Callable[..., AioHandle]) -> None:
+        self._make_handle = make_handle
+
+    def load(self, verbose: bool = True) -> _HandleModule:
+        return _HandleModule(self._make_handle)
+
+
+_serving: ContextVar[Callable[..., AioHandle] | None] = ContextVar("memascend_aio", default=None)
+
+
+@contextmanager
+def serving(*, store: TensorStore, memory: HostMemory, component: str) -> Iterator[None]:
+    """Inside, AsyncIOBuilder() of DeepSpeed's swapper modules gives handles over `store`."""
+
+    def make_handle(**settings: Any) -> AioHandle:
+        return AioHandle(store=store, memory=memory, component=component, settings=settings)
+
+    token = _serving.set(make_handle)
+    try:
+        yield
+    finally:
+        _serving.reset(token)
+
+
+def wrap_builder(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces the name AsyncIOBuilder in DeepSpeed's swapper modules."""
+
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        make_handle = _serving.get()
+        if make_handle is None:
+            return original(*arguments, **keywords)
+        return _HandleBuilder(make_handle)
+
+    return build

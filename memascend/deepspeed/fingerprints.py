@@ -1,0 +1,69 @@
+"""Fingerprints of the upstream definitions that the seams were written for.
+
+Written by scripts/update_fingerprints.py; do not edit.
+"""
+
+from __future__ import annotations
+
+VERSIONS: tuple[str, ...] = ("0.19.8",)
+
+KNOWN: dict[str, tuple[str, ...]] = {
+    "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo": ("6ffc1e0eab0c90db",),
+    "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper": ("01a548a3190b0e27",),
+    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper.PartitionedOptimizerSwapper": (
+        "45b833e91145052d",
+    ),
+    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper.PipelinedOptimizerSwapper": (
+        "5ccb256152b9613a",
+    ),
+    "deepspeed.runtime.zero.partition_parameters.AsyncPartitionedParameterSwapper": (
+        "2197a87e2d1f602b",
+    ),
+    "deepspeed.runtime.zero.partition_parameters.Init._all_gather": ("eb86011ab5b0c487",),
+    "deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param": (
+        "f7a7fde30baf468b",
+    ),
+    "deepspeed.runtime.zero.partition_parameters.Init._ensure_availability_of_partitioned_params": (
+        "c23b0a8e1e2d9b89",
+    ),
+    "deepspeed.runtime.zero.partition_parameters.Init._partition_param": ("7fbef61d28d0e884",),
+    "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": ("1d52aef714a7864f",),
+    "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__init__": ("3016df5217657fff",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading": (
+        "ab5d45dfc2c19929",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_tensor_swapping": (
+        "8d9da0769277d6c5",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions": (
+        "ca5e5d7405dc70eb",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory": (
+        "1c0dca9a3525ae31",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out": (
+        "49905d9893f09e86",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._post_step": ("0fef35ae6ad91912",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._pre_step": ("89c2687f9687d964",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer": (
+        "902a16562dfcf0a3",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue": (
+        "c6c40c15c750a93e",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue": (
+        "123413058d0e4d5c",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow": (
+        "195d41084cf32951",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states": (
+        "a3abaeba737f3737",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.reset_swap_buffers": (
+        "c4110444d4723ab4",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step": ("15e41120d6f0dbf5",),
+}

@@ -1,0 +1,95 @@
+"""Puts the host buffers that DeepSpeed creates itself into our arenas, at their exact size.
+
+DeepSpeed writes `pin_memory(torch.zeros(n, device="cpu"))`: a pageable tensor, a pinned copy rounded up
+to a power of two, both alive at once. Inside HostBuffers the factory call itself returns arena memory;
+it is already page-locked, so the pin_memory call after it has nothing left to do.
+
+On the CPU accelerator "device" tensors are CPU tensors too. DeepSpeed names host memory by its own
+OffloadDeviceEnum (or by no device at all) and device memory by the accelerator's name, so the type of
+the argument tells them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from torch.overrides import TorchFunctionMode
+
+from memascend.tensors import HostMemory
+
+# Smaller tensors share a chunk: a page each would waste more than they hold.
+SHARED_BYTES_MAX = 64 << 10
+CHUNK_BYTES = 1 << 20
+_CACHE_LINE_BYTES = 64
+
+
+class HostBuffers(TorchFunctionMode):
+    """Serves torch.zeros and torch.empty for host memory from a HostMemory while it is entered.
+
+    Calling it enters the mode with the allocations inside charged to a component of the ledger:
+    `with host_buffers("gradients"): ...`; calls nest.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        super().__init__()
+        self._memory = memory
+        self._component = "other"
+        self._chunk: torch.Tensor | None = None
+        self._chunk_used_bytes = 0
+
+    @contextmanager
+    def __call__(self, component: str) -> Iterator[None]:
+        outer, self._component = self._component, component
+        try:
+            with self:
+                yield
+        finally:
+            self._component = outer
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        keywords = keywords or {}
+        if function in (torch.zeros, torch.empty) and self._is_host(keywords):
+            numel = _numel(arguments)
+            dtype = keywords.get("dtype") or torch.get_default_dtype()
+            if numel > 0:
+                return self._allocate(numel, dtype, zero=function is torch.zeros)
+        return function(*arguments, **keywords)
+
+    @staticmethod
+    def _is_host(keywords: dict[str, Any]) -> bool:
+        device = keywords.get("device")
+        known = {"dtype", "device", "requires_grad"}
+        on_host = device is None or device is OffloadDeviceEnum.cpu
+        return on_host and known.issuperset(keywords) and not keywords.get("requires_grad", False)
+
+    def _allocate(self, numel: int, dtype: torch.dtype, *, zero: bool) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if nbytes > SHARED_BYTES_MAX:
+            return self._memory.tensor(numel, dtype, component=self._component, zero=zero)
+        offset = math.ceil(self._chunk_used_bytes / _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+        if self._chunk is None or offset + nbytes > CHUNK_BYTES:
+            self._chunk = self._memory.tensor(
+                CHUNK_BYTES, torch.uint8, component=self._component, zero=True
+            )
+            offset = 0
+        self._chunk_used_bytes = offset + nbytes
+        piece = self._chunk[offset : offset + nbytes].view(dtype)
+        return piece.zero_() if zero else piece
+
+
+def _numel(arguments: tuple[Any, ...]) -> int:
+    """Elements asked for by positional sizes: zeros(3), zeros(3, 4) or zeros((3, 4)) when 1-D, else 0."""
+    if len(arguments) == 1 and isinstance(arguments[0], int):
+        return arguments[0]
+    return 0

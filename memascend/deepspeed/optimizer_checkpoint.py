@@ -1,0 +1,72 @@
+"""Optimizer tensors between the store and the files that DeepSpeed's checkpoint code copies.
+
+DeepSpeed saves NVMe optimizer state by copying the swapper's folder. Our tensors have no files, so they
+are written there for the duration of a save, under stock's names and in stock's layout, and are read from
+there after a load. As in stock 0.19.8, a load restores the master weights; Adam's moments start anew.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memascend.nvme import TensorStore
+
+_CHUNK_BYTES = 16 << 20
+
+
+def export_files(swapper: Any, store: TensorStore) -> None:
+    """Writes every optimizer tensor of the swapper into its folder, gradients left out."""
+    os.makedirs(swapper.swap_folder, exist_ok=True)
+    buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    for path in _state_paths(swapper):
+        if not store.contains(path):
+            continue
+        with open(path, "wb") as file:
+            for offset, piece in _pieces(buffer, store.nbytes(path)):
+                store.read(key=path, target=piece, offset_bytes=offset).wait()
+                file.write(piece.numpy())
+
+
+def import_files(swapper: Any, store: TensorStore) -> None:
+    """Takes the files of the swapper's folder into the store and removes them.
+
+    Raises:
+        OSError: A file is shorter than the tensor it belongs to.
+    """
+    buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    for path in _state_paths(swapper):
+        if not os.path.exists(path):
+            continue
+        nbytes = os.path.getsize(path)
+        if store.contains(path) and nbytes != store.nbytes(path):
+            raise OSError(
+                f"checkpoint file {path} has {nbytes} bytes, the optimizer needs "
+                f"{store.nbytes(path)}: it was saved with another model, sub_group_size or number of ranks"
+            )
+        store.reserve(key=path, nbytes=nbytes)
+        with open(path, "rb") as file:
+            for offset, piece in _pieces(buffer, nbytes):
+                if file.readinto(memoryview(piece.numpy())) != piece.numel():
+                    raise OSError(f"checkpoint file {path} ended at byte {offset}")
+                store.write(key=path, source=piece, offset_bytes=offset).wait()
+    remove_files(swapper)
+
+
+def remove_files(swapper: Any) -> None:
+    """Removes the folder again: between checkpoints nothing of ours is visible on the drive."""
+    shutil.rmtree(swapper.swap_folder, ignore_errors=True)
+
+
+def _state_paths(swapper: Any) -> Iterator[str]:
+    for swap_info in swapper.swap_params_info.values():
+        yield from swap_info.get_swap_paths()
+
+
+def _pieces(buffer: torch.Tensor, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    for offset in range(0, nbytes, buffer.numel()):
+        yield offset, buffer[: min(buffer.numel(), nbytes - offset)]

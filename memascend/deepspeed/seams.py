@@ -1,0 +1,286 @@
+"""The only file that assigns to DeepSpeed: what is replaced, why, and by what.
+
+Nothing is replaced until a config with an active `memascend` block is seen; one wrapper around
+DeepSpeedConfig's constructor watches for that. Every replacement is a dispatcher, so models without a
+block keep running stock code after arming too.
+
+Each row has the fingerprint of the upstream definition it was written for (see fingerprint.py), and so
+has each definition that our subclasses override or rely on (`WATCHED`). A release is known by these, not
+by its version number.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memascend.config import active_config, find_block, is_disabled
+from memascend.deepspeed import fingerprints
+from memascend.deepspeed.fingerprint import fingerprint, resolve
+from memascend.errors import UnsupportedDeepSpeedError
+
+log = logging.getLogger(__name__)
+
+_ZERO = "deepspeed.runtime.zero"
+_SWAP = "deepspeed.runtime.swap_tensor"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where DeepSpeed is altered.
+
+    `replace` takes the upstream definition and gives what stands in its place.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    reason: str
+    replace: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class SeamStatus:
+    """A row of status()."""
+
+    name: str
+    target: str
+    armed: bool
+    reason: str
+
+
+def _replace_param_swapper(original: Any) -> Any:
+    from memascend.deepspeed.build import wrap_param_swapper
+
+    return wrap_param_swapper(original)
+
+
+def _replace_convert(original: Any) -> Any:
+    from memascend.deepspeed.gather import wrap_convert
+
+    return wrap_convert(original)
+
+
+def _replace_partition(original: Any) -> Any:
+    from memascend.deepspeed.gather import wrap_partition
+
+    return wrap_partition(original)
+
+
+def _replace_optimizer(original: Any) -> Any:
+    from memascend.deepspeed.zero_optimizer import ZeroOptimizer
+
+    return ZeroOptimizer
+
+
+def _replace_builder(original: Any) -> Any:
+    from memascend.deepspeed.aio_handle import wrap_builder
+
+    return wrap_builder(original)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "parameter swapper",
+        f"{_ZERO}.partition_parameters",
+        "AsyncPartitionedParameterSwapper",
+        "zero.Init looks the class up here; ours stages in size classes and gives slots back early",
+        _replace_param_swapper,
+    ),
+    Seam(
+        "gather",
+        f"{_ZERO}.partition_parameters",
+        "Init._convert_to_deepspeed_param",
+        "gives parameters gather functions that release slots early and work in turns",
+        _replace_convert,
+    ),
+    Seam(
+        "partition",
+        f"{_ZERO}.partition_parameters",
+        "Init._partition_param",
+        "a modified parameter gets a slot again; small pinned shards come from the arena",
+        _replace_partition,
+    ),
+    Seam(
+        "optimizer",
+        f"{_ZERO}.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "the engine looks the class up here; ours overrides hook methods of the same class",
+        _replace_optimizer,
+    ),
+    *(
+        Seam(
+            f"aio in {module}",
+            f"{_SWAP}.{module}",
+            "AsyncIOBuilder",
+            "gives DeepSpeed's own swapper a handle over our store",
+            _replace_builder,
+        )
+        for module in (
+            "partitioned_param_swapper",
+            "partitioned_optimizer_swapper",
+            "pipelined_optimizer_swapper",
+        )
+    ),
+)
+
+#: Definitions that our subclasses override or whose behaviour they rely on.
+WATCHED: tuple[tuple[str, str], ...] = (
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.__init__"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._configure_offloading"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._configure_tensor_swapping"),
+    (
+        f"{_ZERO}.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory",
+    ),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.has_overflow"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.step"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._pre_step"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._post_step"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.reset_swap_buffers"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue"),
+    (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
+    (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
+    (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
+    (f"{_ZERO}.partition_parameters", "Init._all_gather"),
+    (f"{_SWAP}.optimizer_utils", "OptimizerSwapper"),
+    (f"{_SWAP}.optimizer_utils", "OptimizerStateSwapInfo"),
+    (f"{_SWAP}.partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),
+    (f"{_SWAP}.pipelined_optimizer_swapper", "PipelinedOptimizerSwapper"),
+)
+
+#: What stood at each seam before it was armed; empty while disarmed.
+_originals: dict[str, Any] = {}
+
+
+# -- watching for a block ----------------------------------------------------------------------------------
+
+
+def observe(config_module: types.ModuleType) -> None:
+    """Wraps DeepSpeedConfig's constructor so that a block is noticed. Idempotent.
+
+    Args:
+        config_module: `deepspeed.runtime.config`.
+    """
+    config_class = config_module.DeepSpeedConfig
+    original = config_class.__init__
+    if is_disabled() or hasattr(original, "__memascend__"):
+        return
+
+    @functools.wraps(original)
+    def construct(self: Any, *arguments: Any, **keywords: Any) -> None:
+        original(self, *arguments, **keywords)
+        _notice(self._param_dict)
+
+    construct.__memascend__ = True  # type: ignore[attr-defined]
+    config_class.__init__ = construct
+
+
+def _notice(ds_config: Mapping[str, Any]) -> None:
+    if find_block(ds_config) is None or active_config(ds_config) is None:
+        return
+    from memascend.deepspeed.activation import check_config
+
+    check_config(ds_config)
+    arm()
+
+
+# -- arming ------------------------------------------------------------------------------------------------
+
+
+def arm() -> None:
+    """Installs every seam, or none. Idempotent.
+
+    Raises:
+        UnsupportedDeepSpeedError: A definition differs from the ones the seams were written for.
+    """
+    if _originals:
+        return
+    check_fingerprints()
+    # Subclasses the optimizer by name; imported now, it keeps the stock one as its base.
+    importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+    replacements = []
+    for seam in SEAMS:
+        original = resolve(seam.module, seam.attribute)
+        replacements.append((seam, original, seam.replace(original)))
+    for seam, original, replacement in replacements:
+        _originals[seam.name] = original
+        _assign(seam, replacement)
+
+
+def disarm() -> None:
+    """Restores every upstream definition."""
+    for seam in SEAMS:
+        if seam.name in _originals:
+            _assign(seam, _originals.pop(seam.name))
+
+
+def status() -> list[SeamStatus]:
+    """Says of each seam whether it is installed."""
+    return [
+        SeamStatus(s.name, f"{s.module}.{s.attribute}", s.name in _originals, s.reason)
+        for s in SEAMS
+    ]
+
+
+def _assign(seam: Seam, value: Any) -> None:
+    owner_path, _, name = seam.attribute.rpartition(".")
+    module = importlib.import_module(seam.module)
+    owner = resolve(seam.module, owner_path) if owner_path else module
+    setattr(owner, name, value)
+
+
+def relied_on() -> list[tuple[str, str]]:
+    """Module and name of every definition whose code must be known.
+
+    Of the optimizer class the methods that matter are in WATCHED one by one, and of AsyncIOBuilder only
+    the name is used.
+    """
+    by_name_only = ("AsyncIOBuilder", "DeepSpeedZeroOptimizer_Stage3")
+    seams = [(seam.module, seam.attribute) for seam in SEAMS if seam.attribute not in by_name_only]
+    return [*seams, *WATCHED]
+
+
+def check_fingerprints() -> None:
+    """Compares the installed DeepSpeed with the definitions the seams were written for.
+
+    Raises:
+        UnsupportedDeepSpeedError: Names each definition that differs and the versions that work.
+    """
+    version = importlib.import_module("deepspeed").__version__
+    targets = [
+        (seam.module, seam.attribute) for seam in SEAMS if seam.attribute != "AsyncIOBuilder"
+    ]
+    differing = []
+    for module, attribute in (*targets, *WATCHED):
+        name = f"{module}.{attribute}"
+        try:
+            found = fingerprint(resolve(module, attribute))
+        except (ImportError, AttributeError):
+            found = "missing"
+        if found not in fingerprints.KNOWN.get(name, ()):
+            differing.append(f"{name} ({found})")
+    if differing:
+        raise UnsupportedDeepSpeedError(
+            f"DeepSpeed {version} differs from the releases memascend was written for in: "
+            f"{', '.join(differing)}. Likely cause: a newer or patched DeepSpeed. Known to work: "
+            f"{', '.join(fingerprints.VERSIONS)}. Install one of them, or turn memascend off with "
+            'MEMASCEND_DISABLE=1 or "memascend": {"enabled": false}'
+        )
+    if version not in fingerprints.VERSIONS:
+        log.warning(
+            "DeepSpeed %s was not tested with memascend, but the code it relies on is the same as in "
+            "%s",
+            version,
+            fingerprints.VERSIONS[-1],
+        )

@@ -1,0 +1,102 @@
+"""The fused overflow check for device tensors: two Triton kernels and a scratch of a few KiB.
+
+The first kernel gives each program a run of blocks and leaves one flag and one partial sum per
+program; the second adds those up in a single program. No atomics, so a sum has the same bits from
+run to run. Imports torch and triton: only `memascend.overflow` imports this module, and only when
+it is given a device tensor.
+
+Squares are formed and added in double, as on the host: a gradient under loss scaling may be finite
+and its square beyond fp32. Devices with few double units pay for that where a sum is asked for.
+"""
+
+# Triton's decorator and the kernels it compiles carry no types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from memascend._core import ScanResult
+
+BLOCK_NUMEL = 2048
+PROGRAMS_MAX = 1024
+
+
+def scan(tensor: torch.Tensor, *, sum_squares: bool = False) -> ScanResult:
+    """Scans a contiguous device tensor and waits for the result; see `memascend.overflow.scan`."""
+    found, total = launch(tensor, sum_squares=sum_squares).tolist()
+    return ScanResult(non_finite=found != 0.0, sum_squares=total)
+
+
+def launch(tensor: torch.Tensor, *, sum_squares: bool = False) -> torch.Tensor:
+    """Queues a scan on the current stream and returns without waiting for it.
+
+    Returns:
+        Two doubles on the tensor's device: 1 if any element is inf or nan, else 0; and the sum of
+        squares, NaN unless it was asked for and every element is finite.
+    """
+    block_count = triton.cdiv(tensor.numel(), BLOCK_NUMEL)
+    blocks_each = triton.cdiv(block_count, PROGRAMS_MAX)
+    program_count = max(1, triton.cdiv(block_count, max(1, blocks_each)))
+    found = torch.empty(program_count, dtype=torch.int32, device=tensor.device)
+    partial = torch.empty(program_count, dtype=torch.float64, device=tensor.device)
+    result = torch.empty(2, dtype=torch.float64, device=tensor.device)
+    # Triton launches on the current device, which need not be the tensor's.
+    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+        _scan_kernel[(program_count,)](
+            tensor, tensor.numel(), blocks_each, found, partial, sum_squares, BLOCK_NUMEL
+        )
+        _finish_kernel[(1,)](found, partial, program_count, result, sum_squares, PROGRAMS_MAX)
+    return result
+
+
+@triton.jit
+def _scan_kernel(
+    source,
+    numel,
+    blocks_each,
+    found,
+    partial,
+    SUM_SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * blocks_each * BLOCK
+    lane = tl.arange(0, BLOCK)
+    seen = tl.zeros([BLOCK], dtype=tl.int32)
+    sums = tl.zeros([BLOCK], dtype=tl.float64)
+    for block in range(blocks_each):
+        index = first + block * BLOCK + lane
+        values = tl.load(source + index, mask=index < numel, other=0.0).to(tl.float32)
+        # False for nan as well: no comparison with nan holds.
+        finite = tl.abs(values) < float("inf")
+        seen = tl.where(finite, seen, 1)
+        if SUM_SQUARES:
+            wide = values.to(tl.float64)
+            sums += wide * wide
+    tl.store(found + program, tl.max(seen, axis=0))
+    if SUM_SQUARES:
+        tl.store(partial + program, tl.sum(sums, axis=0))
+
+
+@triton.jit
+def _finish_kernel(
+    found,
+    partial,
+    program_count,
+    result,
+    SUM_SQUARES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    program = tl.arange(0, PROGRAMS)
+    mask = program < program_count
+    seen = tl.max(tl.load(found + program, mask=mask, other=0), axis=0)
+    total = float("nan")
+    if SUM_SQUARES:
+        added = tl.sum(tl.load(partial + program, mask=mask, other=0.0), axis=0)
+        total = tl.where(seen != 0, float("nan"), added)
+    tl.store(result, seen.to(tl.float64))
+    tl.store(result + 1, total)

@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Writes memascend/deepspeed/fingerprints.py from the installed DeepSpeed.
+
+Run it in an environment of each supported release (oldest first); what is known already is kept. Only do
+so after the parity tests pass on that release: the table says "these seams fit this code".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import deepspeed
+
+from memascend.deepspeed import fingerprints
+from memascend.deepspeed.fingerprint import fingerprint
+from memascend.deepspeed.seams import relied_on
+
+TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "fingerprints.py"
+HEAD = '''"""Fingerprints of the upstream definitions that the seams were written for.
+
+Written by scripts/update_fingerprints.py; do not edit.
+"""
+
+from __future__ import annotations
+'''
+
+
+def main() -> None:
+    """Adds the installed release to the table."""
+    known = {name: list(hashes) for name, hashes in fingerprints.KNOWN.items()}
+    for module, attribute in relied_on():
+        found = fingerprint(module, attribute)
+        hashes = known.setdefault(f"{module}.{attribute}", [])
+        if found not in hashes:
+            hashes.append(found)
+    versions = [*fingerprints.VERSIONS]
+    if deepspeed.__version__ not in versions:
+        versions.append(deepspeed.__version__)
+    lines = [HEAD, f"VERSIONS: tuple[str, ...] = {tuple(versions)!r}", ""]
+    lines.append("KNOWN: dict[str, tuple[str, ...]] = {")
+    for name, hashes in sorted(known.items()):
+        lines.append(f"    {name!r}: {tuple(hashes)!r},")
+    lines.append("}")
+    TARGET.write_text("\n".join(lines).replace("'", '"') + "\n")
+
+
+if __name__ == "__main__":
+    main()

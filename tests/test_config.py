@@ -1,0 +1,126 @@
+"""The block: defaults, refusals that help, and the environment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from memascend import config
+from memascend.errors import ConfigError
+
+
+def test_an_empty_block_turns_every_section_on() -> None:
+    parsed = config.parse_block({})
+    assert parsed.sections_enabled == (
+        "allocator",
+        "buffer_pool",
+        "direct_nvme",
+        "overflow_check",
+    )
+
+
+@pytest.mark.parametrize("section", config.parse_block({}).sections_enabled)
+def test_each_section_can_be_turned_off_by_one_key(section: str) -> None:
+    parsed = config.parse_block({section: {"enabled": False}})
+    assert section not in parsed.sections_enabled
+    assert len(parsed.sections_enabled) == 3
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse_block({"direct_nvme": {"queue_dept": 8}})
+    text = str(caught.value)
+    assert "memascend.direct_nvme.queue_dept: unknown key" in text
+    assert "Did you mean 'queue_depth'?" in text
+    assert "chunk_bytes" in text
+
+
+def test_an_unknown_section_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'buffer_pool'"):
+        config.parse_block({"bufer_pool": {}})
+
+
+def test_a_value_out_of_range_names_key_value_and_range() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse_block({"direct_nvme": {"queue_depth": 0}})
+    text = str(caught.value)
+    assert "memascend.direct_nvme.queue_depth: 0 is not allowed" in text
+    assert "at least 1" in text
+    assert "at most 4096" in text
+
+
+def test_every_wrong_key_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse_block({"alocator": {}, "direct_nvme": {"engine": "libaio"}})
+    text = str(caught.value)
+    assert "alocator" in text
+    assert "memascend.direct_nvme.engine: 'libaio'" in text
+    assert "threads" in text
+
+
+@pytest.mark.parametrize("wrong", ["yes", 1, None])
+def test_enabled_takes_only_true_or_false(wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"memascend\.allocator\.enabled"):
+        config.parse_block({"allocator": {"enabled": wrong}})
+
+
+def test_sizes_take_units() -> None:
+    parsed = config.parse_block({"buffer_pool": {"prefetch_bytes": "64MiB"}})
+    assert parsed.buffer_pool.prefetch_bytes == 64 << 20
+
+
+def test_a_size_without_a_known_unit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="64 parsecs"):
+        config.parse_block({"buffer_pool": {"prefetch_bytes": "64 parsecs"}})
+
+
+def test_a_block_that_is_not_an_object_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be a JSON object"):
+        config.find_block({"memascend": True})
+
+
+def test_without_a_block_nothing_is_active() -> None:
+    assert config.active_config({"zero_optimization": {"stage": 3}}) is None
+    assert config.active_config("some/path.json") is None
+
+
+def test_enabled_false_means_not_active() -> None:
+    assert config.active_config({"memascend": {"enabled": False}}) is None
+
+
+def test_all_sections_off_means_not_active() -> None:
+    names = config.parse_block({}).sections_enabled
+    block = {name: {"enabled": False} for name in names}
+    assert config.active_config({"memascend": block}) is None
+
+
+def test_the_environment_supplies_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({"allocator": {"enabled": False}}))
+    active = config.active_config({})
+    assert active is not None
+    assert not active.allocator.enabled
+
+
+def test_the_block_in_the_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({"allocator": {"enabled": False}}))
+    active = config.active_config({"memascend": {}})
+    assert active is not None
+    assert active.allocator.enabled
+
+
+def test_a_block_in_the_environment_that_is_not_json_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(config.CONFIG_VARIABLE, "{on}")
+    with pytest.raises(ConfigError, match="MEMASCEND_CONFIG is not JSON"):
+        config.find_block({})
+
+
+@pytest.mark.parametrize(("value", "disabled"), [("1", True), ("true", True), ("0", False)])
+def test_the_environment_can_disable(
+    monkeypatch: pytest.MonkeyPatch, value: str, disabled: bool
+) -> None:
+    monkeypatch.setenv(config.DISABLE_VARIABLE, value)
+    assert config.is_disabled() is disabled
+    assert (config.active_config({"memascend": {}}) is None) is disabled
