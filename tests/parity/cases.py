@@ -1,0 +1,180 @@
+"""What one parity case is, and the DeepSpeed JSON it stands for.
+
+Plain values only: neither torch nor DeepSpeed is imported here, so that pytest can collect the
+matrix without paying for either. A case says what is trained and how it is offloaded;
+`deepspeed_json` says it again in DeepSpeed's words for one of three backends:
+
+- `oracle`: DeepSpeed's CPU offload, the reference every other backend is compared with;
+- `stock`: DeepSpeed's own NVMe offload;
+- `memascend`: the JSON of `stock` and one more top-level block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Backend = Literal["oracle", "stock", "memascend"]
+
+SECTIONS = ("allocator", "buffer_pool", "direct_nvme", "overflow_check")
+SUB_GROUP_SMALL_NUMEL = 1_500_000
+SUB_GROUP_LARGE_NUMEL = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training (or inference) run. The defaults are the plain case that every other varies."""
+
+    family: str = "llama"
+    world: int = 1
+    dtype: str = "bf16"
+    accumulation: int = 1
+    clipping: float = 0.0
+    checkpointing: str = "off"  # off | reentrant | nonreentrant
+    params: str = "nvme"  # nvme | cpu | none
+    optimizer: str = "nvme"  # nvme | cpu | absent (inference)
+    zero_init: bool = True
+    pipeline: bool = False
+    sub_group_numel: int = SUB_GROUP_SMALL_NUMEL
+    persistence_numel: int = 10_000
+    prefetch_numel: int = 3_000_000
+    live_numel_max: int = 1_000_000_000
+    reuse_numel_max: int = 0
+    buffer_count: int = 24
+    buffer_numel: int = 3_000_000
+    resident_numel_max: int = 0  # DeepSpeed's max_in_cpu
+    gradients_in_fp32: bool = False
+    modify_weights: bool = False  # gather one tensor and change it in the middle of training
+    gather_all: bool = False  # gather every tensor at once in the middle of training
+    second_model: bool = False  # train another model on the same path in the middle of training
+    pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
+    steps: int = 3
+    sections: tuple[str, ...] = SECTIONS
+    engine: str | None = None  # None leaves the key out, which means automatic
+
+    def __post_init__(self) -> None:
+        unknown = set(self.sections) - set(SECTIONS)
+        if unknown:
+            raise ValueError(f"sections {sorted(unknown)} do not exist; known: {SECTIONS}")
+
+    @property
+    def name(self) -> str:
+        """The fields that differ from the plain case, as pytest shows them."""
+        words = [f"{self.family}-{self.dtype}-w{self.world}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in ("family", "world", "dtype"):
+                text = "+".join(value) or "none" if isinstance(value, tuple) else str(value)
+                words.append(f"{field.name}={text}")
+        return ",".join(words)
+
+    def oracle(self) -> Case:
+        """The same training without anything that offloading is allowed to choose.
+
+        Cases that differ only in how they offload share one oracle run, and none of those choices
+        may show in the numbers. `sub_group_numel` stays: the norm is summed per sub-group, so it
+        rounds differently with other sub-groups.
+        """
+        kept = {
+            "family",
+            "world",
+            "dtype",
+            "accumulation",
+            "clipping",
+            "checkpointing",
+            "sub_group_numel",
+            "gradients_in_fp32",
+            "modify_weights",
+            "gather_all",
+            "steps",
+        }
+        inference = "absent" if self.optimizer == "absent" else "cpu"
+        return Case(
+            **{name: getattr(self, name) for name in kept}, params="cpu", optimizer=inference
+        )
+
+    def within_stock(self) -> Case:
+        """The same numbers asked of stock in the only way it survives.
+
+        With prefetching on, its swapper is handed a parameter it has already in hand as soon as
+        buffers are plentiful ("already assigned swap buffer id"), and it starves when they are few.
+        """
+        return dataclasses.replace(
+            self, prefetch_numel=0, reuse_numel_max=0, buffer_count=Case.buffer_count
+        )
+
+
+def memascend_block(case: Case) -> dict[str, Any]:
+    block: dict[str, Any] = {name: {"enabled": name in case.sections} for name in SECTIONS}
+    if case.engine is not None:
+        block["direct_nvme"]["engine"] = case.engine
+    return block
+
+
+def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, Any]:
+    if backend == "oracle":
+        case = case.oracle()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clipping,
+        "steps_per_print": 1_000_000,
+        "zero_optimization": _zero_optimization(case, nvme_path),
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
+    if case.optimizer != "absent":
+        config["optimizer"] = {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        }
+    if case.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    elif case.dtype == "fp16":
+        # So large a first scale that the first steps overflow: skipped steps are part of the
+        # promise.
+        config["fp16"] = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}
+    if case.gradients_in_fp32:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if backend == "memascend":
+        config["memascend"] = memascend_block(case)
+    return config
+
+
+def _zero_optimization(case: Case, nvme_path: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 2_000_000,
+        "sub_group_size": case.sub_group_numel,
+        "stage3_param_persistence_threshold": case.persistence_numel,
+        "stage3_prefetch_bucket_size": case.prefetch_numel,
+        "stage3_max_live_parameters": case.live_numel_max,
+        "stage3_max_reuse_distance": case.reuse_numel_max,
+    }
+    if case.params == "nvme":
+        zero["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": nvme_path,
+            "buffer_count": case.buffer_count,
+            "buffer_size": case.buffer_numel,
+            "max_in_cpu": case.resident_numel_max,
+        }
+    elif case.params == "cpu":
+        zero["offload_param"] = {"device": "cpu"}
+    if case.optimizer == "nvme":
+        zero["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": nvme_path,
+            "buffer_count": 12 if case.pipeline else 5,
+            "pipeline_read": case.pipeline,
+            "pipeline_write": case.pipeline,
+        }
+    elif case.optimizer == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return zero

@@ -1,0 +1,141 @@
+"""The covering choice: which of the many thousand combinations are run, and why these.
+
+- Every pair of values of two different dimensions below occurs in at least one case (pairwise
+  covering; the choice is greedy and seeded, so it is the same everywhere). Faults of offloading
+  need one or two circumstances to meet - odd shapes and two ranks, checkpointing and one rank -
+  seldom three.
+- Every section alone, all together and none, on both engines, on two quite different trainings.
+- Inference apart, since it has neither optimizer nor gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from .cases import SECTIONS, SUB_GROUP_LARGE_NUMEL, SUB_GROUP_SMALL_NUMEL, Case
+
+BILLION = 1_000_000_000
+TRANSFORMERS = ("llama", "qwen", "gpt2", "mixtral")
+
+# Values of one dimension may set several fields at once.
+DIMENSIONS: dict[str, list[dict[str, Any]]] = {
+    "family": [{"family": name} for name in (*TRANSFORMERS, "odd", "unused", "alternating")],
+    "ranks": [{"world": 1}, {"world": 2}],
+    "dtype": [{"dtype": "bf16"}, {"dtype": "fp16", "steps": 5}, {"dtype": "fp32"}],
+    "accumulation": [{"accumulation": 1}, {"accumulation": 4}],
+    "clipping": [{"clipping": 0.0}, {"clipping": 1.0}],
+    "checkpointing": [{"checkpointing": how} for how in ("off", "reentrant", "nonreentrant")],
+    "offload": [
+        {"params": "nvme", "optimizer": "nvme"},
+        {"params": "nvme", "optimizer": "nvme", "pipeline": True},
+        {"params": "nvme", "optimizer": "cpu"},
+        {"params": "cpu", "optimizer": "nvme"},
+        {"params": "none", "optimizer": "nvme"},
+    ],
+    "construction": [{"zero_init": True}, {"zero_init": False}],
+    "sub_groups": [
+        {"sub_group_numel": SUB_GROUP_SMALL_NUMEL},
+        {"sub_group_numel": SUB_GROUP_LARGE_NUMEL},
+    ],
+    "distances": [
+        {"reuse_numel_max": 0, "live_numel_max": BILLION},
+        {"reuse_numel_max": BILLION, "live_numel_max": BILLION},
+        {"reuse_numel_max": 0, "live_numel_max": 0},
+    ],
+    "prefetch": [{"prefetch_numel": 3_000_000}, {"prefetch_numel": 0}, {"prefetch_numel": BILLION}],
+    "persistence": [{"persistence_numel": 10_000}, {"persistence_numel": 2_000_000}],
+    "pool": [{"buffer_count": 24}, {"buffer_count": 5}, {"resident_numel_max": 4_000_000}],
+    "gradients": [{"gradients_in_fp32": False}, {"gradients_in_fp32": True}],
+    "disturbance": [{}, {"modify_weights": True}, {"gather_all": True}],
+    "engine": [{"engine": None}, {"engine": "uring"}, {"engine": "threads"}],
+}
+
+Row = tuple[int, ...]
+Pair = tuple[tuple[int, int], tuple[int, int]]
+
+
+def training_cases() -> list[Case]:
+    return [_case(row) for row in covering_rows()]
+
+
+def section_cases() -> list[Case]:
+    trainings = (
+        Case(checkpointing="reentrant"),
+        Case(family="gpt2", world=2, dtype="fp16", accumulation=4, clipping=1.0, steps=5),
+    )
+    cases = []
+    for training in trainings:
+        choices = [*((name,) for name in SECTIONS), (), SECTIONS]
+        cases += [replace(training, sections=choice) for choice in choices]
+        cases += [
+            replace(training, sections=("direct_nvme",), engine="threads"),
+            replace(training, engine="threads"),
+            replace(training, engine="uring"),
+        ]
+    return cases
+
+
+def inference_cases() -> list[Case]:
+    plain = Case(optimizer="absent")
+    return [
+        plain,
+        replace(plain, world=2, family="mixtral"),
+        replace(plain, family="qwen", dtype="fp32", gather_all=True, buffer_count=5),
+        replace(plain, world=2, family="odd", modify_weights=True, zero_init=False),
+    ]
+
+
+def covering_rows() -> list[Row]:
+    """Rows of value numbers, one per dimension, in which every possible pair occurs."""
+    generator = random.Random(0)
+    sizes = [len(values) for values in DIMENSIONS.values()]
+    wanted = possible_pairs()
+    rows: list[Row] = []
+    while wanted:
+        (one, one_value), (other, other_value) = min(wanted)
+        candidates = []
+        for _ in range(200):
+            row = [generator.randrange(size) for size in sizes]
+            row[one], row[other] = one_value, other_value
+            candidates.append(_allowed(row))
+        best = max(candidates, key=lambda row: len(wanted & set(_pairs(row))))
+        wanted -= set(_pairs(best))
+        rows.append(best)
+    return rows
+
+
+def possible_pairs() -> set[Pair]:
+    sizes = [len(values) for values in DIMENSIONS.values()]
+    pairs = set()
+    for one, other in itertools.combinations(range(len(sizes)), 2):
+        for values in itertools.product(range(sizes[one]), range(sizes[other])):
+            row = [0] * len(sizes)
+            row[one], row[other] = values
+            allowed = _allowed(row)
+            if (allowed[one], allowed[other]) == values:
+                pairs.add(((one, values[0]), (other, values[1])))
+    return pairs
+
+
+def _pairs(row: Row) -> Iterator[Pair]:
+    return itertools.combinations(enumerate(row), 2)  # type: ignore[return-value]
+
+
+def _allowed(row: list[int]) -> Row:
+    """Only transformers can checkpoint: any other family goes without."""
+    names = list(DIMENSIONS)
+    family = DIMENSIONS["family"][row[names.index("family")]]["family"]
+    if family not in TRANSFORMERS:
+        row[names.index("checkpointing")] = 0
+    return tuple(row)
+
+
+def _case(row: Row) -> Case:
+    fields: dict[str, Any] = {}
+    for values, number in zip(DIMENSIONS.values(), row, strict=True):
+        fields |= values[number]
+    return Case(**fields)

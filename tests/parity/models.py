@@ -1,0 +1,154 @@
+"""The tiny models of the parity cases, and weights that depend on nothing but a parameter's name.
+
+Sizes are chosen against DeepSpeed's swap threshold of 1 MiB of 16-bit elements per rank: each
+family has tensors well above it with one rank and with two, and some below, which stay in host
+memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 2048
+SEQUENCE = 16
+HIDDEN = 512
+
+
+class OddShapes(nn.Module):
+    """Element counts that are a multiple of nothing: the next tensor's offset is unaligned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.gains = nn.Parameter(torch.empty(3))
+        self.table = nn.Parameter(torch.empty(1_000_003))
+        self.widen = nn.Linear(HIDDEN, 2053)
+        self.long_table = nn.Parameter(torch.empty(2_097_157))
+        self.narrow = nn.Linear(2053, 519)
+        self.head = nn.Linear(519, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        hidden = hidden * self.gains[0] + self.table[: hidden.numel()].view_as(hidden)
+        hidden = torch.tanh(self.widen(hidden)) * self.gains[1]
+        hidden = hidden + self.long_table[-hidden.numel() :].view_as(hidden)
+        return self.head(torch.tanh(self.narrow(hidden)) * self.gains[2])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.narrow = nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.narrow(torch.tanh(self.widen(hidden)))
+
+
+class PartlyUsed(nn.Module):
+    """A layer that never takes part, and one that takes part in every other forward only."""
+
+    def __init__(self, *, alternate: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.first = Block()
+        self.unused = nn.Linear(2 * HIDDEN, 2 * HIDDEN)
+        self.sometimes = Block() if alternate else None
+        self.last = Block()
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.forward_count = 0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(self.embedding(input_ids))
+        if self.sometimes is not None and self.forward_count % 2 == 0:
+            hidden = self.sometimes(hidden)
+        self.forward_count += 1
+        return self.head(self.last(hidden))
+
+
+def maker(family: str) -> Callable[[], nn.Module]:
+    """What builds a new model of `family`; its weights are undefined until `set_weights`.
+
+    All imports have happened when this returns: zero.Init replaces tensor constructors while it is
+    active, which torch's own lazy imports do not survive.
+    """
+    if family == "odd":
+        return OddShapes
+    if family in ("unused", "alternating"):
+        return functools.partial(PartlyUsed, alternate=family == "alternating")
+    import transformers
+
+    config = _configuration(family)
+    model_classes = {
+        "llama": transformers.LlamaForCausalLM,
+        "qwen": transformers.Qwen2ForCausalLM,
+        "gpt2": transformers.GPT2LMHeadModel,
+        "mixtral": transformers.MixtralForCausalLM,
+    }
+    return functools.partial(model_classes[family], config)
+
+
+def _configuration(family: str) -> Any:
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+    }
+    if family == "llama":
+        return transformers.LlamaConfig(**common, tie_word_embeddings=False)
+    if family == "qwen":
+        return transformers.Qwen2Config(**common, tie_word_embeddings=True)
+    if family == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            n_embd=HIDDEN,
+            n_layer=2,
+            n_head=8,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+    if family == "mixtral":
+        small = {"hidden_size": 256, "intermediate_size": 512}
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+        return transformers.MixtralConfig(**common | small | experts)
+    raise ValueError(f"no model family called {family!r}")
+
+
+def set_weights(name: str, weight: torch.Tensor, *, seed: int) -> None:
+    """Fill `weight` from `seed` and `name` alone: the order of construction does not matter."""
+    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+    noise = torch.randn(weight.numel(), generator=generator).view(weight.shape)
+    # Vectors are gains as often as biases. Values around one show a lost or stale vector at once.
+    weight.copy_(1.0 + 0.1 * noise if weight.dim() == 1 else 0.02 * noise)
+
+
+def batch(*, seed: int, step: int, rank: int, rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + 1_000 * step + rank)
+    return torch.randint(VOCABULARY, (rows, SEQUENCE), generator=generator)
+
+
+def loss_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(
+        logits_of(model, input_ids)[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten()
+    )
+
+
+def logits_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids)
+    return output if isinstance(output, torch.Tensor) else output.logits

@@ -1,0 +1,58 @@
+"""The promise of the product: with the block, training gives the bits it gave without.
+
+Losses, gradient norms, loss scales, skipped steps, 16-bit weights and fp32 master weights are
+compared with DeepSpeed's CPU offload, not with its NVMe offload, which is wrong in the cases that
+test_stock_parity.py lists. matrix.py says which combinations are run and why these.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from . import matrix
+from .cases import Case
+from .workers import Bench, differences
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+
+
+def case_name(case: Case) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("case", matrix.training_cases(), ids=case_name)
+def test_training_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    if case.params == "nvme" and case.resident_numel_max == 0:
+        # The optimizer is always large enough to be swapped; of the parameters say it.
+        assert all(rank["placement"].get("nvme", 0) > 0 for rank in facts)
+
+
+@pytest.mark.parametrize("case", matrix.section_cases(), ids=case_name)
+def test_every_section_alone_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    assert differences(bench.run(case, "memascend"), bench.run(case, "oracle")) == []
+
+
+@pytest.mark.parametrize("case", matrix.inference_cases(), ids=case_name)
+def test_inference_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    assert differences(bench.run(case, "memascend"), bench.run(case, "oracle")) == []
+
+
+def test_fp16_case_skips_some_steps_and_takes_others(bench: Bench) -> None:
+    """Otherwise the fp16 cases above would prove less than they seem to."""
+    facts = bench.run(Case(dtype="fp16", steps=5), "oracle")
+    assert 0 < facts[0]["skipped_steps"] < 5
+
+
+def test_one_changed_weight_is_noticed(bench: Bench) -> None:
+    """The comparison itself can fail."""
+    oracle = bench.run(Case(), "oracle")
+    changed = bench.run(Case(modify_weights=True), "oracle")
+    assert differences(changed, oracle) != []
+
+
+def test_matrix_holds_every_possible_pair() -> None:
+    rows = matrix.covering_rows()
+    for (one, one_value), (other, other_value) in matrix.possible_pairs():
+        assert any(row[one] == one_value and row[other] == other_value for row in rows)

@@ -1,0 +1,202 @@
+"""Runs one case inside an initialised worker and tells everything that backends must agree on.
+
+Knows DeepSpeed's public surface only. Called by every rank of a worker group with the same
+arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import Init
+from torch import nn
+
+from . import models
+from .cases import Case
+
+SEED = 20_250
+PAUSE_TIMEOUT_S = 120.0
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Class attributes that one engine sets and the next would inherit.
+INIT_DEFAULTS = {
+    name: getattr(Init, name)
+    for name in (
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "num_persisted_parameters",
+        "num_persisted_elements",
+        "apply_param_persistence",
+        "override_module_apply",
+    )
+}
+
+
+def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
+    """Train `case` under `config`.
+
+    Returns:
+        Floats as hexadecimal text and tensors as SHA-256 digests, so that equality means equal
+        bits.
+    """
+    for name, value in INIT_DEFAULTS.items():
+        setattr(Init, name, value)
+    torch.manual_seed(SEED)
+    model = build_model(case, config)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        facts: dict[str, Any] = {"start": weight_digests(engine.module)}
+        if case.optimizer == "absent":
+            facts["logits"] = infer(case, engine)
+        else:
+            facts |= train(case, engine, config)
+            facts["masters"] = master_digests(engine.module)
+        facts["weights"] = weight_digests(engine.module)
+        facts["placement"] = placement(engine.module)
+        return facts
+    finally:
+        swappers = swappers_of(engine.module)
+        engine.destroy()
+        release_stock_pools(swappers)
+        del engine, model, swappers
+        gc.collect()
+
+
+def build_model(case: Case, config: dict[str, Any]) -> nn.Module:
+    """The model with its starting weights, built under zero.Init or handed over whole."""
+    make = models.maker(case.family)
+    if case.zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=DTYPES[case.dtype]):
+            model = make()
+    else:
+        model = make()
+    for name, parameter in model.named_parameters():
+        # Outside zero.Init GatheredParameters finds nothing partitioned and does nothing.
+        with (
+            torch.no_grad(),
+            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=case.zero_init),
+        ):
+            if parameter.numel() > 0:
+                models.set_weights(name, parameter.data, seed=SEED)
+    if case.checkpointing != "off":
+        reentrant = case.checkpointing == "reentrant"
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def train(case: Case, engine: Any, config: dict[str, Any]) -> dict[str, Any]:
+    losses, norms, scales = [], [], []
+    extra: dict[str, Any] = {}
+    rank = deepspeed.comm.get_rank()
+    micro_steps = itertools.count()
+    for step in range(case.steps):
+        if step == case.steps - 1:
+            disturb(case, engine.module)
+            if case.second_model:
+                other = dataclasses.replace(case, second_model=False, steps=1)
+                extra["second"] = run_case(other, config)
+        for _ in range(case.accumulation):
+            input_ids = models.batch(seed=SEED, step=next(micro_steps), rank=rank, rows=2)
+            loss = models.loss_of(engine, input_ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item().hex())
+        norms.append(hexadecimal(engine.get_global_grad_norm()))
+        scales.append(hexadecimal(getattr(engine.optimizer, "cur_scale", None)))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "scales": scales,
+        "skipped_steps": engine.skipped_steps,
+        **extra,
+    }
+
+
+def disturb(case: Case, module: nn.Module) -> None:
+    """What users do between steps: change a weight by hand, or gather the whole model."""
+    if case.modify_weights:
+        parameters = list(module.parameters())
+        for chosen in (parameters[0], max(parameters[1:], key=lambda p: p.ds_numel)):
+            with torch.no_grad(), deepspeed.zero.GatheredParameters([chosen], modifier_rank=0):
+                if deepspeed.comm.get_rank() == 0:
+                    chosen.mul_(1.5)
+    if case.gather_all:
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            assert all(p.numel() == p.ds_numel for p in module.parameters())
+
+    if case.pause_folder:
+        wait_for_go(Path(case.pause_folder))
+
+
+def wait_for_go(folder: Path) -> None:
+    """Tell the test that training has begun, and go on when it has done its worst."""
+    (folder / "paused").touch()
+    deadline = time.monotonic() + PAUSE_TIMEOUT_S
+    while not (folder / "go").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no file 'go' in {folder} within {PAUSE_TIMEOUT_S} s")
+        time.sleep(0.02)
+
+
+def infer(case: Case, engine: Any) -> list[str]:
+    engine.eval()
+    digests = []
+    rank = deepspeed.comm.get_rank()
+    with torch.no_grad():
+        for step in range(case.steps):
+            disturb(case, engine.module)
+            input_ids = models.batch(seed=SEED, step=step, rank=rank, rows=2)
+            digests.append(digest(models.logits_of(engine, input_ids)))
+    return digests
+
+
+def weight_digests(module: nn.Module) -> dict[str, str]:
+    digests = {}
+    for name, parameter in module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            digests[name] = digest(parameter.data)
+    return digests
+
+
+def master_digests(module: nn.Module) -> dict[str, str]:
+    return {
+        name: digest(deepspeed.utils.safe_get_full_fp32_param(parameter))
+        for name, parameter in module.named_parameters()
+    }
+
+
+def placement(module: nn.Module) -> dict[str, int]:
+    """How many shards lie on NVMe, in host memory: a case that swaps nothing proves nothing."""
+    places: dict[str, int] = {}
+    for parameter in module.parameters():
+        location = getattr(parameter.ds_tensor.final_location, "value", None)
+        places[str(location)] = places.get(str(location), 0) + 1
+    return places
+
+
+def digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().contiguous().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def hexadecimal(value: Any) -> str | None:
+    return None if value is None else float(value).hex()
+
+
+def swappers_of(module: nn.Module) -> set[Any]:
+    swappers = {getattr(parameter, "nvme_swapper", None) for parameter in module.parameters()}
+    return swappers - {None}
+
+
+def release_stock_pools(swappers: set[Any]) -> None:
+    """Stock never frees its parameter pool; a worker that runs many cases must."""
+    for swapper in swappers:
+        if type(swapper).__module__.startswith("deepspeed."):
+            swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)

@@ -1,0 +1,206 @@
+"""Groups of living DeepSpeed processes: a case costs seconds and not an import of DeepSpeed.
+
+One group per world size, started at its first case and kept for the whole test run. A case that
+raises, crashes or hangs fails alone, with its log: the group is then killed and the next case gets
+a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .cases import Backend, Case, deepspeed_json
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 240.0  # the first start on a machine compiles DeepSpeed's communication op
+CASE_TIMEOUT_S = 90.0
+LOG_TAIL_LINES = 60
+
+Facts = dict[str, Any]
+
+
+class CaseFailed(AssertionError):
+    """A worker raised, died or hung while it ran a case."""
+
+
+class WorkerGroup:
+    """`world` ranks that run one case after another."""
+
+    def __init__(self, *, world: int, folder: Path, memlock_bytes: int | None = None) -> None:
+        self.world = world
+        self.folder = folder
+        self.memlock_bytes = memlock_bytes
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._start_count = 0
+
+    def run(self, case: Case, config: dict[str, Any], *, timeout_s: float) -> list[Facts]:
+        """The facts of every rank, rank 0 first."""
+        self._ensure_running()
+        log_offsets = [path.stat().st_size for path in self._log_paths()]
+        try:
+            for connection in self._connections:
+                connection.send((dataclasses.asdict(case), config))
+            answers = self._receive(timeout_s)
+        except (OSError, EOFError) as error:
+            answers = [{"error": f"{error!r}: exit codes {self._exit_codes()}"}]
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            self.stop()
+            logs = self._logs_since(log_offsets)
+            raise CaseFailed(f"{case.name}\n" + "\n".join(errors) + logs)
+        return [answer["facts"] for answer in answers]
+
+    def stop(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._connections, self._processes = [], []
+
+    def _ensure_running(self) -> None:
+        if self._processes and self._exit_codes() == [None] * self.world:
+            return
+        self.stop()
+        self._start_count += 1
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.world):
+            self._start_rank(rank, port)
+        answers = self._receive(START_TIMEOUT_S)
+        if answers != ["ready"] * self.world:
+            self.stop()
+            raise CaseFailed(
+                f"workers did not start: {answers}{self._logs_since([0] * self.world)}"
+            )
+
+    def _start_rank(self, rank: int, port: int) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "parity.worker", "--socket", str(theirs.fileno())]
+        if self.memlock_bytes is not None:
+            command += ["--memlock-bytes", str(self.memlock_bytes)]
+        with theirs, self._log_paths()[rank].open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=worker_environment(rank=rank, world=self.world, port=port),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._processes.append(process)
+        self._connections.append(Connection(ours.detach()))
+
+    def _receive(self, timeout_s: float) -> list[Any]:
+        """One answer per rank. The first error ends the wait: other ranks may hang on it."""
+        deadline = time.monotonic() + timeout_s
+        answers = []
+        waiting = dict(enumerate(self._connections))
+        while waiting:
+            for rank, connection in list(waiting.items()):
+                if not connection.poll(0.02):
+                    continue
+                answer = connection.recv()
+                if "error" in answer:
+                    return [answer]
+                answers.append((rank, answer))
+                del waiting[rank]
+            if time.monotonic() > deadline and waiting:
+                return [{"error": f"ranks {sorted(waiting)} gave no answer within {timeout_s} s"}]
+        return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
+
+    def _exit_codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
+
+    def _log_paths(self) -> list[Path]:
+        stem = f"world{self.world}-start{self._start_count}"
+        return [self.folder / f"{stem}-rank{rank}.log" for rank in range(self.world)]
+
+    def _logs_since(self, offsets: list[int]) -> str:
+        text = ""
+        for rank, (path, offset) in enumerate(zip(self._log_paths(), offsets, strict=True)):
+            lines = path.read_bytes()[offset:].decode(errors="replace").splitlines()
+            text += f"\n--- log of rank {rank} ---\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+        return text
+
+
+class Bench:
+    """Runs cases on any backend and remembers what the oracle said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._groups: dict[int, WorkerGroup] = {}
+        self._oracles: dict[Case, list[Facts]] = {}
+        self._run_count = 0
+
+    def run(
+        self, case: Case, backend: Backend, *, timeout_s: float = CASE_TIMEOUT_S
+    ) -> list[Facts]:
+        """The facts of every rank; the group of the case's world size is started if need be."""
+        if backend == "oracle" and case.oracle() in self._oracles:
+            return self._oracles[case.oracle()]
+        if case.world not in self._groups:
+            self._groups[case.world] = WorkerGroup(world=case.world, folder=self.folder)
+        config = deepspeed_json(case, backend, str(self.new_nvme_path()))
+        subject = case.oracle() if backend == "oracle" else case
+        facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s)
+        if backend == "oracle":
+            self._oracles[subject] = facts
+        return facts
+
+    def new_nvme_path(self) -> Path:
+        self._run_count += 1
+        path = self.folder / f"nvme{self._run_count}"
+        path.mkdir()
+        return path
+
+    def stop(self) -> None:
+        for group in self._groups.values():
+            group.stop()
+
+
+def differences(subject: list[Facts], oracle: list[Facts]) -> list[str]:
+    """Where two runs of one case differ, in words; empty when every bit is the same."""
+    found = []
+    for rank, (left, right) in enumerate(zip(subject, oracle, strict=True)):
+        for fact, expected in right.items():
+            if fact == "placement" or left[fact] == expected:
+                continue
+            where = left[fact]
+            if isinstance(expected, dict):
+                where = sorted(key for key in expected if left[fact].get(key) != expected[key])
+            found.append(f"rank {rank}: {fact}: {where} instead of the oracle's {expected}")
+    return found
+
+
+def worker_environment(*, rank: int, world: int, port: int) -> dict[str, str]:
+    """One thread per rank, one instruction path in MKL: equal bits must not depend on chance."""
+    environment = dict(os.environ)
+    environment.setdefault("DS_ACCELERATOR", "cpu")
+    environment.setdefault("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".venv" / "torch_extensions"))
+    search_path = [str(REPOSITORY / "tests"), str(REPOSITORY), environment.get("PYTHONPATH", "")]
+    # ninja, which DeepSpeed needs to load its ops, lies beside the interpreter.
+    programs = [str(Path(sys.executable).parent), environment.get("PATH", "")]
+    return environment | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "MKL_CBWR": "COMPATIBLE",
+        "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
+        "PATH": os.pathsep.join(filter(None, programs)),
+    }
