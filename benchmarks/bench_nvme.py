@@ -33,6 +33,7 @@ CASES = {
 ROUNDS = {"small": 2, "large": 7}
 ENGINES = ("uring", "threads")
 STOCK = "DeepSpeed aio"
+URING = "memascend uring"
 # The values DeepSpeed takes without an "aio" section.
 STOCK_SETTINGS = {
     "block_size": MIB,
@@ -158,6 +159,8 @@ def _measure(
             "gb_per_s": harness.spread([gigabytes / sample.wall_s for sample in taken]),
             "cpu_ms_per_gb": harness.spread([sample.cpu_s * 1e3 / gigabytes for sample in taken]),
         }
+        if URING in samples:
+            figures[name]["to_uring"] = harness.speedup(taken, samples[URING])
         if STOCK in samples:
             figures[name]["speedup"] = harness.speedup(taken, samples[STOCK])
             figures[name]["cpu_share"] = harness.cpu_share(taken, samples[STOCK])
