@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import harness
 import torch
 
-from memascend import _core
+from memascend import nvme
+from memascend.allocator import HostAllocator
 from memascend.errors import EngineUnavailableError
 from memascend.units import KIB, MIB, format_nbytes
 
@@ -32,6 +33,7 @@ CASES = {
 ROUNDS = {"small": 2, "large": 7}
 ENGINES = ("uring", "threads")
 STOCK = "DeepSpeed aio"
+URING = "memascend uring"
 # The values DeepSpeed takes without an "aio" section.
 STOCK_SETTINGS = {
     "block_size": MIB,
@@ -56,27 +58,26 @@ class _Side(Protocol):
 class _StoreSide:
     """Ours: keys of one store."""
 
-    store: Any
+    store: nvme.TensorStore
     buffer: torch.Tensor
 
     def write(self, nbytes: int, count: int) -> None:
-        self._run(self.store.write, nbytes, count)
+        self.store.wait(
+            [self.store.write(key=key, source=piece) for key, piece in self._pieces(nbytes, count)]
+        )
 
     def read(self, nbytes: int, count: int) -> None:
-        self._run(self.store.read, nbytes, count)
+        self.store.wait(
+            [self.store.read(key=key, target=piece) for key, piece in self._pieces(nbytes, count)]
+        )
 
     def clear(self, count: int) -> None:
         for index in range(count):
             self.store.discard(key=f"tensor{index}")
 
-    def _run(self, start: Callable[..., object], nbytes: int, count: int) -> None:
-        address = self.buffer.data_ptr()
-        tickets = [
-            start(key=f"tensor{index}", address=address + index * nbytes, nbytes=nbytes)
-            for index in range(count)
-        ]
-        for ticket in tickets:
-            self.store.wait(ticket=ticket)
+    def _pieces(self, nbytes: int, count: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(count):
+            yield f"tensor{index}", self.buffer.narrow(0, index * nbytes, nbytes)
 
 
 @dataclass(slots=True)
@@ -158,6 +159,8 @@ def _measure(
             "gb_per_s": harness.spread([gigabytes / sample.wall_s for sample in taken]),
             "cpu_ms_per_gb": harness.spread([sample.cpu_s * 1e3 / gigabytes for sample in taken]),
         }
+        if URING in samples:
+            figures[name]["to_uring"] = harness.speedup(taken, samples[URING])
         if STOCK in samples:
             figures[name]["speedup"] = harness.speedup(taken, samples[STOCK])
             figures[name]["cpu_share"] = harness.cpu_share(taken, samples[STOCK])
@@ -186,17 +189,20 @@ def _sides(
                 refusals[STOCK] = f"{type(error).__name__}: {error}"
         else:
             refusals[STOCK] = "left out (--without-deepspeed)"
-        allocator = _core.Allocator(huge_pages="auto", lock=True, register_device=False)
-        block = allocator.allocate(nbytes=buffer_bytes, component="bench")
+        allocator = HostAllocator()
+        block = allocator.block(buffer_bytes, component="bench")
         buffer = torch.frombuffer(block, dtype=torch.uint8)
         for engine in ENGINES:
-            (parent / engine).mkdir()
+            bounce = allocator.block(nvme.BOUNCE_BYTES, component="bench")
             try:
-                store = _core.Store(directories=[str(parent / engine)], engine=engine)
+                store = nvme.TensorStore(
+                    directories=[parent / engine], bounce=bounce, engine=engine
+                )
             except EngineUnavailableError as error:
                 refusals[f"memascend {engine}"] = str(error)
                 continue
             stack.callback(store.close)
+            store.register(block)
             sides[f"memascend {engine}"] = _StoreSide(store, buffer)
         yield sides, refusals
 

@@ -27,8 +27,8 @@
 namespace memascend::overflow {
 namespace {
 
-/// Fits the first-level cache's prefetch distance many times over, and bounds what is read after a
-/// finding. A multiple of kLanes elements in every format.
+/// Bounds what is read after a finding, and is large enough that the work per block does not show.
+/// A multiple of kLanes elements in every format.
 constexpr std::size_t kBlockBytes = std::size_t{64} << 10;
 constexpr std::size_t kPartsMax = 256;
 

@@ -75,7 +75,7 @@ void test_threads_agree_and_find(Isa isa, Format format) {
   }
   const auto alone =
       overflow::scan(memory.data(), numel, format, isa, {.sum_squares = true, .threads = 1});
-  for (const std::size_t threads : {0, 2, 5, 32}) {
+  for (const std::size_t threads : {0U, 2U, 5U, 32U}) {
     const auto shared = overflow::scan(memory.data(), numel, format, isa,
                                        {.sum_squares = true, .threads = threads});
     check(std::bit_cast<std::uint64_t>(shared.sum_squares) ==
