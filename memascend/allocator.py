@@ -60,6 +60,7 @@ class HostAllocator:
             limit_bytes=limit_bytes,
         )
         self._logged_notes: set[str] = set()
+        self._described = False
         self._log_new_notes()
         if reserve_bytes > 0:
             self.reserve(reserve_bytes)
@@ -72,7 +73,7 @@ class HostAllocator:
         """
         self.core.reserve(nbytes=nbytes)
         self._log_new_notes()
-        _LOG.info("host memory: %s", describe(self.core.report()))
+        self._log_obtained()
 
     def block(self, nbytes: int, *, component: str, zero: bool = False) -> _core.Block:
         """A run of bytes accounted to a component; freed with its last reference.
@@ -82,6 +83,8 @@ class HostAllocator:
         """
         block = self.core.allocate(nbytes=nbytes, component=component, zero=zero)
         self._log_new_notes()
+        if not self._described:
+            self._log_obtained()
         return block
 
     def tensor(
@@ -102,6 +105,10 @@ class HostAllocator:
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's first element lies in a live block of ours."""
         return self.core.contains(tensor.data_ptr())
+
+    def _log_obtained(self) -> None:
+        self._described = True
+        _LOG.info("host memory: %s", describe(self.core.report()))
 
     def _log_new_notes(self) -> None:
         for note in self.core.notes():

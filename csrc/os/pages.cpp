@@ -140,8 +140,8 @@ bool try_hugetlb(std::span<std::byte> piece, const PageOptions& options, Notes& 
   if (!whole || free_count < promised_count + needed_count) {
     if (by_name) {
       notes.add(
-          "explicit huge pages were asked for but too few are free, transparent ones are used "
-          "instead. fix: sysctl vm.nr_hugepages=<bytes / 2 MiB>, before the start");
+          "explicit huge pages were asked for but not enough whole ones are free, transparent ones "
+          "are used instead. fix: sysctl vm.nr_hugepages=<bytes / 2 MiB>, before the start");
     }
     return false;
   }
@@ -287,7 +287,12 @@ PageUsage measure_pages(std::span<const std::byte> range, Notes& notes) {
     const std::string_view field(name);
     if (field == "Rss") usage.resident_bytes += kib * 1024;
     if (field == "Locked") usage.locked_bytes += kib * 1024;
-    if (field == "AnonHugePages" || field == "Private_Hugetlb") usage.huge_page_bytes += kib * 1024;
+    if (field == "AnonHugePages") usage.huge_page_bytes += kib * 1024;
+    if (field == "Private_Hugetlb") {  // in neither of the others, and never swapped out
+      usage.resident_bytes += kib * 1024;
+      usage.locked_bytes += kib * 1024;
+      usage.huge_page_bytes += kib * 1024;
+    }
   }
   return usage;
 }
@@ -301,6 +306,21 @@ int node_of_page(const std::byte* page) {
 
 std::uint64_t physical_memory_bytes() { return meminfo_bytes("MemTotal"); }
 
-std::uint64_t available_memory_bytes() { return meminfo_bytes("MemAvailable"); }
+std::uint64_t available_memory_bytes() {
+  const std::uint64_t machine_bytes = meminfo_bytes("MemAvailable");
+  // A container's own limit, which is the root of the control groups it sees. File cache counts as
+  // used there but gives way.
+  const std::uint64_t limit_bytes = read_count("/sys/fs/cgroup/memory.max");  // 0: none, or "max"
+  if (limit_bytes == 0) return machine_bytes;
+  std::uint64_t used_bytes = read_count("/sys/fs/cgroup/memory.current");
+  std::ifstream file("/sys/fs/cgroup/memory.stat");
+  std::string name;
+  for (std::uint64_t nbytes = 0; file >> name >> nbytes;) {
+    if (name == "inactive_file" || name == "active_file")
+      used_bytes -= std::min(used_bytes, nbytes);
+  }
+  const std::uint64_t left_bytes = limit_bytes - std::min(limit_bytes, used_bytes);
+  return std::min(machine_bytes, std::max<std::uint64_t>(left_bytes, 1));  // 0 means unknown
+}
 
 }  // namespace memascend
