@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from nvme_memory import uring_refusal
 
 TESTS = Path(__file__).parent
 PRELUDE = """
@@ -207,3 +209,26 @@ def test_a_file_system_without_direct_io_is_used_buffered():
         """,
     )
     assert output == "True\n"
+
+
+def test_memory_that_may_not_be_locked_is_used_unregistered():
+    if uring_refusal():
+        pytest.skip(f"needs io_uring: {uring_refusal()}")
+    output = run(
+        Path(tempfile.gettempdir()),
+        """
+        import resource
+        from nvme_memory import PageMemory
+        if os.geteuid() == 0:  # root may lock without limit
+            os.setgid(65534)
+            os.setuid(65534)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+        store = open_store(directory, "uring")
+        memory = PageMemory(8 << 20)
+        print(store.register_buffer(address=memory.address, nbytes=memory.nbytes))
+        print("RLIMIT_MEMLOCK" in store.engine_description)
+        ticket = store.write(key="k", address=memory.address, nbytes=memory.nbytes)
+        ticket.wait()
+        """,
+    )
+    assert output == "False\nTrue\n"
