@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -264,3 +267,15 @@ def test_a_silent_device_is_reported_once_and_waited_for(capfd):
     text = capfd.readouterr().err
     assert text.count("no answer from the device") == 1
     assert 'write of "slow" (4096 bytes at offset 0 in (memory)); still waiting' in text
+
+
+def test_a_signal_ends_a_wait_for_a_silent_device():
+    store, faults = open_faulty()
+    faults.paused = True
+    ticket = write(store, "k", bytes(4096))
+    threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        ticket.wait()
+    assert not ticket.done()
+    faults.paused = False
+    ticket.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -121,22 +122,44 @@ def test_a_limit_on_file_sizes_is_found_when_space_is_reserved(tmp_path):
     assert output == "needed 614400 bytes, available 434176 bytes\n"
 
 
-# Denies io_uring_setup with EPERM, as container runtimes do.
-DENY_URING = """
-import ctypes, struct
-libc = ctypes.CDLL(None, use_errno=True)
-SETUP = 425
-instructions = b"".join(struct.pack("HBBI", *row) for row in [
-    (0x20, 0, 0, 0), (0x15, 0, 1, SETUP), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)])
-memory = ctypes.create_string_buffer(instructions)
-class Program(ctypes.Structure):
-    _fields_ = [("count", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
-program = Program(4, ctypes.addressof(memory))
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
+# A seccomp filter, as container runtimes install one. A row: code, jump if true, if false, value.
+FILTER = """
+import ctypes, errno, struct
+def install(rows):
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    class Program(ctypes.Structure):
+        _fields_ = [("count", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+    program = Program(len(rows), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP
+LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
+NUMBER, THIRD_ARGUMENT = 0, 32  # where they are in struct seccomp_data
 """
+DENY_URING = (
+    FILTER
+    + """
+IO_URING_SETUP = 425
+install([
+    (LOAD, 0, 0, NUMBER), (EQUAL, 0, 1, IO_URING_SETUP),
+    (RETURN, 0, 0, FAIL_WITH | errno.EPERM), (RETURN, 0, 0, ALLOW)])
+"""
+)
+DENY_TMPFILE = (
+    FILTER
+    + """
+OPENAT, TMPFILE_BIT = 257, 0o20000000
+install([
+    (LOAD, 0, 0, NUMBER), (EQUAL, 0, 3, OPENAT), (LOAD, 0, 0, THIRD_ARGUMENT),
+    (ANY_BIT, 0, 1, TMPFILE_BIT), (RETURN, 0, 0, FAIL_WITH | errno.EOPNOTSUPP),
+    (RETURN, 0, 0, ALLOW)])
+"""
+)
+on_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64 call numbers")
 
 
+@on_x86_64
 def test_auto_takes_threads_where_io_uring_is_forbidden_and_says_why(tmp_path):
     output = run(
         tmp_path,
@@ -154,6 +177,7 @@ print(store.engine_name, "|", store.engine_reason, "|", read(store, "k", 3))
     assert content == "b'abc'"
 
 
+@on_x86_64
 def test_uring_asked_for_by_name_fails_clearly_where_it_is_forbidden(tmp_path):
     output = run(
         tmp_path,
@@ -171,6 +195,25 @@ except EngineUnavailableError as error:
     )
     assert lines[1].startswith("likely cause: a container's seccomp profile")
     assert lines[2].startswith("fix: --security-opt seccomp=unconfined")
+
+
+@on_x86_64
+def test_a_file_system_without_nameless_files_is_left_empty_all_the_same(tmp_path):
+    output = run(
+        tmp_path,
+        DENY_TMPFILE
+        + """
+try:
+    os.open(directory, os.O_TMPFILE | os.O_RDWR)
+except OSError as error:
+    print(error.errno == errno.EOPNOTSUPP)
+store = open_store(directory, "auto")
+print(store.direct, os.listdir(directory))
+write(store, "k", b"abc").wait()
+print(read(store, "k", 3))
+""",
+    )
+    assert output == "True\nTrue []\nb'abc'\n"
 
 
 def test_a_forked_child_can_neither_use_nor_harm_the_store(tmp_path):
