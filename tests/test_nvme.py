@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import threading
+import time
 import weakref
 
 import pytest
@@ -286,3 +287,14 @@ def test_keys_spread_over_several_directories(tmp_path):
         assert read(store, name, 700_000) == name.encode() * 350_000
     with pytest.raises(StoreFullError):
         store.reserve(key="k2", nbytes=700_000)
+
+
+@pytest.mark.skipif(bool(uring_refusal()), reason="needs io_uring")
+def test_a_kernel_thread_may_take_the_submissions(tmp_path):
+    store = open_store(tmp_path, "uring", sqpoll=True)
+    assert "kernel submission polling" in store.engine_description
+    content = os.urandom(3 * MIB + 5)
+    for _ in range(5):
+        write(store, "k", content).wait()
+        time.sleep(0.06)  # longer than the kernel thread stays awake
+        assert read(store, "k", len(content)) == content

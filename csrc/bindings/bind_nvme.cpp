@@ -147,10 +147,17 @@ py::dict stats_dict(Store& store) {
   return result;
 }
 
+// Waits in slices, so that Ctrl-C and other signals reach Python while a device does not answer.
 void wait_for(Store& store, const StoreTicket& ticket) {
   MA_EXPECT(&store == ticket.store.get(), "the ticket belongs to another store");
-  const py::gil_scoped_release release;
-  store.wait(*ticket.ticket);
+  constexpr std::chrono::milliseconds kSlice{200};
+  for (;;) {
+    {
+      const py::gil_scoped_release release;
+      if (store.wait_for(*ticket.ticket, kSlice)) return;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
 }
 
 void bind_store(py::module_& module) {

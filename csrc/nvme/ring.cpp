@@ -21,6 +21,16 @@ void store_release(unsigned* shared, unsigned value) {
   std::atomic_ref<unsigned>(*shared).store(value, std::memory_order_release);
 }
 
+// SQPOLL: the tail must be visible before the flag is read, or the kernel thread's going to sleep
+// is missed. Sequentially consistent accesses keep that order; a release and an acquire would not.
+void store_in_order(unsigned* shared, unsigned value) {
+  std::atomic_ref<unsigned>(*shared).store(value, std::memory_order_seq_cst);
+}
+
+unsigned load_in_order(unsigned* shared) {
+  return std::atomic_ref<unsigned>(*shared).load(std::memory_order_seq_cst);
+}
+
 struct Mode {
   unsigned flags;
   const char* name;
@@ -123,7 +133,7 @@ io_uring_sqe* Ring::next_submission() noexcept {
 }
 
 void Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
-  store_release(submission_tail_, prepared_tail_);
+  store_in_order(submission_tail_, prepared_tail_);
   for (;;) {
     unsigned submit_count = prepared_tail_ - load_acquire(submission_head_);
     if (kernel_polls_) submit_count = 0;  // its thread takes them
@@ -135,10 +145,8 @@ void Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
 bool Ring::enter_once(unsigned submit_count, unsigned complete_min,
                       std::chrono::milliseconds timeout) {
   unsigned flags = IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG;
-  if (kernel_polls_) {
-    // The tail must be visible before the flag is read, or the thread's going to sleep is missed.
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (load_acquire(submission_flags_) & IORING_SQ_NEED_WAKEUP) flags |= IORING_ENTER_SQ_WAKEUP;
+  if (kernel_polls_ && (load_in_order(submission_flags_) & IORING_SQ_NEED_WAKEUP)) {
+    flags |= IORING_ENTER_SQ_WAKEUP;
   }
   const uring::Timespec timespec{timeout.count() / 1000, timeout.count() % 1000 * 1'000'000};
   const uring::WaitArgument argument{0, 0, 0, reinterpret_cast<std::uint64_t>(&timespec)};

@@ -21,8 +21,11 @@ Space::Space(std::vector<Volume> volumes, std::uint64_t grow_bytes)
     const Alignment alignment = volume.alignment();
     alignment_.offset_bytes = std::max(alignment_.offset_bytes, alignment.offset_bytes);
     alignment_.memory_bytes = std::max(alignment_.memory_bytes, alignment.memory_bytes);
-    free_.emplace_back(static_cast<int>(free_.size()),
-                       std::max(kExtentAlignmentMin, alignment.offset_bytes));
+  }
+  // One rule for all volumes, so that a transfer is cut alike wherever its extents lie.
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    free_.emplace_back(static_cast<int>(index),
+                       std::max(kExtentAlignmentMin, alignment_.offset_bytes));
   }
 }
 

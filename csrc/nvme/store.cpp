@@ -51,11 +51,19 @@ class Store::Section {
   /// Waits until `condition()`, and accounts the time.
   template <typename Condition>
   void wait(std::condition_variable& event, std::size_t* waiter_count, Condition condition) {
+    while (!wait_for(event, waiter_count, std::chrono::hours(1), condition)) {
+    }
+  }
+  /// The same, for no longer than `timeout`; what the condition is then.
+  template <typename Condition>
+  bool wait_for(std::condition_variable& event, std::size_t* waiter_count,
+                std::chrono::milliseconds timeout, Condition condition) {
     const auto start = std::chrono::steady_clock::now();
     ++*waiter_count;
-    event.wait(lock_, condition);
+    const bool result = event.wait_for(lock_, timeout, condition);
     --*waiter_count;
     store_.wait_time_ += std::chrono::steady_clock::now() - start;
+    return result;
   }
 
  private:
@@ -243,13 +251,18 @@ void Store::finish(Job* job, std::vector<Job*>* over) {
 }
 
 void Store::wait(Ticket& ticket) {
-  Section section(*this);
-  if (!ticket.done()) {
-    section.wait(ticket.finished_, &ticket.waiter_count_, [&] { return ticket.done(); });
+  while (!wait_for(ticket, std::chrono::hours(1))) {
   }
-  if (ticket.error_) {
+}
+
+bool Store::wait_for(Ticket& ticket, std::chrono::milliseconds timeout) {
+  Section section(*this);
+  const bool done = ticket.done() || section.wait_for(ticket.finished_, &ticket.waiter_count_,
+                                                      timeout, [&] { return ticket.done(); });
+  if (done && ticket.error_) {
     throw StoreError(describe(ticket.operation_, *ticket.error_), *ticket.error_);
   }
+  return done;
 }
 
 void Store::wait_all() {

@@ -100,6 +100,8 @@ class Store {
                                std::uint64_t offset = 0);
   /// Waits for one transfer. Throws StoreError, as often as asked, when it failed.
   void wait(Ticket& ticket);
+  /// The same, for no longer than `timeout`; false when the transfer is not over by then.
+  bool wait_for(Ticket& ticket, std::chrono::milliseconds timeout);
   /// Waits until nothing is in flight. Throws nothing: tickets keep their errors.
   void wait_all();
 

@@ -33,14 +33,14 @@ static_assert(offsetof(StatxHead, dio_memory_bytes) == 0x98);
 static_assert(sizeof(StatxHead) == 0x100);
 constexpr unsigned kStatxDioAlign = 0x2000;
 
-// Opens a file without a name, or returns -1 and leaves errno.
-int open_nameless(const std::string& directory, int flags) {
+// Opens a file without a name, or returns -1 and leaves errno. Buffered: an open that creates a
+// file and then refuses O_DIRECT would leave the file behind.
+int open_nameless(const std::string& directory) {
   const int descriptor =
-      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL | flags, kOwnerOnly);
-  // EISDIR: a kernel before O_TMPFILE. EINVAL stays ambiguous: it may be O_DIRECT that is refused.
+      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, kOwnerOnly);
   if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
   std::string path = directory + "/.memascend-XXXXXX";
-  const int named = ::mkostemp(path.data(), O_CLOEXEC | flags);  // mode 0600
+  const int named = ::mkostemp(path.data(), O_CLOEXEC);  // mode 0600
   if (named >= 0) ::unlink(path.c_str());
   return named;
 }
@@ -50,18 +50,11 @@ int open_nameless(const std::string& directory, int flags) {
 Volume Volume::open_anonymous(const std::string& directory) {
   Volume volume;
   volume.directory_ = directory;
-  volume.descriptor_ = open_nameless(directory, O_DIRECT);
-  volume.direct_ = volume.descriptor_ >= 0;
-  if (!volume.direct_ && errno == EINVAL) volume.descriptor_ = open_nameless(directory, 0);
+  volume.descriptor_ = open_nameless(directory);
   MA_SYSCALL(volume.descriptor_, "open an anonymous file in ", directory);
   volume.find_alignment();
-  if (volume.direct_ && !volume.direct_write_works()) {
-    const long flags =
-        MA_SYSCALL(::fcntl(volume.descriptor_, F_GETFL), "read flags of the file in ", directory);
-    MA_SYSCALL(::fcntl(volume.descriptor_, F_SETFL, static_cast<int>(flags) & ~O_DIRECT),
-               "leave direct I/O in ", directory);
-    volume.direct_ = false;
-  }
+  volume.direct_ = volume.set_direct(true) && volume.direct_write_works();
+  if (!volume.direct_) volume.set_direct(false);
   return volume;
 }
 
@@ -124,7 +117,7 @@ void Volume::grow(std::uint64_t capacity_bytes) {
     result = ::fallocate(descriptor_, 0, static_cast<off_t>(capacity_bytes_),
                          static_cast<off_t>(needed));
   } while (result != 0 && errno == EINTR);
-  if (result != 0 && errno == EOPNOTSUPP) {
+  if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
     result = ::ftruncate(descriptor_, static_cast<off_t>(capacity_bytes));
   }
   if (result != 0) {
@@ -152,6 +145,12 @@ void Volume::find_alignment() {
   if (result != 0 || (state.mask & kStatxDioAlign) == 0) return;
   if (!is_power_of_two(state.dio_offset_bytes) || !is_power_of_two(state.dio_memory_bytes)) return;
   alignment_ = {state.dio_offset_bytes, state.dio_memory_bytes};
+}
+
+bool Volume::set_direct(bool direct) const {
+  const int flags = ::fcntl(descriptor_, F_GETFL);
+  if (flags < 0) return false;
+  return ::fcntl(descriptor_, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
 }
 
 bool Volume::direct_write_works() const {

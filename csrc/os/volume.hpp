@@ -79,6 +79,7 @@ class Volume {
  private:
   Volume() = default;
   void find_alignment();
+  bool set_direct(bool direct) const;
   bool direct_write_works() const;
 
   int descriptor_ = -1;
