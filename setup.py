@@ -12,6 +12,7 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+HEADERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.hpp"))
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
 if os.environ.get("MEMASCEND_WERROR") == "1":
@@ -27,6 +28,7 @@ setup(
         Pybind11Extension(
             "memascend._core",
             SOURCES,
+            depends=HEADERS,
             include_dirs=["csrc"],
             cxx_std=20,
             extra_compile_args=["-O2", "-g1", "-pthread", *SYSTEM_HEADERS, *WARNINGS],

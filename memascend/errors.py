@@ -20,7 +20,17 @@ class UnsupportedDeepSpeedError(MemAscendError, RuntimeError):
 
 
 class HostMemoryError(MemAscendError, MemoryError):
-    """Host memory of ours was asked for beyond what the system or the plan allows."""
+    """Host memory of ours was asked for beyond what the system or the plan allows.
+
+    Attributes:
+        requested_bytes: What was asked for.
+        reserved_bytes: What was held already.
+        limit_bytes: What may be held, 0 when there is no stated limit.
+    """
+
+    requested_bytes: int = 0
+    reserved_bytes: int = 0
+    limit_bytes: int = 0
 
 
 class PoolExhaustedError(MemAscendError, RuntimeError):

@@ -62,6 +62,13 @@ def remove_files(swapper: Any) -> None:
     shutil.rmtree(swapper.swap_folder, ignore_errors=True)
 
 
+def all_keys(swapper: Any) -> Iterator[str]:
+    """Every key of the swapper in the store, gradients included."""
+    for swap_info in swapper.swap_params_info.values():
+        yield from swap_info.get_swap_paths()
+        yield from swap_info.get_swap_gradient_paths()
+
+
 def _state_paths(swapper: Any) -> Iterator[str]:
     for swap_info in swapper.swap_params_info.values():
         yield from swap_info.get_swap_paths()

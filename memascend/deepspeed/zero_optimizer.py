@@ -181,3 +181,23 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             optimizer_checkpoint.import_files(self.optimizer_swapper, self.attachment.runtime.store)
         super().reset_swap_buffers()
         self._finish_writes()
+
+    def destroy(self) -> None:
+        """As upstream, and gives the large host buffers back: DeepSpeed itself never lets them go.
+
+        Parameters stay readable; they are the model's, not the optimizer's.
+        """
+        super().destroy()
+        self.grad_partitions_flat_buffer = None
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
+        self.param_groups_fp16_flat_cpu_memory = []
+        for partition in self.fp32_partitioned_groups_flat:
+            partition.grad = None
+        swapper, self.optimizer_swapper = self.optimizer_swapper, None
+        store = self.attachment.runtime.store
+        if swapper is not None and store is not None:
+            swapper.swap_buffer_manager.all_buffers = []
+            for key in optimizer_checkpoint.all_keys(swapper):
+                store.discard(key=key)
+        if self.attachment.runtime.arena is not None:
+            self.attachment.runtime.arena.core.trim()
