@@ -58,8 +58,10 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
         else:
             facts |= train(case, engine, config)
             facts["masters"] = master_digests(engine.module)
+            facts["optimizer_class"] = qualified_name(engine.optimizer)
         facts["weights"] = weight_digests(engine.module)
         facts["placement"] = placement(engine.module)
+        facts["swapper_classes"] = sorted(map(qualified_name, swappers_of(engine.module)))
         return facts
     finally:
         swappers = swappers_of(engine.module)
@@ -188,6 +190,10 @@ def digest(tensor: torch.Tensor) -> str:
 
 def hexadecimal(value: Any) -> str | None:
     return None if value is None else float(value).hex()
+
+
+def qualified_name(subject: object) -> str:
+    return f"{type(subject).__module__}.{type(subject).__qualname__}"
 
 
 def swappers_of(module: nn.Module) -> set[Any]:

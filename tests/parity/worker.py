@@ -45,7 +45,7 @@ def main() -> None:
     while True:
         try:
             fields, config = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         try:
             answer = {"facts": training.run_case(Case(**fields), config)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +26,8 @@ CASE_TIMEOUT_S = 90.0
 LOG_TAIL_LINES = 60
 
 Facts = dict[str, Any]
+# Facts about how a case was run; all others are about what came of it, and must be equal.
+HOW_FACTS = ("placement", "optimizer_class", "swapper_classes")
 
 
 class CaseFailed(AssertionError):
@@ -151,9 +154,11 @@ class Bench:
             return self._oracles[case.oracle()]
         if case.world not in self._groups:
             self._groups[case.world] = WorkerGroup(world=case.world, folder=self.folder)
-        config = deepspeed_json(case, backend, str(self.new_nvme_path()))
+        nvme_path = self.new_nvme_path()
+        config = deepspeed_json(case, backend, str(nvme_path))
         subject = case.oracle() if backend == "oracle" else case
         facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s)
+        shutil.rmtree(nvme_path, ignore_errors=True)
         if backend == "oracle":
             self._oracles[subject] = facts
         return facts
@@ -174,7 +179,7 @@ def differences(subject: list[Facts], oracle: list[Facts]) -> list[str]:
     found = []
     for rank, (left, right) in enumerate(zip(subject, oracle, strict=True)):
         for fact, expected in right.items():
-            if fact == "placement" or left[fact] == expected:
+            if fact in HOW_FACTS or left[fact] == expected:
                 continue
             where = left[fact]
             if isinstance(expected, dict):
