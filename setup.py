@@ -7,6 +7,7 @@ build serves every torch and nothing but a C++20 compiler is needed.
 import os
 from pathlib import Path
 
+import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
@@ -15,6 +16,9 @@ SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
 if os.environ.get("MEMASCEND_WERROR") == "1":
     WARNINGS.append("-Werror")
+
+# As system headers pybind11's own are exempt from our warnings.
+SYSTEM_HEADERS = ["-isystem", pybind11.get_include()]
 
 ParallelCompile("NPY_NUM_BUILD_JOBS", default=os.cpu_count() or 1).install()
 
@@ -25,7 +29,7 @@ setup(
             SOURCES,
             include_dirs=["csrc"],
             cxx_std=20,
-            extra_compile_args=["-O2", "-g1", "-pthread", "-fvisibility=hidden", *WARNINGS],
+            extra_compile_args=["-O2", "-g1", "-pthread", *SYSTEM_HEADERS, *WARNINGS],
             extra_link_args=["-pthread"],
         )
     ],

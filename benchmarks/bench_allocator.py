@@ -1,15 +1,16 @@
 """How many bytes do the pinned allocations of a public model really take?
 
-Our allocator is really run on the recorded list (pinned_shapes.py), scaled down by a power of two so
-that it fits a small machine: torch's rounding scales with it exactly, while our rounding to whole
-pages weighs that much more, to our disadvantage. Torch's pinned allocator rounds up to a power of two
-(PowerOf2Ceil in ATen/core/CachingHostAllocator.h); that is arithmetic, not run. Two columns of it:
-as DeepSpeed 0.19.8 has it, A, C and D exact and the rest rounded; and all rounded, as before 0.17.
+Our allocator is really run on the recorded list (pinned_shapes.py), scaled down by a power of two
+so that it fits a small machine: torch's rounding scales with it exactly, while our rounding to
+whole pages weighs that much more, to our disadvantage. Torch's pinned allocator rounds up to a
+power of two (PowerOf2Ceil in ATen/core/CachingHostAllocator.h); that is arithmetic, not run. It is
+counted twice: as DeepSpeed 0.19.8 uses it, A, C and D exact and the rest rounded; and with all
+rounded, as when every pinned buffer came from torch.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 
 import harness
 import pinned_shapes
@@ -61,21 +62,17 @@ def _run_model(name: str, scale: int) -> list[harness.Row]:
 
 def _reserved_bytes(asked: list[int]) -> int:
     """Runs our allocator on the list, all blocks alive together, and gives what it holds."""
-    allocator = _core.Allocator(huge_pages=True, lock=False, register_device=False)
+    allocator = _core.Allocator(huge_pages="auto", lock=False, register_device=False)
     blocks = [allocator.allocate(nbytes=nbytes, component="bench") for nbytes in asked]
     reserved_bytes = allocator.stats().reserved_bytes
     del blocks
     return reserved_bytes
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = harness.parser(QUESTION).parse_args(arguments)
-    report(run(small=options.small), options.out)
-
-
-def report(rows: list[harness.Row], out: Path | None) -> None:
-    harness.report("allocator", QUESTION, rows, out)
+def run_and_report(options: argparse.Namespace) -> None:
+    rows = run(small=options.small)
+    harness.report("allocator", QUESTION, rows, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    run_and_report(harness.parser(QUESTION).parse_args())

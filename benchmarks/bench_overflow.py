@@ -7,7 +7,7 @@ in nearly every step, so nobody stops early.
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 
 import harness
 import torch
@@ -70,14 +70,10 @@ def _run_dtype(
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = harness.parser(QUESTION).parse_args(arguments)
-    report(run(small=options.small), options.out)
-
-
-def report(rows: list[harness.Row], out: Path | None) -> None:
-    harness.report("overflow", QUESTION, rows, out)
+def run_and_report(options: argparse.Namespace) -> None:
+    rows = run(small=options.small)
+    harness.report("overflow", QUESTION, rows, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    run_and_report(harness.parser(QUESTION).parse_args())

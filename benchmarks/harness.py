@@ -24,6 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from memascend.version import __version__
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -110,19 +112,19 @@ def speedup(ours: Sequence[Sample], theirs: Sequence[Sample]) -> Spread:
     return spread([their.wall_s / our.wall_s for our, their in pairs])
 
 
+def cpu_share(ours: Sequence[Sample], theirs: Sequence[Sample]) -> Spread:
+    """Our CPU time as a part of theirs, pair by pair."""
+    pairs = zip(ours, theirs, strict=True)
+    return spread([our.cpu_s / their.cpu_s for our, their in pairs])
+
+
 def peak_rss_growth(run: Callable[[], object]) -> int:
     """Bytes by which the resident memory of this process rose above its start while `run` ran.
 
-    Counts what the kernel really handed out, whoever asked for it. Exact to some 100 KiB.
+    Counts what the kernel really handed out, whoever asked for it. The least of a few runs, since
+    other threads of the process may take memory meanwhile; exact to some pages.
     """
-    gc.collect()
-    # What malloc kept of earlier runs would hide what this one needs.
-    ctypes.CDLL(None).malloc_trim(0)
-    # Writing 5 resets the high-water mark to the present size.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
-    run()
-    return max(0, _status_bytes("VmHWM") - before)
+    return min(_rss_growth_once(run) for _ in range(3))
 
 
 def machine(directory: Path | None = None) -> dict[str, Any]:
@@ -180,6 +182,17 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def _rss_growth_once(run: Callable[[], object]) -> int:
+    gc.collect()
+    # What malloc kept of earlier runs would hide what this one needs.
+    ctypes.CDLL(None).malloc_trim(0)
+    # Writing 5 resets the high-water mark to the present size.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    run()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
 def _cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -193,11 +206,12 @@ def _status_bytes(key: str) -> int:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for package in ("memascend", "torch", "deepspeed"):
+    yield "memascend", __version__
+    for package in ("torch", "deepspeed"):
         try:
             yield package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield package, "not installed as a package"
+            yield package, "not installed"
 
 
 def _cpu_model() -> str:

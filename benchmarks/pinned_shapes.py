@@ -6,8 +6,8 @@ rewrites benchmarks/shapes/*.json; a test checks that the files are what this mo
 
 The letters are those of the host ledger: A parameter pool, B 16-bit cache of max_in_cpu, C
 write-back buffer, D optimizer buffers, E flat gradients, F small parameters. A, C and D are
-page-locked at their exact size; B, E and F go through torch's pinned allocator, which rounds up to a
-power of two.
+page-locked at their exact size; B, E and F go through torch's pinned allocator, which rounds up to
+a power of two.
 """
 
 from __future__ import annotations

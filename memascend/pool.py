@@ -10,11 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from memascend import _core
 from memascend.allocator import HostAllocator
 from memascend.errors import PoolExhaustedError
 from memascend.units import format_nbytes
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE_BYTES = 4096
 CLASS_COUNT_MAX = 16
@@ -100,6 +104,49 @@ class ParameterPool:
         return self.core.classes()
 
 
+class ArenaSlots:
+    """Slots as the parameter path takes them: classes appear with the shapes that arrive.
+
+    A model is partitioned tensor by tensor, so at first its shapes are not known. A size gets a class
+    of its own unless an existing one fits within MERGE_WASTE_MAX.
+    """
+
+    def __init__(self, pool: ParameterPool) -> None:
+        self._pool = pool
+
+    def acquire(self, nbytes: int) -> _core.Lease | None:
+        """A lease of the class for `nbytes`, or None when there is no class or no free slot."""
+        return self._pool.core.acquire(nbytes=nbytes) if self._class_name(nbytes) else None
+
+    def grow(self, nbytes: int) -> None:
+        """Adds a slot to the class for `nbytes`, making the class when it is new.
+
+        Raises:
+            HostMemoryError: The allocator's limit or the system does not allow it.
+        """
+        name = self._class_name(nbytes)
+        if name is None:
+            (size_class,) = derive_classes([nbytes])
+            self._pool.add_class(size_class, slot_count=1)
+        else:
+            self._pool.core.add_slots(name=name, count=1)
+
+    def view(self, lease: _core.Lease, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first `numel` elements of the slot; the tensor keeps the memory mapped."""
+        import torch
+
+        return torch.frombuffer(lease, dtype=dtype, count=numel)
+
+    def _class_name(self, nbytes: int) -> str | None:
+        for stats in self._pool.classes():  # smallest slots first
+            if stats.slot_bytes >= nbytes:
+                fits = stats.slot_bytes - nbytes <= max(
+                    PAGE_BYTES, MERGE_WASTE_MAX * stats.slot_bytes
+                )
+                return stats.name if fits else None
+        return None
+
+
 def explain(exhaustion: _core.Exhaustion, classes: Sequence[_core.ClassStats]) -> str:
     """An exhaustion as a message: what failed, with what values, likely cause, what to do."""
     asked = f"no slot for {exhaustion.requested_bytes} bytes"
@@ -119,10 +166,7 @@ def explain(exhaustion: _core.Exhaustion, classes: Sequence[_core.ClassStats]) -
 
 def _merge_cheapest(groups: list[tuple[int, int]]) -> None:
     """Merges the two neighbours (largest first) whose merging wastes the fewest bytes."""
-    wastes = [
-        (larger[0] - smaller[0]) * smaller[1]
-        for larger, smaller in pairwise(groups)
-    ]
+    wastes = [(larger[0] - smaller[0]) * smaller[1] for larger, smaller in pairwise(groups)]
     index = wastes.index(min(wastes))
     (slot_bytes, larger_count), (_, smaller_count) = groups[index : index + 2]
     groups[index : index + 2] = [(slot_bytes, larger_count + smaller_count)]

@@ -69,7 +69,9 @@ class Runtime:
         """One line for the log: what was really obtained."""
         parts = []
         if self.store is not None:
-            parts.append(f"engine {self.store.engine_name} ({self.store.engine_description})")
+            parts.append(
+                f"engine {self.store.core.engine_name} ({self.store.core.engine_description})"
+            )
         else:
             parts.append("engine DeepSpeed aio")
         if self.arena is not None:

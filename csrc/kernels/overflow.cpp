@@ -69,7 +69,7 @@ class Scan {
   std::size_t part_count() const { return part_count_; }
 
   void work() {
-    const DefaultArithmetic arithmetic;
+    [[maybe_unused]] const DefaultArithmetic arithmetic;
     for (;;) {
       const std::size_t part = part_next_.fetch_add(1, std::memory_order_relaxed);
       if (part >= part_count_ || !scan_part(part)) return;

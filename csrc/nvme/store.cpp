@@ -355,6 +355,7 @@ std::shared_ptr<TransferQueue> Store::open_queue() {
 }
 
 void Store::close() {
+  if (::getpid() != owner_process_) return;
   std::shared_ptr<TransferQueue> queue;
   {
     Section section(*this);

@@ -121,6 +121,7 @@ class Store {
   bool direct() const noexcept { return direct_; }
 
   /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
+  /// Does nothing in a forked child.
   void close();
 
  private:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from memascend.tensors import HostMemory
 from memascend.nvme import TensorStore, Ticket
+from memascend.tensors import HostMemory
 
 
 class AioHandle:
@@ -43,8 +43,9 @@ class AioHandle:
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Starts writing `buffer` to a key at byte `file_offset` of the key; returns 0."""
-        ticket = self._store.write(key=filename, source=buffer, offset_bytes=file_offset)
+        """Starts writing `buffer` as a whole key, or into it from byte `file_offset` on; returns 0."""
+        offset = file_offset if file_offset > 0 else None
+        ticket = self._store.write(key=filename, source=buffer, offset_bytes=offset)
         self._tickets.append(ticket)
         return 0
 

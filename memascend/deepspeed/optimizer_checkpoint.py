@@ -24,10 +24,10 @@ def export_files(swapper: Any, store: TensorStore) -> None:
     os.makedirs(swapper.swap_folder, exist_ok=True)
     buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
     for path in _state_paths(swapper):
-        if not store.contains(path):
+        if not store.contains(key=path):
             continue
         with open(path, "wb") as file:
-            for offset, piece in _pieces(buffer, store.nbytes(path)):
+            for offset, piece in _pieces(buffer, store.nbytes(key=path)):
                 store.read(key=path, target=piece, offset_bytes=offset).wait()
                 file.write(piece.numpy())
 
@@ -43,10 +43,10 @@ def import_files(swapper: Any, store: TensorStore) -> None:
         if not os.path.exists(path):
             continue
         nbytes = os.path.getsize(path)
-        if store.contains(path) and nbytes != store.nbytes(path):
+        if store.contains(key=path) and nbytes != store.nbytes(key=path):
             raise OSError(
                 f"checkpoint file {path} has {nbytes} bytes, the optimizer needs "
-                f"{store.nbytes(path)}: it was saved with another model, sub_group_size or number of ranks"
+                f"{store.nbytes(key=path)}: it was saved with another model, sub_group_size or number of ranks"
             )
         store.reserve(key=path, nbytes=nbytes)
         with open(path, "rb") as file:

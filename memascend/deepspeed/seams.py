@@ -258,14 +258,11 @@ def check_fingerprints() -> None:
         UnsupportedDeepSpeedError: Names each definition that differs and the versions that work.
     """
     version = importlib.import_module("deepspeed").__version__
-    targets = [
-        (seam.module, seam.attribute) for seam in SEAMS if seam.attribute != "AsyncIOBuilder"
-    ]
     differing = []
-    for module, attribute in (*targets, *WATCHED):
+    for module, attribute in relied_on():
         name = f"{module}.{attribute}"
         try:
-            found = fingerprint(resolve(module, attribute))
+            found = fingerprint(module, attribute)
         except (ImportError, AttributeError):
             found = "missing"
         if found not in fingerprints.KNOWN.get(name, ()):

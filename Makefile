@@ -1,0 +1,56 @@
+# Every target prepares what it needs first: on a fresh Debian or Ubuntu machine with Python 3.11,
+# `make demo` or `make test` is the only command to type. Prepared once, the preparation is quick.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+SAN ?= plain
+PYTEST_ARGS ?=
+
+DEMO_OUT ?= demo-out
+DEMO_CONFIG ?= configs/nvme_cpu.json
+DEMO_ARGS ?=
+
+# DeepSpeed's compiled operators belong to this environment: its usual cache is shared by all, keyed
+# by name alone.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+ifeq ($(shell nvidia-smi -L 2>/dev/null),)
+export DS_ACCELERATOR ?= cpu
+endif
+
+.PHONY: help all environment demo test lint type test-cpp bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+all: lint type test-cpp test ## lint, type, test-cpp and test
+
+environment: ## system packages, .venv, DeepSpeed's operators
+	@scripts/setup_environment.sh
+
+demo: environment ## the same fine-tune with stock DeepSpeed and with memascend, side by side
+	$(BIN)/memascend compare --out $(DEMO_OUT) -- deepspeed --num_gpus 1 scripts/finetune.py \
+	    --deepspeed_config $(DEMO_CONFIG) $(DEMO_ARGS)
+
+test: environment ## the Python tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-cpp: environment ## the C++ tests; SAN=address or SAN=thread with a sanitizer
+	$(BIN)/python scripts/test_cpp.py --san $(SAN)
+
+lint: environment ## style of Python, C++ and shell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	git ls-files '*.cpp' '*.hpp' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run -Werror
+	for script in scripts/*.sh .ci/run; do bash -n "$$script"; done
+
+type: environment ## types of the package
+	$(BIN)/mypy
+
+bench: environment ## engine, overflow check and allocator against DeepSpeed's
+	for bench in benchmarks/bench_*.py; do $(BIN)/python "$$bench"; done
+
+clean: ## what was built, not the environment
+	rm -rf build dist memascend/_core*.so demo-out

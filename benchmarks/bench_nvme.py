@@ -1,0 +1,223 @@
+"""How fast is the store, and how much CPU does it take, against DeepSpeed's aio_handle?
+
+Each run writes or reads all tensors of a case and waits for them, the way the swappers of both do:
+DeepSpeed one file per tensor, we one key per tensor. Buffers are what each brings: ours huge-page
+backed blocks, DeepSpeed's its own page-locked tensor. Both bypass the page cache. What was read is
+compared with what was written, since DeepSpeed's handle does not report a failed transfer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import harness
+import torch
+
+from memascend import _core
+from memascend.errors import EngineUnavailableError
+from memascend.units import KIB, MIB, format_nbytes
+
+QUESTION = "NVMe: throughput and CPU against DeepSpeed's aio_handle"
+# (bytes of a tensor, tensors)
+CASES = {
+    "small": [(64 * KIB, 8), (1 * MIB, 2)],
+    "large": [(64 * KIB, 2000), (1 * MIB, 300), (16 * MIB, 32), (256 * MIB, 2)],
+}
+ROUNDS = {"small": 2, "large": 7}
+ENGINES = ("uring", "threads")
+STOCK = "DeepSpeed aio"
+# The values DeepSpeed takes without an "aio" section.
+STOCK_SETTINGS = {
+    "block_size": MIB,
+    "queue_depth": 8,
+    "single_submit": False,
+    "overlap_events": True,
+    "intra_op_parallelism": 1,
+}
+
+
+class _Side(Protocol):
+    """One way to move `count` tensors of `nbytes` each between its buffer and the disk."""
+
+    buffer: torch.Tensor
+
+    def write(self, nbytes: int, count: int) -> None: ...
+    def read(self, nbytes: int, count: int) -> None: ...
+    def clear(self, count: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _StoreSide:
+    """Ours: keys of one store."""
+
+    store: Any
+    buffer: torch.Tensor
+
+    def write(self, nbytes: int, count: int) -> None:
+        self._run(self.store.write, nbytes, count)
+
+    def read(self, nbytes: int, count: int) -> None:
+        self._run(self.store.read, nbytes, count)
+
+    def clear(self, count: int) -> None:
+        for index in range(count):
+            self.store.discard(key=f"tensor{index}")
+
+    def _run(self, start: Callable[..., object], nbytes: int, count: int) -> None:
+        address = self.buffer.data_ptr()
+        tickets = [
+            start(key=f"tensor{index}", address=address + index * nbytes, nbytes=nbytes)
+            for index in range(count)
+        ]
+        for ticket in tickets:
+            self.store.wait(ticket=ticket)
+
+
+@dataclass(slots=True)
+class _DeepSpeedSide:
+    """DeepSpeed's: files of one directory."""
+
+    handle: Any
+    directory: Path
+    buffer: torch.Tensor
+
+    def write(self, nbytes: int, count: int) -> None:
+        self._run(self.handle.async_pwrite, nbytes, count)
+
+    def read(self, nbytes: int, count: int) -> None:
+        self._run(self.handle.async_pread, nbytes, count)
+
+    def clear(self, count: int) -> None:
+        for index in range(count):
+            self._path(index).unlink()
+
+    def _run(self, start: Callable[..., int], nbytes: int, count: int) -> None:
+        for index in range(count):
+            piece = self.buffer.narrow(0, index * nbytes, nbytes)
+            if start(piece, str(self._path(index)), 0) != 0:
+                raise RuntimeError(f"DeepSpeed refused tensor {index} of {nbytes} bytes")
+        if self.handle.wait() != count:
+            raise RuntimeError(f"DeepSpeed lost some of {count} transfers of {nbytes} bytes")
+
+    def _path(self, index: int) -> Path:
+        return self.directory / f"{index}.tensor"
+
+
+def run(*, small: bool, directory: Path, with_deepspeed: bool = True) -> Iterator[harness.Row]:
+    """Measures every case below `directory`; a side that cannot run gives one row that says why."""
+    size = "small" if small else "large"
+    buffer_bytes = max(nbytes * count for nbytes, count in CASES[size])
+    circumstances = harness.machine(directory)
+    with _sides(directory, buffer_bytes, with_deepspeed) as (sides, refusals):
+        for name, reason in refusals.items():
+            yield harness.Row(
+                "nvme", "all", name, {"not_run": reason}, STOCK_SETTINGS, circumstances
+            )
+        for nbytes, count in CASES[size]:
+            config = {"nbytes": nbytes, "count": count, "rounds": ROUNDS[size]} | STOCK_SETTINGS
+            for case, figures in _run_case(sides, nbytes, count, ROUNDS[size]):
+                for name, row_figures in figures.items():
+                    yield harness.Row("nvme", case, name, row_figures, config, circumstances)
+
+
+def _run_case(
+    sides: dict[str, _Side], nbytes: int, count: int, rounds: int
+) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    expected = torch.randint(0, 256, (nbytes * count,), dtype=torch.uint8)
+    for side in sides.values():
+        side.buffer[: nbytes * count] = expected
+    title = f"{format_nbytes(nbytes)} x {count}"
+    yield f"{title} write", _measure(sides, "write", nbytes, count, rounds)
+    for side in sides.values():
+        side.buffer.zero_()
+    yield f"{title} read", _measure(sides, "read", nbytes, count, rounds)
+    for name, side in sides.items():
+        if not torch.equal(side.buffer[: nbytes * count], expected):
+            raise RuntimeError(f"{name} read other bytes than it wrote: {title}")
+        side.clear(count)
+
+
+def _measure(
+    sides: dict[str, _Side], operation: str, nbytes: int, count: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    contenders = [
+        harness.Contender(name, _bound(getattr(side, operation), nbytes, count))
+        for name, side in sides.items()
+    ]
+    samples = harness.interleave(contenders, rounds=rounds)
+    gigabytes = nbytes * count / 1e9
+    figures: dict[str, dict[str, Any]] = {}
+    for name, taken in samples.items():
+        figures[name] = {
+            "gb_per_s": harness.spread([gigabytes / sample.wall_s for sample in taken]),
+            "cpu_ms_per_gb": harness.spread([sample.cpu_s * 1e3 / gigabytes for sample in taken]),
+        }
+        if STOCK in samples:
+            figures[name]["speedup"] = harness.speedup(taken, samples[STOCK])
+            figures[name]["cpu_share"] = harness.cpu_share(taken, samples[STOCK])
+    return figures
+
+
+def _bound(operation: Callable[[int, int], None], nbytes: int, count: int) -> Callable[[], None]:
+    return lambda: operation(nbytes, count)
+
+
+@contextmanager
+def _sides(
+    directory: Path, buffer_bytes: int, with_deepspeed: bool
+) -> Iterator[tuple[dict[str, _Side], dict[str, str]]]:
+    """Gives the sides that can run here, and for each other one the reason."""
+    sides: dict[str, _Side] = {}
+    refusals: dict[str, str] = {}
+    with ExitStack() as stack:
+        parent = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+        if with_deepspeed:
+            try:
+                stock = _open_deepspeed(parent / "deepspeed", buffer_bytes)
+                stack.callback(stock.handle.free_cpu_locked_tensor, stock.buffer)
+                sides[STOCK] = stock
+            except (ImportError, RuntimeError) as error:
+                refusals[STOCK] = f"{type(error).__name__}: {error}"
+        else:
+            refusals[STOCK] = "left out (--without-deepspeed)"
+        allocator = _core.Allocator(huge_pages="auto", lock=True, register_device=False)
+        block = allocator.allocate(nbytes=buffer_bytes, component="bench")
+        buffer = torch.frombuffer(block, dtype=torch.uint8)
+        for engine in ENGINES:
+            (parent / engine).mkdir()
+            try:
+                store = _core.Store(directories=[str(parent / engine)], engine=engine)
+            except EngineUnavailableError as error:
+                refusals[f"memascend {engine}"] = str(error)
+                continue
+            stack.callback(store.close)
+            sides[f"memascend {engine}"] = _StoreSide(store, buffer)
+        yield sides, refusals
+
+
+def _open_deepspeed(directory: Path, buffer_bytes: int) -> _DeepSpeedSide:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    directory.mkdir()
+    handle = AsyncIOBuilder().load().aio_handle(**STOCK_SETTINGS)
+    buffer = handle.new_cpu_locked_tensor(buffer_bytes, torch.empty(0, dtype=torch.uint8))
+    return _DeepSpeedSide(handle, directory, buffer)
+
+
+def run_and_report(options: argparse.Namespace) -> None:
+    rows = run(
+        small=options.small,
+        directory=options.directory,
+        with_deepspeed=not options.without_deepspeed,
+    )
+    harness.report("nvme", QUESTION, list(rows), options.out)
+
+
+if __name__ == "__main__":
+    run_and_report(harness.parser(QUESTION).parse_args())

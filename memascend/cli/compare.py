@@ -1,0 +1,234 @@
+"""`memascend compare -- COMMAND`: the user's own launch command with memascend off and on.
+
+Wires warm-up, runs and report together; each of these lives in a file of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from memascend.cli import compare_report
+from memascend.cli.activity import Activity
+from memascend.cli.compare_report import Report
+from memascend.cli.compare_run import Column, Run, columns_by_name, run_column
+from memascend.cli.compare_warm_up import WarmUp, warm_up
+from memascend.units import format_nbytes
+
+EPILOG = """\
+example:
+  memascend compare --out compare-out -- \\
+      deepspeed --num_gpus 1 scripts/finetune.py --deepspeed_config configs/nvme_cpu.json
+
+The same command runs once per column. For the stock columns memascend is switched off, whatever the
+configuration says; for the other, a configuration without a "memascend" block gets an empty one.
+Exit status: 0 when every run succeeded and printed the same losses, 1 otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the command's own arguments say about the run.
+
+    Attributes:
+        config: The DeepSpeed configuration, None when no argument is one.
+        folders: Where it offloads to.
+    """
+
+    config: dict[str, Any] | None
+    folders: tuple[Path, ...]
+
+    @property
+    def has_block(self) -> bool:
+        """Whether the configuration holds a memascend block of its own."""
+        return self.config is not None and "memascend" in self.config
+
+
+def compare_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Adds the sub-command."""
+    parser = commands.add_parser(
+        "compare",
+        help="run a launch command with memascend off and on, and compare",
+        description="Run a launch command with memascend off and on, and compare.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("compare-out"), help="folder for results")
+    parser.add_argument(
+        "--columns",
+        default="stock,memascend",
+        help="what to run, in this order, separated by commas: stock, memascend, stock-tuned",
+    )
+    parser.add_argument(
+        "--tuned",
+        action="store_true",
+        help="add stock-tuned: stock with the exact page-locking that it has behind variables",
+    )
+    parser.add_argument("--nvme-path", type=Path, help="where it offloads to, if not in its JSON")
+    parser.add_argument("--interval-ms", type=int, default=50, help="time between memory samples")
+    parser.add_argument(
+        "--no-warm-up",
+        action="store_true",
+        help="neither build DeepSpeed's operators first nor measure the import baseline",
+    )
+    parser.add_argument(
+        "command", nargs="+", metavar="COMMAND", help="the launch command, after --"
+    )
+    parser.set_defaults(run=compare_command, fail=parser.error)
+
+
+def compare_command(args: argparse.Namespace) -> int:
+    """Runs every column, writes the report and gives the exit status."""
+    console = Console()
+    command: list[str] = args.command
+    target = read_target(command, args.nvme_path)
+    columns = _columns(args, target)
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = WarmUp() if args.no_warm_up else show_warm_up(console, args.out)
+    skipped = _skipped(found, target, columns)
+    runs = [
+        _run(console, column, command, target, args)
+        for column in columns
+        if column.name not in skipped
+    ]
+    report = Report(command, found.baseline_bytes, runs, skipped)
+    compare_report.write_json(report, args.out / "report.json")
+    compare_report.write_picture(report, args.out / "rss.png")
+    for text in compare_report.failures(report):
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    for name, reason in skipped.items():
+        console.print(f"{name} was left out: {reason}", style="yellow", markup=False)
+    console.print(compare_report.table(report))
+    console.print(f"{args.out}/report.json, {args.out}/rss.png, logs beside them", highlight=False)
+    return report.exit_status
+
+
+def read_target(command: Sequence[str], nvme_path: Path | None = None) -> Target:
+    """Looks through the command's arguments for a DeepSpeed configuration and offload folders.
+
+    A folder named on a command line, ours first, goes before those that the configuration names.
+    """
+    config: dict[str, Any] | None = None
+    named = [] if nvme_path is None else [nvme_path]
+    words = [part for word in command for part in _split_option(word)]
+    for before, word in pairwise(["", *words]):
+        if before in ("--nvme-path", "--nvme_path"):
+            named.append(Path(word))
+        elif word.endswith(".json") and config is None:
+            config = _deepspeed_config(Path(word))
+    zero = (config or {}).get("zero_optimization", {})
+    sections = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
+    configured = [
+        Path(section["nvme_path"])
+        for section in sections
+        if section.get("device") == "nvme" and section.get("nvme_path")
+    ]
+    return Target(config, tuple(dict.fromkeys(named[:1] or configured)))
+
+
+def _split_option(word: str) -> list[str]:
+    """Splits "--option=value"; anything else stays whole."""
+    option, equals, value = word.partition("=")
+    return [option, value] if word.startswith("-") and equals else [word]
+
+
+def _deepspeed_config(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "zero_optimization" in content else None
+
+
+def _columns(args: argparse.Namespace, target: Target) -> list[Column]:
+    known = columns_by_name(config_has_block=target.has_block)
+    names = args.columns.split(",") + (["stock-tuned"] if args.tuned else [])
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        args.fail(f"unknown column {unknown[0]!r}. Known: {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def show_warm_up(console: Console, out: Path) -> WarmUp:
+    """Compiles DeepSpeed's operators and measures the import baseline; says what it waits for."""
+    news = ["starting"]
+
+    def hear(text: str) -> None:
+        if text:
+            news[0] = text
+            if not console.is_terminal:
+                console.print(f"  {text}", highlight=False, soft_wrap=True)
+
+    log = out / "warm-up.log"
+    with Activity(console, "warm-up", lambda: news[0]):
+        found = warm_up(log, hear)
+    if found.problem:
+        console.print(f"warm-up failed: {found.problem}; log: {log}", style="yellow")
+    return found
+
+
+def _skipped(found: WarmUp, target: Target, columns: Sequence[Column]) -> dict[str, str]:
+    """Names the stock columns when DeepSpeed's own I/O cannot be had and the run needs it."""
+    reason = found.unavailable.get("AsyncIOBuilder")
+    is_nvme = target.config is None or bool(target.folders)
+    if reason is None or not is_nvme:
+        return {}
+    text = (
+        f"DeepSpeed's async_io operator cannot be built here: {reason}. Likely cause: libaio or a "
+        "C++ compiler is missing. Install with: apt-get install libaio-dev g++"
+    )
+    return {column.name: text for column in columns if column.name.startswith("stock")}
+
+
+class _LiveColumn:
+    """The latest news of the run that is going on, in one line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._run: Run | None = None
+        self._loss_count = 0
+        self._loss_line = ""
+
+    def hear(self, run: Run, line: str) -> None:
+        """Takes note of a line of output."""
+        self._run = run
+        if len(run.losses) > self._loss_count:
+            self._loss_count, self._loss_line = len(run.losses), line[:100]
+            if not self._console.is_terminal:
+                self._console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def detail(self) -> str:
+        """Gives the resident memory now and the last line with a loss."""
+        if self._run is None or not self._run.samples:
+            return ""
+        rss = format_nbytes(self._run.samples[-1].total_rss_bytes)
+        return f"RSS {rss}  {self._loss_line}"
+
+
+def _run(
+    console: Console,
+    column: Column,
+    command: Sequence[str],
+    target: Target,
+    args: argparse.Namespace,
+) -> Run:
+    live = _LiveColumn(console)
+    with Activity(console, f"{column.name}: running the command", live.detail):
+        run = run_column(
+            column,
+            command,
+            log=args.out / f"{column.name}.log",
+            folders=target.folders,
+            interval_s=args.interval_ms / 1000,
+            on_line=live.hear,
+        )
+    outcome = f"failed: {run.problem}" if run.problem else "done"
+    text = f"{column.name}: {outcome} after {run.elapsed_s:.1f} s"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return run

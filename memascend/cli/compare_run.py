@@ -1,0 +1,213 @@
+"""Runs one column of a comparison: the user's command in fresh processes, watched from outside.
+
+Knows processes, environments and printed losses; nothing of tables, and nothing of what the command
+does with the environment it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from memascend.sampling import IoCounter, Peaks, Sample, TreeSampler, process_tree
+
+TERMINATE_GRACE_S = 20.0
+
+_CONFIG = "MEMASCEND_CONFIG"
+_DISABLE = "MEMASCEND_DISABLE"
+
+# "loss 1.5", "loss: 1.5", "loss=1.5", {'loss': '1.5'}; not "eval_loss", not "loss scale".
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
+_LOSS = re.compile(rf"(?<![\w-])loss['\"]?\s*[:=]?\s*['\"]?({_NUMBER})(?!\w)", re.IGNORECASE)
+_ARMED = re.compile(r"\bmemascend\b.*\barmed\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One way to run the command.
+
+    Attributes:
+        name: What the report calls it.
+        environment: Variables set for it.
+        expects_plugin: Whether a run in which memascend never spoke is a failure.
+    """
+
+    name: str
+    environment: Mapping[str, str]
+    expects_plugin: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """What one column did; filled while it runs.
+
+    Attributes:
+        losses: The printed losses, as text: equality of runs is equality of every digit.
+        loss_times_s: When each of them was printed, in seconds since the start.
+        io_bytes: Bytes (read, written) on storage by all its processes; None where not known.
+        problem: Why it does not count, empty when it does.
+    """
+
+    column: Column
+    log: Path
+    exit_status: int = -1
+    elapsed_s: float = 0.0
+    losses: list[str] = field(default_factory=list)
+    loss_times_s: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    peaks: Peaks = field(default_factory=Peaks)
+    io_bytes: tuple[int, int] | None = None
+    problem: str = ""
+
+    @property
+    def step_times_s(self) -> list[float]:
+        """Seconds between one printed loss and the next: every step but the first."""
+        times = self.loss_times_s
+        return [after - before for before, after in pairwise(times)]
+
+
+def columns_by_name(*, config_has_block: bool) -> dict[str, Column]:
+    """Gives the known columns.
+
+    A configuration without a block gets one through the environment: the caller's own
+    MEMASCEND_CONFIG if there is one, so that one key can be tried out, else an empty block.
+    """
+    supplied = os.environ.get(_CONFIG, "" if config_has_block else "{}")
+    tuned = {
+        "DS_PIN_MEMORY_BACKEND": "native",
+        "PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1",
+    }
+    return {
+        "stock": Column("stock", {_DISABLE: "1"}),
+        "memascend": Column(
+            "memascend", {_CONFIG: supplied} if supplied else {}, expects_plugin=True
+        ),
+        "stock-tuned": Column("stock-tuned", {_DISABLE: "1", **tuned}),
+    }
+
+
+def run_column(
+    column: Column,
+    command: Sequence[str],
+    *,
+    log: Path,
+    folders: Sequence[Path],
+    interval_s: float,
+    on_line: Callable[[Run, str], None],
+) -> Run:
+    """Runs the command to its end and reports what it printed and used.
+
+    Every line of output goes to `log` and to `on_line`. A command that cannot be started,
+    that fails, or in which an expected plugin stayed silent leaves a `problem`, not an exception.
+    """
+    run = Run(column, log)
+    counter = IoCounter()
+    started_s = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            list(command),
+            env=child_environment(column.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        run.problem = f"cannot start {shlex.join(command)}: {error.strerror}"
+        return run
+    sampler = TreeSampler(process.pid, interval_s=interval_s, folders=folders)
+    sampler.start()
+    # Shared with the sampler's thread, which only appends: the latest sample is for the live line.
+    run.samples = sampler.samples
+    try:
+        has_armed = _follow(process, run, started_s, on_line)
+    except BaseException:
+        terminate_tree(process)
+        raise
+    finally:
+        run.exit_status = process.wait()
+        run.elapsed_s = time.monotonic() - started_s
+        sampler.stop()
+    run.peaks = sampler.peaks
+    run.io_bytes = counter.read_and_written_bytes()
+    if run.exit_status != 0:
+        run.problem = f"exit status {run.exit_status}" + _signal_name(run.exit_status)
+    elif column.expects_plugin and not has_armed:
+        run.problem = (
+            "memascend never said that it was armed, so this run was stock as well. Likely cause: "
+            "it is not installed where the command runs. Check there with: memascend doctor"
+        )
+    return run
+
+
+def find_losses(line: str) -> list[str]:
+    """Gives the training losses printed in a line of output, as text."""
+    return [match.group(1) for match in _LOSS.finditer(line)]
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Gives our environment with a column's changes, and launchers found beside our own python."""
+    environment = dict(os.environ)
+    for name in (_CONFIG, _DISABLE):
+        environment.pop(name, None)
+    beside_python = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([beside_python, environment.get("PATH", os.defpath)])
+    environment["PYTHONUNBUFFERED"] = "1"  # or the losses arrive all at once, at the end
+    environment.update(changes)
+    return environment
+
+
+def terminate_tree(process: subprocess.Popen[str]) -> None:
+    """Asks the command and all its descendants to end, and insists after a while."""
+    alive = []
+    for pid in process_tree(process.pid):
+        with contextlib.suppress(psutil.Error):
+            alive.append(psutil.Process(pid))
+    for send in (psutil.Process.terminate, psutil.Process.kill):
+        for member in alive:
+            with contextlib.suppress(psutil.Error):
+                send(member)
+        _, alive = psutil.wait_procs(alive, timeout=TERMINATE_GRACE_S)
+
+
+def _follow(
+    process: subprocess.Popen[str],
+    run: Run,
+    started_s: float,
+    on_line: Callable[[Run, str], None],
+) -> bool:
+    """Reads the output to its end; says whether memascend's own line was in it."""
+    has_armed = False
+    assert process.stdout is not None
+    with run.log.open("w", encoding="utf-8") as log:
+        for line in process.stdout:
+            log.write(line)
+            log.flush()
+            found = find_losses(line)
+            run.losses += found
+            run.loss_times_s += [time.monotonic() - started_s] * len(found)
+            has_armed = has_armed or _ARMED.search(line) is not None
+            on_line(run, line.rstrip())
+    return has_armed
+
+
+def _signal_name(exit_status: int) -> str:
+    if exit_status >= 0:
+        return ""
+    with contextlib.suppress(ValueError):
+        return f" ({signal.Signals(-exit_status).name})"
+    return ""

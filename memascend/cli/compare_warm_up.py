@@ -1,0 +1,114 @@
+"""What a comparison does once before its runs, in a process of its own.
+
+It measures how much memory a process holds that has only imported the libraries (the baseline), and
+has DeepSpeed compile its operators, which otherwise takes minutes inside the first run and counts
+against it. Run as a module it is that process; `warm_up` starts it and listens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from memascend.cli.compare_run import child_environment
+from memascend.sampling import process_status
+from memascend.units import GIB
+
+# Operators that a CPU or GPU run with NVMe offload loads, with what each of them is for.
+OPERATORS = {
+    "AsyncIOBuilder": "DeepSpeed's own I/O",
+    "PinMemoryBuilder": "DeepSpeed's page-locking",
+    "CPUAdamBuilder": "Adam on the CPU",
+    "ShareMemCommBuilder": "communication between CPU ranks",
+}
+JOB_MEMORY_BYTES = 2 * GIB  # one compiler reading torch's headers
+
+_PREFIX = "memascend-warm-up "
+
+
+@dataclass(slots=True)
+class WarmUp:
+    """What was found.
+
+    Attributes:
+        baseline_bytes: Resident bytes of a process that has only imported; 0 when not measured.
+        unavailable: Operators that cannot be built here, with the reason.
+        problem: Why the process did not get to its end, empty when it did.
+    """
+
+    baseline_bytes: int = 0
+    unavailable: dict[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+def warm_up(log: Path, on_news: Callable[[str], None]) -> WarmUp:
+    """Runs the warm-up; `on_news` hears what is being waited for."""
+    found = WarmUp()
+    environment = child_environment({"MEMASCEND_DISABLE": "1"})
+    environment.setdefault("MAX_JOBS", str(_compile_jobs()))
+    command = [sys.executable, "-m", "memascend.cli.compare_warm_up"]
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.write(line)
+            if line.startswith(_PREFIX):
+                news = json.loads(line.removeprefix(_PREFIX))
+                found.baseline_bytes = news.get("baseline_bytes", found.baseline_bytes)
+                found.unavailable.update(news.get("unavailable", {}))
+                on_news(news.get("text", ""))
+    if process.wait() != 0:
+        found.problem = f"exit status {process.returncode}"
+    return found
+
+
+def _compile_jobs() -> int:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(os.cpu_count() or 1, memory_bytes // JOB_MEMORY_BYTES))
+
+
+def _say(**news: object) -> None:
+    print(_PREFIX + json.dumps(news), flush=True)
+
+
+def _main() -> int:
+    _say(text="importing torch and DeepSpeed")
+    import deepspeed  # noqa: F401
+    import torch  # noqa: F401
+    from deepspeed.accelerator import get_accelerator
+
+    if importlib.util.find_spec("transformers") is not None:
+        import transformers.modeling_utils  # noqa: F401
+    _say(baseline_bytes=process_status(os.getpid()).get("VmRSS", 0))
+    for name, purpose in OPERATORS.items():
+        builder = get_accelerator().create_op_builder(name)
+        if builder is None:
+            continue
+        _say(text=f"{builder.NAME} ({purpose}): DeepSpeed compiles it once, for up to minutes")
+        started_s = time.monotonic()
+        try:
+            builder.load(verbose=False)
+        except Exception as error:  # whatever the build raises, it is the report's to tell
+            _say(unavailable={name: str(error).strip() or type(error).__name__})
+        else:
+            _say(text=f"{builder.NAME} is ready after {time.monotonic() - started_s:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

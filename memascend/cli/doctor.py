@@ -1,0 +1,275 @@
+"""`memascend doctor`: what this machine offers, what is missing, and one real write and read.
+
+Every check is a function that gives a `Check`; none raises. Exit status: 0 when nothing stands in
+the way, 1 when something does, 2 for a mistake in the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import ctypes.util
+import importlib.metadata
+import json
+import mmap
+import os
+import platform
+import resource
+import shutil
+import sys
+import sysconfig
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memascend.units import GIB, MIB, format_nbytes
+
+TRIAL_BYTES = MIB
+FREE_BYTES_COMFORTABLE = 20 * GIB
+
+_IO_URING_SETUP = 425  # the same number on every architecture that Linux has added it to
+_STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding.
+
+    Attributes:
+        name: What was looked at.
+        state: "ok"; "note" for what works but could be better; "problem" for what is in the way.
+        found: What was found, with its values.
+        fix: What to do about it, empty when there is nothing to do.
+    """
+
+    name: str
+    state: str
+    found: str
+    fix: str = ""
+
+
+def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Adds the sub-command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check this machine and try one real write and read",
+        description="Check this machine and try one real write and read.",
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument(
+        "--path", type=Path, default=Path(), help="folder on the drive to offload to (default: .)"
+    )
+    parser.set_defaults(run=doctor_command)
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    """Runs every check, prints them, and gives the exit status."""
+    checks = examine(args.path)
+    is_healthy = all(check.state != "problem" for check in checks)
+    if args.json:
+        found = {"healthy": is_healthy, "checks": [asdict(check) for check in checks]}
+        print(json.dumps(found, indent=2))
+    else:
+        _print_table(checks)
+    return 0 if is_healthy else 1
+
+
+def examine(path: Path) -> list[Check]:
+    """Runs every check; the last one really writes to `path`."""
+    checks = [
+        _system(),
+        _package("torch", required=True),
+        _deepspeed(),
+        _activation(),
+        _io_uring(),
+        _page_lock_limit(),
+        _huge_pages(),
+        _memory_limit(),
+        _libaio(),
+    ]
+    if not path.is_dir():
+        return [*checks, Check("path", "problem", f"{path} is not a folder", f"mkdir -p {path}")]
+    return [*checks, _free_space(path), _direct_io(path), _trial(path)]
+
+
+def _system() -> Check:
+    if sys.platform != "linux":
+        return Check("system", "problem", platform.platform(), "run it on Linux")
+    return Check(
+        "system", "ok", f"Linux {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
+    )
+
+
+def _package(name: str, *, required: bool) -> Check:
+    try:
+        return Check(name, "ok", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "problem" if required else "note", "missing", f"pip install {name}")
+
+
+def _deepspeed() -> Check:
+    check = _package("deepspeed", required=True)
+    if check.state == "ok" and not check.found.startswith("0.19."):
+        fix = 'pip install "deepspeed>=0.19,<0.20"'
+        return Check("deepspeed", "problem", f"{check.found}, made for 0.19.x", fix)
+    return check
+
+
+def _activation() -> Check:
+    """Whether `import torch` will load memascend, so that no training script has to."""
+    name = "activation"
+    hooks = importlib.metadata.entry_points(group="torch.backends", name="memascend")
+    if not hooks:
+        fix = "pip install memascend (not just a folder on PYTHONPATH), or import memascend first"
+        return Check(name, "problem", "torch knows no entry point of memascend", fix)
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        fix = "unset it, or import memascend in the training script"
+        return Check(name, "problem", "TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off", fix)
+    if os.environ.get("MEMASCEND_DISABLE") == "1":
+        return Check(name, "note", "MEMASCEND_DISABLE=1: DeepSpeed runs untouched", "unset it")
+    return Check(name, "ok", "torch loads memascend by itself")
+
+
+def _io_uring() -> Check:
+    """Really creates a ring: policies differ, and only the kernel knows the answer."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
+    descriptor = libc.syscall(_IO_URING_SETUP, 4, parameters)
+    if descriptor >= 0:
+        os.close(descriptor)
+        return Check("io_uring", "ok", "available")
+    reason = os.strerror(ctypes.get_errno())
+    disabled = Path("/proc/sys/kernel/io_uring_disabled")
+    fix = "in a container: --security-opt seccomp=unconfined"
+    if disabled.exists() and (value := disabled.read_text(encoding="ascii").strip()) != "0":
+        reason += f" (kernel.io_uring_disabled={value})"
+        fix = "sysctl kernel.io_uring_disabled=0"
+    return Check("io_uring", "note", f"refused: {reason}; the threads engine is used instead", fix)
+
+
+def _page_lock_limit() -> Check:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return Check("page lock", "ok", "unlimited")
+    found = f"at most {format_nbytes(limit)} per process"
+    if _has_ipc_lock():
+        return Check("page lock", "ok", f"{found}, but CAP_IPC_LOCK lifts it")
+    fix = "ulimit -l unlimited; in a container: --ulimit memlock=-1"
+    return Check("page lock", "note", f"{found}; beyond it memory is used unlocked", fix)
+
+
+def _has_ipc_lock() -> bool:
+    cap_ipc_lock = 14
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        effective = next(line for line in lines if line.startswith("CapEff:"))
+        return bool(int(effective.split()[1], 16) >> cap_ipc_lock & 1)
+    return False
+
+
+def _huge_pages() -> Check:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    transparent = "not supported"
+    if setting.exists():
+        transparent = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
+    explicit = "0"
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("HugePages_Free:"):
+            explicit = line.split()[1]
+    found = f"transparent: {transparent}, explicit and free: {explicit}"
+    if transparent in ("never", "not supported") and explicit == "0":
+        fix = f"echo madvise > {setting}"
+        return Check("huge pages", "note", f"{found}; I/O costs more CPU without", fix)
+    return Check("huge pages", "ok", found)
+
+
+def _memory_limit() -> Check:
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_limit_bytes()
+    if limit is None or limit >= total_bytes:
+        return Check("host memory", "ok", f"{format_nbytes(total_bytes)}, no lower cgroup limit")
+    found = f"{format_nbytes(limit)} by cgroup, {format_nbytes(total_bytes)} in the machine"
+    return Check("host memory", "ok", found)
+
+
+def _cgroup_limit_bytes() -> int | None:
+    """The tightest memory limit of our control group and all above it."""
+    limits = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+            _, controllers, name = line.split(":", 2)
+            below = {"": "", "memory": "memory"}.get(controllers)
+            if below is None:
+                continue
+            group = Path("/sys/fs/cgroup", below, name.lstrip("/"))
+            for folder in (group, *group.parents):
+                for file in ("memory.max", "memory.limit_in_bytes"):
+                    with contextlib.suppress(OSError, ValueError):
+                        limits.append(int((folder / file).read_text(encoding="ascii")))
+    return min(limits, default=None)
+
+
+def _libaio() -> Check:
+    library = ctypes.util.find_library("aio")
+    headers = [Path("/usr/include/libaio.h"), Path(sysconfig.get_path("include"), "libaio.h")]
+    if library and any(header.exists() for header in headers) and shutil.which("g++"):
+        return Check(
+            "libaio", "ok", f"{library}; DeepSpeed's own I/O can be built, to compare with"
+        )
+    fix = "apt-get install libaio-dev g++"
+    return Check("libaio", "note", "missing; only stock DeepSpeed needs it, to compare with", fix)
+
+
+def _free_space(path: Path) -> Check:
+    free = shutil.disk_usage(path).free
+    found = f"{format_nbytes(free)} free on {path.resolve()}"
+    if free < FREE_BYTES_COMFORTABLE:
+        fix = "plan for 18 bytes per parameter: weights, master weights, Adam's states, gradients"
+        return Check("disk", "note", found, fix)
+    return Check("disk", "ok", found)
+
+
+def _direct_io(path: Path) -> Check:
+    """Writes one page past the page cache, the way every transfer goes."""
+    name = "direct I/O"
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    try:
+        with tempfile.NamedTemporaryFile(dir=path, prefix="memascend-doctor-") as file:
+            descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+            try:
+                os.write(descriptor, page)
+                smallest = _smallest_transfer(descriptor, page)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        fix = "choose a folder on a local drive: ext4, xfs; not tmpfs, overlayfs or a network share"
+        return Check(name, "problem", f"O_DIRECT on {path.resolve()}: {error.strerror}", fix)
+    return Check(name, "ok", f"smallest transfer {smallest} bytes")
+
+
+def _smallest_transfer(descriptor: int, page: mmap.mmap) -> int:
+    for nbytes in (512, 1024, 2048):
+        with contextlib.suppress(OSError), memoryview(page)[:nbytes] as part:
+            if os.pwrite(descriptor, part, 0) == nbytes:
+                return nbytes
+    return mmap.PAGESIZE
+
+
+def _print_table(checks: list[Check]) -> None:
+    table = Table(title="memascend doctor")
+    for title in ("", "state", "found", "fix"):
+        table.add_column(title, overflow="fold")
+    for check in checks:
+        state = Text(check.state, style=_STYLES[check.state])
+        table.add_row(check.name, state, Text(check.found), Text(check.fix))
+    Console().print(table)
+
+
+def _trial(path: Path) -> Check:
+    return Check("trial", "problem", "not yet")

@@ -1,0 +1,39 @@
+"""Entry point of the `memascend` command: parses, calls one sub-command, returns its exit status.
+
+0 is success, 1 a problem found, 2 a mistake in the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from memascend.cli.compare import compare_command_parser
+from memascend.cli.doctor import doctor_command_parser
+from memascend.errors import MemAscendError
+from memascend.version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and gives the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="memascend", description="SSD-offloaded fine-tuning in a fraction of the host memory."
+    )
+    parser.add_argument("--version", action="version", version=f"memascend {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    compare_command_parser(commands)
+    doctor_command_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+    except MemAscendError as error:
+        print(f"memascend: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

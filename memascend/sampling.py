@@ -1,0 +1,206 @@
+"""Watches the memory, disk and I/O of a process and all its descendants from outside.
+
+Reads /proc only and knows nothing of what the processes do. One sampler watches one tree from one
+thread of its own; read `samples` after `stop()`.
+
+Two facts of Linux decide how things are counted here:
+- Explicit huge pages are in no process's RSS or PSS. They are added, or memory would vanish from
+  the account by being backed differently.
+- When a parent waits for a child, the child's I/O counters are added to the parent's own. So the
+  bytes a finished tree moved are the growth of *our* counters (`IoCounter`), exactly, with nothing
+  lost between the last sample and the exit, and nothing counted twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from memascend.units import KIB
+
+# Finding the processes walks all of /proc, the others page tables and folders: less often.
+TREE_INTERVAL_S = 0.25
+PSS_INTERVAL_S = 0.5
+DISK_INTERVAL_S = 1.0
+
+_SECTOR_BYTES = 512  # unit of st_blocks, whatever the device's sectors are
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The tree at one moment.
+
+    Attributes:
+        time_s: Seconds since the sampler started.
+        rss_bytes: Resident bytes of each process, by process id, explicit huge pages included.
+        locked_bytes: Bytes locked by mlock (VmLck), over all processes.
+        registered_bytes: Bytes the kernel pinned for devices and rings (VmPin), over all processes.
+    """
+
+    time_s: float
+    rss_bytes: dict[int, int]
+    locked_bytes: int
+    registered_bytes: int
+
+    @property
+    def total_rss_bytes(self) -> int:
+        """Sum over the processes; pages they share count once for each."""
+        return sum(self.rss_bytes.values())
+
+    def above(self, baseline_bytes: int) -> int:
+        """Sum of what each process holds beyond `baseline_bytes`.
+
+        A launcher that has only imported torch counts for nothing, a training process for what it
+        allocated itself.
+        """
+        return sum(max(0, rss - baseline_bytes) for rss in self.rss_bytes.values())
+
+
+@dataclass(slots=True)
+class Peaks:
+    """Largest values seen so far, of what is not kept sample by sample."""
+
+    pss_bytes: int = 0
+    disk_bytes: int = 0
+    process_rss_bytes: dict[int, int] = field(default_factory=dict)
+
+
+class TreeSampler:
+    """Samples a process tree from a thread of its own until stopped.
+
+    Args:
+        pid: Root of the tree.
+        interval_s: Seconds between samples of the resident memory.
+        folders: Folders whose newly written files count as disk used.
+    """
+
+    def __init__(self, pid: int, *, interval_s: float = 0.05, folders: Sequence[Path] = ()) -> None:
+        self.samples: list[Sample] = []
+        self.peaks = Peaks()
+        self._root = pid
+        self._interval_s = interval_s
+        self._folders = tuple(folders)
+        self._started_at = time.time()
+        self._started_s = time.monotonic()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memascend-sampler", daemon=True)
+
+    def start(self) -> None:
+        """Starts sampling."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends sampling; the samples stay."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pids: list[int] = []
+        tree_due = pss_due = disk_due = 0.0
+        while not self._stopping.is_set():
+            now = time.monotonic()
+            if now >= tree_due:
+                pids = process_tree(self._root)
+                tree_due = now + TREE_INTERVAL_S
+            sample = self._sample(pids, now - self._started_s)
+            if sample.rss_bytes:
+                self.samples.append(sample)
+            if now >= pss_due:
+                pss = sum(pss_bytes(pid) for pid in pids)
+                self.peaks.pss_bytes = max(self.peaks.pss_bytes, pss)
+                pss_due = time.monotonic() + PSS_INTERVAL_S
+            if now >= disk_due and self._folders:
+                used = sum(disk_bytes(folder, since=self._started_at) for folder in self._folders)
+                self.peaks.disk_bytes = max(self.peaks.disk_bytes, used)
+                disk_due = time.monotonic() + DISK_INTERVAL_S
+            self._stopping.wait(self._interval_s)
+
+    def _sample(self, pids: list[int], time_s: float) -> Sample:
+        rss: dict[int, int] = {}
+        locked = registered = 0
+        for pid in pids:
+            status = process_status(pid)
+            if "VmRSS" not in status:
+                continue
+            huge = status.get("HugetlbPages", 0)
+            rss[pid] = status["VmRSS"] + huge
+            locked += status.get("VmLck", 0)
+            registered += status.get("VmPin", 0)
+            peak = status.get("VmHWM", 0) + huge
+            self.peaks.process_rss_bytes[pid] = max(
+                self.peaks.process_rss_bytes.get(pid, 0), peak, rss[pid]
+            )
+        return Sample(time_s, rss, locked, registered)
+
+
+class IoCounter:
+    """Bytes moved to and from storage by the children waited for since it was made."""
+
+    def __init__(self) -> None:
+        self._start = _own_io()
+
+    def read_and_written_bytes(self) -> tuple[int, int] | None:
+        """Gives (read, written), or None where the kernel keeps no such account."""
+        now = _own_io()
+        if self._start is None or now is None:
+            return None
+        return now[0] - self._start[0], now[1] - self._start[1]
+
+
+def process_tree(pid: int) -> list[int]:
+    """Gives the process and all its living descendants; empty when it is gone."""
+    try:
+        root = psutil.Process(pid)
+        return [pid, *(child.pid for child in root.children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
+def process_status(pid: int) -> dict[str, int]:
+    """Gives the byte counts of /proc/PID/status; empty when the process is gone."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+            if line.endswith(" kB"):
+                key, _, value = line.partition(":")
+                sizes[key] = int(value.split()[0]) * KIB
+    return sizes
+
+
+def pss_bytes(pid: int) -> int:
+    """Gives a process's proportional share of resident memory, 0 when it cannot be read."""
+    counted = ("Pss:", "Private_Hugetlb:", "Shared_Hugetlb:")
+    total = 0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith(counted):
+                total += int(line.split()[1]) * KIB
+    return total
+
+
+def disk_bytes(folder: Path, *, since: float) -> int:
+    """Gives the bytes allocated to the files below `folder` changed at `since` or later."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                entry = os.stat(os.path.join(parent, name), follow_symlinks=False)
+                if entry.st_ctime >= since:
+                    total += entry.st_blocks * _SECTOR_BYTES
+    return total
+
+
+def _own_io() -> tuple[int, int] | None:
+    try:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
+    return counts.get("read_bytes", 0), counts.get("write_bytes", 0)

@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Makes .venv in the checkout ready for `make demo` and `make test`: system packages, torch,
+# DeepSpeed, this package, and DeepSpeed's operators compiled. Quick when there is nothing to do.
+#
+# Variables: PYTHON (default python3), TORCH_SPEC (what to install as torch, default below;
+# for a machine without CUDA add "--index-url https://download.pytorch.org/whl/cpu" to PIP_ARGS if
+# your package index serves the larger CUDA build under the same name), MAX_JOBS (compilers at once).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+TORCH_SPEC="${TORCH_SPEC:-torch==2.13.0}"
+PYTHON="${PYTHON:-python3}"
+VENV=.venv
+REQUIREMENTS=scripts/requirements-dev.txt
+SYSTEM_PACKAGES=(g++ libaio-dev make python3-dev python3-venv)
+
+say() { printf '== %s\n' "$*"; }
+
+# What the environment was made from; another answer means it has to be looked at again.
+fingerprint() {
+  { echo "$TORCH_SPEC"; cat "$REQUIREMENTS" pyproject.toml setup.py; } | sha256sum | cut -d' ' -f1
+}
+
+install_system_packages() {
+  command -v dpkg-query > /dev/null || return 0
+  local missing=()
+  for package in "${SYSTEM_PACKAGES[@]}"; do
+    dpkg-query -W -f='${Status}' "$package" 2> /dev/null | grep -q 'ok installed' ||
+      missing+=("$package")
+  done
+  # A python of one's own brings its headers and venv with it.
+  if "$PYTHON" -c 'import ensurepip, sysconfig, os, sys
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' 2> /dev/null
+  then
+    missing=("${missing[@]/python3-dev/}")
+    missing=("${missing[@]/python3-venv/}")
+  fi
+  # shellcheck disable=SC2206  # drops the emptied elements
+  missing=(${missing[@]})
+  [ ${#missing[@]} -eq 0 ] && return 0
+  if [ "$(id -u)" -ne 0 ]; then
+    echo "cannot install system packages as user $(id -un): ${missing[*]} missing" >&2
+    echo "fix: sudo apt-get install ${missing[*]}" >&2
+    exit 1
+  fi
+  say "installing system packages: ${missing[*]}"
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}"
+}
+
+install_python_packages() {
+  if [ ! -x "$VENV/bin/python" ]; then
+    say "creating the virtual environment $VENV with $("$PYTHON" --version)"
+    "$PYTHON" -m venv "$VENV"
+  fi
+  # shellcheck disable=SC2086  # PIP_ARGS is a list of words
+  pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} "$@"; }
+  say "installing $TORCH_SPEC (some 200 MB for CPU, some GB for CUDA)"
+  pip_install --progress-bar on "$TORCH_SPEC"
+  say "installing DeepSpeed, transformers and the tools"
+  # DeepSpeed's source package imports torch while it is built.
+  DS_BUILD_OPS=0 pip_install --quiet setuptools wheel ninja
+  DS_BUILD_OPS=0 pip_install --quiet --no-build-isolation -r "$REQUIREMENTS"
+}
+
+install_memascend() {
+  say "building memascend (a minute or two)"
+  "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet \
+    --no-build-isolation --no-deps --editable .
+}
+
+build_core_if_changed() {
+  local core
+  core="$(compgen -G 'memascend/_core*.so' | head -n 1 || true)"
+  if [ -z "$core" ] || [ -n "$(find csrc setup.py -newer "$core" -print -quit)" ]; then
+    say "building the native core, its sources changed"
+    "$VENV/bin/python" setup.py -q build_ext --inplace --force
+  fi
+}
+
+compile_operators() {
+  say "compiling DeepSpeed's operators (minutes the first time)"
+  "$VENV/bin/python" scripts/compile_operators.py
+}
+
+# The same as in the Makefile, for whoever runs this script by itself.
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/$VENV/torch_extensions}"
+nvidia-smi -L > /dev/null 2>&1 || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
+
+# A link to an environment shared between checkouts is its owner's to keep.
+if [ ! -L "$VENV" ]; then
+  stamp="$VENV/.ready"
+  wanted="$(fingerprint)"
+  if [ "$(cat "$stamp" 2> /dev/null || true)" != "$wanted" ]; then
+    install_system_packages
+    install_python_packages
+    install_memascend
+    compile_operators
+    echo "$wanted" > "$stamp"
+  fi
+fi
+build_core_if_changed

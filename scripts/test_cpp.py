@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Builds and runs the C++ tests: plain programs that exit 0 (pass), 1 (fail) or 77 (skipped).
+
+The first line of each tests/cpp/**/*_test.cpp names the sources it links: `// sources: csrc/a.cpp`.
+Objects are shared between tests and built again only when something they include has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = "// sources:"
+SKIPPED = 77
+TIMEOUT_S = 600
+
+FLAGS = ["-std=c++20", "-Icsrc", "-g", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
+SANITIZERS = {
+    "plain": ["-O2"],
+    "address": [
+        "-O1",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ],
+    "thread": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
+}
+
+
+def main() -> int:
+    """Builds everything, runs everything, prints one summary line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--san", choices=list(SANITIZERS), default="plain")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("filter", nargs="*", help="only tests whose path contains one of these")
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    tests = sorted(
+        path
+        for path in Path("tests/cpp").rglob("*_test.cpp")
+        if not args.filter or any(word in str(path) for word in args.filter)
+    )
+    build = Path("build/cpp", args.san)
+    compiler = os.environ.get("CXX", "g++")
+    flags = [*FLAGS, *SANITIZERS[args.san]]
+    build.mkdir(parents=True, exist_ok=True)
+    _discard_when_changed(build, [compiler, *flags])
+    try:
+        programs = build_tests(tests, build, compiler, flags, args.jobs)
+    except subprocess.CalledProcessError as error:
+        print(f"cannot build: {' '.join(error.cmd)}")
+        return 1
+    outcomes = {test: run_test(test, program, args.san) for test, program in programs.items()}
+    counts = {state: list(outcomes.values()).count(state) for state in ("ok", "fail", "skip")}
+    for test, state in outcomes.items():
+        if state == "fail":
+            print(f"failed: {test}")
+    print(f"{counts['ok']} passed, {counts['fail']} failed, {counts['skip']} skipped ({args.san})")
+    return 1 if counts["fail"] else 0
+
+
+def build_tests(
+    tests: Sequence[Path], build: Path, compiler: str, flags: Sequence[str], jobs: int
+) -> dict[Path, Path]:
+    """Compiles every source once and links one program per test."""
+    parts = {test: [test, *named_sources(test)] for test in tests}
+    objects = {source: build / f"{source}.o" for sources in parts.values() for source in sources}
+    stale = [source for source, target in objects.items() if is_stale(target)]
+    if stale:
+        print(f"compiling {len(stale)} of {len(objects)} files, {jobs} at once", flush=True)
+
+    def compile_one(source: Path) -> None:
+        target = objects[source]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _call([compiler, *flags, "-MMD", "-c", str(source), "-o", str(target)])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(compile_one, stale))
+
+    def link(test: Path) -> Path:
+        program = build / test.with_suffix("")
+        inputs = [objects[source] for source in parts[test]]
+        newest = max(path.stat().st_mtime for path in inputs)
+        if not program.exists() or program.stat().st_mtime < newest:
+            _call([compiler, *flags, *map(str, inputs), "-o", str(program)])
+        return program
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(tests, pool.map(link, tests), strict=True))
+
+
+def run_test(test: Path, program: Path, sanitizer: str) -> str:
+    """Runs one program, shows what it printed unless it passed, and gives ok, fail or skip."""
+    command = [str(program)]
+    if sanitizer == "thread" and shutil.which("setarch"):
+        # The thread sanitizer's shadow memory collides with addresses randomized in 32 bits.
+        command = ["setarch", platform.machine(), "-R", *command]
+    started_s = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S
+        )
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        status, output = 1, (error.stdout or b"") + f"timeout after {TIMEOUT_S} s\n".encode()
+    state = {0: "ok", SKIPPED: "skip"}.get(status, "fail")
+    print(f"{state:4} {test} ({time.monotonic() - started_s:.1f} s)", flush=True)
+    if state != "ok":
+        print(output.decode(errors="replace"), end="")
+        if status not in (1, SKIPPED):
+            print(f"exit status {status}")
+    return state
+
+
+def named_sources(test: Path) -> list[Path]:
+    """Reads the sources a test links from its first line."""
+    with test.open(encoding="utf-8") as file:
+        first = file.readline().strip()
+    if not first.startswith(HEADER):
+        raise SystemExit(f"{test}: the first line has to be '{HEADER} csrc/...', got {first!r}")
+    sources = [Path(word) for word in first.removeprefix(HEADER).split()]
+    for source in sources:
+        if not source.is_file():
+            raise SystemExit(f"{test}: no such source: {source}")
+    return sources
+
+
+def is_stale(target: Path) -> bool:
+    """Whether an object is missing or older than something it was made from."""
+    makefile = target.with_suffix(".d")
+    if not target.exists() or not makefile.exists():
+        return True
+    names = makefile.read_text(encoding="utf-8").partition(":")[2].replace("\\\n", " ").split()
+    built = target.stat().st_mtime
+    return any(not Path(name).exists() or Path(name).stat().st_mtime > built for name in names)
+
+
+def _discard_when_changed(build: Path, command: Sequence[str]) -> None:
+    """Empties the build folder when the compiler or its flags are not those it was made with."""
+    stamp = build / "command"
+    wanted = " ".join(command)
+    if stamp.exists() and stamp.read_text(encoding="utf-8") != wanted:
+        shutil.rmtree(build)
+        build.mkdir()
+    stamp.write_text(wanted, encoding="utf-8")
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout, end="")
+    done.check_returncode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
