@@ -23,7 +23,7 @@ from . import models
 from .cases import Case
 
 SEED = 20_250
-PAUSE_TIMEOUT_S = 120.0
+PAUSE_TIMEOUT_S = 400.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Class attributes that one engine sets and the next would inherit.
 INIT_DEFAULTS = {

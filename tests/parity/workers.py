@@ -22,7 +22,8 @@ from .cases import Backend, Case, deepspeed_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0  # the first start on a machine compiles DeepSpeed's communication op
-CASE_TIMEOUT_S = 90.0
+CASE_TIMEOUT_S = 150.0
+STOP_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 60
 
 Facts = dict[str, Any]
@@ -63,11 +64,16 @@ class WorkerGroup:
         return [answer["facts"] for answer in answers]
 
     def stop(self) -> None:
+        """End the ranks: a closed socket tells them to; one that does not listen is killed."""
         for connection in self._connections:
             connection.close()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes:
-            process.kill()
-            process.wait()
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         self._connections, self._processes = [], []
 
     def _ensure_running(self) -> None:
