@@ -43,6 +43,22 @@ def test_inference_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> No
     assert all(rank["swapper_classes"][0].startswith("memascend.") for rank in facts)
 
 
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a small tensor without a gradient reads zero, not the gradient of an earlier step",
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_layer_used_now_and_then_gives_the_bits_of_cpu_offload(bench: Bench, world: int) -> None:
+    """CPU offload steps a tensor that had no gradient with the one it had in an earlier step.
+
+    Stock NVMe steps it with whatever the swap buffer holds. Ours finds the earlier gradient of a
+    tensor large enough to be swapped, and zero for a small one.
+    """
+    case = Case(family="alternating", world=world)
+    assert differences(bench.run(case, "memascend"), bench.run(case, "oracle")) == []
+
+
 def assert_memascend_did_it(case: Case, facts: list[Facts]) -> None:
     """Equal bits prove nothing if stock, or nobody, did the swapping."""
     for rank in facts:

@@ -85,8 +85,7 @@ def build_model(case: Case, config: dict[str, Any]) -> nn.Module:
             torch.no_grad(),
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=case.zero_init),
         ):
-            if parameter.numel() > 0:
-                models.set_weights(name, parameter.data, seed=SEED)
+            models.set_weights(name, parameter.data, seed=SEED)
     if case.checkpointing != "off":
         reentrant = case.checkpointing == "reentrant"
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -31,7 +31,7 @@ Facts = dict[str, Any]
 HOW_FACTS = ("placement", "optimizer_class", "swapper_classes")
 
 
-class CaseFailed(AssertionError):
+class CaseFailed(RuntimeError):
     """A worker raised, died or hung while it ran a case."""
 
 
