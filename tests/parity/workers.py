@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0  # the first start on a machine compiles DeepSpeed's communication op
 CASE_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 10.0
-LOG_TAIL_LINES = 60
+STACK_DUMP_S = 1.0
+LOG_TAIL_LINES = 120
 
 Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
@@ -125,8 +127,16 @@ class WorkerGroup:
                 answers.append((rank, answer))
                 del waiting[rank]
             if time.monotonic() > deadline and waiting:
+                self._dump_stacks()
                 return [{"error": f"ranks {sorted(waiting)} gave no answer within {timeout_s} s"}]
         return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
+
+    def _dump_stacks(self) -> None:
+        """Have the ranks that still live write to their logs where they hang."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(STACK_DUMP_S)
 
     def _exit_codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]
