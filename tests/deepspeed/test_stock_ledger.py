@@ -12,8 +12,8 @@ elements of this rank, s the bytes of a 16-bit element, g those of an accumulate
     H  gradients for first step    4 x largest sub-group, at start               pageable
     I  Adam state of first step    8 x sub-group, at the first step              pageable
 
-On CUDA, torch rounds the pinned terms B and E up to a power of two; on the CPU accelerator pinning is
-nothing, so they are measured as asked for. The file is both the test and the program it measures.
+On CUDA, torch rounds the pinned terms B and E up to a power of two; on the CPU accelerator pinning
+is nothing, so they are measured as asked for. The file is both the test and the measured program.
 """
 
 from __future__ import annotations

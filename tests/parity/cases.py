@@ -74,7 +74,8 @@ class Case:
 
         Cases that differ only in how they offload share one oracle run, and none of those choices
         may show in the numbers. `sub_group_numel` stays: the norm is summed per sub-group, so it
-        rounds differently with other sub-groups.
+        rounds differently with other sub-groups. So does `zero_init`: it makes a model's buffers,
+        rotary frequencies for one, in 16 bit from the start, which rounds them differently.
         """
         kept = {
             "family",
@@ -83,6 +84,7 @@ class Case:
             "accumulation",
             "clipping",
             "checkpointing",
+            "zero_init",
             "sub_group_numel",
             "gradients_in_fp32",
             "modify_weights",

@@ -21,6 +21,8 @@ from .cases import SECTIONS, SUB_GROUP_LARGE_NUMEL, SUB_GROUP_SMALL_NUMEL, Case
 BILLION = 1_000_000_000
 TRANSFORMERS = ("llama", "qwen", "gpt2", "mixtral")
 
+OPTIMIZER_IN_MEMORY = {"params": "nvme", "optimizer": "cpu"}
+
 # Values of one dimension may set several fields at once.
 DIMENSIONS: dict[str, list[dict[str, Any]]] = {
     "family": [{"family": name} for name in (*TRANSFORMERS, "odd", "unused", "alternating")],
@@ -32,7 +34,7 @@ DIMENSIONS: dict[str, list[dict[str, Any]]] = {
     "offload": [
         {"params": "nvme", "optimizer": "nvme"},
         {"params": "nvme", "optimizer": "nvme", "pipeline": True},
-        {"params": "nvme", "optimizer": "cpu"},
+        OPTIMIZER_IN_MEMORY,
         {"params": "cpu", "optimizer": "nvme"},
         {"params": "none", "optimizer": "nvme"},
     ],
@@ -63,9 +65,10 @@ def training_cases() -> list[Case]:
 
 
 def section_cases() -> list[Case]:
+    # Without the section buffer_pool stock's pool serves, and what kills it would.
     trainings = (
-        Case(checkpointing="reentrant"),
-        Case(family="gpt2", world=2, dtype="fp16", accumulation=4, clipping=1.0, steps=5),
+        Case(prefetch_numel=0),
+        Case(family="gpt2", world=2, dtype="fp16", accumulation=4, steps=5, prefetch_numel=0),
     )
     cases = []
     for training in trainings:
@@ -126,11 +129,17 @@ def _pairs(row: Row) -> Iterator[Pair]:
 
 
 def _allowed(row: list[int]) -> Row:
-    """Only transformers can checkpoint: any other family goes without."""
+    """The nearest row that can be run and judged.
+
+    Only transformers can checkpoint. A layer that is used now and then is a question about the
+    parameter path here; what the optimizer does with it has a test of its own in test_parity.py.
+    """
     names = list(DIMENSIONS)
     family = DIMENSIONS["family"][row[names.index("family")]]["family"]
     if family not in TRANSFORMERS:
         row[names.index("checkpointing")] = 0
+    if family == "alternating":
+        row[names.index("offload")] = DIMENSIONS["offload"].index(OPTIMIZER_IN_MEMORY)
     return tuple(row)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 VOCABULARY = 2048
-SEQUENCE = 16
+SEQUENCE = 8
 HIDDEN = 512
 
 

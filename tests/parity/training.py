@@ -23,7 +23,7 @@ from . import models
 from .cases import Case
 
 SEED = 20_250
-PAUSE_TIMEOUT_S = 120.0
+PAUSE_TIMEOUT_S = 400.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Class attributes that one engine sets and the next would inherit.
 INIT_DEFAULTS = {
@@ -58,8 +58,10 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
         else:
             facts |= train(case, engine, config)
             facts["masters"] = master_digests(engine.module)
+            facts["optimizer_class"] = qualified_name(engine.optimizer)
         facts["weights"] = weight_digests(engine.module)
         facts["placement"] = placement(engine.module)
+        facts["swapper_classes"] = sorted(map(qualified_name, swappers_of(engine.module)))
         return facts
     finally:
         swappers = swappers_of(engine.module)
@@ -83,8 +85,7 @@ def build_model(case: Case, config: dict[str, Any]) -> nn.Module:
             torch.no_grad(),
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=case.zero_init),
         ):
-            if parameter.numel() > 0:
-                models.set_weights(name, parameter.data, seed=SEED)
+            models.set_weights(name, parameter.data, seed=SEED)
     if case.checkpointing != "off":
         reentrant = case.checkpointing == "reentrant"
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -166,9 +167,12 @@ def weight_digests(module: nn.Module) -> dict[str, str]:
 
 
 def master_digests(module: nn.Module) -> dict[str, str]:
+    """fp32 master weights of a few tensors: each costs reading a sub-group with all its states."""
+    named = list(module.named_parameters())
+    by_size = sorted(named, key=lambda pair: pair[1].ds_numel)
     return {
         name: digest(deepspeed.utils.safe_get_full_fp32_param(parameter))
-        for name, parameter in module.named_parameters()
+        for name, parameter in (named[0], named[-1], by_size[0], by_size[-2])
     }
 
 
@@ -188,6 +192,10 @@ def digest(tensor: torch.Tensor) -> str:
 
 def hexadecimal(value: Any) -> str | None:
     return None if value is None else float(value).hex()
+
+
+def qualified_name(subject: object) -> str:
+    return f"{type(subject).__module__}.{type(subject).__qualname__}"
 
 
 def swappers_of(module: nn.Module) -> set[Any]:

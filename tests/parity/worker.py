@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import resource
+import signal
 import traceback
 from multiprocessing.connection import Connection
 
@@ -24,6 +26,7 @@ def main() -> None:
     parser.add_argument("--memlock-bytes", type=int)
     arguments = parser.parse_args()
     connection = Connection(arguments.socket)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     import deepspeed
     import torch
@@ -45,7 +48,7 @@ def main() -> None:
     while True:
         try:
             fields, config = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         try:
             answer = {"facts": training.run_case(Case(**fields), config)}
