@@ -49,6 +49,9 @@ def main() -> int:
         for path in Path("tests/cpp").rglob("*_test.cpp")
         if not args.filter or any(word in str(path) for word in args.filter)
     )
+    if not tests:
+        print("no such C++ tests")
+        return 1
     build = Path("build/cpp", args.san)
     compiler = os.environ.get("CXX", "g++")
     flags = [*FLAGS, *SANITIZERS[args.san]]
