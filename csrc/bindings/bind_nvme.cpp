@@ -1,8 +1,224 @@
-// Python surface of csrc/nvme/.
+// Python surface of csrc/nvme/: Store, Ticket, MemoryFaults.
+//
+// Lock order: the interpreter's lock is never taken under the store's mutex. Calls give the former
+// up before they enter the store, and the store drops holds (Python objects) after it has left its
+// own.
+#include <pybind11/stl.h>
+
 #include "bindings/bindings.hpp"
+#include "nvme/store.hpp"
+
+namespace py = pybind11;
 
 namespace memascend {
+namespace {
 
-void bind_nvme(pybind11::module_&) {}
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
+
+/// A ticket together with the store that can wait for it.
+struct StoreTicket {
+  std::shared_ptr<Store> store;
+  std::shared_ptr<Ticket> ticket;
+};
+
+std::byte* as_pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+std::span<std::byte> as_span(std::uintptr_t address, std::size_t nbytes) {
+  return {as_pointer(address), nbytes};
+}
+
+// A share in a Python object for threads that do not hold the interpreter's lock.
+std::shared_ptr<void> hold_object(const py::object& object) {
+  if (object.is_none()) return nullptr;
+  return std::shared_ptr<void>(object.inc_ref().ptr(), [](void* pointer) {
+    if (!Py_IsInitialized()) return;  // the interpreter has ended: nobody is left to tell
+    const py::gil_scoped_acquire gil;
+    Py_DECREF(static_cast<PyObject*>(pointer));
+  });
+}
+
+std::shared_ptr<Store> open_store(std::vector<std::string> directories, std::string engine,
+                                  std::size_t queue_depth, std::uint64_t chunk_bytes,
+                                  std::size_t threads, bool sqpoll, bool iopoll,
+                                  std::uint64_t grow_bytes, double watchdog_seconds,
+                                  std::uintptr_t bounce_address, std::size_t bounce_nbytes,
+                                  const py::object& bounce_hold,
+                                  std::shared_ptr<MemoryFaults> faults) {
+  MA_EXPECT(watchdog_seconds > 0, "watchdog_seconds must be positive, got ", watchdog_seconds);
+  StoreOptions options;
+  options.directories = std::move(directories);
+  options.engine = std::move(engine);
+  options.engine_options = {queue_depth, threads, sqpoll, iopoll, std::move(faults)};
+  options.grow_bytes = grow_bytes;
+  options.transfer.chunk_bytes = chunk_bytes;
+  options.transfer.bounce = as_span(bounce_address, bounce_nbytes);
+  options.transfer.watchdog =
+      std::chrono::milliseconds(static_cast<std::int64_t>(watchdog_seconds * 1000));
+  options.bounce_hold = hold_object(bounce_hold);
+  const py::gil_scoped_release release;
+  return Store::open(std::move(options));
+}
+
+StoreTicket start_write(const std::shared_ptr<Store>& store, const std::string& key,
+                        std::uintptr_t address, std::uint64_t nbytes,
+                        std::optional<std::uint64_t> offset, std::uint64_t capacity,
+                        const py::object& hold) {
+  Store::Memory source{as_pointer(address), capacity, hold_object(hold)};
+  const py::gil_scoped_release release;
+  return {store, store->write(key, nbytes, std::move(source), offset)};
+}
+
+StoreTicket start_read(const std::shared_ptr<Store>& store, const std::string& key,
+                       std::uintptr_t address, std::uint64_t nbytes, std::uint64_t offset,
+                       std::uint64_t capacity, const py::object& hold) {
+  Store::Memory target{as_pointer(address), capacity, hold_object(hold)};
+  const py::gil_scoped_release release;
+  return {store, store->read(key, nbytes, std::move(target), offset)};
+}
+
+// Raises the class of memascend.errors called `name`, an OSError with more attributes.
+void raise_store_error(const char* name, const char* message, const ErrorPlace& place) {
+  const py::object type = py::module_::import("memascend.errors").attr(name);
+  const py::object error = type(place.code, message);
+  error.attr("key") = place.key;
+  error.attr("volume") = place.volume;
+  error.attr("offset") = place.offset;
+  error.attr("nbytes") = place.nbytes;
+  PyErr_SetObject(type.ptr(), error.ptr());
+}
+
+void translate(std::exception_ptr pending) {
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const StoreFullError& error) {
+    raise_store_error("StoreFullError", error.what(), error.place());
+  } catch (const StoreError& error) {
+    raise_store_error("StoreError", error.what(), error.place());
+  } catch (const EngineUnavailableError& error) {
+    const py::object type = py::module_::import("memascend.errors").attr("EngineUnavailableError");
+    PyErr_SetObject(type.ptr(), type(error.code(), error.what()).ptr());
+  }
+}
+
+void bind_faults(py::module_& module) {
+  py::class_<MemoryFaults, std::shared_ptr<MemoryFaults>>(
+      module, "MemoryFaults", "What goes wrong on the memory engine, by a seed. Tests only.")
+      .def(py::init([](std::uint64_t seed, double short_transfer, double eio, double enospc,
+                       double again, double reorder, double delay, std::uint64_t capacity_bytes) {
+             auto faults = std::make_shared<MemoryFaults>();
+             faults->seed = seed;
+             faults->short_transfer = short_transfer;
+             faults->eio = eio;
+             faults->enospc = enospc;
+             faults->again = again;
+             faults->reorder = reorder;
+             faults->delay = delay;
+             faults->capacity_bytes = capacity_bytes;
+             return faults;
+           }),
+           py::kw_only(), py::arg("seed") = 0, py::arg("short") = 0.0, py::arg("eio") = 0.0,
+           py::arg("enospc") = 0.0, py::arg("again") = 0.0, py::arg("reorder") = 0.0,
+           py::arg("delay") = 0.0, py::arg("capacity_bytes") = std::uint64_t{1} << 30)
+      .def_readonly("seed", &MemoryFaults::seed)
+      .def_property(
+          "paused", [](const MemoryFaults& faults) { return faults.paused.load(); },
+          [](MemoryFaults& faults, bool paused) { faults.paused = paused; });
+}
+
+py::dict stats_dict(Store& store) {
+  const StoreStats stats = [&] {
+    const py::gil_scoped_release release;
+    return store.stats();
+  }();
+  py::dict result;
+  result["bytes_read"] = stats.bytes_read;
+  result["bytes_written"] = stats.bytes_written;
+  result["bytes_bounced"] = stats.bytes_bounced;
+  result["requests"] = stats.requests;
+  result["resubmitted"] = stats.resubmitted;
+  result["retries"] = stats.retries;
+  result["stalls"] = stats.stalls;
+  result["reserved_bytes"] = stats.reserved_bytes;
+  result["used_bytes"] = stats.used_bytes;
+  result["available_bytes"] = stats.available_bytes;
+  result["key_count"] = stats.key_count;
+  result["in_flight_count"] = stats.in_flight_count;
+  result["wait_seconds"] = stats.wait_seconds;
+  return result;
+}
+
+void wait_for(Store& store, const StoreTicket& ticket) {
+  MA_EXPECT(&store == ticket.store.get(), "the ticket belongs to another store");
+  const py::gil_scoped_release release;
+  store.wait(*ticket.ticket);
+}
+
+void bind_store(py::module_& module) {
+  const StoreOptions defaults;
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store",
+                                            "Named byte ranges on SSD; see nvme/store.hpp.")
+      .def(py::init(&open_store), py::kw_only(), py::arg("directories"),
+           py::arg("engine") = defaults.engine,
+           py::arg("queue_depth") = defaults.engine_options.queue_depth,
+           py::arg("chunk_bytes") = defaults.transfer.chunk_bytes,
+           py::arg("threads") = defaults.engine_options.thread_count, py::arg("sqpoll") = false,
+           py::arg("iopoll") = false, py::arg("grow_bytes") = defaults.grow_bytes,
+           py::arg("watchdog_seconds") = 60.0, py::arg("bounce_address"), py::arg("bounce_nbytes"),
+           py::arg("bounce_hold"), py::arg("faults") = nullptr)
+      .def("reserve", &Store::reserve, py::kw_only(), py::arg("key"), py::arg("nbytes"),
+           WithoutGil())
+      .def("write", &start_write, py::kw_only(), py::arg("key"), py::arg("address"),
+           py::arg("nbytes"), py::arg("offset") = py::none(), py::arg("capacity") = 0,
+           py::arg("hold") = py::none())
+      .def("read", &start_read, py::kw_only(), py::arg("key"), py::arg("address"),
+           py::arg("nbytes"), py::arg("offset") = 0, py::arg("capacity") = 0,
+           py::arg("hold") = py::none())
+      .def("wait", &wait_for, py::arg("ticket"))
+      .def("wait_all", &Store::wait_all, WithoutGil())
+      .def("discard", &Store::discard, py::kw_only(), py::arg("key"), WithoutGil())
+      .def("contains", &Store::contains, py::kw_only(), py::arg("key"), WithoutGil())
+      .def("nbytes", &Store::nbytes, py::kw_only(), py::arg("key"), WithoutGil())
+      .def("keys", &Store::keys, WithoutGil())
+      .def("stats", &stats_dict)
+      .def(
+          "register_buffer",
+          [](Store& store, std::uintptr_t address, std::size_t nbytes) {
+            return store.register_buffer(as_span(address, nbytes));
+          },
+          py::kw_only(), py::arg("address"), py::arg("nbytes"), WithoutGil())
+      .def(
+          "unregister_buffer",
+          [](Store& store, std::uintptr_t address, std::size_t nbytes) {
+            store.unregister_buffer(as_span(address, nbytes));
+          },
+          py::kw_only(), py::arg("address"), py::arg("nbytes"), WithoutGil())
+      .def("close", &Store::close, WithoutGil())
+      .def_property_readonly("engine_name", &Store::engine_name)
+      .def_property_readonly("engine_reason", &Store::engine_reason)
+      .def_property_readonly("engine_description",
+                             py::cpp_function(&Store::engine_description, WithoutGil()))
+      .def_property_readonly("direct", &Store::direct)
+      .def_property_readonly("offset_alignment_bytes",
+                             [](const Store& store) { return store.alignment().offset_bytes; })
+      .def_property_readonly("memory_alignment_bytes",
+                             [](const Store& store) { return store.alignment().memory_bytes; });
+}
+
+void bind_ticket(py::module_& module) {
+  py::class_<StoreTicket>(module, "Ticket", "What to wait on for one read or write.")
+      .def("wait", [](const StoreTicket& ticket) { wait_for(*ticket.store, ticket); })
+      .def("done", [](const StoreTicket& ticket) { return ticket.ticket->done(); })
+      .def_property_readonly("nbytes",
+                             [](const StoreTicket& ticket) { return ticket.ticket->nbytes(); });
+}
+
+}  // namespace
+
+void bind_nvme(py::module_& module) {
+  py::register_exception_translator(&translate);
+  bind_faults(module);
+  bind_ticket(module);
+  bind_store(module);
+}
 
 }  // namespace memascend

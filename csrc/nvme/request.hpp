@@ -9,14 +9,15 @@ namespace memascend {
 enum class Operation : std::uint8_t { kRead, kWrite };
 
 /// One contiguous transfer between memory and a volume. `data`, `offset` and `nbytes` obey the
-/// volume's alignment rules; the memory stays valid until the completion with the same tag is reaped.
+/// volume's alignment rules; the memory stays valid until the completion with the same tag is
+/// reaped.
 struct Request {
   Operation operation;
-  int volume_index;       // what Engine::attach returned
-  std::uint64_t offset;   // first byte on the volume
+  int volume_index;      // what Engine::attach returned
+  std::uint64_t offset;  // first byte on the volume
   std::uint64_t nbytes;
   std::byte* data;
-  std::uint64_t tag;      // chosen by the submitter, returned in the completion
+  std::uint64_t tag;  // chosen by the submitter, returned in the completion
 };
 
 /// What became of a request. Engines report; they never interpret, retry or throw for one request.

@@ -1,11 +1,19 @@
 // Volume: an opened file (later: block device) with its alignment rules and capacity.
 //
-// Knows the kernel's file interface; never knows keys, extents or engines. Not thread-safe.
+// The file is anonymous: it never has a name that another process could open. So two runs, or two
+// models in one process, cannot touch each other's bytes, and the kernel takes the space back when
+// the last descriptor closes, however the process ends: return, exception, SIGTERM or SIGKILL. That
+// is stronger than a lock file plus a clean-up by the next run, and it needs no code that must run.
+//
+// Knows the kernel's file interface; never knows keys, extents or engines. grow() belongs to one
+// thread at a time; the other const methods may run beside it on any thread.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+
+#include "base/check.hpp"
 
 namespace memascend {
 
@@ -15,15 +23,34 @@ struct Alignment {
   std::uint64_t memory_bytes;  // addresses in memory
 };
 
+/// The file system cannot hold what a volume is to grow to. Nothing was changed.
+class VolumeFullError : public SystemCallError {
+ public:
+  VolumeFullError(const std::string& what_failed, std::uint64_t needed_bytes,
+                  std::uint64_t available_bytes)
+      : SystemCallError(ENOSPC, what_failed),
+        needed_bytes_(needed_bytes),
+        available_bytes_(available_bytes) {}
+  std::uint64_t needed_bytes() const noexcept { return needed_bytes_; }
+  std::uint64_t available_bytes() const noexcept { return available_bytes_; }
+
+ private:
+  std::uint64_t needed_bytes_;
+  std::uint64_t available_bytes_;
+};
+
 class Volume {
  public:
   /// Opens an anonymous file in `directory` for direct I/O: O_TMPFILE, or create and unlink at once
-  /// where the file system has no O_TMPFILE. The file has no name, so no other run can touch it and
-  /// the kernel takes its space back however the process ends (also SIGKILL).
-  /// Where the file system refuses O_DIRECT the file is opened buffered and direct() is false; the
-  /// page cache is then dropped behind every write by the engines' owner.
+  /// where the file system has no O_TMPFILE. Where the file system refuses O_DIRECT (at open, or
+  /// for a first block really written), the file is used buffered and direct() is false; the owner
+  /// then calls drop_cache() behind every transfer.
   /// Throws SystemCallError naming the directory.
   static Volume open_anonymous(const std::string& directory);
+
+  /// A volume in RAM (memfd) that can grow to `limit_bytes`, with the alignment rules of a strict
+  /// device. For tests.
+  static Volume open_in_memory(std::uint64_t limit_bytes);
 
   Volume(Volume&& other) noexcept;
   Volume& operator=(Volume&& other) noexcept;
@@ -32,24 +59,34 @@ class Volume {
   ~Volume();
 
   int descriptor() const noexcept { return descriptor_; }
+  /// The directory as given to open_anonymous, or "(memory)".
   const std::string& directory() const noexcept { return directory_; }
   bool direct() const noexcept { return direct_; }
-  /// From statx(STATX_DIOALIGN) where the kernel tells, else from the device's logical block size.
+  /// From statx(STATX_DIOALIGN) where the kernel tells, else one 4 KiB block for both.
   Alignment alignment() const noexcept { return alignment_; }
   std::uint64_t capacity_bytes() const noexcept { return capacity_bytes_; }
-  /// Bytes that an unprivileged user may still reserve on the file system.
+  /// Bytes by which an unprivileged user may still grow the file: what statvfs and RLIMIT_FSIZE
+  /// leave. An estimate, since others use the same file system; grow() is what decides.
   std::uint64_t available_bytes() const;
-  /// Preallocates up to `capacity_bytes` (fallocate; where that is not supported, statvfs is checked
-  /// and the file is extended). Throws VolumeFullError when the space is not there: nothing changed.
+  /// Preallocates up to `capacity_bytes` (fallocate; where that is not supported, the space is
+  /// compared with available_bytes() and the file is extended). Throws VolumeFullError when the
+  /// space is not there: nothing changed.
   void grow(std::uint64_t capacity_bytes);
+  /// Takes a range out of the page cache, after writing it back. For volumes that are not direct();
+  /// best effort.
+  void drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcept;
 
  private:
   Volume() = default;
+  void find_alignment();
+  bool direct_write_works() const;
+
   int descriptor_ = -1;
   std::string directory_;
   bool direct_ = false;
   Alignment alignment_{4096, 4096};
   std::uint64_t capacity_bytes_ = 0;
+  std::uint64_t limit_bytes_ = UINT64_MAX;  // of capacity_bytes_; below the maximum in memory only
 };
 
 }  // namespace memascend

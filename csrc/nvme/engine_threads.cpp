@@ -1,0 +1,96 @@
+#include "nvme/engine_threads.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/check.hpp"
+#include "os/thread.hpp"
+
+namespace memascend {
+
+ThreadsEngine::ThreadsEngine(const ThreadsOptions& options) : options_(options) {
+  MA_EXPECT(options.thread_count > 0, "threads must be positive, got ", options.thread_count);
+}
+
+ThreadsEngine::~ThreadsEngine() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_ready_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+std::string ThreadsEngine::description() const {
+  return join("pread and pwrite by ", options_.thread_count, " threads, depth ",
+              options_.queue_depth);
+}
+
+int ThreadsEngine::attach(const Volume& volume) {
+  files_.push_back(volume.descriptor());
+  return static_cast<int>(files_.size()) - 1;
+}
+
+void ThreadsEngine::start() {
+  while (workers_.size() < options_.thread_count) {
+    workers_.push_back(start_thread("memascend-io", [this] { work(); }));
+  }
+}
+
+void ThreadsEngine::submit(std::span<const Request> requests) {
+  {
+    const std::lock_guard lock(mutex_);
+    requests_.insert(requests_.end(), requests.begin(), requests.end());
+  }
+  for (std::size_t count = std::min(requests.size(), workers_.size()); count > 0; --count) {
+    work_ready_.notify_one();
+  }
+}
+
+std::size_t ThreadsEngine::reap(std::span<Completion> completions, std::size_t count_min,
+                                std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  if (count_min > 0) {
+    wanted_count_ = count_min;
+    result_ready_.wait_for(lock, timeout,
+                           [&] { return woken_ || completions_.size() >= count_min; });
+    woken_ = false;
+  }
+  const std::size_t count = std::min(completions.size(), completions_.size());
+  const auto end = completions_.begin() + static_cast<std::ptrdiff_t>(count);
+  std::copy(completions_.begin(), end, completions.begin());
+  completions_.erase(completions_.begin(), end);
+  return count;
+}
+
+void ThreadsEngine::wake() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+  }
+  result_ready_.notify_one();
+}
+
+void ThreadsEngine::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_ready_.wait(lock, [this] { return stopping_ || !requests_.empty(); });
+    if (requests_.empty()) return;
+    const Request request = requests_.front();
+    requests_.pop_front();
+    lock.unlock();
+    const int file = files_[static_cast<std::size_t>(request.volume_index)];
+    const auto offset = static_cast<off_t>(request.offset);
+    const ssize_t moved = request.operation == Operation::kRead
+                              ? ::pread(file, request.data, request.nbytes, offset)
+                              : ::pwrite(file, request.data, request.nbytes, offset);
+    const std::int64_t result = moved < 0 ? -errno : moved;
+    lock.lock();
+    completions_.push_back({request.tag, result});
+    if (completions_.size() >= wanted_count_) result_ready_.notify_one();
+  }
+}
+
+}  // namespace memascend

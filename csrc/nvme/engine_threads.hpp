@@ -1,0 +1,53 @@
+// The threads engine: pread and pwrite by a few worker threads. For systems that refuse io_uring:
+// containers' seccomp profiles, kernel.io_uring_disabled, gVisor.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "nvme/engine.hpp"
+
+namespace memascend {
+
+struct ThreadsOptions {
+  std::size_t queue_depth = 64;
+  std::size_t thread_count = 8;
+};
+
+class ThreadsEngine final : public Engine {
+ public:
+  explicit ThreadsEngine(const ThreadsOptions& options);
+  ~ThreadsEngine() override;  // waits for the requests in flight
+
+  std::string name() const override { return "threads"; }
+  std::string description() const override;
+  std::size_t queue_depth() const override { return options_.queue_depth; }
+  int attach(const Volume& volume) override;
+  void start() override;
+  bool register_buffer(std::span<std::byte>) override { return false; }  // pread cannot use it
+  void unregister_buffer(std::span<std::byte>) override {}
+  void submit(std::span<const Request> requests) override;
+  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
+                   std::chrono::milliseconds timeout) override;
+  void wake() noexcept override;
+
+ private:
+  void work();
+
+  ThreadsOptions options_;
+  std::vector<int> files_;
+  std::mutex mutex_;  // everything below
+  std::condition_variable work_ready_;
+  std::condition_variable result_ready_;
+  std::deque<Request> requests_;
+  std::deque<Completion> completions_;
+  std::size_t wanted_count_ = 1;  // completions that the waiting reap() asked for
+  bool woken_ = false;
+  bool stopping_ = false;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace memascend

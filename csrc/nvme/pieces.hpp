@@ -1,0 +1,46 @@
+// Pieces: a transfer cut along extents, blocks and memory alignment. Pure arithmetic.
+//
+// What direct I/O can move as it lies becomes a direct piece. Unaligned heads and tails, and all of
+// a transfer whose memory address does not fit, become bounced pieces: they go through an aligned
+// bounce buffer, so that no byte beside the wanted ones is ever touched.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "nvme/extents.hpp"
+#include "nvme/request.hpp"
+#include "os/volume.hpp"
+
+namespace memascend {
+
+/// A run that is contiguous on one volume and in memory.
+struct Piece {
+  int volume_index;
+  bool bounced;
+  bool keeps_tail;              // a write must keep what follows wanted_end in the last block
+  std::uint64_t wanted_offset;  // on the volume: the bytes asked for
+  std::uint64_t wanted_end;
+  std::uint64_t offset;  // on the volume: the same, rounded out to blocks; what the device moves
+  std::uint64_t end;
+  std::byte* data;  // memory of wanted_offset
+};
+
+/// A part of a key and the memory it goes to or comes from.
+struct KeyRange {
+  Operation operation;
+  std::uint64_t key_nbytes;
+  std::uint64_t offset;  // in the key
+  std::uint64_t nbytes;
+  std::byte* data;
+  std::uint64_t capacity_bytes;  // memory that may be used from `data` on; at least nbytes
+};
+
+/// Cuts `range` of a key that lies on `extents` (whose offsets and sizes are multiples of
+/// `alignment.offset_bytes`). Pre: offset + nbytes <= key_nbytes <= sum of the extents.
+std::vector<Piece> cut(const KeyRange& range, std::span<const Extent> extents,
+                       const Alignment& alignment);
+
+}  // namespace memascend

@@ -1,0 +1,374 @@
+#include "nvme/store.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/align.hpp"
+#include "base/check.hpp"
+
+namespace memascend {
+
+struct Store::Entry {
+  std::string key;
+  std::uint64_t nbytes = 0;
+  std::vector<Extent> extents;
+  std::vector<std::unique_ptr<Job>> jobs;  // in flight, oldest first
+  std::optional<ErrorPlace> broken;        // a write failed: the contents are undefined
+};
+
+/// A transfer and what must wait for it.
+struct Store::Job : Transfer {
+  Entry* entry = nullptr;
+  std::uint64_t offset = 0;  // in the key, rounded out to blocks
+  std::uint64_t end = 0;
+  bool whole = false;  // covers the key
+  std::shared_ptr<void> hold;
+  std::shared_ptr<Ticket> ticket;
+  std::vector<Job*> dependents;
+  std::size_t blocker_count = 0;
+};
+
+/// Holds the mutex. On leaving, drops the holds of finished transfers after unlocking: what they
+/// own may take other locks (Python's) in its destructor.
+class Store::Section {
+ public:
+  explicit Section(Store& store) : store_(store) {
+    MA_EXPECT(::getpid() == store.owner_process_, "a store belongs to the process that opened it (",
+              store.owner_process_, "); open another in this child");
+    lock_ = std::unique_lock(store.mutex_);
+  }
+  ~Section() {
+    std::vector<std::shared_ptr<void>> released;
+    released.swap(store_.retired_holds_);
+    lock_.unlock();
+  }
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+  void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
+  /// Waits until `condition()`, and accounts the time.
+  template <typename Condition>
+  void wait(std::condition_variable& event, std::size_t* waiter_count, Condition condition) {
+    const auto start = std::chrono::steady_clock::now();
+    ++*waiter_count;
+    event.wait(lock_, condition);
+    --*waiter_count;
+    store_.wait_time_ += std::chrono::steady_clock::now() - start;
+  }
+
+ private:
+  Store& store_;
+  std::unique_lock<std::mutex> lock_;
+};
+
+namespace {
+
+std::string describe(Operation operation, const ErrorPlace& place) {
+  const char* verb = operation == Operation::kRead ? "read" : "write";
+  const char* cause = "the device or its file system failed; see dmesg";
+  if (place.code == 0) cause = "the file is shorter than it was made: something truncated it";
+  if (place.code == ENOSPC) cause = "the file system is full though the space was reserved";
+  if (place.code == EFAULT) cause = "the memory of the transfer was unmapped before it ended";
+  return join(
+      "cannot ", verb, " \"", place.key, "\" in ", place.volume, ": ",
+      place.code == 0 ? "the device ended early" : std::strerror(place.code),
+      " (errno=", place.code, ", offset=", place.offset, ", nbytes=", place.nbytes,
+      ")\nlikely cause: ", cause,
+      "\nfix: check the device, or name another directory; the key's contents are lost if it "
+      "was a write");
+}
+
+}  // namespace
+
+std::shared_ptr<Store> Store::open(StoreOptions options) {
+  std::vector<Volume> volumes;
+  for (const std::string& directory : options.directories) {
+    volumes.push_back(options.engine == "memory" && options.engine_options.faults != nullptr
+                          ? Volume::open_in_memory(options.engine_options.faults->capacity_bytes)
+                          : Volume::open_anonymous(directory));
+  }
+  // A forked child has neither the store's thread nor its place in the ring: its copy is left as it
+  // is, for the process's end to clean up.
+  return std::shared_ptr<Store>(new Store(std::move(options), std::move(volumes)),
+                                [owner = ::getpid()](Store* store) {
+                                  if (::getpid() == owner) delete store;
+                                });
+}
+
+Store::Store(StoreOptions options, std::vector<Volume> volumes)
+    : owner_process_(::getpid()),
+      space_(std::move(volumes), options.grow_bytes),
+      bounce_hold_(std::move(options.bounce_hold)),
+      direct_(std::all_of(space_.volumes().begin(), space_.volumes().end(),
+                          [](const Volume& volume) { return volume.direct(); })),
+      block_bytes_(space_.alignment().offset_bytes) {
+  EngineChoice choice =
+      make_engine(options.engine, options.engine_options, options.directories.front());
+  engine_name_ = choice.engine->name();
+  engine_reason_ = choice.reason;
+  queue_ = std::make_shared<TransferQueue>(
+      std::move(choice.engine), space_.volumes(), space_.alignment(), std::move(options.transfer),
+      [this](std::span<Transfer* const> transfers) { finished(transfers); });
+}
+
+Store::~Store() {
+  try {
+    close();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "memascend: closing a store: %s\n", error.what());
+  }
+}
+
+void Store::reserve(const std::string& key, std::uint64_t nbytes) {
+  Section section(*this);
+  section.expect_open();
+  reserve_locked(section, key, nbytes);
+}
+
+void Store::reserve_locked(Section& section, const std::string& key, std::uint64_t nbytes) {
+  const auto present = entries_.find(key);
+  if (present != entries_.end() && present->second->nbytes == nbytes) return;
+  Entry* old = wait_until_quiet(section, key);
+  // The new room is found before the old is given back, so that a full volume changes nothing.
+  auto entry = std::make_unique<Entry>();
+  entry->key = key;
+  entry->nbytes = nbytes;
+  if (nbytes > 0) entry->extents = space_.take(key, nbytes);
+  if (old != nullptr) space_.give(old->extents);
+  entries_[key] = std::move(entry);
+}
+
+std::shared_ptr<Ticket> Store::write(const std::string& key, std::uint64_t nbytes, Memory source,
+                                     std::optional<std::uint64_t> offset) {
+  Section section(*this);
+  section.expect_open();
+  if (!offset) reserve_locked(section, key, nbytes);
+  Entry& entry = find(key);
+  return start(entry,
+               {Operation::kWrite, entry.nbytes, offset.value_or(0), nbytes, source.data,
+                std::max(nbytes, source.capacity_bytes)},
+               std::move(source.hold));
+}
+
+std::shared_ptr<Ticket> Store::read(const std::string& key, std::uint64_t nbytes, Memory target,
+                                    std::uint64_t offset) {
+  Section section(*this);
+  section.expect_open();
+  Entry& entry = find(key);
+  const bool rewritten = std::any_of(entry.jobs.begin(), entry.jobs.end(), [](const auto& job) {
+    return job->whole && job->operation == Operation::kWrite;
+  });
+  if (entry.broken && !rewritten) {
+    throw StoreError(join("cannot read \"", key, "\": an earlier write of it failed\n",
+                          describe(Operation::kWrite, *entry.broken)),
+                     *entry.broken);
+  }
+  return start(entry,
+               {Operation::kRead, entry.nbytes, offset, nbytes, target.data,
+                std::max(nbytes, target.capacity_bytes)},
+               std::move(target.hold));
+}
+
+std::shared_ptr<Ticket> Store::start(Entry& entry, const KeyRange& range,
+                                     std::shared_ptr<void> hold) {
+  MA_EXPECT(range.offset <= entry.nbytes && range.nbytes <= entry.nbytes - range.offset, "bytes ",
+            range.offset, " to ", range.offset, "+", range.nbytes, " are not all in \"", entry.key,
+            "\", which has ", entry.nbytes);
+  MA_EXPECT(range.data != nullptr || range.nbytes == 0, "null address for \"", entry.key, "\"");
+  auto ticket = std::make_shared<Ticket>(range.operation, range.nbytes);
+  if (range.nbytes == 0) {
+    ticket->done_ = true;
+    return ticket;
+  }
+  auto job = std::make_unique<Job>();
+  job->operation = range.operation;
+  job->key = entry.key;
+  job->pieces = cut(range, entry.extents, space_.alignment());
+  job->entry = &entry;
+  job->offset = align_down(range.offset, block_bytes_);
+  job->end = align_up(range.offset + range.nbytes, block_bytes_);
+  job->whole = range.nbytes == entry.nbytes;
+  job->hold = std::move(hold);
+  job->ticket = ticket;
+  for (const auto& earlier : entry.jobs) {
+    const bool overlap = job->offset < earlier->end && earlier->offset < job->end;
+    const bool one_writes =
+        job->operation == Operation::kWrite || earlier->operation == Operation::kWrite;
+    if (!overlap || !one_writes) continue;
+    earlier->dependents.push_back(job.get());
+    ++job->blocker_count;
+  }
+  ++job_count_;
+  entry.jobs.push_back(std::move(job));
+  Job* started = entry.jobs.back().get();
+  if (started->blocker_count == 0) queue_->submit(started);
+  return ticket;
+}
+
+void Store::finished(std::span<Transfer* const> transfers) {
+  const std::lock_guard lock(mutex_);
+  std::vector<Job*> over;  // grows: a failed write also ends the reads that waited for it
+  for (Transfer* transfer : transfers) over.push_back(static_cast<Job*>(transfer));
+  for (std::size_t index = 0; index < over.size(); ++index) finish(over[index], &over);
+  if (quiet_waiter_count_ > 0) quiet_.notify_all();
+}
+
+void Store::finish(Job* job, std::vector<Job*>* over) {
+  Entry& entry = *job->entry;
+  if (job->operation == Operation::kWrite) {
+    if (job->error) {
+      entry.broken = job->error;
+    } else if (job->whole) {
+      entry.broken.reset();
+    }
+  }
+  for (Job* dependent : job->dependents) {
+    if (--dependent->blocker_count > 0) continue;
+    if (dependent->operation == Operation::kRead && entry.broken) {
+      dependent->error = entry.broken;
+      over->push_back(dependent);
+    } else {
+      queue_->submit(dependent);
+    }
+  }
+  Ticket& ticket = *job->ticket;
+  ticket.error_ = job->error;
+  ticket.done_.store(true, std::memory_order_release);
+  if (ticket.waiter_count_ > 0) ticket.finished_.notify_all();
+  if (job->hold != nullptr) retired_holds_.push_back(std::move(job->hold));
+  --job_count_;
+  std::erase_if(entry.jobs, [job](const auto& other) { return other.get() == job; });
+}
+
+void Store::wait(Ticket& ticket) {
+  Section section(*this);
+  if (!ticket.done()) {
+    section.wait(ticket.finished_, &ticket.waiter_count_, [&] { return ticket.done(); });
+  }
+  if (ticket.error_) {
+    throw StoreError(describe(ticket.operation_, *ticket.error_), *ticket.error_);
+  }
+}
+
+void Store::wait_all() {
+  Section section(*this);
+  section.wait(quiet_, &quiet_waiter_count_, [this] { return job_count_ == 0; });
+}
+
+// The entry of `key` once nothing is in flight on it, or nullptr when there is none (any more).
+Store::Entry* Store::wait_until_quiet(Section& section, const std::string& key) {
+  const auto find_entry = [&]() -> Entry* {
+    const auto place = entries_.find(key);
+    return place == entries_.end() ? nullptr : place->second.get();
+  };
+  Entry* entry = find_entry();
+  if (entry == nullptr || entry->jobs.empty()) return entry;
+  section.wait(quiet_, &quiet_waiter_count_, [&] {
+    entry = find_entry();
+    return entry == nullptr || entry->jobs.empty();
+  });
+  section.expect_open();
+  return entry;
+}
+
+bool Store::discard(const std::string& key) {
+  Section section(*this);
+  section.expect_open();
+  const Entry* entry = wait_until_quiet(section, key);
+  if (entry == nullptr) return false;
+  space_.give(entry->extents);
+  entries_.erase(key);
+  return true;
+}
+
+Store::Entry& Store::find(const std::string& key) {
+  const auto place = entries_.find(key);
+  if (place != entries_.end()) return *place->second;
+  throw StoreError(
+      join("no key \"", key, "\" in the store (", entries_.size(), " keys)\n",
+           "likely cause: it was never written, or discarded\n", "fix: reserve or write it first"),
+      {key, space_.volumes().front().directory(), 0, 0, ENOENT});
+}
+
+bool Store::contains(const std::string& key) {
+  Section section(*this);
+  section.expect_open();
+  return entries_.contains(key);
+}
+
+std::uint64_t Store::nbytes(const std::string& key) {
+  Section section(*this);
+  section.expect_open();
+  return find(key).nbytes;
+}
+
+std::vector<std::string> Store::keys() {
+  Section section(*this);
+  section.expect_open();
+  std::vector<std::string> names;
+  for (const auto& [key, entry] : entries_) names.push_back(key);
+  return names;
+}
+
+StoreStats Store::stats() {
+  Section section(*this);
+  section.expect_open();
+  const TransferQueue::Counters& counters = queue_->counters();
+  return {counters.bytes_read,
+          counters.bytes_written,
+          counters.bytes_bounced,
+          counters.requests,
+          counters.resubmitted,
+          counters.retries,
+          counters.stalls,
+          space_.reserved_bytes(),
+          space_.reserved_bytes() - space_.free_bytes(),
+          space_.available_bytes(),
+          entries_.size(),
+          job_count_,
+          std::chrono::duration<double>(wait_time_).count()};
+}
+
+bool Store::register_buffer(std::span<std::byte> memory) {
+  bool registered = false;
+  open_queue()->call([&](Engine& engine) { registered = engine.register_buffer(memory); });
+  return registered;
+}
+
+void Store::unregister_buffer(std::span<std::byte> memory) {
+  open_queue()->call([&](Engine& engine) { engine.unregister_buffer(memory); });
+}
+
+std::string Store::engine_description() {
+  std::string text;
+  open_queue()->call([&](Engine& engine) { text = engine.description(); });
+  return text;
+}
+
+// The queue, for calls that must not hold the mutex: the queue's thread takes it, too.
+std::shared_ptr<TransferQueue> Store::open_queue() {
+  Section section(*this);
+  section.expect_open();
+  return queue_;
+}
+
+void Store::close() {
+  if (::getpid() != owner_process_) return;
+  std::shared_ptr<TransferQueue> queue;
+  {
+    Section section(*this);
+    closed_ = true;
+    section.wait(quiet_, &quiet_waiter_count_, [this] { return job_count_ == 0; });
+    queue = std::move(queue_);
+  }
+  if (queue == nullptr) return;  // closed before
+  queue.reset();                 // ends the thread and the engine, which know the files
+  const Section section(*this);
+  entries_.clear();
+  space_.close();
+  retired_holds_.push_back(std::move(bounce_hold_));  // dropped on leaving, without the lock
+}
+
+}  // namespace memascend

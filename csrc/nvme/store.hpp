@@ -1,0 +1,161 @@
+// Store: named byte ranges on SSD. Keys -> extents; read and write by key, asynchronously.
+//
+// Wires volumes, space, an engine and its transfer queue together, and adds what they leave out:
+// keys, the order of transfers on one key, tickets, and owners that outlive their I/O. Knows
+// nothing of tensors, pools or Python.
+//
+// Every method may be called on any thread. Nothing is opened, created or allocated per transfer
+// but its bookkeeping. A store belongs to the process that opened it: in a forked child every call
+// is refused, and the child's copy is left alone when it is dropped.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "nvme/engine_factory.hpp"
+#include "nvme/errors.hpp"
+#include "nvme/space.hpp"
+#include "nvme/transfer.hpp"
+
+namespace memascend {
+
+struct StoreOptions {
+  std::vector<std::string> directories;  // one volume in each
+  std::string engine = "auto";
+  EngineOptions engine_options;
+  std::uint64_t grow_bytes = std::uint64_t{256} << 20;  // steps of the volumes' files
+  TransferQueue::Options transfer;
+  std::shared_ptr<void> bounce_hold;  // owner of transfer.bounce, kept as long as the store
+};
+
+/// What to wait on for one read or write. Filled by the store.
+class Ticket {
+ public:
+  explicit Ticket(Operation operation, std::uint64_t nbytes)
+      : operation_(operation), nbytes_(nbytes) {}
+  std::uint64_t nbytes() const noexcept { return nbytes_; }
+  /// The transfer is over, well or not; its memory is quiet.
+  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+
+ private:
+  friend class Store;
+  const Operation operation_;
+  const std::uint64_t nbytes_;
+  std::atomic<bool> done_ = false;
+  std::optional<ErrorPlace> error_;   // written before done_
+  std::condition_variable finished_;  // with the store's mutex
+  std::size_t waiter_count_ = 0;
+};
+
+struct StoreStats {
+  std::uint64_t bytes_read;
+  std::uint64_t bytes_written;
+  std::uint64_t bytes_bounced;
+  std::uint64_t requests;
+  std::uint64_t resubmitted;
+  std::uint64_t retries;
+  std::uint64_t stalls;
+  std::uint64_t reserved_bytes;   // of the volumes' files
+  std::uint64_t used_bytes;       // of them, under keys
+  std::uint64_t available_bytes;  // that keys may still take, growth included
+  std::uint64_t key_count;
+  std::uint64_t in_flight_count;  // transfers
+  double wait_seconds;            // spent by callers in waiting
+};
+
+class Store {
+ public:
+  /// Memory of one transfer. `capacity_bytes` (0: as the transfer) is what may be used from `data`
+  /// on: with a page-rounded slot an odd tail needs no bounce. A read may overwrite it, a write may
+  /// store it where nothing else lies. `hold` is kept until the I/O is over; it is then dropped by
+  /// the next call into the store, on the caller's thread and without a lock.
+  struct Memory {
+    std::byte* data;
+    std::uint64_t capacity_bytes = 0;
+    std::shared_ptr<void> hold;
+  };
+
+  /// Throws SystemCallError (directory), EngineUnavailableError, std::invalid_argument (options).
+  static std::shared_ptr<Store> open(StoreOptions options);
+  ~Store();
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  /// Finds room for a key now. A key of that size is left as it is; one of another size is replaced
+  /// after its I/O. What the room contains is unspecified. Throws StoreFullError: nothing changed.
+  void reserve(const std::string& key, std::uint64_t nbytes);
+  /// Starts writing. Without `offset` the bytes become the whole key, which is reserved as by
+  /// reserve(); with one they go into a key that is there. Follows earlier transfers that overlap.
+  std::shared_ptr<Ticket> write(const std::string& key, std::uint64_t nbytes, Memory source,
+                                std::optional<std::uint64_t> offset = std::nullopt);
+  /// Starts reading. Sees every write started before.
+  std::shared_ptr<Ticket> read(const std::string& key, std::uint64_t nbytes, Memory target,
+                               std::uint64_t offset = 0);
+  /// Waits for one transfer. Throws StoreError, as often as asked, when it failed.
+  void wait(Ticket& ticket);
+  /// Waits until nothing is in flight. Throws nothing: tickets keep their errors.
+  void wait_all();
+
+  /// Forgets a key after its I/O; false when there is none.
+  bool discard(const std::string& key);
+  bool contains(const std::string& key);
+  std::uint64_t nbytes(const std::string& key);
+  std::vector<std::string> keys();
+  StoreStats stats();
+
+  bool register_buffer(std::span<std::byte> memory);
+  void unregister_buffer(std::span<std::byte> memory);
+
+  const std::string& engine_name() const noexcept { return engine_name_; }
+  const std::string& engine_reason() const noexcept { return engine_reason_; }
+  std::string engine_description();
+  Alignment alignment() const noexcept { return space_.alignment(); }
+  /// No page cache on any volume.
+  bool direct() const noexcept { return direct_; }
+
+  /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
+  /// Does nothing in a forked child.
+  void close();
+
+ private:
+  struct Entry;
+  struct Job;
+  class Section;
+
+  Store(StoreOptions options, std::vector<Volume> volumes);
+  Entry& find(const std::string& key);
+  void reserve_locked(Section& section, const std::string& key, std::uint64_t nbytes);
+  Entry* wait_until_quiet(Section& section, const std::string& key);
+  std::shared_ptr<Ticket> start(Entry& entry, const KeyRange& range, std::shared_ptr<void> hold);
+  std::shared_ptr<TransferQueue> open_queue();
+  void finished(std::span<Transfer* const> transfers);
+  void finish(Job* job, std::vector<Job*>* over);
+
+  const int owner_process_;
+  Space space_;
+  std::shared_ptr<void> bounce_hold_;
+  std::string engine_name_;
+  std::string engine_reason_;
+  const bool direct_;
+  const std::uint64_t block_bytes_;
+
+  std::mutex mutex_;  // what follows
+  std::map<std::string, std::unique_ptr<Entry>> entries_;
+  std::vector<std::shared_ptr<void>> retired_holds_;  // of transfers that are over
+  std::size_t job_count_ = 0;
+  std::condition_variable quiet_;  // a transfer ended while quiet_waiter_count_ > 0
+  std::size_t quiet_waiter_count_ = 0;
+  std::chrono::steady_clock::duration wait_time_{};
+  bool closed_ = false;
+
+  std::shared_ptr<TransferQueue> queue_;  // last: its thread uses all of the above
+};
+
+}  // namespace memascend

@@ -1,0 +1,340 @@
+#include "nvme/transfer.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <future>
+#include <utility>
+
+#include "base/align.hpp"
+#include "base/check.hpp"
+#include "os/thread.hpp"
+
+namespace memascend {
+namespace {
+
+// EAGAIN, EINTR or no whole block moved, in a row, before a chunk is given up.
+constexpr unsigned kRetryCountMax = 64;
+// With many requests in flight the thread wakes for an eighth of them at a time: fewer turns, and
+// the device's queue stays nearly full.
+constexpr std::size_t kReapFraction = 8;
+// The device's silence is looked at a moment after it has become too long.
+constexpr std::chrono::milliseconds kTick{1};
+
+void report_on_stderr(const std::string& message) {
+  std::fprintf(stderr, "memascend: %s\n", message.c_str());
+}
+
+}  // namespace
+
+TransferQueue::TransferQueue(std::unique_ptr<Engine> engine, std::span<const Volume> volumes,
+                             const Alignment& alignment, Options options, Finished finished)
+    : engine_(std::move(engine)),
+      volumes_(volumes),
+      alignment_(alignment),
+      options_(std::move(options)),
+      finished_callback_(std::move(finished)) {
+  const std::uint64_t block = alignment.offset_bytes;
+  MA_EXPECT(options_.chunk_bytes > 0 && is_aligned(options_.chunk_bytes, block),
+            "chunk_bytes must be a positive multiple of ", block, ", got ", options_.chunk_bytes);
+  MA_EXPECT(options_.chunk_bytes <= std::uint64_t{1} << 30, "chunk_bytes must be at most 1 GiB");
+  MA_EXPECT(is_aligned(options_.bounce.data(), std::max(alignment.memory_bytes, block)),
+            "the bounce buffers' address must be a multiple of ", block);
+  bounce_bytes_ = std::min(options_.chunk_bytes, align_down(options_.bounce.size(), block));
+  MA_EXPECT(bounce_bytes_ > 0, "the bounce buffers need at least ", block, " bytes, got ",
+            options_.bounce.size());
+  for (std::uint64_t end = bounce_bytes_; end <= options_.bounce.size(); end += bounce_bytes_) {
+    free_bounces_.push_back(options_.bounce.data() + (end - bounce_bytes_));
+  }
+  if (!options_.report) options_.report = report_on_stderr;
+  chunks_.resize(engine_->queue_depth());
+  for (std::size_t index = chunks_.size(); index > 0; --index) free_chunks_.push_back(index - 1);
+  batch_.reserve(chunks_.size());
+  completions_.resize(chunks_.size());
+  for (const Volume& volume : volumes_) engine_->attach(volume);
+
+  std::promise<void> started;
+  std::future<void> ready = started.get_future();
+  thread_ = start_thread("memascend-nvme", [this, &started] { run(&started); });
+  try {
+    ready.get();
+  } catch (...) {
+    thread_.join();
+    throw;
+  }
+}
+
+TransferQueue::~TransferQueue() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    engine_->wake();  // under the lock: once the thread has seen the flag the engine is gone
+  }
+  thread_.join();
+}
+
+void TransferQueue::submit(Transfer* transfer) {
+  MA_INVARIANT(!transfer->pieces.empty());
+  bool wake = false;
+  {
+    const std::lock_guard lock(mutex_);
+    inbox_.push_back(transfer);
+    wake = !std::exchange(wake_sent_, true);
+  }
+  if (wake) engine_->wake();
+}
+
+void TransferQueue::call(const std::function<void(Engine&)>& action) {
+  std::promise<void> done;
+  {
+    const std::lock_guard lock(mutex_);
+    action_inbox_.push_back([&] {
+      action(*engine_);
+      done.set_value();
+    });
+  }
+  engine_->wake();
+  done.get_future().get();
+}
+
+void TransferQueue::run(std::promise<void>* started) {
+  try {
+    engine_->start();
+  } catch (...) {
+    started->set_exception(std::current_exception());
+    return;
+  }
+  started->set_value();  // `started` is gone from here on
+  try {
+    while (turn()) {
+    }
+    engine_.reset();  // by its issuer, as it must be
+  } catch (const std::exception& error) {
+    // An engine throws only when it was used wrongly; requests may be in flight on the caller's
+    // memory, so there is no way to go on.
+    report_on_stderr(join("the ", engine_->name(), " engine broke: ", error.what()));
+    MA_INVARIANT(false && "the I/O engine works");
+  }
+}
+
+bool TransferQueue::turn() {
+  if (!take_inbox()) return false;
+  fill_batch();
+  if (!batch_.empty()) {
+    counters_.requests += batch_.size();
+    engine_->submit(batch_);
+    batch_.clear();
+  }
+  const std::size_t in_flight = chunks_.size() - free_chunks_.size();
+  // Pieces of a failed transfer may have been dropped without any request: report before sleeping.
+  const std::size_t wanted =
+      finished_.empty() ? std::max<std::size_t>(1, in_flight / kReapFraction) : 0;
+  const std::size_t count = engine_->reap(completions_, wanted, options_.watchdog + kTick);
+  for (std::size_t index = 0; index < count; ++index) complete(completions_[index]);
+  watch(count);
+  if (!finished_.empty()) {
+    finished_callback_(finished_);
+    finished_.clear();
+  }
+  return true;
+}
+
+// False when the thread is to end.
+bool TransferQueue::take_inbox() {
+  {
+    const std::lock_guard lock(mutex_);
+    wake_sent_ = false;
+    actions_.swap(action_inbox_);
+    for (Transfer* transfer : inbox_) {
+      transfer->pieces_left = transfer->pieces.size();
+      for (const Piece& piece : transfer->pieces) {
+        (piece.bounced ? bounced_ : direct_).push_back({transfer, &piece, piece.offset});
+      }
+    }
+    inbox_.clear();
+    if (stopping_) return false;
+  }
+  for (const auto& action : actions_) action();
+  actions_.clear();
+  return true;
+}
+
+void TransferQueue::fill_batch() {
+  // Bounced pieces first: there are few bounce buffers, so they never crowd out the direct ones.
+  while (!free_chunks_.empty() && !free_bounces_.empty() && open_chunk(&bounced_, bounce_bytes_)) {
+  }
+  while (!free_chunks_.empty() && open_chunk(&direct_, options_.chunk_bytes)) {
+  }
+}
+
+// Turns the next part of the first piece into a request; false when there is no piece.
+bool TransferQueue::open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes_max) {
+  while (!cursors->empty() && cursors->front().transfer->error) {
+    Transfer* transfer = cursors->front().transfer;
+    cursors->pop_front();
+    --transfer->pieces_left;
+    close_if_over(transfer);
+  }
+  if (cursors->empty()) return false;
+  Cursor& cursor = cursors->front();
+  const std::size_t index = free_chunks_.back();
+  free_chunks_.pop_back();
+  Chunk& chunk = chunks_[index];
+  chunk = {};
+  chunk.transfer = cursor.transfer;
+  chunk.piece = cursor.piece;
+  chunk.operation = cursor.transfer->operation;
+  chunk.offset = cursor.next;
+  chunk.nbytes = std::min(nbytes_max, cursor.piece->end - cursor.next);
+  chunk.serial = ++serial_;
+  if (cursor.piece->bounced) {
+    begin_bounced(&chunk);
+  } else {
+    chunk.data = cursor.piece->data + (chunk.offset - cursor.piece->wanted_offset);
+  }
+  ++cursor.transfer->chunks_left;
+  cursor.next += chunk.nbytes;
+  if (cursor.next == cursor.piece->end) {
+    --cursor.transfer->pieces_left;
+    cursors->pop_front();
+  }
+  push_request(chunk);
+  return true;
+}
+
+namespace {
+
+/// The wanted bytes of a piece within [offset, offset + nbytes) of its volume.
+struct Wanted {
+  std::uint64_t begin;
+  std::uint64_t end;
+  std::byte* data;  // the caller's memory of `begin`
+};
+
+Wanted wanted_part(const Piece& piece, std::uint64_t offset, std::uint64_t nbytes) {
+  const std::uint64_t begin = std::max(offset, piece.wanted_offset);
+  const std::uint64_t end = std::min(offset + nbytes, piece.wanted_end);
+  return {begin, end, piece.data + (begin - piece.wanted_offset)};
+}
+
+}  // namespace
+
+void TransferQueue::begin_bounced(Chunk* chunk) {
+  chunk->bounce = free_bounces_.back();
+  free_bounces_.pop_back();
+  chunk->data = chunk->bounce;
+  counters_.bytes_bounced += chunk->nbytes;
+  if (chunk->operation == Operation::kRead) return;
+  const Piece& piece = *chunk->piece;
+  const Wanted wanted = wanted_part(piece, chunk->offset, chunk->nbytes);
+  const std::uint64_t chunk_end = chunk->offset + chunk->nbytes;
+  const bool keeps_tail = wanted.end < chunk_end && piece.keeps_tail;
+  if (wanted.begin > chunk->offset || keeps_tail) {
+    chunk->operation = Operation::kRead;  // the rest of the block first; end_phase() writes
+    return;
+  }
+  std::memcpy(chunk->bounce, wanted.data, wanted.end - wanted.begin);
+  std::memset(chunk->bounce + (wanted.end - chunk->offset), 0, chunk_end - wanted.end);
+}
+
+void TransferQueue::push_request(const Chunk& chunk) {
+  batch_.push_back({chunk.operation, chunk.piece->volume_index, chunk.offset + chunk.done_bytes,
+                    chunk.nbytes - chunk.done_bytes, chunk.data + chunk.done_bytes,
+                    static_cast<std::uint64_t>(&chunk - chunks_.data())});
+}
+
+void TransferQueue::complete(const Completion& completion) {
+  Chunk& chunk = chunks_[completion.tag];
+  const std::uint64_t asked = chunk.nbytes - chunk.done_bytes;
+  if (completion.result < 0) {
+    const int code = static_cast<int>(-completion.result);
+    if (code == EAGAIN || code == EINTR) return retry(&chunk, &counters_.retries, code);
+    return fail(&chunk, code);
+  }
+  if (completion.result == 0) return fail(&chunk, 0);
+  const auto moved = static_cast<std::uint64_t>(completion.result);
+  MA_INVARIANT(moved <= asked);
+  if (moved == asked) return end_phase(&chunk);
+  // Direct I/O goes on at a block's start; the bytes of a block begun are moved again.
+  const std::uint64_t done_bytes = align_down(chunk.done_bytes + moved, alignment_.offset_bytes);
+  if (done_bytes > chunk.done_bytes) chunk.retry_count = 0;
+  chunk.done_bytes = done_bytes;
+  retry(&chunk, &counters_.resubmitted, EIO);
+}
+
+// Asks again for what is left of a chunk, or fails with `code` after too many times.
+void TransferQueue::retry(Chunk* chunk, std::atomic<std::uint64_t>* counter, int code) {
+  if (++chunk->retry_count > kRetryCountMax) return fail(chunk, code);
+  ++*counter;
+  push_request(*chunk);
+}
+
+// All bytes of the request have moved.
+void TransferQueue::end_phase(Chunk* chunk) {
+  const Piece& piece = *chunk->piece;
+  const bool reads = chunk->transfer->operation == Operation::kRead;
+  const Wanted wanted = wanted_part(piece, chunk->offset, chunk->nbytes);
+  const std::uint64_t wanted_bytes = wanted.end - wanted.begin;
+  if (piece.bounced && reads) {
+    std::memcpy(wanted.data, chunk->bounce + (wanted.begin - chunk->offset), wanted_bytes);
+  } else if (piece.bounced && chunk->operation == Operation::kRead) {
+    std::memcpy(chunk->bounce + (wanted.begin - chunk->offset), wanted.data, wanted_bytes);
+    chunk->operation = Operation::kWrite;
+    chunk->done_bytes = 0;
+    return push_request(*chunk);
+  }
+  (reads ? counters_.bytes_read : counters_.bytes_written) += wanted_bytes;
+  const Volume& volume = volumes_[static_cast<std::size_t>(piece.volume_index)];
+  if (!volume.direct()) volume.drop_cache(chunk->offset, chunk->nbytes);
+  close(chunk);
+}
+
+void TransferQueue::fail(Chunk* chunk, int code) {
+  Transfer* transfer = chunk->transfer;
+  if (!transfer->error) {
+    const auto volume = static_cast<std::size_t>(chunk->piece->volume_index);
+    transfer->error =
+        ErrorPlace{transfer->key, volumes_[volume].directory(), chunk->offset + chunk->done_bytes,
+                   chunk->nbytes - chunk->done_bytes, code};
+  }
+  close(chunk);
+}
+
+void TransferQueue::close(Chunk* chunk) {
+  Transfer* transfer = chunk->transfer;
+  if (chunk->bounce != nullptr) free_bounces_.push_back(chunk->bounce);
+  *chunk = {};
+  free_chunks_.push_back(static_cast<std::size_t>(chunk - chunks_.data()));
+  --transfer->chunks_left;
+  close_if_over(transfer);
+}
+
+void TransferQueue::close_if_over(Transfer* transfer) {
+  if (transfer->pieces_left == 0 && transfer->chunks_left == 0) finished_.push_back(transfer);
+}
+
+// Says once which request the device does not answer, and goes on waiting.
+void TransferQueue::watch(std::size_t completion_count) {
+  const auto now = std::chrono::steady_clock::now();
+  const bool idle = free_chunks_.size() == chunks_.size();
+  if (completion_count > 0 || idle || serial_ == 0) {
+    last_completion_ = now;
+    stall_reported_ = false;
+    return;
+  }
+  if (stall_reported_ || now - last_completion_ < options_.watchdog) return;
+  stall_reported_ = true;
+  ++counters_.stalls;
+  const Chunk* oldest = nullptr;
+  for (const Chunk& chunk : chunks_) {
+    if (chunk.transfer == nullptr) continue;
+    if (oldest == nullptr || chunk.serial < oldest->serial) oldest = &chunk;
+  }
+  const auto volume = static_cast<std::size_t>(oldest->piece->volume_index);
+  options_.report(join("no answer from the device for ",
+                       std::chrono::duration<double>(options_.watchdog).count(),
+                       " s: ", oldest->operation == Operation::kRead ? "read" : "write", " of \"",
+                       oldest->transfer->key, "\" (", oldest->nbytes, " bytes at offset ",
+                       oldest->offset, " in ", volumes_[volume].directory(), "); still waiting"));
+}
+
+}  // namespace memascend

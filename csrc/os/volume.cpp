@@ -1,0 +1,173 @@
+#include "os/volume.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <utility>
+
+#include "base/align.hpp"
+
+namespace memascend {
+namespace {
+
+constexpr mode_t kOwnerOnly = 0600;
+constexpr std::uint64_t kBlockBytes = 4096;  // of every device we know of that tells nothing better
+
+// The head of struct statx up to the fields of Linux 6.1, which older C libraries lack.
+struct StatxHead {
+  std::uint32_t mask;
+  std::byte unused[148];
+  std::uint32_t dio_memory_bytes;
+  std::uint32_t dio_offset_bytes;
+  std::byte rest[96];
+};
+static_assert(offsetof(StatxHead, dio_memory_bytes) == 0x98);
+static_assert(sizeof(StatxHead) == 0x100);
+constexpr unsigned kStatxDioAlign = 0x2000;
+
+// Opens a file without a name, or returns -1 and leaves errno.
+int open_nameless(const std::string& directory, int flags) {
+  const int descriptor =
+      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL | flags, kOwnerOnly);
+  // EISDIR: a kernel before O_TMPFILE. EINVAL stays ambiguous: it may be O_DIRECT that is refused.
+  if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
+  std::string path = directory + "/.memascend-XXXXXX";
+  const int named = ::mkostemp(path.data(), O_CLOEXEC | flags);  // mode 0600
+  if (named >= 0) ::unlink(path.c_str());
+  return named;
+}
+
+}  // namespace
+
+Volume Volume::open_anonymous(const std::string& directory) {
+  Volume volume;
+  volume.directory_ = directory;
+  volume.descriptor_ = open_nameless(directory, O_DIRECT);
+  volume.direct_ = volume.descriptor_ >= 0;
+  if (!volume.direct_ && errno == EINVAL) volume.descriptor_ = open_nameless(directory, 0);
+  MA_SYSCALL(volume.descriptor_, "open an anonymous file in ", directory);
+  volume.find_alignment();
+  if (volume.direct_ && !volume.direct_write_works()) {
+    const long flags =
+        MA_SYSCALL(::fcntl(volume.descriptor_, F_GETFL), "read flags of the file in ", directory);
+    MA_SYSCALL(::fcntl(volume.descriptor_, F_SETFL, static_cast<int>(flags) & ~O_DIRECT),
+               "leave direct I/O in ", directory);
+    volume.direct_ = false;
+  }
+  return volume;
+}
+
+Volume Volume::open_in_memory(std::uint64_t limit_bytes) {
+  Volume volume;
+  volume.directory_ = "(memory)";
+  volume.descriptor_ =
+      static_cast<int>(MA_SYSCALL(::memfd_create("memascend", MFD_CLOEXEC), "memfd_create"));
+  volume.direct_ = true;
+  volume.alignment_ = {512, 64};
+  volume.limit_bytes_ = limit_bytes;
+  return volume;
+}
+
+Volume::Volume(Volume&& other) noexcept { *this = std::move(other); }
+
+Volume& Volume::operator=(Volume&& other) noexcept {
+  std::swap(descriptor_, other.descriptor_);
+  std::swap(directory_, other.directory_);
+  std::swap(direct_, other.direct_);
+  std::swap(alignment_, other.alignment_);
+  std::swap(capacity_bytes_, other.capacity_bytes_);
+  std::swap(limit_bytes_, other.limit_bytes_);
+  return *this;
+}
+
+Volume::~Volume() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+std::uint64_t Volume::available_bytes() const {
+  std::uint64_t available = limit_bytes_ - std::min(limit_bytes_, capacity_bytes_);
+  if (limit_bytes_ == UINT64_MAX) {
+    struct statvfs state{};
+    MA_SYSCALL(::fstatvfs(descriptor_, &state), "ask for the free space of ", directory_);
+    available = static_cast<std::uint64_t>(state.f_bavail) * state.f_frsize;
+  }
+  struct rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    available = std::min<std::uint64_t>(available,
+                                        limit.rlim_cur - std::min(limit.rlim_cur, capacity_bytes_));
+  }
+  return available;
+}
+
+void Volume::grow(std::uint64_t capacity_bytes) {
+  if (capacity_bytes <= capacity_bytes_) return;
+  const std::uint64_t needed = capacity_bytes - capacity_bytes_;
+  const std::uint64_t available = available_bytes();
+  const auto full = [&] {
+    return VolumeFullError(join("grow the file in ", directory_, " by ", needed, " bytes (",
+                                available, " bytes available)"),
+                           needed, available);
+  };
+  // Asked before, too: fallocate may fill the disk for minutes before it fails, and growth beyond
+  // RLIMIT_FSIZE sends SIGXFSZ.
+  if (needed > available) throw full();
+  int result = 0;
+  do {
+    result = ::fallocate(descriptor_, 0, static_cast<off_t>(capacity_bytes_),
+                         static_cast<off_t>(needed));
+  } while (result != 0 && errno == EINTR);
+  if (result != 0 && errno == EOPNOTSUPP) {
+    result = ::ftruncate(descriptor_, static_cast<off_t>(capacity_bytes));
+  }
+  if (result != 0) {
+    const int code = errno;
+    // A failed fallocate may have allocated a part; give it back so that nothing changed.
+    (void)!::ftruncate(descriptor_, static_cast<off_t>(capacity_bytes_));
+    if (code == ENOSPC || code == EFBIG || code == EDQUOT) throw full();
+    throw SystemCallError(code, join("grow the file in ", directory_, " by ", needed, " bytes"));
+  }
+  capacity_bytes_ = capacity_bytes;
+}
+
+void Volume::drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcept {
+  const auto start = static_cast<off_t>(offset);
+  const auto length = static_cast<off_t>(nbytes);
+  ::sync_file_range(
+      descriptor_, start, length,
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  ::posix_fadvise(descriptor_, start, length, POSIX_FADV_DONTNEED);
+}
+
+void Volume::find_alignment() {
+  StatxHead state{};
+  const long result = ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, kStatxDioAlign, &state);
+  if (result != 0 || (state.mask & kStatxDioAlign) == 0) return;
+  if (!is_power_of_two(state.dio_offset_bytes) || !is_power_of_two(state.dio_memory_bytes)) return;
+  alignment_ = {state.dio_offset_bytes, state.dio_memory_bytes};
+}
+
+bool Volume::direct_write_works() const {
+  const std::size_t block_bytes =
+      std::max({kBlockBytes, alignment_.offset_bytes, alignment_.memory_bytes});
+  const std::unique_ptr<void, decltype(&std::free)> block(
+      std::aligned_alloc(block_bytes, block_bytes), &std::free);
+  if (block == nullptr) throw std::bad_alloc();
+  std::memset(block.get(), 0, block_bytes);
+  const ssize_t written = ::pwrite(descriptor_, block.get(), block_bytes, 0);
+  const int code = errno;
+  MA_SYSCALL(::ftruncate(descriptor_, 0), "empty the file in ", directory_);
+  if (written < 0 && code != EINVAL && code != ENOSPC) {
+    throw SystemCallError(code, join("write a first block in ", directory_));
+  }
+  return written >= 0 || code == ENOSPC;  // a full disk says nothing against direct I/O
+}
+
+}  // namespace memascend

@@ -1,0 +1,270 @@
+"""The tensor store: reads and writes of CPU tensors by key, on SSD, past the page cache.
+
+A thin, typed face of `_core.Store`, which documents the rules: a write without an offset is the
+whole key, transfers on one key keep their order where they overlap, and memory in flight must stay
+alive (pass its owner as `hold`). Knows torch tensors and directories; nothing of parameters, pools
+or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from memascend import _core
+from memascend.errors import StoreError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# Of the bounce buffers that unaligned heads and tails go through: enough to keep a device busy.
+BOUNCE_BYTES = 4 * 1024 * 1024
+
+Ticket = _core.Ticket
+MemoryFaults = _core.MemoryFaults
+
+
+class Memory(Protocol):
+    """Memory that somebody else owns, e.g. an arena's block; torch tensors do as well."""
+
+    @property
+    def address(self) -> int:
+        """First byte, aligned to a page."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from there on."""
+
+
+class TensorStore:
+    """Named tensors on SSD.
+
+    Thread-safe. Space is found when a key is reserved or first written, never later. Whatever the
+    process leaves behind, it leaves no file: the volumes have no names.
+    """
+
+    def __init__(
+        self,
+        *,
+        directories: Sequence[str | Path],
+        bounce: Memory | torch.Tensor,
+        engine: str = "auto",
+        queue_depth: int = 64,
+        chunk_bytes: int = 1024 * 1024,
+        threads: int = 8,
+        sqpoll: bool = False,
+        iopoll: bool = False,
+        watchdog_seconds: float = 60.0,
+        faults: MemoryFaults | None = None,
+    ) -> None:
+        """Opens one anonymous file in each directory, and the engine.
+
+        Args:
+            directories: Where to keep the data; created (mode 0700) where missing.
+            bounce: Page-aligned host memory for unaligned heads and tails, best of `BOUNCE_BYTES`;
+                belongs to the store until it is closed.
+            engine: "auto", "uring" or "threads" ("memory" in tests).
+            queue_depth: Requests in flight at once.
+            chunk_bytes: Bytes of one request.
+            threads: Workers of the threads engine.
+            sqpoll: Let a kernel thread take io_uring submissions (a core for it, less latency).
+            iopoll: Let io_uring poll the device (needs polled queues).
+            watchdog_seconds: Silence of the device before it is reported on stderr.
+            faults: What goes wrong on the memory engine.
+
+        Raises:
+            StoreError: A directory is missing and cannot be made, or cannot be written.
+            EngineUnavailableError: The engine asked for cannot run here.
+        """
+        paths = [str(directory) for directory in directories]
+        if engine != "memory":
+            for path in paths:
+                _make_directory(path)
+        address, nbytes = _span(bounce)
+        try:
+            self._core = _core.Store(
+                directories=paths,
+                engine=engine,
+                queue_depth=queue_depth,
+                chunk_bytes=chunk_bytes,
+                threads=threads,
+                sqpoll=sqpoll,
+                iopoll=iopoll,
+                watchdog_seconds=watchdog_seconds,
+                bounce_address=address,
+                bounce_nbytes=nbytes,
+                bounce_hold=bounce,
+                faults=faults,
+            )
+        except StoreError:
+            raise
+        except OSError as error:
+            if type(error).__module__ == "memascend.errors":
+                raise
+            raise _directory_error("use", ", ".join(paths), error) from error
+        self._finalizer = weakref.finalize(self, self._core.close)
+        logger.info(
+            "nvme: engine %s (%s; %s), %s, blocks of %d bytes, in %s",
+            self._core.engine_name,
+            self._core.engine_reason,
+            self._core.engine_description,
+            "direct I/O" if self._core.direct else "buffered I/O: O_DIRECT refused",
+            self._core.offset_alignment_bytes,
+            ", ".join(paths),
+        )
+
+    @property
+    def core(self) -> _core.Store:
+        """The store below, for callers that have addresses instead of tensors."""
+        return self._core
+
+    def reserve(self, *, key: str, nbytes: int) -> None:
+        """Finds room now, so that no later write can meet a full disk.
+
+        Raises:
+            StoreFullError: There is not enough; nothing was changed.
+        """
+        self._core.reserve(key=key, nbytes=nbytes)
+
+    def write(
+        self,
+        *,
+        key: str,
+        source: torch.Tensor,
+        offset_bytes: int | None = None,
+        hold: object | None = None,
+    ) -> Ticket:
+        """Starts writing a tensor; as the whole key, or into a key from `offset_bytes` on.
+
+        The tensor's bytes must not change, and are kept alive, until the ticket is done.
+
+        Args:
+            key: Name in the store.
+            source: Contiguous CPU tensor.
+            offset_bytes: Where in the key; None for the whole key, which is reserved if need be.
+            hold: Kept alive until the I/O is over, besides the tensor.
+
+        Raises:
+            StoreFullError: No room for the key.
+            ValueError: Not a contiguous CPU tensor, or outside the key.
+        """
+        address, nbytes = _span(source)
+        return self._core.write(
+            key=key, address=address, nbytes=nbytes, offset=offset_bytes, hold=(source, hold)
+        )
+
+    def read(
+        self,
+        *,
+        key: str,
+        target: torch.Tensor,
+        offset_bytes: int = 0,
+        hold: object | None = None,
+    ) -> Ticket:
+        """Starts reading into a tensor, from `offset_bytes` of the key on.
+
+        The tensor must not be used until the ticket is done. It sees every write started before.
+
+        Raises:
+            StoreError: No such key, or an earlier write of it failed.
+            ValueError: Not a contiguous CPU tensor, or outside the key.
+        """
+        address, nbytes = _span(target)
+        return self._core.read(
+            key=key, address=address, nbytes=nbytes, offset=offset_bytes, hold=(target, hold)
+        )
+
+    def wait(self, tickets: Ticket | Iterable[Ticket]) -> None:
+        """Waits for one ticket or all of several, then raises the first error among them.
+
+        Raises:
+            StoreError: A transfer failed; says which key, volume, offset and errno.
+        """
+        first_error: StoreError | None = None
+        for ticket in (tickets,) if isinstance(tickets, _core.Ticket) else tickets:
+            try:
+                ticket.wait()
+            except StoreError as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+
+    def wait_all(self) -> None:
+        """Waits until nothing is in flight; errors stay with their tickets."""
+        self._core.wait_all()
+
+    def discard(self, *, key: str) -> bool:
+        """Forgets a key once its I/O is over; False when there is none."""
+        return self._core.discard(key=key)
+
+    def contains(self, *, key: str) -> bool:
+        """Whether the key is reserved or written."""
+        return self._core.contains(key=key)
+
+    def nbytes(self, *, key: str) -> int:
+        """Size of a key."""
+        return self._core.nbytes(key=key)
+
+    def keys(self) -> list[str]:
+        """All keys, sorted."""
+        return self._core.keys()
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the store was opened, and its space; names as in `_core.Store.stats`."""
+        return self._core.stats()
+
+    def register(self, memory: Memory | torch.Tensor) -> bool:
+        """Offers memory to the engine for registration; False where it does without."""
+        address, nbytes = _span(memory)
+        return self._core.register_buffer(address=address, nbytes=nbytes)
+
+    def unregister(self, memory: Memory | torch.Tensor) -> None:
+        """Takes registered memory back; required before it is unmapped."""
+        address, nbytes = _span(memory)
+        self._core.unregister_buffer(address=address, nbytes=nbytes)
+
+    def close(self) -> None:
+        """Waits for everything in flight and gives the space back. Also done at exit."""
+        self._finalizer()
+
+    def __enter__(self) -> TensorStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _span(memory: Memory | torch.Tensor) -> tuple[int, int]:
+    """Address and size of a tensor or of anything that states them."""
+    if not hasattr(memory, "data_ptr"):
+        return memory.address, memory.nbytes
+    tensor = cast("torch.Tensor", memory)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"the store moves contiguous CPU tensors, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()} on {tensor.device}; call .contiguous() or copy it to the host first"
+        )
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def _make_directory(path: str) -> None:
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise _directory_error("create", path, error) from error
+
+
+def _directory_error(verb: str, path: str, cause: OSError) -> StoreError:
+    error = StoreError(
+        cause.errno,
+        f"cannot {verb} the store's directory {path}: {cause.strerror}\n"
+        "likely cause: nvme_path is misspelt, not mounted, or belongs to another user\n"
+        "fix: name a writable directory on a local disk",
+    )
+    error.volume = path
+    return error

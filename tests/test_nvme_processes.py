@@ -1,0 +1,209 @@
+"""What a store leaves behind, and what it does where the system refuses things."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PRELUDE = """
+import os, signal, sys
+from pathlib import Path
+from nvme_memory import open_store, read, write
+from memascend.errors import *
+directory = Path(sys.argv[1])
+"""
+
+
+def start(directory: Path, script: str) -> subprocess.Popen[str]:
+    environment = dict(os.environ, PYTHONPATH=f"{TESTS.parent}{os.pathsep}{TESTS}")
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(directory)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(directory: Path, script: str) -> str:
+    process = start(directory, script)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return output
+
+
+def free_bytes(directory: Path) -> int:
+    state = os.statvfs(directory)
+    return state.f_bfree * state.f_frsize
+
+
+def wait_for_free_bytes(directory: Path, wanted: int) -> int:
+    """Others use the disk, too: the space has to be back within their noise."""
+    deadline = time.monotonic() + 10
+    while free_bytes(directory) < wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return free_bytes(directory)
+
+
+RESERVE = """
+store = open_store(directory, ENGINE, grow_bytes=2 << 30)
+write(store, "k", bytes(1 << 20)).wait()
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+@pytest.mark.parametrize("end", ["close", "return", "exception", "SIGTERM", "SIGKILL"])
+def test_nothing_is_left_however_the_process_ends(tmp_path, engine, end):
+    endings = {
+        "close": "store.close(); print(os.listdir(directory))",
+        "return": "pass",
+        "exception": "raise RuntimeError('on purpose')",
+    }
+    before = free_bytes(tmp_path)
+    script = RESERVE.replace("ENGINE", repr(engine)) + endings.get(end, "signal.pause()")
+    process = start(tmp_path, script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if end.startswith("SIG"):
+        assert free_bytes(tmp_path) < before - (1 << 30)
+        process.send_signal(getattr(signal, end))
+    output, errors = process.communicate(timeout=60)
+    expected = {"exception": 1, "SIGTERM": -signal.SIGTERM, "SIGKILL": -signal.SIGKILL}
+    assert process.returncode == expected.get(end, 0), errors
+    assert output in ("", "[]\n")
+    assert os.listdir(tmp_path) == []
+    assert wait_for_free_bytes(tmp_path, before - (1 << 30)) > before - (1 << 30)
+
+
+def test_closing_gives_the_space_back_at_once(tmp_path):
+    output = run(
+        tmp_path,
+        """
+        def free():
+            state = os.statvfs(directory)
+            return state.f_bfree * state.f_frsize
+        before = free()
+        store = open_store(directory, "auto", grow_bytes=2 << 30)
+        store.reserve(key="k", nbytes=1)
+        taken = before - free()
+        store.close()
+        print(taken > 1 << 30, before - free() < 1 << 30)
+        """,
+    )
+    assert output == "True True\n"
+
+
+def test_a_limit_on_file_sizes_is_found_when_space_is_reserved(tmp_path):
+    output = run(
+        tmp_path,
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        store = open_store(directory, "auto")
+        store.reserve(key="fits", nbytes=600 << 10)
+        try:
+            store.reserve(key="big", nbytes=600 << 10)
+        except StoreFullError as error:
+            print(error.strerror.splitlines()[0].split(": ")[-1])
+        """,
+    )
+    assert output == "needed 614400 bytes, available 434176 bytes\n"
+
+
+# Denies io_uring_setup with EPERM, as container runtimes do.
+DENY_URING = """
+import ctypes, struct
+libc = ctypes.CDLL(None, use_errno=True)
+SETUP = 425
+instructions = b"".join(struct.pack("HBBI", *row) for row in [
+    (0x20, 0, 0, 0), (0x15, 0, 1, SETUP), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)])
+memory = ctypes.create_string_buffer(instructions)
+class Program(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+program = Program(4, ctypes.addressof(memory))
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
+"""
+
+
+def test_auto_takes_threads_where_io_uring_is_forbidden_and_says_why(tmp_path):
+    output = run(
+        tmp_path,
+        DENY_URING
+        + """
+store = open_store(directory, "auto")
+write(store, "k", b"abc").wait()
+print(store.engine_name, "|", store.engine_reason, "|", read(store, "k", 3))
+""",
+    )
+    name, reason, content = output.strip().split(" | ")
+    assert name == "threads"
+    assert reason.endswith("Operation not permitted (seccomp or kernel.io_uring_disabled)")
+    assert reason.startswith("io_uring_setup")
+    assert content == "b'abc'"
+
+
+def test_uring_asked_for_by_name_fails_clearly_where_it_is_forbidden(tmp_path):
+    output = run(
+        tmp_path,
+        DENY_URING
+        + """
+try:
+    open_store(directory, "uring")
+except EngineUnavailableError as error:
+    print(error.errno, error.strerror)
+""",
+    )
+    lines = output.splitlines()
+    assert lines[0].startswith(
+        f'1 engine "uring" cannot run in {tmp_path} (queue_depth=64): io_uring'
+    )
+    assert lines[1].startswith("likely cause: a container's seccomp profile")
+    assert lines[2].startswith("fix: --security-opt seccomp=unconfined")
+
+
+def test_a_forked_child_can_neither_use_nor_harm_the_store(tmp_path):
+    output = run(
+        tmp_path,
+        """
+        store = open_store(directory, "auto")
+        write(store, "k", b"abc").wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                store.contains(key="k")
+            except ValueError as error:
+                print("belongs to the process" in str(error), flush=True)
+            store.close()
+            del store
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print(read(store, "k", 3))
+        """,
+    )
+    assert output == "True\nb'abc'\n"
+
+
+def test_a_file_system_without_direct_io_is_used_buffered():
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        pytest.skip("needs a writable tmpfs at /dev/shm")
+    output = run(
+        shared,
+        """
+        store = open_store(directory, "auto")
+        content = os.urandom(300_001)
+        write(store, "k", content, shift=1).wait()
+        print(read(store, "k", 300_001, shift=5) == content)
+        """,
+    )
+    assert output == "True\n"
