@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from memascend.sampling import IoCounter, Sample, TreeSampler, disk_bytes, process_tree
+from memascend.sampling import (
+    IoCounter,
+    Sample,
+    TreeSampler,
+    disk_bytes,
+    nameless_disk_bytes,
+    process_tree,
+)
 from memascend.units import MIB
 
 HOLD = """
@@ -113,3 +121,15 @@ def test_files_from_before_the_run_are_not_its_disk_use(tmp_path: Path) -> None:
     (folder / "new").write_bytes(b"x" * 2 * MIB)
     assert disk_bytes(tmp_path, since=started) == 2 * MIB
     assert disk_bytes(tmp_path / "missing", since=started) == 0
+
+
+def test_open_files_without_a_name_are_disk_use_once(tmp_path: Path) -> None:
+    with tempfile.TemporaryFile(dir=tmp_path) as file, tempfile.TemporaryFile() as elsewhere:
+        for open_file in (file, elsewhere):
+            open_file.write(b"x" * MIB)
+            open_file.flush()
+            os.fsync(open_file.fileno())
+        again = os.dup(file.fileno())
+        assert nameless_disk_bytes([os.getpid()], [tmp_path]) == MIB
+        os.close(again)
+    assert nameless_disk_bytes([os.getpid()], [tmp_path]) == 0

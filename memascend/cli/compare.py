@@ -171,7 +171,9 @@ def show_warm_up(console: Console, out: Path) -> WarmUp:
     with Activity(console, "warm-up", lambda: news[0]):
         found = warm_up(log, hear)
     if found.problem:
-        console.print(f"warm-up failed: {found.problem}; log: {log}", style="yellow")
+        tail = compare_report.log_tail(log)
+        text = f"warm-up failed: {found.problem}\n{tail}"
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     return found
 
 
