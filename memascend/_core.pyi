@@ -238,7 +238,6 @@ class Store:
     @property
     def memory_alignment_bytes(self) -> int: ...
 
-
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 class ScanResult:

@@ -118,6 +118,7 @@ class TreeSampler:
                 pss_due = time.monotonic() + PSS_INTERVAL_S
             if now >= disk_due and self._folders:
                 used = sum(disk_bytes(folder, since=self._started_at) for folder in self._folders)
+                used += nameless_disk_bytes(pids, self._folders)
                 self.peaks.disk_bytes = max(self.peaks.disk_bytes, used)
                 disk_due = time.monotonic() + DISK_INTERVAL_S
             self._stopping.wait(self._interval_s)
@@ -195,6 +196,22 @@ def disk_bytes(folder: Path, *, since: float) -> int:
                 if entry.st_ctime >= since:
                     total += entry.st_blocks * _SECTOR_BYTES
     return total
+
+
+def nameless_disk_bytes(pids: Sequence[int], folders: Sequence[Path]) -> int:
+    """Gives the bytes of files without a name that the processes keep open in `folders`."""
+    below = tuple(f"{folder.resolve()}/" for folder in folders)
+    found: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if not os.readlink(descriptor).startswith(below):
+                        continue
+                    entry = descriptor.stat()
+                    if entry.st_nlink == 0:
+                        found[entry.st_dev, entry.st_ino] = entry.st_blocks * _SECTOR_BYTES
+    return sum(found.values())
 
 
 def _own_io() -> tuple[int, int] | None:

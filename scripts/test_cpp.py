@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Builds and runs the C++ tests: plain programs that exit 0 (pass), 1 (fail) or 77 (skipped).
 
-The first line of each tests/cpp/**/*_test.cpp names the sources it links: `// sources: csrc/a.cpp`.
+The first line of each tests/cpp/**/*_test.cpp names the sources it links: `// sources: csrc/a.cpp`,
+patterns such as csrc/nvme/*.cpp included.
 Objects are shared between tests and built again only when something they include has changed.
 """
 
@@ -49,6 +50,9 @@ def main() -> int:
         for path in Path("tests/cpp").rglob("*_test.cpp")
         if not args.filter or any(word in str(path) for word in args.filter)
     )
+    if not tests:
+        print("no such C++ tests")
+        return 1
     build = Path("build/cpp", args.san)
     compiler = os.environ.get("CXX", "g++")
     flags = [*FLAGS, *SANITIZERS[args.san]]
@@ -127,11 +131,13 @@ def named_sources(test: Path) -> list[Path]:
         first = file.readline().strip()
     if not first.startswith(HEADER):
         raise SystemExit(f"{test}: the first line has to be '{HEADER} csrc/...', got {first!r}")
-    sources = [Path(word) for word in first.removeprefix(HEADER).split()]
-    for source in sources:
-        if not source.is_file():
-            raise SystemExit(f"{test}: no such source: {source}")
-    return sources
+    sources: dict[Path, None] = {}
+    for pattern in first.removeprefix(HEADER).split():
+        found = sorted(Path().glob(pattern))
+        if not found:
+            raise SystemExit(f"{test}: no such source: {pattern}")
+        sources.update(dict.fromkeys(found))
+    return list(sources)
 
 
 def is_stale(target: Path) -> bool:

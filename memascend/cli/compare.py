@@ -103,9 +103,11 @@ def compare_command(args: argparse.Namespace) -> int:
     for text in compare_report.failures(report):
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     for name, reason in skipped.items():
-        console.print(f"{name} was left out: {reason}", style="yellow", markup=False)
+        text = f"{name} was left out: {reason}"
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(compare_report.table(report))
-    console.print(f"{args.out}/report.json, {args.out}/rss.png, logs beside them", highlight=False)
+    written = f"{args.out}/report.json, {args.out}/rss.png, logs beside them"
+    console.print(written, highlight=False, soft_wrap=True)
     return report.exit_status
 
 
@@ -169,7 +171,9 @@ def show_warm_up(console: Console, out: Path) -> WarmUp:
     with Activity(console, "warm-up", lambda: news[0]):
         found = warm_up(log, hear)
     if found.problem:
-        console.print(f"warm-up failed: {found.problem}; log: {log}", style="yellow")
+        tail = compare_report.log_tail(log)
+        text = f"warm-up failed: {found.problem}\n{tail}"
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     return found
 
 

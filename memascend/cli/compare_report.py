@@ -98,10 +98,14 @@ def failures(report: Report) -> list[str]:
     texts = []
     for run in report.runs:
         if run.problem:
-            lines = run.log.read_text(encoding="utf-8").splitlines() if run.log.exists() else []
-            tail = "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINE_COUNT:])
+            tail = log_tail(run.log)
             texts.append(f"{run.column.name} failed: {run.problem}\n{tail}\n  log: {run.log}")
     return texts
+
+
+def log_tail(log: Path) -> str:
+    """Gives the last lines of a log, marked as such."""
+    return "\n".join(f"  | {line}" for line in _lines(str(log))[-LOG_TAIL_LINE_COUNT:])
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -228,11 +228,24 @@ def _libaio() -> Check:
 
 def _free_space(path: Path) -> Check:
     free = shutil.disk_usage(path).free
-    found = f"{format_nbytes(free)} free on {path.resolve()}"
+    kind = _filesystem(path)
+    found = f"{format_nbytes(free)} free on {path.resolve()} ({kind})"
+    if kind in ("tmpfs", "ramfs"):
+        return Check("disk", "problem", f"{found}: this is memory", "choose a folder on an SSD")
     if free < FREE_BYTES_COMFORTABLE:
         fix = "plan for 18 bytes per parameter: weights, master weights, Adam's states, gradients"
         return Check("disk", "note", found, fix)
     return Check("disk", "ok", found)
+
+
+def _filesystem(path: Path) -> str:
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            if line.split()[2] == wanted:
+                return line.partition(" - ")[2].split()[0]
+    return "unknown file system"
 
 
 def _direct_io(path: Path) -> Check:
@@ -261,6 +274,45 @@ def _smallest_transfer(descriptor: int, page: mmap.mmap) -> int:
     return mmap.PAGESIZE
 
 
+def _trial(path: Path) -> Check:
+    """Writes, reads and compares through the engine that a training run would choose."""
+    name = "trial"
+    try:
+        from memascend import _core
+    except ImportError as error:
+        fix = "pip install --force-reinstall memascend, or make environment in a checkout"
+        return Check(name, "problem", f"the native core cannot be imported: {error}", fix)
+    with (
+        mmap.mmap(-1, TRIAL_BYTES) as source,
+        mmap.mmap(-1, TRIAL_BYTES) as target,
+        mmap.mmap(-1, TRIAL_BYTES) as bounce,
+    ):
+        source.write(os.urandom(TRIAL_BYTES))
+        try:
+            store = _core.Store(
+                directories=[str(path)],
+                bounce_address=_address(bounce),
+                bounce_nbytes=TRIAL_BYTES,
+                bounce_hold=None,
+            )
+            try:
+                for transfer, memory in ((store.write, source), (store.read, target)):
+                    transfer(key="trial", address=_address(memory), nbytes=TRIAL_BYTES).wait()
+                engine = f"{store.engine_name} ({store.engine_reason})"
+            finally:
+                store.close()
+        except OSError as error:
+            return Check(name, "problem", str(error), "see the checks above, or another --path")
+        if source[:] != target[:]:
+            found = f"{engine}: what was read differs from what was written"
+            return Check(name, "problem", found, "do not train on this drive")
+    return Check(name, "ok", f"{format_nbytes(TRIAL_BYTES)} written, read and compared by {engine}")
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 def _print_table(checks: list[Check]) -> None:
     table = Table(title="memascend doctor")
     for title in ("", "state", "found", "fix"):
@@ -269,7 +321,3 @@ def _print_table(checks: list[Check]) -> None:
         state = Text(check.state, style=_STYLES[check.state])
         table.add_row(check.name, state, Text(check.found), Text(check.fix))
     Console().print(table)
-
-
-def _trial(path: Path) -> Check:
-    return Check("trial", "problem", "not yet")
