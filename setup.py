@@ -1,7 +1,7 @@
 """Builds the native extension. Metadata lives in pyproject.toml.
 
-The extension links the C++ standard library and libc only: no torch, CUDA, liburing, libaio or libnuma, so one
-build serves every torch and nothing but a C++20 compiler is needed.
+The extension links the C++ standard library and libc only: no torch, CUDA, liburing, libaio or
+libnuma, so one build serves every torch and nothing but a C++20 compiler is needed.
 """
 
 import os

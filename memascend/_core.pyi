@@ -1,6 +1,6 @@
 """The whole surface of the native core; a test compares this file with dir(_core)."""
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 class ArenaReport:
     """What the kernel says was obtained; `notes` say what is missing and how to get it."""
@@ -133,10 +133,10 @@ class Pool:
     def classes(self) -> list[ClassStats]: ...
     def is_valid(self) -> bool: ...
 
-# --- nvme -------------------------------------------------------------------------------------------------------------
+# --- nvme ---------------------------------------------------------------------------------------
 
 class MemoryFaults:
-    """What goes wrong on the memory engine: probabilities per request, drawn by a seed. Tests only."""
+    """What goes wrong on the memory engine: probabilities per request, by a seed. Tests only."""
 
     def __init__(
         self,
@@ -168,8 +168,8 @@ class Ticket:
 class Store:
     """Named byte ranges on SSD. Thread-safe; belongs to the process that opened it.
 
-    `hold` is kept alive until the I/O on its memory is over. `capacity` (0: as nbytes) tells how many
-    bytes from `address` on may be used, so that an odd tail needs no bounce buffer.
+    `hold` is kept alive until the I/O on its memory is over. `capacity` (0: as nbytes) tells how
+    many bytes from `address` on may be used, so that an odd tail needs no bounce buffer.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Store:
         capacity: int = 0,
         hold: object | None = None,
     ) -> Ticket:
-        """Without `offset` the bytes become the whole key; with one they go into a key that is there."""
+        """Without `offset` the bytes become the whole key; with one they go into an existing key."""
     def read(
         self,
         *,
@@ -238,7 +238,7 @@ class Store:
     @property
     def memory_alignment_bytes(self) -> int: ...
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------
 
 class ScanResult:
     """What one pass over memory found; `sum_squares` is NaN unless asked for and all is finite."""

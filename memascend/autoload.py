@@ -1,8 +1,8 @@
 """Activation: a post-import hook, so that a training script need not change.
 
-`torch` calls install() through the `torch.backends` entry point while it is itself half imported, and
-`import memascend` calls it too. Standard library only; it must never break `import torch`, and it does
-nothing until DeepSpeed's config module is imported.
+`torch` calls install() through the `torch.backends` entry point while it is itself half imported,
+and `import memascend` calls it too. Standard library only; it must never break `import torch`, and
+it does nothing until DeepSpeed's config module is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _observe(module: types.ModuleType) -> None:
 
         observe(module)
     except Exception as error:
-        # Stock DeepSpeed must stay importable; the warning makes a block that stays unarmed visible.
+        # Stock DeepSpeed must stay importable; the warning makes a block that stays unarmed
+        # visible.
         warnings.warn(f"memascend could not hook into DeepSpeed: {error!r}", stacklevel=2)
 
 

@@ -125,7 +125,8 @@ def find_block(ds_config: object) -> Mapping[str, Any] | None:
             ) from error
     if not isinstance(block, Mapping):
         raise ConfigError(
-            f'"{BLOCK_KEY}" must be a JSON object such as {{}}, got {type(block).__name__}: {block!r}'
+            f'"{BLOCK_KEY}" must be a JSON object such as {{}}, got '
+            f"{type(block).__name__}: {block!r}"
         )
     return block
 

@@ -107,8 +107,8 @@ class ParameterPool:
 class ArenaSlots:
     """Slots as the parameter path takes them: classes appear with the shapes that arrive.
 
-    A model is partitioned tensor by tensor, so at first its shapes are not known. A size gets a class
-    of its own unless an existing one fits within MERGE_WASTE_MAX.
+    A model is partitioned tensor by tensor, so at first its shapes are not known. A size gets a
+    class of its own unless an existing one fits within MERGE_WASTE_MAX.
     """
 
     def __init__(self, pool: ParameterPool) -> None:

@@ -1,8 +1,8 @@
 """Runtime: the one place where memory, store, pool and kernels are wired together and owned.
 
-One runtime serves one model: its parameters and its optimizer share it. Nothing here is a singleton;
-two models in a process have two runtimes that know nothing of each other. Knows torch, never DeepSpeed:
-what stands in for a section that is switched off is given by the caller.
+One runtime serves one model: its parameters and its optimizer share it. Nothing here is a
+singleton; two models in a process have two runtimes that know nothing of each other. Knows torch,
+never DeepSpeed: what stands in for a section that is switched off is given by the caller.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Runtime:
         return "; ".join(parts)
 
     def close(self) -> None:
-        """Waits for transfers and gives the space on the drive back; memory follows its last view."""
+        """Waits for transfers and gives the drive's space back; memory follows its last view."""
         if self.store is not None:
             self.store.close()
 

@@ -1,4 +1,4 @@
-"""The interfaces between layers that pass tensors: memory, slots, transfers, events. No behaviour here.
+"""The interfaces between layers that pass tensors: memory, slots, transfers, events.
 
 A lower layer implements them, a higher one uses them, and neither imports the other for it.
 """

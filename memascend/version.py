@@ -1,3 +1,3 @@
-"""The version, as text, so that a build can read it without importing the package's dependencies."""
+"""The version as text, so that a build can read it without the package's dependencies."""
 
 __version__ = "0.1.0"

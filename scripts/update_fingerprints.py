@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes memascend/deepspeed/fingerprints.py from the installed DeepSpeed.
 
-Run it in an environment of each supported release (oldest first); what is known already is kept. Only do
-so after the parity tests pass on that release: the table says "these seams fit this code".
+Run it in an environment of each supported release (oldest first); what is known already is kept.
+Only do so after the parity tests pass on that release: the table says "these seams fit this code".
 """
 
 from __future__ import annotations

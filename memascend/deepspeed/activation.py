@@ -1,6 +1,7 @@
-"""From a DeepSpeed config with a block to a running attachment: refusals, wiring, the line in the log.
+"""From a DeepSpeed config with a block to a running attachment: refusals, wiring, log line.
 
-Everything that cannot work together is refused here, before a weight is loaded, with the keys involved.
+Everything that cannot work together is refused here, before a weight is loaded, with the keys
+involved.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def check_config(ds_config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage != 3:
         raise ConfigError(
-            f"memascend works with ZeRO stage 3, zero_optimization.stage is {stage!r}. Set it to 3, or "
-            'turn memascend off with "memascend": {"enabled": false}'
+            f"memascend works with ZeRO stage 3, zero_optimization.stage is {stage!r}. Set it to 3, "
+            'or turn memascend off with "memascend": {"enabled": false}'
         )
     offload_param = _section(zero, "offload_param")
     offload_optimizer = _section(zero, "offload_optimizer")
@@ -60,8 +61,8 @@ def check_config(ds_config: Mapping[str, Any]) -> None:
     if not on_drive:
         raise ConfigError(
             "memascend has nothing to do: neither zero_optimization.offload_param.device nor "
-            'zero_optimization.offload_optimizer.device is "nvme". Set at least one of them, or turn '
-            'memascend off with "memascend": {"enabled": false}'
+            'zero_optimization.offload_optimizer.device is "nvme". Set at least one of them, or '
+            'turn memascend off with "memascend": {"enabled": false}'
         )
     for name in on_drive:
         if not zero[name].get("nvme_path"):
@@ -79,7 +80,7 @@ def check_config(ds_config: Mapping[str, Any]) -> None:
     for key, is_set in refused.items():
         if is_set:
             raise ConfigError(
-                f"{key} cannot be combined with memascend: it replaces the same parts of DeepSpeed. "
+                f"{key} cannot be combined with memascend: both replace the same parts. "
                 f'Remove {key}, or turn memascend off with "memascend": {{"enabled": false}}'
             )
 
@@ -107,7 +108,7 @@ class Attachment:
         return serving(store=self.runtime.store, memory=self.runtime.memory, component=component)
 
     def staging_folder(self, nvme_path: str) -> str:
-        """A folder for DeepSpeed's optimizer files: this run's own when our store holds the data."""
+        """A folder for DeepSpeed's optimizer files; this run's own when our store has the data."""
         if self.runtime.store is None:
             return os.path.join(nvme_path, "zero_stage_3")
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
@@ -208,7 +209,7 @@ def _stock_aio_handle(ds_config: Mapping[str, Any]) -> Any:
 
 
 def _show_log_lines() -> None:
-    """Sends our log lines where DeepSpeed's go, unless the application has set up logging itself."""
+    """Sends our log lines where DeepSpeed's go, unless the application set up logging itself."""
     ours = logging.getLogger("memascend")
     if ours.handlers or logging.getLogger().handlers:
         return

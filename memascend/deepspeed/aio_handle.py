@@ -34,7 +34,7 @@ class AioHandle:
         self._settings = settings
         self._tickets: list[Ticket] = []
 
-    # -- transfers -----------------------------------------------------------------------------------------
+    # -- transfers -------------------------------------------------------------------------------
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
         """Starts reading a key into `buffer` from byte `file_offset` of the key; returns 0."""
@@ -43,7 +43,7 @@ class AioHandle:
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Starts writing `buffer` as a whole key, or into it from byte `file_offset` on; returns 0."""
+        """Starts writing `buffer` as a whole key, or into it from `file_offset` on; returns 0."""
         offset = file_offset if file_offset > 0 else None
         ticket = self._store.write(key=filename, source=buffer, offset_bytes=offset)
         self._tickets.append(ticket)
@@ -76,7 +76,7 @@ class AioHandle:
             raise first_error
         return len(tickets)
 
-    # -- memory --------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """A 1-D host tensor for transfers, exact in size; it goes back with its last view."""
@@ -90,7 +90,7 @@ class AioHandle:
         """Whether DeepSpeed may hand the tensor to a transfer without copying it first."""
         return self._memory.contains(tensor)
 
-    # -- settings ------------------------------------------------------------------------------------------
+    # -- settings --------------------------------------------------------------------------------
 
     def get_block_size(self) -> int:
         """The block size DeepSpeed's config asked for; the store cuts requests itself."""

@@ -1,7 +1,8 @@
 """Recognising upstream definitions: a hash of their tokens, comments and layout dropped.
 
-A seam is only safe over the definition it was written for. Comparing tokens instead of versions accepts
-every release in which that definition did not change, and refuses a changed one inside a known release.
+A seam is only safe over the definition it was written for. Comparing tokens instead of versions
+accepts every release in which that definition did not change, and refuses a changed one inside a
+known release.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def resolve(module: str, attribute: str) -> object:
 def fingerprint(module: str, attribute: str) -> str:
     """Gives 16 hex digits that change when the code of a function or class changes.
 
-    Works on the source text, because decorators may hide a function behind a wrapper that tells nothing
-    of it. A name that the module merely imported is followed to where it is defined.
+    Works on the source text, because decorators may hide a function behind a wrapper that tells
+    nothing of it. A name that the module merely imported is followed to where it is defined.
 
     Raises:
         ImportError: There is no such module.

@@ -1,7 +1,7 @@
 """Wraps the gather and partition calls of zero.Init around our parameter swapper.
 
-Two things happen here: slots of gathered parameters go back early, and a list larger than the pool is
-gathered in turns. Parameters of other swappers pass through to the stock functions untouched.
+Two things happen here: slots of gathered parameters go back early, and a list larger than the pool
+is gathered in turns. Parameters of other swappers pass through to the stock functions untouched.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
 def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
     """Replaces Init._partition_param: a modified parameter gets a slot to be partitioned into.
 
-    The first partitioning of a parameter too small for the drive makes a pinned tensor; it comes from
-    our arena.
+    The first partitioning of a parameter too small for the drive makes a pinned tensor; it comes
+    from our arena.
     """
 
     @functools.wraps(original)
@@ -67,7 +67,7 @@ def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
 def _in_turns(
     param: Parameter, gather: Callable[..., Any], swapper: ParameterSwapper
 ) -> Callable[..., Any]:
-    """The blocking gather. Parameters that are gathered already hold no host copy and are skipped."""
+    """The blocking gather; skips what is gathered already, which has no host copy."""
 
     def all_gather(
         param_list: Sequence[Parameter] | None = None, async_op: bool = False, hierarchy: int = 0

@@ -1,12 +1,12 @@
 """Puts the host buffers that DeepSpeed creates itself into our arenas, at their exact size.
 
-DeepSpeed writes `pin_memory(torch.zeros(n, device="cpu"))`: a pageable tensor, a pinned copy rounded up
-to a power of two, both alive at once. Inside HostBuffers the factory call itself returns arena memory;
-it is already page-locked, so the pin_memory call after it has nothing left to do.
+DeepSpeed writes `pin_memory(torch.zeros(n, device="cpu"))`: a pageable tensor, a pinned copy
+rounded up to a power of two, both alive at once. Inside HostBuffers the factory call itself returns
+arena memory; it is already page-locked, so the pin_memory call after it has nothing left to do.
 
 On the CPU accelerator "device" tensors are CPU tensors too. DeepSpeed names host memory by its own
-OffloadDeviceEnum (or by no device at all) and device memory by the accelerator's name, so the type of
-the argument tells them apart.
+OffloadDeviceEnum (or by no device at all) and device memory by the accelerator's name, so the type
+of the argument tells them apart.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class HostBuffers(TorchFunctionMode):
 
     @contextmanager
     def __call__(self, component: str) -> Iterator[None]:
+        """Enters the mode, charging what is allocated inside to `component`."""
         outer, self._component = self._component, component
         try:
             with self:
@@ -89,7 +90,7 @@ class HostBuffers(TorchFunctionMode):
 
 
 def _numel(arguments: tuple[Any, ...]) -> int:
-    """Elements asked for by positional sizes: zeros(3), zeros(3, 4) or zeros((3, 4)) when 1-D, else 0."""
+    """Elements asked for by one positional size, as DeepSpeed writes it; 0 for any other form."""
     if len(arguments) == 1 and isinstance(arguments[0], int):
         return arguments[0]
     return 0

@@ -1,8 +1,9 @@
 """Optimizer tensors between the store and the files that DeepSpeed's checkpoint code copies.
 
-DeepSpeed saves NVMe optimizer state by copying the swapper's folder. Our tensors have no files, so they
-are written there for the duration of a save, under stock's names and in stock's layout, and are read from
-there after a load. As in stock 0.19.8, a load restores the master weights; Adam's moments start anew.
+DeepSpeed saves NVMe optimizer state by copying the swapper's folder. Our tensors have no files, so
+they are written there for the duration of a save, under stock's names and in stock's layout, and
+are read from there after a load. As in stock 0.19.8, a load restores the master weights; Adam's
+moments start anew.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def import_files(swapper: Any, store: TensorStore) -> None:
         if store.contains(key=path) and nbytes != store.nbytes(key=path):
             raise OSError(
                 f"checkpoint file {path} has {nbytes} bytes, the optimizer needs "
-                f"{store.nbytes(key=path)}: it was saved with another model, sub_group_size or number of ranks"
+                f"{store.nbytes(key=path)}: it was saved with another model, sub_group_size or "
+                "number of ranks"
             )
         store.reserve(key=path, nbytes=nbytes)
         with open(path, "rb") as file:

@@ -1,8 +1,8 @@
 """DeepSpeed's optimizer swappers with their gradient gaps closed.
 
-Stock reads whatever gradient files exist over a reused buffer: a parameter without a gradient is then
-updated with the bytes of another tensor. Here every element of a sub-group that no gradient covers reads
-as zero, which is what CPU offload gives.
+Stock reads whatever gradient files exist over a reused buffer: a parameter without a gradient is
+then updated with the bytes of another tensor. Here every element of a sub-group that no gradient
+covers reads as zero, which is what CPU offload gives.
 """
 
 from __future__ import annotations

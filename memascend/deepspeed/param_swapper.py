@@ -1,9 +1,10 @@
 """DeepSpeed's parameter swapper surface over our parameter path.
 
-Keeps the contract of AsyncPartitionedParameterSwapper (0.19.x): `param.ds_tensor` is one object whose
-`.data` is re-pointed and whose `.status` follows PartitionedParamStatus. Unlike stock, a gathered
-parameter holds no host buffer: its slot goes back when the copy to the device has passed, so the pool
-does not grow with max_reuse_distance, and a list larger than the pool is served in turns.
+Keeps the contract of AsyncPartitionedParameterSwapper (0.19.x): `param.ds_tensor` is one object
+whose `.data` is re-pointed and whose `.status` follows PartitionedParamStatus. Unlike stock, a
+gathered parameter holds no host buffer: its slot goes back when the copy to the device has passed,
+so the pool does not grow with max_reuse_distance, and a list larger than the pool is served in
+turns.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ class ParameterSwapper:
         self._stream = stream
         self._swappable_bytes_min = max(SWAPPABLE_BYTES_MIN, swappable_bytes_min)
         self._by_key: dict[str, Parameter] = {}
-        # Gathered over a collective that may still read the slot; let go when it has been waited for.
+        # Gathered over a collective that may still read the slot; let go when it has been waited
+        # for.
         self._gathering: dict[str, Parameter] = {}
         # Same stand-in as stock: 0-dim, so that a use of absent data fails loudly.
         self.invalid_buffer = torch.tensor(1).half()
 
-    # -- surface of the stock swapper ----------------------------------------------------------------------
+    # -- surface of the stock swapper ------------------------------------------------------------
 
     def swappable_tensor(self, param: Parameter = None, numel: int | None = None) -> bool:
         """Whether a shard lives on the drive; exactly one of the arguments is given."""
@@ -64,7 +66,7 @@ class ParameterSwapper:
         return PREFETCH_COUNT_MAX
 
     def get_buffer(self, param: Parameter, numel: int) -> torch.Tensor:
-        """A slot for the first partitioning of a parameter; the caller fills it and swaps it out."""
+        """A slot for the first partitioning of a parameter; the caller fills and stores it."""
         key = self._key(param)
         self._stream.drop(key)
         return self._stream.stage(key, numel, param.dtype)
@@ -90,8 +92,8 @@ class ParameterSwapper:
     ) -> None:
         """Reads shards: all of them, or with `async_op` as many as may be read ahead.
 
-        A list may hold a parameter twice (a prefetch window spans forward and backward use), one that
-        is gathered already or one that is on its way.
+        A list may hold a parameter twice (a prefetch window spans forward and backward use), one
+        that is gathered already or one that is on its way.
         """
         if swap_in_buffers is not None:
             raise NotImplementedError(
@@ -154,7 +156,7 @@ class ParameterSwapper:
             self._stream.write_cast(key, source, param.dtype)
             self._mark_absent(param)
 
-    # -- what our gather and step hooks call ---------------------------------------------------------------
+    # -- what our gather and step hooks call -----------------------------------------------------
 
     def turns(self, params: Sequence[Parameter]) -> Iterator[list[Parameter]]:
         """Cuts a list of parameters into turns of at most TURN_BYTES of shards (one at least)."""
@@ -174,7 +176,8 @@ class ParameterSwapper:
         """Lets the slots of gathered parameters go, once nothing reads them any more.
 
         On a synchronous device a gather over one rank aliases the slot instead of copying it (stock
-        then computes with memory that another parameter overwrites); the alias is replaced by a copy.
+        then computes with memory that another parameter overwrites); the alias is replaced by a
+        copy.
         """
         synchronous = get_accelerator().is_synchronized_device()
         event: Event | None = None
@@ -213,7 +216,7 @@ class ParameterSwapper:
         for key in self._stream.staged_keys():
             self._let_go(self._by_key[key])
 
-    # -- inner ---------------------------------------------------------------------------------------------
+    # -- inner -----------------------------------------------------------------------------------
 
     def _key(self, param: Parameter) -> str:
         key = f"param.{param.ds_id}"

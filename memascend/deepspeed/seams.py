@@ -1,12 +1,12 @@
 """The only file that assigns to DeepSpeed: what is replaced, why, and by what.
 
 Nothing is replaced until a config with an active `memascend` block is seen; one wrapper around
-DeepSpeedConfig's constructor watches for that. Every replacement is a dispatcher, so models without a
-block keep running stock code after arming too.
+DeepSpeedConfig's constructor watches for that. Every replacement is a dispatcher, so models without
+a block keep running stock code after arming too.
 
-Each row has the fingerprint of the upstream definition it was written for (see fingerprint.py), and so
-has each definition that our subclasses override or rely on (`WATCHED`). A release is known by these, not
-by its version number.
+Each row has the fingerprint of the upstream definition it was written for (see fingerprint.py), and
+so has each definition that our subclasses override or rely on (`WATCHED`). A release is known by
+these, not by its version number.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
 _originals: dict[str, Any] = {}
 
 
-# -- watching for a block ----------------------------------------------------------------------------------
+# -- watching for a block ------------------------------------------------------------------------
 
 
 def observe(config_module: types.ModuleType) -> None:
@@ -195,7 +195,7 @@ def _notice(ds_config: Mapping[str, Any]) -> None:
     arm()
 
 
-# -- arming ------------------------------------------------------------------------------------------------
+# -- arming --------------------------------------------------------------------------------------
 
 
 def arm() -> None:
@@ -243,8 +243,8 @@ def _assign(seam: Seam, value: Any) -> None:
 def relied_on() -> list[tuple[str, str]]:
     """Module and name of every definition whose code must be known.
 
-    Of the optimizer class the methods that matter are in WATCHED one by one, and of AsyncIOBuilder only
-    the name is used.
+    Of the optimizer class the methods that matter are in WATCHED one by one, and of AsyncIOBuilder
+    only the name is used.
     """
     by_name_only = ("AsyncIOBuilder", "DeepSpeedZeroOptimizer_Stage3")
     seams = [(seam.module, seam.attribute) for seam in SEAMS if seam.attribute not in by_name_only]
@@ -276,7 +276,7 @@ def check_fingerprints() -> None:
         )
     if version not in fingerprints.VERSIONS:
         log.warning(
-            "DeepSpeed %s was not tested with memascend, but the code it relies on is the same as in "
+            "DeepSpeed %s was not tested with memascend, but what it relies on is the same as in "
             "%s",
             version,
             fingerprints.VERSIONS[-1],

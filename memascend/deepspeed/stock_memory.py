@@ -1,8 +1,9 @@
-"""Stock DeepSpeed's own memory and file I/O behind our interfaces, for sections that are switched off.
+"""Stock DeepSpeed's own memory and file I/O behind our interfaces, for sections that are off.
 
-With these an ablation is one config key: `allocator.enabled: false` stages in the accelerator's pinned
-memory, `direct_nvme.enabled: false` reads and writes a file per tensor through DeepSpeed's libaio engine.
-They keep stock's properties, power-of-two rounding and unchecked transfer results included.
+With these an ablation is one config key: `allocator.enabled: false` stages in the accelerator's
+pinned memory, `direct_nvme.enabled: false` reads and writes a file per tensor through DeepSpeed's
+libaio engine. They keep stock's properties, power-of-two rounding and unchecked transfer results
+included.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ class PinnedMemory:
     def tensor(
         self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
     ) -> torch.Tensor:
-        """A 1-D pinned tensor; `component` is not accounted for."""
-        pageable = (torch.zeros if zero else torch.empty)(numel, dtype=dtype)
-        tensor: torch.Tensor = get_accelerator().pin_memory(pageable)
-        address = tensor.data_ptr()
-        self._ranges[address] = address + tensor.nbytes
-        weakref.finalize(tensor.untyped_storage(), self._ranges.pop, address, None)
-        return tensor
+        """A 1-D pinned tensor, aligned to a page; `component` is not accounted for."""
+        nbytes = numel * dtype.itemsize
+        pageable = (torch.zeros if zero else torch.empty)(nbytes + _PAGE_BYTES, dtype=torch.uint8)
+        pinned: torch.Tensor = get_accelerator().pin_memory(pageable)
+        address = pinned.data_ptr()
+        self._ranges[address] = address + pinned.nbytes
+        weakref.finalize(pinned.untyped_storage(), self._ranges.pop, address, None)
+        skipped = _rounded(address) - address  # torch aligns to 64 bytes on CPU, to pages on CUDA
+        return pinned[skipped : skipped + nbytes].view(dtype)
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in memory that came from here."""
@@ -53,7 +56,7 @@ class LockedMemory:
     def tensor(
         self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
     ) -> torch.Tensor:
-        """A 1-D locked tensor; the handle's process-wide registry keeps it until the process ends."""
+        """A 1-D locked tensor; the handle's registry keeps it until the process ends."""
         locked: torch.Tensor = self._handle.new_cpu_locked_tensor(
             numel, torch.empty(0, dtype=dtype)
         )
@@ -152,7 +155,7 @@ class AioFileStore:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def read(self, *, key: str, target: torch.Tensor, hold: object | None = None) -> AioFileTicket:
-        """Starts filling `target`; memory that the engine does not know is filled before returning."""
+        """Starts filling `target`; memory the engine does not know is filled before returning."""
         padded = _padded(target)
         if padded is None or not self._handle.is_pinned(target):
             bounce = self._handle.new_cpu_locked_tensor(

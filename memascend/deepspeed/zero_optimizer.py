@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3 optimizer with its host buffers, its swapper and its overflow check replaced.
 
-Overrides small hook methods only; the step itself is upstream's. An instance exists only for a config
-with an active block: without one, constructing this class gives a stock optimizer.
+Overrides small hook methods only; the step itself is upstream's. An instance exists only for a
+config with an active block: without one, constructing this class gives a stock optimizer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._attachment: Attachment | None = None
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
-    # -- wiring --------------------------------------------------------------------------------------------
+    # -- wiring ----------------------------------------------------------------------------------
 
     @property
     def attachment(self) -> Attachment:
@@ -66,14 +66,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     @property
     def _param_swapper(self) -> ParameterSwapper | None:
-        """Our parameter swapper, or None when parameters are not on the drive or the stock one serves."""
+        """Ours, or None when parameters are not on the drive or the stock swapper serves."""
         first = next((param for group in self.fp16_groups for param in group), None)
         return None if first is None else swapper_of(first)
 
     def _host_buffers(self, component: str) -> AbstractContextManager[None]:
         return self.attachment.host_buffers(component)
 
-    # -- construction --------------------------------------------------------------------------------------
+    # -- construction ----------------------------------------------------------------------------
 
     def _configure_offloading(
         self, offload_optimizer_config: Any, offload_param_config: Any
@@ -128,7 +128,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         with self._host_buffers("optimizer initialization"):
             super().initialize_optimizer_states()
 
-    # -- a step --------------------------------------------------------------------------------------------
+    # -- a step ----------------------------------------------------------------------------------
 
     def _pre_step(self) -> None:
         super()._pre_step()
@@ -143,7 +143,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """One pass instead of isinf and isnan over the whole flat gradient buffer.
 
-        The verdict of that pass stands in for the buffer while upstream combines the ranks' verdicts.
+        The verdict of that pass stands in for the buffer while upstream combines the ranks'
+        verdicts.
         """
         check = self.attachment.runtime.overflow_check
         gradients = self.grad_partitions_flat_buffer
@@ -161,7 +162,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         if swapper is not None:
             swapper.synchronize_writes()
 
-    # -- checkpoints ---------------------------------------------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------
 
     def checkpoint_event_prologue(self) -> None:
         """Upstream copies `swap_folder`; give it the store's optimizer tensors as files there."""

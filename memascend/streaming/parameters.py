@@ -1,11 +1,11 @@
-"""The parameter path between drive and host: a shard is staged in a pool slot, read or written, let go.
+"""The parameter path between drive and host: a shard is staged in a slot, moved, let go.
 
-Knows torch, the pool and the store; never DeepSpeed. A shard holds a slot only while it travels: the
-slot goes back as soon as the copy to the device has passed (an event says so where copies are
+Knows torch, the pool and the store; never DeepSpeed. A shard holds a slot only while it travels:
+the slot goes back as soon as the copy to the device has passed (an event says so where copies are
 asynchronous), not when the device copy is released. One thread at a time may call.
 
-Who may still touch a slot is settled below this file: the slot is free again only when the lease was
-released and the store has reaped every transfer on it.
+Who may still touch a slot is settled below this file: the slot is free again only when the lease
+was released and the store has reaped every transfer on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from memascend.tensors import Event, Lease, SlotPool, TensorIO, Ticket
 
 #: Read ahead at least this much, so that small models are not read tensor by tensor.
 PREFETCH_BYTES_MIN = 32 << 20
-#: Casts of updated parameters that may wait for the drive; bounds the slots that writing back takes.
+#: Casts of updated parameters that may wait for the drive; bounds the slots that writing back
+#: takes.
 WRITE_BACK_COUNT_MAX = 4
 
 
@@ -49,7 +50,7 @@ class ParameterStream:
         self._writes: deque[Ticket] = deque()
         self._nbytes_of: dict[str, int] = {}
 
-    # -- what is where -------------------------------------------------------------------------------------
+    # -- what is where ---------------------------------------------------------------------------
 
     def is_staged(self, key: str) -> bool:
         """Whether the key holds a slot (its contents may still be on the way)."""
@@ -63,7 +64,7 @@ class ParameterStream:
         """Keys that hold a slot now."""
         return tuple(self._staged)
 
-    # -- drive -> host -------------------------------------------------------------------------------------
+    # -- drive -> host ---------------------------------------------------------------------------
 
     def read(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Starts reading a key into a slot; the view is filled once `wait_reads` has returned."""
@@ -110,7 +111,7 @@ class ParameterStream:
             room_bytes -= nbytes
             yield key
 
-    # -- host -> drive -------------------------------------------------------------------------------------
+    # -- host -> drive ---------------------------------------------------------------------------
 
     def stage(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Gives a slot to be filled by the caller and then stored with `write`."""
@@ -151,7 +152,7 @@ class ParameterStream:
         if first_error is not None:
             raise first_error
 
-    # -- letting go ----------------------------------------------------------------------------------------
+    # -- letting go ------------------------------------------------------------------------------
 
     def drop(self, key: str, event: Event | None = None) -> None:
         """Lets a key go: at once, or once `event` has passed. Unknown keys are ignored."""
@@ -166,7 +167,7 @@ class ParameterStream:
         else:
             self._retired.append((event, staged))
 
-    # -- slots ---------------------------------------------------------------------------------------------
+    # -- slots -----------------------------------------------------------------------------------
 
     def _stage(self, key: str, numel: int, dtype: torch.dtype) -> Staged:
         if key in self._staged:
@@ -195,7 +196,7 @@ class ParameterStream:
             self._writes.popleft().wait()
 
     def _wait_for_one(self, nbytes: int) -> bool:
-        """Waits for the oldest copy or write that holds a slot of this size; False when there is none."""
+        """Waits for the oldest copy or write that holds such a slot; False when there is none."""
         if any(nbytes <= staged.lease.slot_bytes < 2 * nbytes for _, staged in self._retired):
             event, staged = self._retired.popleft()
             event.synchronize()
@@ -213,7 +214,7 @@ class ParameterStream:
 
 
 def derive_prefetch_bytes(sizes: Iterable[int]) -> int:
-    """Two of the largest tensor that occurs at least three times: the layers', not the embedding's."""
+    """Two of the largest tensor that occurs three times: the layers', not the embedding's."""
     counts = Counter(sizes)
     repeated = [nbytes for nbytes, count in counts.items() if count >= 3]
     return max(PREFETCH_BYTES_MIN, 2 * max(repeated, default=0))
