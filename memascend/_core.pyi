@@ -200,7 +200,7 @@ class Store:
         capacity: int = 0,
         hold: object | None = None,
     ) -> Ticket:
-        """Without `offset` the bytes become the whole key; with one they go into an existing key."""
+        """Without `offset` the bytes become the whole key; with one they go into a known key."""
     def read(
         self,
         *,

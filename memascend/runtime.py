@@ -58,12 +58,23 @@ class Runtime:
         self.memory: HostMemory = memory
         if config.direct_nvme.enabled:
             self.store = _make_store(config, directory, memory)
-        io = self.store or substitutes.store
-        if io is None:
-            raise AssertionError("direct_nvme is off and nothing was given instead")
-        self.io: TensorIO = io
-        self.pool: SlotPool = substitutes.pool or _make_pool(self.arena)
+        self._io = self.store or substitutes.store
+        self._pool = substitutes.pool or _make_pool(self.arena)
         self.overflow_check = _make_overflow_check(config)
+
+    @property
+    def io(self) -> TensorIO:
+        """What reads and writes parameters."""
+        if self._io is None:
+            raise AssertionError("direct_nvme is off and nothing was given instead")
+        return self._io
+
+    @property
+    def pool(self) -> SlotPool:
+        """Where parameters are staged."""
+        if self._pool is None:
+            raise AssertionError("the allocator is off and no pool was given instead")
+        return self._pool
 
     def describe(self) -> str:
         """One line for the log: what was really obtained."""
@@ -86,9 +97,9 @@ class Runtime:
             self.store.close()
 
 
-def _make_pool(arena: HostAllocator | None) -> SlotPool:
+def _make_pool(arena: HostAllocator | None) -> SlotPool | None:
     if arena is None:
-        raise AssertionError("a pool of arena slots needs the allocator")
+        return None
     return ArenaSlots(ParameterPool(allocator=arena, component="parameter pool"))
 
 

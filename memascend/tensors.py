@@ -5,7 +5,7 @@ A lower layer implements them, a higher one uses them, and neither imports the o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,9 @@ class Ticket(Protocol):
 
 class Event(Protocol):
     """What a device stream offers: something recorded behind a copy."""
+
+    def record(self) -> None:
+        """Places the event behind everything issued on the current stream."""
 
     def query(self) -> bool:
         """Whether everything before the event has finished."""
@@ -66,15 +69,12 @@ class SlotPool(Protocol):
     def grow(self, nbytes: int) -> None:
         """Adds a slot to the class for `nbytes`, making the class when it is new."""
 
-    def view(self, lease: Lease, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, lease: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The first `numel` elements of the slot; the tensor keeps the lease alive."""
 
 
 class TensorIO(Protocol):
     """Reads and writes tensors by key."""
-
-    def reserve(self, *, key: str, nbytes: int) -> None:
-        """Finds the space for a key."""
 
     def read(self, *, key: str, target: torch.Tensor, hold: object | None = None) -> Ticket:
         """Starts filling `target`."""

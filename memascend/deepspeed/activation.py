@@ -45,8 +45,8 @@ def check_config(ds_config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage != 3:
         raise ConfigError(
-            f"memascend works with ZeRO stage 3, zero_optimization.stage is {stage!r}. Set it to 3, "
-            'or turn memascend off with "memascend": {"enabled": false}'
+            f"memascend works with ZeRO stage 3, zero_optimization.stage is {stage!r}. Set it "
+            'to 3, or turn memascend off with "memascend": {"enabled": false}'
         )
     offload_param = _section(zero, "offload_param")
     offload_optimizer = _section(zero, "offload_optimizer")
@@ -143,10 +143,12 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
 
 def _pci_address() -> str | None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    if any(part is None for part in parts):
-        return None  # torch before 2.8 does not tell
-    return "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    if not hasattr(properties, "pci_bus_id"):
+        return None  # an older torch does not tell
+    domain, bus, device = (
+        int(getattr(properties, f"pci_{name}_id")) for name in ("domain", "bus", "device")
+    )
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _wants_pinning(ds_config: Mapping[str, Any]) -> bool:
@@ -165,30 +167,12 @@ def _substitutes(
         pool = TensorSlotPool(memory, "parameter pool") if memory is not None else None
         return Substitutes(memory=memory, pool=pool)
     if not config.buffer_pool.enabled:
-        return Substitutes(memory=memory, store=_NoStore(), pool=_NoPool())
+        return Substitutes(memory=memory)  # stock swappers do it all
     handle = _stock_aio_handle(ds_config)
     folder = tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=directory)
     # DeepSpeed's engine copies through a buffer of its own unless it allocated the memory itself.
     pool = TensorSlotPool(LockedMemory(handle), "parameter pool")
     return Substitutes(memory=memory, store=AioFileStore(handle, folder), pool=pool)
-
-
-class _NoStore:
-    """Stands where nothing of ours reads or writes: stock swappers do it all."""
-
-    def reserve(self, *, key: str, nbytes: int) -> None:
-        raise AssertionError("no store: buffer_pool and direct_nvme are off")
-
-    read = write = reserve  # type: ignore[assignment]
-
-
-class _NoPool:
-    """Stands where nothing of ours is staged."""
-
-    def acquire(self, nbytes: int) -> None:
-        raise AssertionError("no pool: buffer_pool is off")
-
-    grow = view = acquire  # type: ignore[assignment]
 
 
 def _stock_aio_handle(ds_config: Mapping[str, Any]) -> Any:

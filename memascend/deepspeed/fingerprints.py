@@ -66,4 +66,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "c4110444d4723ab4",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step": ("15e41120d6f0dbf5",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": (
+        "ad50fee2989d8d54",
+    ),
 }

@@ -30,7 +30,7 @@ def export_files(swapper: Any, store: TensorStore) -> None:
         with open(path, "wb") as file:
             for offset, piece in _pieces(buffer, store.nbytes(key=path)):
                 store.read(key=path, target=piece, offset_bytes=offset).wait()
-                file.write(piece.numpy())
+                file.write(piece.numpy().data)
 
 
 def import_files(swapper: Any, store: TensorStore) -> None:
@@ -53,7 +53,7 @@ def import_files(swapper: Any, store: TensorStore) -> None:
         store.reserve(key=path, nbytes=nbytes)
         with open(path, "rb") as file:
             for offset, piece in _pieces(buffer, nbytes):
-                if file.readinto(memoryview(piece.numpy())) != piece.numel():
+                if file.readinto(piece.numpy().data) != piece.numel():
                     raise OSError(f"checkpoint file {path} ended at byte {offset}")
                 store.write(key=path, source=piece, offset_bytes=offset).wait()
     remove_files(swapper)

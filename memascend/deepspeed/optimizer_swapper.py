@@ -1,21 +1,26 @@
-"""DeepSpeed's optimizer swappers with their gradient gaps closed.
+"""DeepSpeed's optimizer swappers with every gradient element defined, as under CPU offload.
 
-Stock reads whatever gradient files exist over a reused buffer: a parameter without a gradient is
-then updated with the bytes of another tensor. Here every element of a sub-group that no gradient
-covers reads as zero, which is what CPU offload gives.
+CPU offload keeps one fp32 gradient buffer: an element that got no gradient for a step still holds
+what the last step left there, zero at first. Stock's NVMe swappers read whatever gradient files
+exist over a reused buffer instead: a parameter without a gradient is updated with the bytes of
+another tensor. Here each sub-group remembers what covers it (see GradientMemory), and what was
+never covered reads as zero.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 
+Run = tuple[int, int]  # offset and length in elements
 
-def gradient_gaps(covered: list[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Gives (offset, length) of the elements of [0, numel) that no (offset, length) covers."""
+
+def gradient_gaps(covered: list[Run], numel: int) -> list[Run]:
+    """Gives the runs of [0, numel) that no covered run touches."""
     gaps = []
     end = 0
     for offset, length in sorted(covered):
@@ -27,74 +32,140 @@ def gradient_gaps(covered: list[tuple[int, int]], numel: int) -> list[tuple[int,
     return gaps
 
 
-def fill_gradient_gaps(swap_info: Any) -> None:
-    """Registers a zero gradient for each gap; one zero element stands for the whole gap."""
-    gaps = _gaps_of(swap_info)
-    for offset in [offset for offset, tensor in gaps.items() if not tensor.is_contiguous()]:
-        del gaps[offset], swap_info.unswapped_gradients[offset]
-    swapped = [(grad.offset, grad.length) for grad in swap_info.swapped_gradients.values()]
-    kept = [(offset, tensor.numel()) for offset, tensor in swap_info.unswapped_gradients.items()]
-    for offset, length in gradient_gaps(swapped + kept, swap_info.numel()):
-        gaps[offset] = swap_info.unswapped_gradients[offset] = torch.zeros(1).expand(length)
+@dataclass
+class GradientMemory:
+    """What a sub-group knows of its gradients beyond upstream's own bookkeeping; keys are offsets.
+
+    Attributes:
+        factors: For gradients in the store, what later steps multiplied them by. They are stored as
+            they arrived, so these are applied after each read.
+        small: Gradients too small for the store as the last step left them; upstream forgets them.
+        gaps: Where no gradient ever arrived: one zero element that stands for the whole run.
+    """
+
+    factors: dict[int, list[Any]] = field(default_factory=dict)
+    small: dict[int, torch.Tensor] = field(default_factory=dict)
+    gaps: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def complete(self, swap_info: Any) -> None:
+        """Registers a gradient for every element of the sub-group with upstream."""
+        kept = swap_info.unswapped_gradients
+        for offset in self.gaps:
+            kept.pop(offset, None)
+        self.gaps.clear()
+        for offset, tensor in self.small.items():
+            kept.setdefault(offset, tensor)
+        swapped = [(grad.offset, grad.length) for grad in swap_info.swapped_gradients.values()]
+        covered = swapped + [(offset, tensor.numel()) for offset, tensor in kept.items()]
+        for offset, length in gradient_gaps(covered, swap_info.numel()):
+            self.gaps[offset] = kept[offset] = torch.zeros(1).expand(length)
+
+    def forget(self, swap_info: Any, arriving: list[Run]) -> None:
+        """Makes way for gradients that are about to arrive."""
+        for known in (self.gaps, self.small):
+            for offset, tensor in list(known.items()):
+                if _overlaps((offset, tensor.numel()), arriving):
+                    del known[offset]
+                    swap_info.unswapped_gradients.pop(offset, None)
+        for offset in list(self.factors):
+            if _overlaps((offset, 1), arriving):
+                del self.factors[offset]
+
+    def apply_factors(self, swap_info: Any, gradient: torch.Tensor) -> None:
+        """Brings gradients read from the store to where the last step left them."""
+        for offset, factors in self.factors.items():
+            run = gradient.narrow(0, offset, swap_info.swapped_gradients[offset].length)
+            for factor in factors:
+                run.mul_(factor)
+
+    def note_factor(self, swap_info: Any, factor: Any) -> None:
+        """Remembers that a step multiplies the whole gradient."""
+        if factor != 1.0:
+            for offset in swap_info.swapped_gradients:
+                self.factors.setdefault(offset, []).append(factor)
+
+    def keep_small(self, swap_info: Any, gradient: torch.Tensor | None) -> None:
+        """Keeps the small gradients of a finished step, in memory reused from step to step."""
+        for offset, tensor in swap_info.unswapped_gradients.items():
+            if offset in self.gaps or gradient is None:
+                continue
+            if offset not in self.small:
+                self.small[offset] = torch.empty(tensor.numel(), dtype=gradient.dtype)
+            self.small[offset].copy_(gradient.narrow(0, offset, tensor.numel()))
 
 
-def _gaps_of(swap_info: Any) -> dict[int, torch.Tensor]:
-    """The gap gradients registered and still there; upstream forgets them after each step."""
-    gaps: dict[int, torch.Tensor] = getattr(swap_info, "memascend_gaps", {})
-    kept = swap_info.unswapped_gradients
-    swap_info.memascend_gaps = {o: t for o, t in gaps.items() if kept.get(o) is t}
-    return swap_info.memascend_gaps  # type: ignore[no-any-return]
+def _overlaps(run: Run, others: list[Run]) -> bool:
+    begin, end = run[0], run[0] + run[1]
+    return any(begin < offset + length and offset < end for offset, length in others)
 
 
-def _forget_gaps(swap_info: Any, arriving: list[tuple[int, int]]) -> None:
-    """Removes gap gradients that real ones are about to cover, in whole or in part."""
-    gaps = _gaps_of(swap_info)
-    for offset, tensor in list(gaps.items()):
-        end = offset + tensor.numel()
-        if any(offset < start + length and start < end for start, length in arriving):
-            del gaps[offset], swap_info.unswapped_gradients[offset]
-
-
-class _GaplessGradients:
+class _CompleteGradients:
     """Mixin over DeepSpeed's OptimizerSwapper."""
 
     swap_params_info: dict[str, Any]
+
+    def _memory(self, swap_info: Any) -> GradientMemory:
+        if not hasattr(swap_info, "memascend_gradients"):
+            swap_info.memascend_gradients = GradientMemory()
+        memory: GradientMemory = swap_info.memascend_gradients
+        return memory
 
     def swap_in_optimizer_state(self, parameter: Any, async_parameter: Any = None) -> None:
         """As upstream, with every gradient element defined."""
         for wanted in (parameter, async_parameter):
             swap_info = self.swap_params_info.get(wanted.ds_id) if wanted is not None else None
             if swap_info is not None:
-                fill_gradient_gaps(swap_info)
+                self._memory(swap_info).complete(swap_info)
         super().swap_in_optimizer_state(parameter, async_parameter)  # type: ignore[misc]
+        swap_info = self.swap_params_info.get(parameter.ds_id)
+        if swap_info is not None and parameter.grad is not None:
+            self._memory(swap_info).apply_factors(swap_info, parameter.grad)
 
     def swap_out_gradients(
         self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]
     ) -> None:
-        """As upstream; real gradients take the place of gaps."""
+        """As upstream; what arrives takes the place of what is remembered."""
         swap_info = self.swap_params_info.get(parameter.ds_id)
         if swap_info is not None:
             lengths = [tensor.numel() for tensor in gradient_tensors]
-            _forget_gaps(swap_info, list(zip(gradient_offsets, lengths, strict=True)))
-        super().swap_out_gradients(parameter, gradient_offsets, gradient_tensors)  # type: ignore[misc]
+            arriving = list(zip(gradient_offsets, lengths, strict=True))
+            self._memory(swap_info).forget(swap_info, arriving)
+        super().swap_out_gradients(  # type: ignore[misc]
+            parameter, gradient_offsets, gradient_tensors
+        )
+
+    def note_gradient_factor(self, parameter: Any, factor: Any) -> None:
+        """To be called when a step multiplies a sub-group's gradient by `factor`."""
+        swap_info = self.swap_params_info.get(parameter.ds_id)
+        if swap_info is not None:
+            self._memory(swap_info).note_factor(swap_info, factor)
+
+    def swap_out_optimizer_state(self, parameter: Any, async_swap: bool = False) -> None:
+        """As upstream; small gradients outlive the step."""
+        swap_info = self.swap_params_info.get(parameter.ds_id)
+        if swap_info is not None:
+            self._memory(swap_info).keep_small(swap_info, parameter.grad)
+        super().swap_out_optimizer_state(parameter, async_swap)  # type: ignore[misc]
 
     def _writeback_gradients(self, swap_info: Any, parameter: Any, aio_handle: Any) -> None:
-        """As upstream; a gap that is written to becomes a real tensor first."""
-        gaps = _gaps_of(swap_info)
-        for offset, tensor in gaps.items():
-            gaps[offset] = swap_info.unswapped_gradients[offset] = tensor.contiguous()
+        """As upstream; gaps become real tensors, and factors are in what is written."""
+        memory = self._memory(swap_info)
+        for offset, tensor in memory.gaps.items():
+            swap_info.unswapped_gradients[offset] = memory.small[offset] = tensor.contiguous()
+        memory.gaps.clear()
+        memory.factors.clear()
         super()._writeback_gradients(swap_info, parameter, aio_handle)  # type: ignore[misc]
 
 
-class SequentialSwapper(_GaplessGradients, PartitionedOptimizerSwapper):  # type: ignore[misc]
+class SequentialSwapper(_CompleteGradients, PartitionedOptimizerSwapper):  # type: ignore[misc]
     """One sub-group at a time."""
 
 
-class PipelinedSwapper(_GaplessGradients, PipelinedOptimizerSwapper):  # type: ignore[misc]
+class PipelinedSwapper(_CompleteGradients, PipelinedOptimizerSwapper):  # type: ignore[misc]
     """Reads of the next and writes of the previous sub-group overlap the step."""
 
 
-#: Buffers per sub-group in flight: the master weights, each state tensor, the gradient.
+#: State tensors per parameter; others have two, as Adam.
 _STATE_COUNTS = {"Adagrad": 1, "Lion": 1, "SGD": 1}
 _STATE_COUNT_DEFAULT = 2
 #: The pipeline holds one sub-group being read, one being stepped and one being written.
@@ -102,7 +173,10 @@ _PIPELINE_DEPTH = 3
 
 
 def buffers_needed(optimizer: Any, *, pipelined: bool) -> int:
-    """How many buffers of a whole sub-group DeepSpeed's swapper takes for an optimizer."""
+    """How many buffers of a whole sub-group DeepSpeed's swapper takes for an optimizer.
+
+    They hold the master weights, each state tensor and the gradient.
+    """
     name = type(optimizer).__name__
     states = next(
         (count for known, count in _STATE_COUNTS.items() if known in name), _STATE_COUNT_DEFAULT

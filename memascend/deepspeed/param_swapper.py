@@ -18,7 +18,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.activation import Attachment
-from memascend.streaming.parameters import Event, ParameterStream
+from memascend.streaming.parameters import ParameterStream
+from memascend.tensors import Event
 
 #: A shard below this stays in host memory for good, as in stock DeepSpeed (MIN_AIO_BYTES).
 SWAPPABLE_BYTES_MIN = 1 << 20
@@ -188,7 +189,7 @@ class ParameterSwapper:
             if not synchronous:
                 if event is None:
                     event = get_accelerator().Event()
-                    event.record()  # type: ignore[attr-defined]
+                    event.record()
                 self._let_go(param, event)
             elif _shares_memory(param.data, self._stream.staged_tensor(key)):
                 param.data = param.data.clone()

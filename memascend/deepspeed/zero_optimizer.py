@@ -29,6 +29,13 @@ from memascend.deepspeed.param_swapper import ParameterSwapper
 class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
 
+    # Upstream's attributes that are assigned to below.
+    offload_optimizer_fast_init: bool
+    optimizer_swapper: Any
+    grad_partitions_flat_buffer: torch.Tensor | None
+    param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
+    _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
+
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
         """Gives a stock optimizer when the config holds no active block."""
         ds_config = keywords.get("ds_config", arguments[4] if len(arguments) > 4 else None)
@@ -157,6 +164,17 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         finally:
             self.grad_partitions_flat_buffer = gradients
 
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        """As upstream; the swapper learns the factor, for gradients that outlive the step."""
+        super().unscale_and_clip_grads(sub_group_id, total_norm)
+        if self._swappable_optimizer_subgroup(sub_group_id):
+            scale = self.loss_scale
+            if self.clip_grad > 0.0:
+                clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
+                scale = torch.clamp(clip, min=1.0) * self.loss_scale
+            parameter = self.fp32_partitioned_groups_flat[sub_group_id]
+            self.optimizer_swapper.note_gradient_factor(parameter, 1.0 / scale)
+
     def _finish_writes(self) -> None:
         swapper = self._param_swapper
         if swapper is not None:
@@ -194,7 +212,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.param_groups_fp16_flat_cpu_memory = []
         for partition in self.fp32_partitioned_groups_flat:
             partition.grad = None
-        swapper, self.optimizer_swapper = self.optimizer_swapper, None
+        swapper: Any = self.optimizer_swapper
+        self.optimizer_swapper = None
         store = self.attachment.runtime.store
         if swapper is not None and store is not None:
             swapper.swap_buffer_manager.all_buffers = []
