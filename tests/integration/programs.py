@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,13 @@ def run(
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def losses(output: str) -> list[str]:

@@ -15,6 +15,7 @@ from .programs import (
     FINETUNE,
     armed_lines,
     deepspeed_config,
+    free_port,
     losses,
     needs_entry_point,
     run,
@@ -24,12 +25,22 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, needs_entry_point]
 
 TRAINER = Path(__file__).with_name("trainer_program.py")
 STOCK = {"MEMASCEND_DISABLE": "1"}
-LAUNCHERS = {
-    "python": [],
-    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "1"],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"],
-}
+LAUNCHERS = ("python", "deepspeed", "torchrun", "accelerate")
+
+
+def launched_by(launcher: str) -> list[str]:
+    """What comes between the interpreter and the script."""
+    return {
+        "python": [],
+        # Its default port is the same for every job of a machine.
+        "deepspeed": [
+            *("-m", "deepspeed.launcher.runner"),
+            *("--num_gpus", "1", "--master_port", str(free_port())),
+        ],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+        "trainer": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"],
+        "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"],
+    }[launcher]
 
 
 def finetune(
@@ -47,7 +58,7 @@ def finetune(
     config.write_text(json.dumps(deepspeed_config(drive, device=device, block=block)))
     script = [str(FINETUNE), "--model", "qwen2.5-tiny", "--steps", "2", "--seq-len", "32"]
     done = run(
-        [*LAUNCHERS[launcher], *script, "--deepspeed_config", str(config)],
+        [*launched_by(launcher), *script, "--deepspeed_config", str(config)],
         cwd=folder,
         environment=environment,
     )
@@ -121,7 +132,7 @@ def train_with_trainer(
     path = folder / f"trainer-{device}.json"
     path.write_text(json.dumps(config))
     done = run(
-        [str(TRAINER), str(path), str(folder / "output")],
+        [*launched_by("trainer"), str(TRAINER), str(path), str(folder / "output")],
         cwd=folder,
         environment=STOCK if disable else None,
     )
