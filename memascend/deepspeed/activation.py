@@ -97,8 +97,8 @@ class Attachment:
         self.runtime = runtime
         self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
 
-    def host_buffers(self, component: str) -> AbstractContextManager[None]:
-        """Inside, host buffers that DeepSpeed creates come from the arena."""
+    def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
+        """Inside, host buffers that DeepSpeed creates come from the arena; not with None."""
         return nullcontext() if self._host_buffers is None else self._host_buffers(component)
 
     def serving_aio(self, component: str) -> AbstractContextManager[None]:
