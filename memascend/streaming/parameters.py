@@ -160,12 +160,14 @@ class ParameterStream:
         if staged is None:
             return
         in_flight = self._reading.pop(key, None)
-        if in_flight is not None and in_flight.read is not None:
-            in_flight.read.wait()
-        if event is None:
-            staged.lease.release()
-        else:
-            self._retired.append((event, staged))
+        try:
+            if in_flight is not None and in_flight.read is not None:
+                in_flight.read.wait()
+        finally:
+            if event is None:
+                staged.lease.release()
+            else:
+                self._retired.append((event, staged))
 
     # -- slots -----------------------------------------------------------------------------------
 

@@ -1,0 +1,96 @@
+"""Starts training programs as a user would: a launcher, a script, a DeepSpeed JSON.
+
+Nothing here imports memascend into the started program: what activates it is the `torch.backends`
+entry point of the installed distribution, or nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FINETUNE = REPOSITORY / "scripts" / "finetune.py"
+ARMED_LINE = re.compile(r"\bmemascend\b.*\barmed\b")
+TIMEOUT_S = 400.0  # the first run on a machine compiles DeepSpeed's ops
+
+
+def has_entry_point() -> bool:
+    """Whether `import torch` in this environment calls memascend.autoload.install by itself."""
+    installed = importlib.metadata.entry_points(group="torch.backends")
+    return any(point.value == "memascend.autoload:install" for point in installed)
+
+
+needs_entry_point = pytest.mark.skipif(
+    not has_entry_point(),
+    reason='the installed distribution "memascend" has no torch.backends entry point here',
+)
+
+
+def deepspeed_config(folder: Path, *, device: str, block: dict[str, Any] | None) -> dict[str, Any]:
+    """The CPU example configuration at the scale of the tiny models."""
+    config: dict[str, Any] = json.loads(
+        (REPOSITORY / "configs" / "nvme_cpu.json").read_text(encoding="utf-8")
+    )
+    zero = config["zero_optimization"]
+    zero["stage3_prefetch_bucket_size"] = 0
+    for section in ("offload_param", "offload_optimizer"):
+        zero[section]["device"] = device
+        zero[section].pop("nvme_path")
+        if device == "nvme":
+            zero[section]["nvme_path"] = str(folder)
+    if block is not None:
+        config["memascend"] = block
+    return config
+
+
+def run(
+    command: list[str], *, cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python COMMAND...` in this interpreter's environment; stdout and stderr together."""
+    defaults = {
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(REPOSITORY / ".venv" / "torch_extensions"),
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MEMASCEND_")}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        inherited.pop(name, None)
+    programs = [str(Path(sys.executable).parent), inherited.get("PATH", "")]
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=defaults
+        | inherited
+        | {"PATH": os.pathsep.join(programs), "MKL_CBWR": "COMPATIBLE"}
+        | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def losses(output: str) -> list[str]:
+    """The printed losses, digit by digit."""
+    return re.findall(r"^step \d+ loss (\S+)", output, re.MULTILINE)
+
+
+def armed_lines(output: str) -> list[str]:
+    return [line for line in output.splitlines() if ARMED_LINE.search(line)]

@@ -1,0 +1,243 @@
+"""From a config to a running attachment: what is refused, what is said, what is built."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from memascend.deepspeed import activation
+from memascend.errors import ConfigError
+
+ARMED_LINE = re.compile(r"\bmemascend\b.*\barmed\b")
+WORKING: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "/drive"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/drive"},
+    },
+    "aio": {"block_size": 1 << 20},
+    "memascend": {},
+}
+# Light on a test machine: no huge pages, nothing locked.
+BLOCK = {
+    "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
+    "direct_nvme": {"engine": "threads", "threads": 1},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(WORKING)
+    *parents, last = path.split(".")
+    section = config
+    for name in parents:
+        section = section.setdefault(name, {})
+    section[last] = value
+    return config
+
+
+def without(path: str) -> dict[str, Any]:
+    config = changed(path, None)
+    *parents, last = path.split(".")
+    section = config
+    for name in parents:
+        section = section[name]
+    del section[last]
+    return config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WORKING,
+        without("zero_optimization.offload_optimizer"),
+        without("zero_optimization.offload_param"),
+        changed("zero_optimization.offload_param.device", "cpu"),
+        changed("zero_optimization.offload_optimizer.device", "none"),
+        changed("zero_optimization.zenflow", None),
+        changed("zero_optimization.offload_optimizer.super_offload", False),
+        changed("aio.use_gds", False),
+        changed("compile.deepcompile", False),
+        without("aio"),
+    ],
+)
+def test_what_can_work_is_not_refused(config: dict[str, Any]) -> None:
+    activation.check_config(config)
+
+
+CPU_ONLY = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+TURN_OFF = r'turn memascend off with "memascend": \{"enabled": false\}'
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "remedy"),
+    [
+        (changed("zero_optimization.stage", 2), r"zero_optimization\.stage is 2", "Set it to 3"),
+        (without("zero_optimization"), r"zero_optimization\.stage is 0", TURN_OFF),
+        (
+            changed("zero_optimization", CPU_ONLY),
+            r"zero_optimization\.offload_param\.device.*offload_optimizer\.device",
+            "Set at least one",
+        ),
+        (changed("zero_optimization", {"stage": 3}), "nothing to do", TURN_OFF),
+        (
+            without("zero_optimization.offload_param.nvme_path"),
+            r"zero_optimization\.offload_param\.nvme_path is missing",
+            "name a directory",
+        ),
+        (
+            without("zero_optimization.offload_optimizer.nvme_path"),
+            r"zero_optimization\.offload_optimizer\.nvme_path is missing",
+            "name a directory",
+        ),
+        (
+            changed("zero_optimization.zenflow", {"topk_ratio": 0.1}),
+            r"zero_optimization\.zenflow",
+            r"Remove zero_optimization\.zenflow",
+        ),
+        (
+            changed("zero_optimization.offload_optimizer.super_offload", True),
+            r"offload_optimizer\.super_offload",
+            r"Remove zero_optimization\.offload_optimizer\.super_offload",
+        ),
+        (changed("aio.use_gds", True), r"aio\.use_gds", r"Remove aio\.use_gds"),
+        (changed("compile.deepcompile", True), r"compile\.deepcompile", TURN_OFF),
+    ],
+)
+def test_what_cannot_work_is_refused_with_key_and_remedy(
+    config: dict[str, Any], key: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        activation.check_config(config)
+    assert re.search(key, str(refusal.value), re.DOTALL)
+    assert re.search(remedy, str(refusal.value))
+
+
+# -- attaching -----------------------------------------------------------------------------------
+
+Attach = Callable[..., activation.Attachment]
+
+
+@pytest.fixture
+def attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Attach:
+    """Attaches as one rank of a job would, without a process group."""
+    monkeypatch.delenv("MEMASCEND_CONFIG", raising=False)
+    monkeypatch.delenv("MEMASCEND_DISABLE", raising=False)
+    caplog.set_level(logging.INFO, logger="memascend")
+
+    def run(*, rank: int = 0, **block: Any) -> activation.Attachment:
+        monkeypatch.setattr(activation.dist, "get_rank", lambda: rank)
+        config = copy.deepcopy(WORKING)
+        config["memascend"] = {**BLOCK, **block}
+        return activation.attach(config, tmp_path / "drive")
+
+    return run
+
+
+def armed(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [record.getMessage() for record in caplog.records]
+    return [line for line in lines if ARMED_LINE.search(line)]
+
+
+def test_rank_0_says_once_what_it_got(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    attach().runtime.close()
+    (line,) = armed(caplog)
+    for section in ("allocator", "buffer_pool", "direct_nvme", "overflow_check"):
+        assert section in line
+    assert "engine threads" in line
+
+
+def test_other_ranks_are_silent(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    attach(rank=1).runtime.close()
+    assert armed(caplog) == []
+
+
+def test_the_line_names_only_the_sections_that_are_on(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(overflow_check={"enabled": False}).runtime.close()
+    (line,) = armed(caplog)
+    assert "overflow_check" not in line
+
+
+def test_keys_without_a_meaning_are_named(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    attach().runtime.close()
+    (line,) = [r.getMessage() for r in caplog.records if "no meaning" in r.getMessage()]
+    assert line.endswith("aio")
+
+
+def test_the_drive_is_made_for_its_owner_alone_and_stays_empty(
+    attach: Attach, tmp_path: Path
+) -> None:
+    attachment = attach()
+    assert os.stat(tmp_path / "drive").st_mode & 0o077 == 0
+    assert list((tmp_path / "drive").iterdir()) == []
+    attachment.runtime.close()
+
+
+def test_two_attachments_share_nothing(attach: Attach) -> None:
+    one, other = attach(), attach()
+    assert one.runtime.store is not other.runtime.store
+    assert one.runtime.arena is not other.runtime.arena
+    one.runtime.close()
+    other.runtime.close()
+
+
+def test_staging_folders_of_two_runs_on_one_drive_differ(attach: Attach, tmp_path: Path) -> None:
+    one, other = attach(), attach()
+    folders = {side.staging_folder(str(tmp_path)) for side in (one, other)}
+    assert len(folders) == 2
+    assert all(Path(folder).parent == tmp_path for folder in folders)
+    one.runtime.close()
+    other.runtime.close()
+
+
+def test_without_our_store_the_staging_folder_is_stocks(attach: Attach, tmp_path: Path) -> None:
+    attachment = attach(direct_nvme={"enabled": False}, buffer_pool={"enabled": False})
+    assert attachment.runtime.store is None
+    assert attachment.staging_folder(str(tmp_path)) == str(tmp_path / "zero_stage_3")
+
+
+# -- where log lines go --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """Our logger as an application finds it, restored afterwards."""
+    logger = logging.getLogger("memascend")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setattr(activation.dist, "get_rank", lambda: 0)
+    return logger
+
+
+def test_in_a_script_without_logging_rank_0_shows_our_lines(
+    ours: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Here and not in the fixture: pytest adds its own handler when the test begins.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    activation._show_log_lines()
+    activation._show_log_lines()
+    logging.getLogger("memascend.deepspeed.activation").info("memascend armed, says the test")
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("armed, says the test") == 1
+
+
+def test_an_application_that_set_up_logging_keeps_it(
+    ours: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    activation._show_log_lines()
+    assert ours.handlers == []
+    assert ours.propagate

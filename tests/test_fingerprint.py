@@ -1,0 +1,128 @@
+"""What counts as a change of an upstream definition, and what does not."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from memascend.deepspeed.fingerprint import fingerprint, resolve
+
+PLAIN = """
+class Swapper:
+    def swap(self, tensors):
+        for tensor in tensors:
+            self.write(tensor, 1)
+"""
+
+Module = Callable[[str], str]
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
+    """Makes an importable module of some source text and gives its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = []
+
+    def make(source: str) -> str:
+        names.append(f"upstream_{next(_numbers)}")
+        (tmp_path / f"{names[-1]}.py").write_text(source)
+        importlib.invalidate_caches()
+        return names[-1]
+
+    yield make
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_comments_blank_lines_and_indentation_are_not_a_change(module: Module) -> None:
+    other = """
+# moved down
+class Swapper:  # a comment
+
+        def swap( self,tensors ):
+            # another
+            for tensor in tensors:
+
+                self.write(tensor,
+                           1)
+"""
+    assert fingerprint(module(PLAIN), "Swapper") == fingerprint(module(other), "Swapper")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("1)", "2)"),
+        ("self.write", "self.read"),
+        ("tensors):\n", "tensors, wait=True):\n"),
+        ("for tensor in tensors:\n            self", "if tensors:\n            self"),
+    ],
+)
+def test_a_changed_token_is_a_change(module: Module, old: str, new: str) -> None:
+    changed = PLAIN.replace(old, new)
+    assert changed != PLAIN
+    one, other = module(PLAIN), module(changed)
+    assert fingerprint(one, "Swapper.swap") != fingerprint(other, "Swapper.swap")
+    assert fingerprint(one, "Swapper") != fingerprint(other, "Swapper")
+
+
+def test_a_change_elsewhere_in_the_module_is_none(module: Module) -> None:
+    longer = "import os\n" + PLAIN + "\n    def other(self):\n        return os.name\n"
+    one, other = module(PLAIN), module(longer)
+    assert fingerprint(one, "Swapper.swap") == fingerprint(other, "Swapper.swap")
+    assert fingerprint(one, "Swapper") != fingerprint(other, "Swapper")
+
+
+DECORATED = """
+def logged(function):
+    def wrapper(*arguments):
+        return function(*arguments)
+    return wrapper
+
+class Swapper:
+    @logged
+    def swap(self):
+        return {body}
+"""
+
+
+def test_a_decorator_does_not_hide_a_change(module: Module) -> None:
+    one, other = module(DECORATED.format(body=1)), module(DECORATED.format(body=2))
+    swaps = [resolve(name, "Swapper.swap") for name in (one, other)]
+    assert swaps[0].__code__.co_code == swaps[1].__code__.co_code  # type: ignore[attr-defined]
+    assert fingerprint(one, "Swapper.swap") != fingerprint(other, "Swapper.swap")
+
+
+def test_another_decorator_is_a_change(module: Module) -> None:
+    one = module(DECORATED.format(body=1))
+    other = module(DECORATED.format(body=1).replace("    @logged\n", "    @staticmethod\n"))
+    assert fingerprint(one, "Swapper.swap") != fingerprint(other, "Swapper.swap")
+
+
+def test_an_imported_name_is_followed_to_its_definition(module: Module) -> None:
+    home = module(PLAIN)
+    user = module(f"from {home} import Swapper\n")
+    assert fingerprint(user, "Swapper.swap") == fingerprint(home, "Swapper.swap")
+
+
+def test_a_definition_that_is_gone_is_said_to_be_missing(module: Module) -> None:
+    name = module(PLAIN)
+    with pytest.raises(AttributeError):
+        fingerprint(name, "Reader")
+    with pytest.raises(AttributeError, match=r"Swapper\.flush.*no definition of flush"):
+        fingerprint(name, "Swapper.flush")
+    with pytest.raises(ImportError):
+        fingerprint("no_such_upstream_module", "Swapper")
+
+
+def test_a_method_that_is_only_inherited_is_missing(module: Module) -> None:
+    """It may be defined anywhere; where it is defined is what must be named."""
+    name = module(PLAIN + "\nclass Child(Swapper):\n    pass\n")
+    with pytest.raises(AttributeError, match="no definition of swap"):
+        fingerprint(name, "Child.swap")
