@@ -10,6 +10,7 @@ turns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -118,8 +119,9 @@ class ParameterSwapper:
         except BaseException:
             for param in self._by_key.values():
                 if param.ds_tensor.status is PartitionedParamStatus.INFLIGHT:
-                    self._stream.drop(self._key(param))
                     self._mark_absent(param)
+                    with suppress(Exception):  # the first error is the one to raise
+                        self._stream.drop(self._key(param))
             raise
         for key in arrived:
             param = self._by_key[key]

@@ -1,0 +1,116 @@
+"""Trains a little, saves or loads a checkpoint, trains on: what a user's script does.
+
+Started by tests/test_checkpoint.py. Rank 0 prints `step N loss X` with every bit, and `drive WHEN
+NAMES`: what is visible below nvme_path at that moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+
+WIDTH = 1024
+MEET_TIMEOUT_S = 120.0
+
+
+class Model(torch.nn.Module):
+    """Two matrices large enough for the drive, with small tensors between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.second = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.relu(self.first(rows)))
+        return (self.second(hidden) - rows).float().square().mean()
+
+
+def build(config: dict[str, Any], seed: int) -> Any:
+    torch.manual_seed(seed)
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        model = Model()
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def train(engine: Any, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(100 * step + deepspeed.comm.get_rank())
+        rows = torch.randn(4, WIDTH, generator=generator).to(engine.device, torch.bfloat16)
+        loss = engine(rows)
+        engine.backward(loss)
+        engine.step()
+        if deepspeed.comm.get_rank() == 0:
+            print(f"step {step} loss {loss.item().hex()}", flush=True)
+
+
+def print_masters(engine: Any, when: str) -> None:
+    for name, parameter in engine.module.named_parameters():
+        values = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        if deepspeed.comm.get_rank() == 0:
+            digest = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+            print(f"master {when} {name} {digest}", flush=True)
+
+
+def print_drive(folder: Path, when: str) -> None:
+    deepspeed.comm.barrier()
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    if deepspeed.comm.get_rank() == 0:
+        print(f"drive {when} {json.dumps(names)}", flush=True)
+
+
+def meet(folder: Path, count: int) -> None:
+    """Waits until `count` runs are here."""
+    (folder / f"run-{os.getpid()}").touch()
+    deadline = time.monotonic() + MEET_TIMEOUT_S
+    while len(list(folder.glob("run-*"))) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not {count} runs in {folder} within {MEET_TIMEOUT_S} s")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("drive", type=Path)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("action", choices=["save", "load"])
+    parser.add_argument("--meet", type=Path, help="save when two runs are in this folder")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    config = json.loads(arguments.config.read_text())
+    engine = build(config, seed=1 if arguments.action == "save" else 2)
+    if arguments.action == "save":
+        train(engine, 0, 2)
+        if arguments.meet is not None:
+            meet(arguments.meet, 2)
+        print_drive(arguments.drive, "before")
+        engine.save_checkpoint(str(arguments.checkpoint), tag="here")
+        print_masters(engine, "saved")
+    else:
+        print_drive(arguments.drive, "before")
+        path, _ = engine.load_checkpoint(str(arguments.checkpoint), tag="here")
+        assert path is not None
+        print_masters(engine, "loaded")
+    print_drive(arguments.drive, "after")
+    train(engine, 2, 2)
+    if arguments.meet is not None:
+        meet(arguments.meet, 2)
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

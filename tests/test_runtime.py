@@ -1,0 +1,145 @@
+"""Wiring: what the runtime builds for a block, what stands in for a section that is off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memascend.allocator import HostAllocator
+from memascend.config import parse_block
+from memascend.errors import StoreError
+from memascend.runtime import Runtime, Substitutes
+
+SMALL: dict[str, Any] = {
+    "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
+    "direct_nvme": {"engine": "threads", "threads": 1},
+}
+
+
+class PlainMemory:
+    def tensor(
+        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
+    ) -> torch.Tensor:
+        # The bounce buffer must start at a page.
+        raw = torch.zeros(numel * dtype.itemsize + 4096, dtype=torch.uint8)
+        skipped = -raw.data_ptr() % 4096
+        return raw[skipped : skipped + numel * dtype.itemsize].view(dtype)
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return False
+
+
+def build(
+    folder: Path, substitutes: Substitutes | None = None, **block: dict[str, Any]
+) -> Runtime:
+    merged = {name: {**SMALL.get(name, {}), **block.get(name, {})} for name in {*SMALL, *block}}
+    return Runtime(
+        config=parse_block(merged),
+        directory=str(folder),
+        page_lock=False,
+        register_device=False,
+        pci_address=None,
+        substitutes=substitutes or Substitutes(),
+    )
+
+
+def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    runtime.pool.grow(8000)
+    lease = runtime.pool.acquire(8000)
+    assert lease is not None
+    slot = runtime.pool.view(lease, 2000, torch.float32)
+    slot.copy_(torch.arange(2000))
+    runtime.io.write(key="a", source=slot, hold=lease.hold()).wait()
+    slot.zero_()
+    runtime.io.read(key="a", target=slot, hold=lease.hold()).wait()
+    assert slot.tolist() == list(range(2000))
+    assert runtime.memory.contains(slot)
+    runtime.close()
+
+
+def test_host_bytes_are_accounted_to_their_components(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    assert isinstance(runtime.arena, HostAllocator)
+    runtime.pool.grow(1 << 20)
+    components = runtime.arena.core.components()
+    assert components["parameter pool"].live_bytes >= 1 << 20
+    assert set(components) == {"bounce buffers", "parameter pool"}
+    runtime.close()
+
+
+def test_closing_gives_the_drive_back_and_ends_io(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    runtime.io.write(key="a", source=torch.ones(10)).wait()
+    runtime.close()
+    runtime.close()
+    with pytest.raises((StoreError, ValueError, RuntimeError)):
+        runtime.io.read(key="a", target=torch.ones(10))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runtimes_on_one_directory_do_not_see_each_other(tmp_path: Path) -> None:
+    one, other = build(tmp_path), build(tmp_path)
+    one.io.write(key="a", source=torch.ones(10)).wait()
+    other.io.write(key="a", source=torch.zeros(10)).wait()
+    target = torch.empty(10)
+    one.io.read(key="a", target=target).wait()
+    assert target.tolist() == [1.0] * 10
+    other.close()
+    one.io.read(key="a", target=target).wait()
+    one.close()
+
+
+def test_without_the_allocator_the_given_memory_serves(tmp_path: Path) -> None:
+    memory = PlainMemory()
+    runtime = build(tmp_path, Substitutes(memory=memory), allocator={"enabled": False})
+    assert runtime.arena is None
+    assert runtime.memory is memory
+    runtime.io.write(key="a", source=torch.ones(10)).wait()
+    assert "pinned memory of the accelerator" in runtime.describe()
+    runtime.close()
+
+
+def test_without_direct_nvme_the_given_store_serves(tmp_path: Path) -> None:
+    store: Any = object()
+    runtime = build(tmp_path, Substitutes(store=store), direct_nvme={"enabled": False})
+    assert runtime.store is None
+    assert runtime.io is store
+    assert "engine DeepSpeed aio" in runtime.describe()
+    runtime.close()
+
+
+def test_a_section_that_is_off_needs_something_instead(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="allocator is off"):
+        build(tmp_path, allocator={"enabled": False})
+    runtime = build(tmp_path, direct_nvme={"enabled": False})
+    with pytest.raises(AssertionError, match="direct_nvme is off"):
+        runtime.io  # noqa: B018  the access itself is the test
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_the_overflow_check_sees_what_is_not_finite(tmp_path: Path, bad: float) -> None:
+    runtime = build(tmp_path)
+    assert runtime.overflow_check is not None
+    gradients = torch.zeros(10_001)
+    assert not runtime.overflow_check(gradients)
+    gradients[-1] = bad
+    assert runtime.overflow_check(gradients)
+    runtime.close()
+
+
+def test_without_the_overflow_check_there_is_none(tmp_path: Path) -> None:
+    runtime = build(tmp_path, overflow_check={"enabled": False})
+    assert runtime.overflow_check is None
+    runtime.close()
+
+
+def test_describing_says_what_was_really_obtained(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    text = runtime.describe()
+    assert "engine threads" in text
+    assert "0 % page-locked" in text
+    runtime.close()

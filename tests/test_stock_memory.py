@@ -1,0 +1,211 @@
+"""Stock DeepSpeed's memory and files behind our interfaces, for ablations."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from memascend.deepspeed.stock_memory import (  # noqa: E402
+    AioFileStore,
+    LockedMemory,
+    PinnedMemory,
+    TensorSlotPool,
+)
+
+PAGE_BYTES = 4096
+
+
+# -- pinned memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("numel", "dtype"), [(1, torch.uint8), (5000, torch.bfloat16)])
+def test_pinned_tensors_are_exact_and_start_at_a_page(numel: int, dtype: torch.dtype) -> None:
+    memory = PinnedMemory()
+    tensor = memory.tensor(numel, dtype, component="x", zero=True)
+    assert (tensor.shape, tensor.dtype) == ((numel,), dtype)
+    assert tensor.data_ptr() % PAGE_BYTES == 0
+    assert tensor.count_nonzero() == 0
+    assert memory.contains(tensor)
+    assert memory.contains(tensor[-1:])
+    assert not memory.contains(torch.empty(10))
+
+
+def test_pinned_memory_is_forgotten_with_its_last_view() -> None:
+    memory = PinnedMemory()
+    tensor = memory.tensor(5000, torch.uint8, component="x")
+    view = tensor[10:20]
+    del tensor
+    gc.collect()
+    assert memory.contains(view)
+    del view
+    gc.collect()
+    assert memory._ranges == {}
+
+
+# -- slots ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool() -> TensorSlotPool:
+    return TensorSlotPool(PinnedMemory(), "parameter pool")
+
+
+def test_there_is_no_slot_before_the_pool_grew(pool: TensorSlotPool) -> None:
+    assert pool.acquire(100) is None
+    pool.grow(100)
+    lease = pool.acquire(100)
+    assert lease is not None
+    assert lease.slot_bytes == PAGE_BYTES
+    assert pool.acquire(100) is None
+
+
+def test_a_released_slot_is_leased_again(pool: TensorSlotPool) -> None:
+    pool.grow(100)
+    lease = pool.acquire(100)
+    assert lease is not None
+    address = pool.view(lease, 10, torch.float32).data_ptr()
+    lease.release()
+    again = pool.acquire(PAGE_BYTES)
+    assert again is not None
+    assert pool.view(again, 10, torch.float32).data_ptr() == address
+
+
+def test_a_hold_keeps_a_released_slot_from_being_leased(pool: TensorSlotPool) -> None:
+    pool.grow(100)
+    lease = pool.acquire(100)
+    assert lease is not None
+    hold = lease.hold()
+    lease.release()
+    lease.release()
+    assert pool.acquire(100) is None
+    del hold
+    assert pool.acquire(100) is not None
+
+
+def test_a_lease_that_is_lost_gives_its_slot_back(pool: TensorSlotPool) -> None:
+    pool.grow(100)
+    lease = pool.acquire(100)
+    del lease
+    gc.collect()
+    assert pool.acquire(100) is not None
+
+
+def test_sizes_of_different_pages_are_different_classes(pool: TensorSlotPool) -> None:
+    pool.grow(PAGE_BYTES)
+    assert pool.acquire(PAGE_BYTES + 1) is None
+    pool.grow(PAGE_BYTES + 1)
+    lease = pool.acquire(2 * PAGE_BYTES)
+    assert lease is not None
+    assert pool.view(lease, 3000, torch.bfloat16).shape == (3000,)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def aio_refusal() -> str:
+    """Why DeepSpeed's libaio engine cannot run here, empty when it can."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if shutil.which("ninja") is None:
+        return "DeepSpeed's async_io op needs ninja on the PATH"
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        return "DeepSpeed's async_io op needs libaio"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def handle() -> Any:
+    if refusal := aio_refusal():
+        pytest.skip(refusal)
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().load(verbose=False).aio_handle(block_size=1 << 20, queue_depth=8)
+
+
+@pytest.fixture
+def files(handle: Any, tmp_path: Path) -> Iterator[AioFileStore]:
+    store = AioFileStore(handle, str(tmp_path / "run"))
+    yield store
+    store.wait_all()
+
+
+@pytest.fixture
+def locked_pool(handle: Any) -> TensorSlotPool:
+    return TensorSlotPool(LockedMemory(handle), "parameter pool")
+
+
+def slot(pool: TensorSlotPool, numel: int, fill: float) -> tuple[Any, torch.Tensor]:
+    pool.grow(numel * 2)
+    lease = pool.acquire(numel * 2)
+    assert lease is not None
+    return lease, pool.view(lease, numel, torch.bfloat16).fill_(fill)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("numel", [1, 5000, 600_001])
+def test_a_slot_comes_back_from_its_file(
+    files: AioFileStore, locked_pool: TensorSlotPool, numel: int
+) -> None:
+    lease, source = slot(locked_pool, numel, 3)
+    files.write(key="a", source=source, hold=lease.hold()).wait()
+    other, target = slot(locked_pool, numel, 0)
+    files.read(key="a", target=target, hold=other.hold()).wait()
+    assert target.unique().tolist() == [3.0]
+
+
+@pytest.mark.deepspeed
+def test_memory_the_engine_does_not_know_is_filled_on_return(
+    files: AioFileStore, locked_pool: TensorSlotPool
+) -> None:
+    lease, source = slot(locked_pool, 5000, 3)
+    files.write(key="a", source=source, hold=lease.hold()).wait()
+    target = torch.zeros(5001, dtype=torch.bfloat16)
+    ticket = files.read(key="a", target=target[1:])
+    assert ticket.done()
+    assert target[1:].unique().tolist() == [3.0]
+    assert target[0] == 0
+
+
+@pytest.mark.deepspeed
+def test_a_read_sees_the_write_before_it(
+    files: AioFileStore, locked_pool: TensorSlotPool
+) -> None:
+    _, target = slot(locked_pool, 5000, 0)
+    for fill in range(5):
+        lease, source = slot(locked_pool, 5000, fill)
+        files.write(key="a", source=source, hold=lease.hold())
+        lease.release()
+        files.read(key="a", target=target).wait()
+        assert target.unique().tolist() == [float(fill)]
+
+
+@pytest.mark.deepspeed
+def test_a_slot_in_flight_is_held(files: AioFileStore, locked_pool: TensorSlotPool) -> None:
+    lease, source = slot(locked_pool, 5000, 1)
+    ticket = files.write(key="a", source=source, hold=lease.hold())
+    lease.release()
+    assert locked_pool.acquire(10_000) is None
+    ticket.wait()
+    assert ticket.done()
+    del ticket
+    gc.collect()
+    assert locked_pool.acquire(10_000) is not None
+
+
+@pytest.mark.deepspeed
+def test_the_folder_goes_with_the_store(handle: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    store = AioFileStore(handle, str(folder))
+    assert folder.is_dir()
+    del store
+    gc.collect()
+    assert not os.path.exists(folder)
