@@ -36,7 +36,9 @@ class AllocatorConfig(_Section):
     page_lock: bool | None = Field(
         None, description="left out: DeepSpeed's pin_memory, and only where memlock allows"
     )
-    prefault_threads: int = Field(4, ge=1, le=256)
+    prefault_threads: int = Field(
+        4, ge=1, le=256, description="threads that make new memory resident"
+    )
 
 
 class BufferPoolConfig(_Section):
