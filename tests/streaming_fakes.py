@@ -51,22 +51,16 @@ class FakeStore:
         self.failing: set[tuple[str, str]] = set()
         self.tickets: list[FakeTicket] = []
 
-    def read(
-        self, *, key: str, target: torch.Tensor, hold: object | None = None
-    ) -> FakeTicket:
+    def read(self, *, key: str, target: torch.Tensor, hold: object | None = None) -> FakeTicket:
         return self._submit("read", key, target, hold)
 
-    def write(
-        self, *, key: str, source: torch.Tensor, hold: object | None = None
-    ) -> FakeTicket:
+    def write(self, *, key: str, source: torch.Tensor, hold: object | None = None) -> FakeTicket:
         return self._submit("write", key, source, hold)
 
     def log(self) -> list[tuple[str, str]]:
         return [(ticket.kind, ticket.key) for ticket in self.tickets]
 
-    def _submit(
-        self, kind: str, key: str, tensor: torch.Tensor, hold: object | None
-    ) -> FakeTicket:
+    def _submit(self, kind: str, key: str, tensor: torch.Tensor, hold: object | None) -> FakeTicket:
         for earlier in self.tickets:
             if earlier.key == key:
                 earlier.finish()

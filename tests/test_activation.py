@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed import activation  # noqa: E402
-from memascend.errors import ConfigError  # noqa: E402
+from memascend.deepspeed import activation
+from memascend.errors import ConfigError
 
 ARMED_LINE = re.compile(r"\bmemascend\b.*\barmed\b")
 WORKING: dict[str, Any] = {
@@ -170,9 +170,7 @@ def test_the_line_names_only_the_sections_that_are_on(
     assert "overflow_check" not in line
 
 
-def test_keys_without_a_meaning_are_named(
-    attach: Attach, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_without_a_meaning_are_named(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
     attach().runtime.close()
     (line,) = [r.getMessage() for r in caplog.records if "no meaning" in r.getMessage()]
     assert line.endswith("aio")

@@ -147,9 +147,7 @@ def test_locked_tensors_are_exact_and_known(handle: AioHandle, memory: HostAlloc
     assert memory.core.components()["optimizer buffers"].live_bytes == 0
 
 
-def test_settings_are_those_deepspeed_asked_for(
-    store: TensorStore, memory: HostAllocator
-) -> None:
+def test_settings_are_those_deepspeed_asked_for(store: TensorStore, memory: HostAllocator) -> None:
     asked = {
         "block_size": 4096,
         "queue_depth": 3,

@@ -132,7 +132,7 @@ def test_training_goes_on_after_a_save_as_if_there_had_been_none(
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_before_and_after_a_save_the_drive_shows_nothing(backends: Backends, world: int) -> None:
-    ours, output, stock, stock_output = backends(world)
+    ours, output, _stock, stock_output = backends(world)
     assert visible(output, "before") == visible(output, "after") == []
     assert visible(stock_output, "after") != []
     assert list(ours.drive.iterdir()) == []

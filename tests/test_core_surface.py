@@ -107,9 +107,7 @@ class SharedObject:
     def exported(self) -> list[tuple[str, bool]]:
         """Defined symbols that other objects see, and whether each is strong."""
         symbols = []
-        for link, (name, info, other, section, _, _) in self._rows(
-            self.SECTION_DYNSYM, "<IBBHQQ"
-        ):
+        for link, (name, info, other, section, _, _) in self._rows(self.SECTION_DYNSYM, "<IBBHQQ"):
             is_visible = other & 3 in (0, 3)
             if section != 0 and is_visible and info >> 4 != 0:
                 symbols.append((self._text(link, name), info >> 4 == 1))

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from memascend.deepspeed.host_buffers import (  # noqa: E402
+from memascend.deepspeed.host_buffers import (
     CHUNK_BYTES,
     SHARED_BYTES_MAX,
     HostBuffers,
@@ -81,9 +81,7 @@ def test_a_device_given_by_name_is_the_accelerators_and_left_alone(
     assert memory.requests == []
 
 
-def test_the_default_dtype_is_followed(
-    memory: RecordingMemory, host_buffers: HostBuffers
-) -> None:
+def test_the_default_dtype_is_followed(memory: RecordingMemory, host_buffers: HostBuffers) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with host_buffers("gradients"):

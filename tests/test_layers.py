@@ -84,8 +84,11 @@ def test_modules_import_downward_only(module: Path) -> None:
 
 
 def test_importing_the_package_stays_on_the_ground_floor() -> None:
-    units = {name.split(".")[1] for name in imported_names(parsed(Path("__init__.py")))
-             if name.startswith("memascend.")}
+    units = {
+        name.split(".")[1]
+        for name in imported_names(parsed(Path("__init__.py")))
+        if name.startswith("memascend.")
+    }
     assert units <= FLOORS[0]
 
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed.optimizer_swapper import (  # noqa: E402
+import itertools
+
+from memascend.deepspeed.optimizer_swapper import (
     GradientMemory,
     buffers_needed,
     gradient_gaps,
@@ -27,9 +29,7 @@ runs = st.lists(st.tuples(st.integers(0, NUMEL_MAX), st.integers(0, 20)), max_si
 
 @given(covered=runs, numel=st.integers(0, NUMEL_MAX))
 def test_gaps_are_exactly_what_no_run_covers(covered: list[tuple[int, int]], numel: int) -> None:
-    touched = {
-        index for offset, length in covered for index in range(offset, offset + length)
-    }
+    touched = {index for offset, length in covered for index in range(offset, offset + length)}
     in_gaps = [
         index
         for offset, length in gradient_gaps(covered, numel)
@@ -47,7 +47,7 @@ def test_gaps_are_never_empty_and_never_overlap(covered: list[tuple[int, int]], 
     within = [(offset, min(length, numel - offset)) for offset, length in covered if offset < numel]
     gaps = gradient_gaps(within, numel)
     assert all(length > 0 for _, length in gaps)
-    for (offset, length), (following, _) in zip(gaps, gaps[1:], strict=False):
+    for (offset, length), (following, _) in itertools.pairwise(gaps):
         assert offset + length <= following
     assert not gaps or gaps[-1][0] + gaps[-1][1] <= numel
 
@@ -61,9 +61,7 @@ def swap_info(numel: int, swapped: dict[int, int] | None = None) -> Any:
         offset: SimpleNamespace(offset=offset, length=length)
         for offset, length in (swapped or {}).items()
     }
-    return SimpleNamespace(
-        swapped_gradients=gradients, unswapped_gradients={}, numel=lambda: numel
-    )
+    return SimpleNamespace(swapped_gradients=gradients, unswapped_gradients={}, numel=lambda: numel)
 
 
 def coverage(info: Any) -> list[int]:

@@ -11,15 +11,15 @@ from streaming_fakes import FakeEvent, FakePool, FakeStore
 
 pytest.importorskip("deepspeed")
 
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (  # noqa: E402
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
     PartitionedParamStatus,
 )
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from memascend.deepspeed import param_swapper  # noqa: E402
-from memascend.deepspeed.param_swapper import TURN_BYTES, ParameterSwapper  # noqa: E402
-from memascend.errors import StoreError  # noqa: E402
-from memascend.streaming.parameters import ParameterStream  # noqa: E402
+from memascend.deepspeed import param_swapper
+from memascend.deepspeed.param_swapper import TURN_BYTES, ParameterSwapper
+from memascend.errors import StoreError
+from memascend.streaming.parameters import ParameterStream
 
 NUMEL = 2048
 ABSENT = PartitionedParamStatus.NOT_AVAILABLE
@@ -267,7 +267,7 @@ class Device:
     def is_synchronized_device(self) -> bool:
         return self._synchronous
 
-    def Event(self) -> FakeEvent:  # noqa: N802  the accelerator's own name
+    def Event(self) -> FakeEvent:
         self.events.append(FakeEvent())
         return self.events[-1]
 
@@ -306,9 +306,7 @@ def test_on_a_device_parameters_kept_in_memory_make_no_event(
     assert device.events == []
 
 
-def test_an_alias_of_the_slot_becomes_a_copy(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_alias_of_the_slot_becomes_a_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(monkeypatch, synchronous=True)
     (param,) = bench.partitioned(1)
     bench.swapper.swap_in([param], async_op=False)

@@ -32,9 +32,7 @@ class PlainMemory:
         return False
 
 
-def build(
-    folder: Path, substitutes: Substitutes | None = None, **block: dict[str, Any]
-) -> Runtime:
+def build(folder: Path, substitutes: Substitutes | None = None, **block: dict[str, Any]) -> Runtime:
     merged = {name: {**SMALL.get(name, {}), **block.get(name, {})} for name in {*SMALL, *block}}
     return Runtime(
         config=parse_block(merged),

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed.stock_memory import (  # noqa: E402
+from memascend.deepspeed.stock_memory import (
     AioFileStore,
     LockedMemory,
     PinnedMemory,
@@ -176,9 +176,7 @@ def test_memory_the_engine_does_not_know_is_filled_on_return(
 
 
 @pytest.mark.deepspeed
-def test_a_read_sees_the_write_before_it(
-    files: AioFileStore, locked_pool: TensorSlotPool
-) -> None:
+def test_a_read_sees_the_write_before_it(files: AioFileStore, locked_pool: TensorSlotPool) -> None:
     _, target = slot(locked_pool, 5000, 0)
     for fill in range(5):
         lease, source = slot(locked_pool, 5000, fill)

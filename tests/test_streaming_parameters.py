@@ -82,9 +82,7 @@ def test_a_dropped_slot_serves_the_next_tensor(
     assert pool.slot_count == 1
 
 
-def test_dropping_is_idempotent(
-    stream: ParameterStream, store: FakeStore, pool: FakePool
-) -> None:
+def test_dropping_is_idempotent(stream: ParameterStream, store: FakeStore, pool: FakePool) -> None:
     put(store, "a")
     stream.read("a", NUMEL, torch.float32)
     stream.wait_reads()
@@ -146,9 +144,7 @@ def test_reading_into_foreign_memory_takes_no_slot(
 # -- prefetching ---------------------------------------------------------------------------------
 
 
-def test_prefetch_stops_at_the_first_that_does_not_fit(
-    store: FakeStore, pool: FakePool
-) -> None:
+def test_prefetch_stops_at_the_first_that_does_not_fit(store: FakeStore, pool: FakePool) -> None:
     stream = ParameterStream(store=store, pool=pool, prefetch_bytes=100)
     wanted = [("a", 60), ("b", 41), ("c", 10)]
     assert list(stream.admit_prefetch(wanted)) == ["a"]
@@ -201,9 +197,7 @@ def test_a_written_key_is_in_the_store_on_return_and_lets_go(
     assert pool.free_count == 1
 
 
-def test_a_failing_write_is_raised_and_lets_go(
-    stream: ParameterStream, store: FakeStore
-) -> None:
+def test_a_failing_write_is_raised_and_lets_go(stream: ParameterStream, store: FakeStore) -> None:
     store.failing.add(("write", "a"))
     stream.stage("a", NUMEL, torch.float32)
     with pytest.raises(StoreError, match="write of a failed"):

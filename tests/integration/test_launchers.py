@@ -97,9 +97,7 @@ def test_disabling_in_the_environment_runs_stock_whatever_the_json_says(tmp_path
 
 
 def test_a_typo_in_the_block_stops_the_run_before_the_model_is_built(tmp_path: Path) -> None:
-    status, output = finetune(
-        tmp_path, launcher="python", block={"direct_nvme": {"queue_dept": 8}}
-    )
+    status, output = finetune(tmp_path, launcher="python", block={"direct_nvme": {"queue_dept": 8}})
     assert status != 0
     assert "memascend.direct_nvme.queue_dept: unknown key" in output
     assert "Did you mean 'queue_depth'?" in output
