@@ -109,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fine-tune a causal language model.")
     parser.add_argument(
         "--model",
-        default="qwen2.5-125m",
+        default="llama-3-125m",
         help=f"a local Hugging Face folder, or one of: {', '.join(SHAPES)}",
     )
     parser.add_argument(

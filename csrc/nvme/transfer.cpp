@@ -118,6 +118,9 @@ void TransferQueue::run(std::promise<void>* started) {
 
 bool TransferQueue::turn() {
   if (!take_inbox()) return false;
+  // The device's silence begins with the first request: this thread may have slept, or run an
+  // action, for longer than the watchdog's patience.
+  if (free_chunks_.size() == chunks_.size()) heard_at_ = std::chrono::steady_clock::now();
   fill_batch();
   if (!batch_.empty()) {
     counters_.requests += batch_.size();
@@ -316,12 +319,12 @@ void TransferQueue::close_if_over(Transfer* transfer) {
 void TransferQueue::watch(std::size_t completion_count) {
   const auto now = std::chrono::steady_clock::now();
   const bool idle = free_chunks_.size() == chunks_.size();
-  if (completion_count > 0 || idle || serial_ == 0) {
-    last_completion_ = now;
+  if (completion_count > 0 || idle) {
+    heard_at_ = now;
     stall_reported_ = false;
     return;
   }
-  if (stall_reported_ || now - last_completion_ < options_.watchdog) return;
+  if (stall_reported_ || now - heard_at_ < options_.watchdog) return;
   stall_reported_ = true;
   ++counters_.stalls;
   const Chunk* oldest = nullptr;

@@ -133,7 +133,7 @@ class TransferQueue {
   std::vector<Transfer*> finished_;
   std::vector<std::function<void()>> actions_;
   std::uint64_t serial_ = 0;
-  std::chrono::steady_clock::time_point last_completion_;
+  std::chrono::steady_clock::time_point heard_at_;  // the last completion, or idle until then
   bool stall_reported_ = false;
 
   std::mutex mutex_;  // what follows

@@ -97,8 +97,8 @@ class Attachment:
         self.runtime = runtime
         self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
 
-    def host_buffers(self, component: str) -> AbstractContextManager[None]:
-        """Inside, host buffers that DeepSpeed creates come from the arena."""
+    def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
+        """Inside, host buffers that DeepSpeed creates come from the arena; not with None."""
         return nullcontext() if self._host_buffers is None else self._host_buffers(component)
 
     def serving_aio(self, component: str) -> AbstractContextManager[None]:
@@ -193,14 +193,20 @@ def _stock_aio_handle(ds_config: Mapping[str, Any]) -> Any:
 
 
 def _show_log_lines() -> None:
-    """Sends our log lines where DeepSpeed's go, unless the application set up logging itself."""
+    """Makes our INFO lines visible on rank 0, unless the application set our logger up itself.
+
+    DeepSpeed's own handler lets nothing below WARNING pass; only its format is borrowed.
+    """
     ours = logging.getLogger("memascend")
-    if ours.handlers or logging.getLogger().handlers:
+    if ours.level != logging.NOTSET or ours.handlers:
         return
-    for handler in deepspeed_logger.handlers:
-        ours.addHandler(handler)
     ours.setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
-    ours.propagate = False
+    if not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        if deepspeed_logger.handlers:
+            handler.setFormatter(deepspeed_logger.handlers[0].formatter)
+        ours.addHandler(handler)
+        ours.propagate = False
 
 
 #: DeepSpeed keys that a section takes the meaning from.

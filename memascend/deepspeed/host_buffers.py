@@ -32,18 +32,18 @@ class HostBuffers(TorchFunctionMode):
     """Serves torch.zeros and torch.empty for host memory from a HostMemory while it is entered.
 
     Calling it enters the mode with the allocations inside charged to a component of the ledger:
-    `with host_buffers("gradients"): ...`; calls nest.
+    `with host_buffers("gradients"): ...`. Calls nest; None inside another lets all through.
     """
 
     def __init__(self, memory: HostMemory) -> None:
         super().__init__()
         self._memory = memory
-        self._component = "other"
+        self._component: str | None = None
         self._chunk: torch.Tensor | None = None
         self._chunk_used_bytes = 0
 
     @contextmanager
-    def __call__(self, component: str) -> Iterator[None]:
+    def __call__(self, component: str | None) -> Iterator[None]:
         """Enters the mode, charging what is allocated inside to `component`."""
         outer, self._component = self._component, component
         try:
@@ -60,11 +60,13 @@ class HostBuffers(TorchFunctionMode):
         keywords: dict[str, Any] | None = None,
     ) -> Any:
         keywords = keywords or {}
-        if function in (torch.zeros, torch.empty) and self._is_host(keywords):
+        component = self._component
+        is_factory = function in (torch.zeros, torch.empty)
+        if component is not None and is_factory and self._is_host(keywords):
             numel = _numel(arguments)
             dtype = keywords.get("dtype") or torch.get_default_dtype()
             if numel > 0:
-                return self._allocate(numel, dtype, zero=function is torch.zeros)
+                return self._allocate(numel, dtype, component, zero=function is torch.zeros)
         return function(*arguments, **keywords)
 
     @staticmethod
@@ -74,14 +76,16 @@ class HostBuffers(TorchFunctionMode):
         on_host = device is None or device is OffloadDeviceEnum.cpu
         return on_host and known.issuperset(keywords) and not keywords.get("requires_grad", False)
 
-    def _allocate(self, numel: int, dtype: torch.dtype, *, zero: bool) -> torch.Tensor:
+    def _allocate(
+        self, numel: int, dtype: torch.dtype, component: str, *, zero: bool
+    ) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         if nbytes > SHARED_BYTES_MAX:
-            return self._memory.tensor(numel, dtype, component=self._component, zero=zero)
+            return self._memory.tensor(numel, dtype, component=component, zero=zero)
         offset = math.ceil(self._chunk_used_bytes / _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         if self._chunk is None or offset + nbytes > CHUNK_BYTES:
             self._chunk = self._memory.tensor(
-                CHUNK_BYTES, torch.uint8, component=self._component, zero=True
+                CHUNK_BYTES, torch.uint8, component=component, zero=True
             )
             offset = 0
         self._chunk_used_bytes = offset + nbytes

@@ -77,7 +77,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         first = next((param for group in self.fp16_groups for param in group), None)
         return None if first is None else swapper_of(first)
 
-    def _host_buffers(self, component: str) -> AbstractContextManager[None]:
+    def _host_buffers(self, component: str | None) -> AbstractContextManager[None]:
         return self.attachment.host_buffers(component)
 
     # -- construction ----------------------------------------------------------------------------
@@ -127,12 +127,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._finish_writes()
 
     def _create_fp32_partitions(self) -> None:
-        with self._host_buffers("optimizer initialization"):
+        # Temporaries, or master weights that stock leaves pageable too: not for the arena, whose
+        # memory would stay taken after them.
+        with self._host_buffers(None):
             super()._create_fp32_partitions()
 
     def initialize_optimizer_states(self) -> None:
-        """As upstream, in arena memory."""
-        with self._host_buffers("optimizer initialization"):
+        """As upstream; gradients that stay in host memory are in the arena."""
+        with self._host_buffers(None if self.swap_optimizer else "gradients"):
             super().initialize_optimizer_states()
 
     # -- a step ----------------------------------------------------------------------------------

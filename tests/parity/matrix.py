@@ -21,7 +21,6 @@ from .cases import SECTIONS, SUB_GROUP_LARGE_NUMEL, SUB_GROUP_SMALL_NUMEL, Case
 BILLION = 1_000_000_000
 TRANSFORMERS = ("llama", "qwen", "gpt2", "mixtral")
 
-OPTIMIZER_IN_MEMORY = {"params": "nvme", "optimizer": "cpu"}
 
 # Values of one dimension may set several fields at once.
 DIMENSIONS: dict[str, list[dict[str, Any]]] = {
@@ -34,7 +33,7 @@ DIMENSIONS: dict[str, list[dict[str, Any]]] = {
     "offload": [
         {"params": "nvme", "optimizer": "nvme"},
         {"params": "nvme", "optimizer": "nvme", "pipeline": True},
-        OPTIMIZER_IN_MEMORY,
+        {"params": "nvme", "optimizer": "cpu"},
         {"params": "cpu", "optimizer": "nvme"},
         {"params": "none", "optimizer": "nvme"},
     ],
@@ -129,17 +128,11 @@ def _pairs(row: Row) -> Iterator[Pair]:
 
 
 def _allowed(row: list[int]) -> Row:
-    """The nearest row that can be run and judged.
-
-    Only transformers can checkpoint. A layer that is used now and then is a question about the
-    parameter path here; what the optimizer does with it has a test of its own in test_parity.py.
-    """
+    """The nearest row that can be run: only transformers can checkpoint."""
     names = list(DIMENSIONS)
     family = DIMENSIONS["family"][row[names.index("family")]]["family"]
     if family not in TRANSFORMERS:
         row[names.index("checkpointing")] = 0
-    if family == "alternating":
-        row[names.index("offload")] = DIMENSIONS["offload"].index(OPTIMIZER_IN_MEMORY)
     return tuple(row)
 
 

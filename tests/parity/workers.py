@@ -204,6 +204,13 @@ def differences(subject: list[Facts], oracle: list[Facts]) -> list[str]:
     return found
 
 
+def _remove_stale_locks() -> None:
+    """A process killed while torch loads a compiled op leaves a lock that all others wait for."""
+    folder = Path(worker_environment(rank=0, world=1, port=0)["TORCH_EXTENSIONS_DIR"])
+    for lock in folder.glob("*/lock"):
+        lock.unlink(missing_ok=True)
+
+
 def worker_environment(*, rank: int, world: int, port: int) -> dict[str, str]:
     """One thread per rank, one instruction path in MKL: equal bits must not depend on chance."""
     environment = dict(os.environ)
