@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from memascend.nvme import TensorStore
 
 _CHUNK_BYTES = 16 << 20
+#: Upstream's swap_folder is `optimizer/rankN` in the folder it was given.
+_FOLDER_DEPTH = 2
 
 
 def export_files(swapper: Any, store: TensorStore) -> None:
@@ -61,7 +64,12 @@ def import_files(swapper: Any, store: TensorStore) -> None:
 
 def remove_files(swapper: Any) -> None:
     """Removes the folder again: between checkpoints nothing of ours is visible on the drive."""
-    shutil.rmtree(swapper.swap_folder, ignore_errors=True)
+    folder = swapper.swap_folder
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # another rank's files are there
+        for _ in range(_FOLDER_DEPTH):
+            folder = os.path.dirname(folder)
+            os.rmdir(folder)
 
 
 def all_keys(swapper: Any) -> Iterator[str]:
