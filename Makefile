@@ -50,7 +50,7 @@ type: environment ## types of the package
 	$(BIN)/mypy
 
 bench: environment ## engine, overflow check and allocator against DeepSpeed's
-	for bench in benchmarks/bench_*.py; do $(BIN)/python "$$bench"; done
+	$(BIN)/python benchmarks/run.py
 
 clean: ## what was built, not the environment
 	rm -rf build dist memascend/_core*.so demo-out

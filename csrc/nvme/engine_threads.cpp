@@ -12,15 +12,13 @@ namespace memascend {
 
 ThreadsEngine::ThreadsEngine(const ThreadsOptions& options) : options_(options) {
   MA_EXPECT(options.thread_count > 0, "threads must be positive, got ", options.thread_count);
+  MA_SYSCALL(::sem_init(&work_count_, 0, 0), "sem_init");
 }
 
 ThreadsEngine::~ThreadsEngine() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  work_ready_.notify_all();
+  for (std::size_t count = workers_.size(); count > 0; --count) ::sem_post(&work_count_);
   for (std::thread& worker : workers_) worker.join();
+  ::sem_destroy(&work_count_);
 }
 
 std::string ThreadsEngine::description() const {
@@ -44,9 +42,7 @@ void ThreadsEngine::submit(std::span<const Request> requests) {
     const std::lock_guard lock(mutex_);
     requests_.insert(requests_.end(), requests.begin(), requests.end());
   }
-  for (std::size_t count = std::min(requests.size(), workers_.size()); count > 0; --count) {
-    work_ready_.notify_one();
-  }
+  for (std::size_t count = requests.size(); count > 0; --count) ::sem_post(&work_count_);
 }
 
 std::size_t ThreadsEngine::reap(std::span<Completion> completions, std::size_t count_min,
@@ -74,10 +70,11 @@ void ThreadsEngine::wake() noexcept {
 }
 
 void ThreadsEngine::work() {
-  std::unique_lock lock(mutex_);
   for (;;) {
-    work_ready_.wait(lock, [this] { return stopping_ || !requests_.empty(); });
-    if (requests_.empty()) return;
+    while (::sem_wait(&work_count_) != 0) {  // EINTR
+    }
+    std::unique_lock lock(mutex_);
+    if (requests_.empty()) return;  // posted by the destructor
     const Request request = requests_.front();
     requests_.pop_front();
     lock.unlock();

@@ -2,6 +2,8 @@
 // containers' seccomp profiles, kernel.io_uring_disabled, gVisor.
 #pragma once
 
+#include <semaphore.h>
+
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -39,14 +41,15 @@ class ThreadsEngine final : public Engine {
 
   ThreadsOptions options_;
   std::vector<int> files_;
-  std::mutex mutex_;  // everything below
-  std::condition_variable work_ready_;
-  std::condition_variable result_ready_;
+  // Posted once per request. Not a condition variable: with several threads waiting on one, the C
+  // library (glibc 2.25 to 2.40, its bug 25847) can lose a notify_one() and with it a request.
+  sem_t work_count_;
+  std::mutex mutex_;                      // everything below but the workers
+  std::condition_variable result_ready_;  // only the issuer waits on it
   std::deque<Request> requests_;
   std::deque<Completion> completions_;
   std::size_t wanted_count_ = 1;  // completions that the waiting reap() asked for
   bool woken_ = false;
-  bool stopping_ = false;
   std::vector<std::thread> workers_;
 };
 

@@ -57,9 +57,8 @@ void every_request_is_answered(Engine& engine, Clock::time_point end) {
       wanted -= std::min(wanted, got);
       total += got;
       if (got == 0 && Clock::now() - start >= kPatience) {
-        std::printf("%s: %zu requests without an answer after %llu others\n",
-                    engine.name().c_str(), kDepth - idle_tags.size(),
-                    static_cast<unsigned long long>(total));
+        std::printf("%s: %zu requests without an answer after %llu others\n", engine.name().c_str(),
+                    kDepth - idle_tags.size(), static_cast<unsigned long long>(total));
         std::exit(1);
       }
     }
@@ -68,8 +67,7 @@ void every_request_is_answered(Engine& engine, Clock::time_point end) {
     const std::size_t got = engine.reap(completions, 1, kPatience);
     for (std::size_t index = 0; index < got; ++index) idle_tags.push_back(completions[index].tag);
   }
-  std::printf("%s: %llu requests\n", engine.name().c_str(),
-              static_cast<unsigned long long>(total));
+  std::printf("%s: %llu requests\n", engine.name().c_str(), static_cast<unsigned long long>(total));
 }
 
 // Each wake() ends one wait: two threads play catch, one of them through the engine.
