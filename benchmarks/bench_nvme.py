@@ -2,13 +2,17 @@
 
 Each run writes or reads all tensors of a case and waits for them, the way the swappers of both do:
 DeepSpeed one file per tensor, we one key per tensor. Buffers are what each brings: ours huge-page
-backed blocks, DeepSpeed's its own page-locked tensor. Both bypass the page cache. What was read is
-compared with what was written, since DeepSpeed's handle does not report a failed transfer.
+backed blocks, DeepSpeed's its own page-locked tensor; a third contender is DeepSpeed's handle on
+such a tensor moved into huge pages, to tell the engine's share of a gain from the pages'. All
+bypass the page cache. What was read is compared with what was written, since DeepSpeed's handle
+does not report a failed transfer.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,9 +34,12 @@ CASES = {
     "small": [(64 * KIB, 8), (1 * MIB, 2)],
     "large": [(64 * KIB, 2000), (1 * MIB, 300), (16 * MIB, 32), (256 * MIB, 2)],
 }
+HUGE_PAGE_BYTES = 2 * MIB
+MADV_COLLAPSE = 25  # Linux 6.1; Python's mmap module does not know it
 ROUNDS = {"small": 2, "large": 7}
 ENGINES = ("uring", "threads")
 STOCK = "DeepSpeed aio"
+STOCK_HUGE = "DeepSpeed aio, huge pages"
 URING = "memascend uring"
 # The values DeepSpeed takes without an "aio" section.
 STOCK_SETTINGS = {
@@ -180,15 +187,18 @@ def _sides(
     refusals: dict[str, str] = {}
     with ExitStack() as stack:
         parent = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
-        if with_deepspeed:
+        for name in (STOCK, STOCK_HUGE):
+            if not with_deepspeed:
+                refusals[name] = "left out (--without-deepspeed)"
+                continue
             try:
-                stock = _open_deepspeed(parent / "deepspeed", buffer_bytes)
+                stock = _open_deepspeed(parent / name, buffer_bytes)
                 stack.callback(stock.handle.free_cpu_locked_tensor, stock.buffer)
-                sides[STOCK] = stock
-            except (ImportError, RuntimeError) as error:
-                refusals[STOCK] = f"{type(error).__name__}: {error}"
-        else:
-            refusals[STOCK] = "left out (--without-deepspeed)"
+                if name == STOCK_HUGE:
+                    _move_into_huge_pages(stock.buffer)
+                sides[name] = stock
+            except (ImportError, RuntimeError, OSError) as error:
+                refusals[name] = f"{type(error).__name__}: {error}"
         allocator = HostAllocator()
         block = allocator.block(buffer_bytes, component="bench")
         buffer = torch.frombuffer(block, dtype=torch.uint8)
@@ -214,6 +224,19 @@ def _open_deepspeed(directory: Path, buffer_bytes: int) -> _DeepSpeedSide:
     handle = AsyncIOBuilder().load().aio_handle(**STOCK_SETTINGS)
     buffer = handle.new_cpu_locked_tensor(buffer_bytes, torch.empty(0, dtype=torch.uint8))
     return _DeepSpeedSide(handle, directory, buffer)
+
+
+def _move_into_huge_pages(buffer: torch.Tensor) -> None:
+    """Makes huge pages of all whole ones within the buffer, or raises OSError."""
+    address = buffer.data_ptr()
+    start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (address + buffer.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    buffer.zero_()  # only what is there can be moved
+    libc = ctypes.CDLL(None, use_errno=True)
+    span = (ctypes.c_void_p(start), ctypes.c_size_t(end - start))
+    if libc.madvise(*span, MADV_COLLAPSE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"MADV_COLLAPSE of {end - start} bytes: {os.strerror(code)}")
 
 
 def run_and_report(options: argparse.Namespace) -> None:
