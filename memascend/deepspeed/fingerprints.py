@@ -56,6 +56,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue": (
         "123413058d0e4d5c",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.destroy": ("6c149a3286957783",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow": (
         "195d41084cf32951",
     ),

@@ -150,6 +150,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.reset_swap_buffers"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.destroy"),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
     (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
     (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
