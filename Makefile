@@ -18,6 +18,8 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 ifeq ($(shell nvidia-smi -L 2>/dev/null),)
 export DS_ACCELERATOR ?= cpu
+# The Triton kernel is tested in Triton's interpreter where there is no device.
+export TRITON_INTERPRET ?= 1
 endif
 
 .PHONY: help all environment demo test lint type test-cpp bench clean

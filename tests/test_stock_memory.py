@@ -224,9 +224,6 @@ class RecordingHandle:
         self._count += 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a read does not wait for the write of its file that is in flight"
-)
 def test_a_read_waits_for_the_write_of_its_file(tmp_path: Path) -> None:
     """The engine runs transfers in any order, and one may be all there is of a file."""
     handle = RecordingHandle()

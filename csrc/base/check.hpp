@@ -45,29 +45,29 @@ std::string join(Parts&&... parts) {
 
 }  // namespace memascend
 
-#define MA_EXPECT(condition, ...)                                        \
-  do {                                                                   \
-    if (!(condition)) {                                                  \
-      throw std::invalid_argument(::memascend::join(__VA_ARGS__));       \
-    }                                                                    \
+#define MA_EXPECT(condition, ...)                                  \
+  do {                                                             \
+    if (!(condition)) {                                            \
+      throw std::invalid_argument(::memascend::join(__VA_ARGS__)); \
+    }                                                              \
   } while (false)
 
 /// Evaluates to the call's non-negative result as long; throws SystemCallError on -1.
-#define MA_SYSCALL(call, ...)                                            \
-  ([&]() -> long {                                                       \
-    const auto ma_result = (call);                                       \
-    if (ma_result < 0) {                                                 \
-      const int ma_errno = errno;                                        \
+#define MA_SYSCALL(call, ...)                                                       \
+  ([&]() -> long {                                                                  \
+    const auto ma_result = (call);                                                  \
+    if (ma_result < 0) {                                                            \
+      const int ma_errno = errno;                                                   \
       throw ::memascend::SystemCallError(ma_errno, ::memascend::join(__VA_ARGS__)); \
-    }                                                                    \
-    return static_cast<long>(ma_result);                                 \
+    }                                                                               \
+    return static_cast<long>(ma_result);                                            \
   }())
 
-#define MA_INVARIANT(condition)                                          \
-  do {                                                                   \
-    if (!(condition)) {                                                  \
-      ::memascend::fail_invariant(#condition, __FILE__, __LINE__);       \
-    }                                                                    \
+#define MA_INVARIANT(condition)                                    \
+  do {                                                             \
+    if (!(condition)) {                                            \
+      ::memascend::fail_invariant(#condition, __FILE__, __LINE__); \
+    }                                                              \
   } while (false)
 
 #ifdef NDEBUG

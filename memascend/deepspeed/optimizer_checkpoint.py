@@ -25,7 +25,7 @@ _FOLDER_DEPTH = 2
 
 def export_files(swapper: Any, store: TensorStore) -> None:
     """Writes every optimizer tensor of the swapper into its folder, gradients left out."""
-    os.makedirs(swapper.swap_folder, exist_ok=True)
+    os.makedirs(swapper.swap_folder, mode=0o700, exist_ok=True)
     buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
     for path in _state_paths(swapper):
         if not store.contains(key=path):

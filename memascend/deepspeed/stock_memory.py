@@ -156,6 +156,7 @@ class AioFileStore:
 
     def read(self, *, key: str, target: torch.Tensor, hold: object | None = None) -> AioFileTicket:
         """Starts filling `target`; memory the engine does not know is filled before returning."""
+        self.wait_all()  # the engine does not order a read behind a write of the file either
         padded = _padded(target)
         if padded is None or not self._handle.is_pinned(target):
             bounce = self._handle.new_cpu_locked_tensor(

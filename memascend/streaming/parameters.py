@@ -77,7 +77,7 @@ class ParameterStream:
         """Waits for every read in flight and gives the keys that arrived.
 
         Raises:
-            StoreError: A read failed; its key is let go, the others have arrived.
+            StoreError: A read failed; its key is let go, later ones are still on their way.
         """
         arrived: list[str] = []
         while self._reading:
