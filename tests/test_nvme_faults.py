@@ -269,6 +269,14 @@ def test_a_silent_device_is_reported_once_and_waited_for(capfd):
     assert 'write of "slow" (4096 bytes at offset 0 in (memory)); still waiting' in text
 
 
+def test_the_first_write_of_a_new_store_is_not_taken_for_silence(tmp_path):
+    for _ in range(100):
+        store = open_store(tmp_path, "threads")
+        write(store, "k", bytes(4096)).wait()
+        assert store.stats()["stalls"] == 0
+        store.close()
+
+
 def test_a_signal_ends_a_wait_for_a_silent_device():
     store, faults = open_faulty()
     faults.paused = True
