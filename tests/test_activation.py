@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
@@ -241,3 +242,19 @@ def test_an_application_that_set_up_logging_keeps_it(
     activation._show_log_lines()
     assert ours.handlers == []
     assert ours.propagate
+
+
+def test_a_model_from_several_contexts_is_refused() -> None:
+    """DeepSpeed gives mixed lists to the first parameter's swapper: the others would not train."""
+    from memascend.deepspeed.param_swapper import ParameterSwapper
+    from memascend.deepspeed.zero_optimizer import _refuse_several_contexts
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, second = (ParameterSwapper.__new__(ParameterSwapper) for _ in range(2))
+    for param in model.parameters():
+        param.nvme_swapper = first  # type: ignore[attr-defined]
+    _refuse_several_contexts(model)
+    for param in model[1].parameters():
+        param.nvme_swapper = second  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"2 deepspeed\.zero\.Init contexts"):
+        _refuse_several_contexts(model)

@@ -371,6 +371,15 @@ def test_a_list_is_cut_into_turns_by_bytes_on_the_drive(
     assert cut(bench, sizes) == turns
 
 
+def test_turns_do_not_depend_on_the_order_of_the_list(bench: Bench) -> None:
+    """DeepSpeed hands over sets, whose order differs from rank to rank."""
+    sizes = [TURN_BYTES // 2, TURN_BYTES // 3, TURN_BYTES // 2, 2]
+    params = [parameter(i, nbytes // 2, "nvme") for i, nbytes in enumerate(sizes)]
+    cuts = [list(bench.swapper.turns(order)) for order in (params, params[::-1])]
+    assert [[p.ds_id for p in turn] for turn in cuts[0]] == [[0, 1], [2, 3]]
+    assert cuts[0] == cuts[1]
+
+
 def test_turns_do_not_depend_on_what_this_rank_has_in_memory(bench: Bench) -> None:
     """Every rank must cut in the same places, or their collectives would not match."""
     sizes = [(TURN_BYTES // 3, "nvme")] * 7

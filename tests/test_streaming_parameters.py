@@ -119,6 +119,24 @@ def test_a_failing_read_lets_its_slot_go_and_the_others_arrive(
     assert pool.free_count == 1
 
 
+def test_a_read_that_cannot_be_started_lets_its_slot_go(
+    stream: ParameterStream, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "a")
+    refusal = StoreError(5, "an earlier write of it failed")
+
+    def refuse(**_: object) -> None:
+        raise refusal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "read", refuse)
+        with pytest.raises(StoreError, match="earlier write"):
+            stream.read("a", NUMEL, torch.float32)
+    assert not stream.is_staged("a")
+    stream.read("a", NUMEL, torch.float32)
+    assert stream.wait_reads() == ["a"]
+
+
 def test_dropping_a_read_that_fails_still_gives_the_slot_back(
     stream: ParameterStream, store: FakeStore, pool: FakePool
 ) -> None:

@@ -42,11 +42,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory": (
         "1c0dca9a3525ae31",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": (
+        "7698e5d8fe612b90",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out": (
         "49905d9893f09e86",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._post_step": ("0fef35ae6ad91912",),
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._pre_step": ("89c2687f9687d964",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer": (
         "902a16562dfcf0a3",
     ),

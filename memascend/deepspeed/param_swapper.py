@@ -161,11 +161,15 @@ class ParameterSwapper:
 
     # -- what our gather and step hooks call -----------------------------------------------------
 
-    def turns(self, params: Sequence[Parameter]) -> Iterator[list[Parameter]]:
-        """Cuts a list of parameters into turns of at most TURN_BYTES of shards (one at least)."""
+    def turns(self, params: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+        """Cuts parameters into turns of at most TURN_BYTES of shards (one parameter at least).
+
+        In the order of their ids: DeepSpeed hands over sets, whose order differs from rank to rank,
+        and every rank must cut in the same places.
+        """
         turn: list[Parameter] = []
         turn_bytes = 0
-        for param in params:
+        for param in sorted(params, key=lambda param: param.ds_id):
             nbytes = self._nbytes(param) if self._lives_on_drive(param) else 0
             if turn and turn_bytes + nbytes > TURN_BYTES:
                 yield turn

@@ -145,7 +145,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.has_overflow"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.step"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads"),
-    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._pre_step"),
+    (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._partition_all_parameters"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3._post_step"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.reset_swap_buffers"),
     (f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue"),

@@ -129,19 +129,23 @@ class AioFileTicket:
     def __init__(self, store: AioFileStore) -> None:
         self._store = store
         self._finished = False
+        self._error: OSError | None = None
 
     def wait(self) -> None:
         """Waits until the transfer has finished; whether it succeeded the engine does not tell."""
         if not self._finished:
             self._store.wait_all()
+        if self._error is not None:
+            raise self._error
 
     def done(self) -> bool:
         """Whether it is known to have finished."""
         return self._finished
 
-    def finish(self) -> None:
-        """Called by the store."""
+    def finish(self, error: OSError | None = None) -> None:
+        """Called by the store; with what went wrong with its batch, if anything did."""
         self._finished = True
+        self._error = error
 
 
 class AioFileStore:
@@ -185,10 +189,15 @@ class AioFileStore:
         pending, self._pending = self._pending, []
         if pending:
             completed = self._handle.wait()
+            error = None
             if completed != len(pending):
-                raise OSError(f"{self._folder}: {completed} of {len(pending)} transfers completed")
+                error = OSError(
+                    f"{self._folder}: {completed} of {len(pending)} transfers completed"
+                )
             for ticket, _, _ in pending:
-                ticket.finish()
+                ticket.finish(error)
+            if error is not None:
+                raise error
 
     def _submitted(self, tensor: torch.Tensor, hold: object | None) -> AioFileTicket:
         ticket = AioFileTicket(self)

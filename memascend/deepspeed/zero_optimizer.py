@@ -24,6 +24,7 @@ from memascend.deepspeed.optimizer_swapper import (
     buffers_needed,
 )
 from memascend.deepspeed.param_swapper import ParameterSwapper
+from memascend.errors import ConfigError
 
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -55,6 +56,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._ds_config = ds_config
         self._offload_optimizer_config = keywords.get("offload_optimizer_config")
         self._attachment: Attachment | None = None
+        _refuse_several_contexts(module)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
     # -- wiring ----------------------------------------------------------------------------------
@@ -139,8 +141,13 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _pre_step(self) -> None:
-        super()._pre_step()
+    def _partition_all_parameters(self) -> None:
+        """As upstream; shards that were read ahead and not used are let go with the others.
+
+        Whatever changes parameters (a step, a load) comes after this, and would otherwise change
+        only their host copy.
+        """
+        super()._partition_all_parameters()
         swapper = self._param_swapper
         if swapper is not None:
             swapper.drop_unused()
@@ -200,6 +207,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Takes over the files that upstream copied from a checkpoint into `swap_folder`."""
         if self.swap_optimizer and self.attachment.runtime.store is not None:
             optimizer_checkpoint.import_files(self.optimizer_swapper, self.attachment.runtime.store)
+        self._partition_all_parameters()
         super().reset_swap_buffers()
         self._finish_writes()
 
@@ -223,3 +231,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 store.discard(key=key)
         if self.attachment.runtime.arena is not None:
             self.attachment.runtime.arena.core.trim()
+
+
+def _refuse_several_contexts(module: torch.nn.Module) -> None:
+    """DeepSpeed gives mixed lists of parameters to the swapper of the first one."""
+    swappers = {id(swapper_of(param)) for param in module.parameters() if swapper_of(param)}
+    if len(swappers) > 1:
+        raise ConfigError(
+            f"the parameters of this model come from {len(swappers)} deepspeed.zero.Init contexts, "
+            "and DeepSpeed cannot swap parameters of several contexts together. Build the whole "
+            "model in one, or outside of any and let deepspeed.initialize partition it"
+        )

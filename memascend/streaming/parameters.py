@@ -69,7 +69,11 @@ class ParameterStream:
     def read(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Starts reading a key into a slot; the view is filled once `wait_reads` has returned."""
         staged = self._stage(key, numel, dtype)
-        staged.read = self._store.read(key=key, target=staged.tensor, hold=staged.lease.hold())
+        try:
+            staged.read = self._store.read(key=key, target=staged.tensor, hold=staged.lease.hold())
+        except BaseException:
+            self.drop(key)
+            raise
         self._reading[key] = staged
         return staged.tensor
 
