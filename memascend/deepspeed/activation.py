@@ -212,7 +212,6 @@ def _show_log_lines() -> None:
 #: DeepSpeed keys that a section takes the meaning from.
 _IDLE_KEYS = {
     "buffer_pool": (("offload_param", "buffer_count"), ("offload_param", "buffer_size")),
-    "direct_nvme": (),
 }
 
 
@@ -222,12 +221,12 @@ def _log_armed(config: MemAscendConfig, ds_config: Mapping[str, Any], runtime: R
     from memascend.deepspeed.seams import status
 
     log.info(
-        "memascend %s armed: %s; %s; %d seams; DeepSpeed on %s",
+        "memascend %s armed: %s; %s; %d seams; torch %s",
         __version__,
         ", ".join(config.sections_enabled),
         runtime.describe(),
         sum(row.armed for row in status()),
-        f"torch {torch.__version__}",
+        torch.__version__,
     )
     zero = _section(ds_config, "zero_optimization")
     idle = [
