@@ -298,6 +298,9 @@ def main() -> None:
             model.config.save_pretrained(args.save)
     engine.destroy()
     deepspeed.comm.destroy_process_group()
+    # gloo's threads take the GIL to free the tensors of the last collective; a Python that is
+    # finalizing by then kills them, and torch aborts.
+    time.sleep(0.5)
 
 
 if __name__ == "__main__":

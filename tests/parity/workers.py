@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from .cases import Backend, Case, deepspeed_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -27,6 +29,9 @@ CASE_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 10.0
 STACK_DUMP_S = 1.0
 LOG_TAIL_LINES = 120
+# DeepSpeed keeps what destroyed engines held, so a rank grows from case to case; it starts anew
+# before the machine runs out of memory.
+RESIDENT_BYTES_MAX = 2 << 30
 
 Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
@@ -63,7 +68,12 @@ class WorkerGroup:
             self.stop()
             logs = self._logs_since(log_offsets)
             raise CaseFailed(f"{case.name}\n" + "\n".join(errors) + logs)
+        if self._resident_bytes() > RESIDENT_BYTES_MAX:
+            self.stop()
         return [answer["facts"] for answer in answers]
+
+    def _resident_bytes(self) -> int:
+        return max(psutil.Process(process.pid).memory_info().rss for process in self._processes)
 
     def stop(self) -> None:
         """End the ranks: a closed socket tells them to; one that does not listen is killed."""
