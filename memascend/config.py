@@ -81,6 +81,43 @@ class OverflowCheckConfig(_Section):
     threads: int = Field(0, ge=0, le=256, description="0: as many as the machine gives")
 
 
+class GradientStreamConfig(_Section):
+    """Gradients go from the device to the drive through fixed slots; no flat host buffer."""
+
+    enabled: bool = Field(True, description="off: DeepSpeed's flat gradient buffer")
+
+
+class OptimizerStreamConfig(_Section):
+    """The optimizer step walks each sub-group in tiles; no whole-sub-group buffers."""
+
+    enabled: bool = Field(True, description="off: DeepSpeed's whole-sub-group buffers")
+    tile_bytes: int | None = Field(
+        None,
+        ge=64 << 10,
+        le=1 << 30,
+        description="fp32 weights of one tile; left out: from the plan",
+    )
+
+    @field_validator("tile_bytes", mode="before")
+    @classmethod
+    def _accept_units(cls, value: object) -> object:
+        return parse_nbytes(value) if isinstance(value, str) else value
+
+
+class ParameterStreamConfig(_Section):
+    """Parameters larger than a slot travel in chunks; every shard is on the drive."""
+
+    enabled: bool = Field(True, description="off: a slot for every size, small shards in RAM")
+
+
+class StreamingConfig(_Section):
+    """What makes host memory independent of the model's size."""
+
+    gradients: GradientStreamConfig = GradientStreamConfig()
+    optimizer: OptimizerStreamConfig = OptimizerStreamConfig()
+    parameters: ParameterStreamConfig = ParameterStreamConfig()
+
+
 class MemAscendConfig(_Section):
     """The whole block. `{}` turns everything on."""
 
@@ -89,12 +126,17 @@ class MemAscendConfig(_Section):
     buffer_pool: BufferPoolConfig = BufferPoolConfig()
     direct_nvme: DirectNvmeConfig = DirectNvmeConfig()
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
+    streaming: StreamingConfig = StreamingConfig()
 
     @property
     def sections_enabled(self) -> tuple[str, ...]:
         """Names of the sections that are on, in the order of the block."""
         names = ("allocator", "buffer_pool", "direct_nvme", "overflow_check")
-        return tuple(name for name in names if getattr(self, name).enabled)
+        streams = ("gradients", "optimizer", "parameters")
+        return (
+            *(name for name in names if getattr(self, name).enabled),
+            *(f"streaming.{name}" for name in streams if getattr(self.streaming, name).enabled),
+        )
 
 
 def is_disabled() -> bool:

@@ -81,3 +81,33 @@ class TensorIO(Protocol):
 
     def write(self, *, key: str, source: torch.Tensor, hold: object | None = None) -> Ticket:
         """Starts storing `source`."""
+
+
+class RangeIO(Protocol):
+    """Reads and writes parts of keys."""
+
+    def reserve(self, *, key: str, nbytes: int) -> None:
+        """Finds room for a key of this size; raises StoreFullError when there is none."""
+
+    def read(
+        self,
+        *,
+        key: str,
+        target: torch.Tensor,
+        offset_bytes: int = 0,
+        hold: object | None = None,
+    ) -> Ticket:
+        """Starts filling `target` from `offset_bytes` of the key on."""
+
+    def write(
+        self,
+        *,
+        key: str,
+        source: torch.Tensor,
+        offset_bytes: int | None = None,
+        hold: object | None = None,
+    ) -> Ticket:
+        """Starts storing `source` into the key from `offset_bytes` on; None: as the whole key."""
+
+    def discard(self, *, key: str) -> bool:
+        """Forgets a key; False when there is none."""

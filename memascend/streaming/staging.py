@@ -1,0 +1,248 @@
+"""Staging slots: tensors of any size pass between the device and the store through fixed memory.
+
+Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one slot, with the drive
+working on some slots while the device copies others. On a device with its own streams an event
+behind each copy says when a slot may go on; a synchronous device (the CPU) needs none. One thread
+at a time may call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from memascend.tensors import Event, HostMemory, RangeIO, Ticket
+
+SLOT_COUNT_MIN = 2
+
+
+@dataclass(slots=True)
+class _Write:
+    """A slot filled by a copy that may not have happened yet, on its way to the store."""
+
+    slot: torch.Tensor
+    filled: Event | None
+    key: str
+    source: torch.Tensor
+    offset_bytes: int
+    ticket: Ticket | None = None
+
+
+class StagingSlots:
+    """Slots of one size, used in turn."""
+
+    def __init__(
+        self,
+        *,
+        store: RangeIO,
+        memory: HostMemory,
+        slot_bytes: int,
+        slot_count: int,
+        component: str = "staging slots",
+        new_event: Callable[[], Event] | None = None,
+    ) -> None:
+        """Takes `slot_count` slots of `slot_bytes` from `memory` now.
+
+        Args:
+            store: Where the bytes come from and go to.
+            memory: Page-locked host memory.
+            slot_bytes: A multiple of the page size.
+            slot_count: At least SLOT_COUNT_MIN: one fills while another empties.
+            component: Name in the ledger.
+            new_event: Makes an event of the device; None when the device is the CPU.
+        """
+        if slot_count < SLOT_COUNT_MIN:
+            raise ValueError(f"slot_count must be at least {SLOT_COUNT_MIN}, got {slot_count}")
+        self._store = store
+        self._new_event = new_event
+        self.slot_bytes = slot_bytes
+        self._free: deque[torch.Tensor] = deque(
+            memory.tensor(slot_bytes, torch.uint8, component=component) for _ in range(slot_count)
+        )
+        self._slots = {slot.data_ptr(): slot for slot in self._free}
+        self._writes: deque[_Write] = deque()  # oldest first
+        self._reads: deque[tuple[Event, torch.Tensor]] = deque()  # copied out, oldest first
+
+    # -- whole transfers -------------------------------------------------------------------------
+
+    def chunks(self, numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
+        """Cuts `numel` elements into (begin, count) runs that fit a slot."""
+        count_max = self.slot_bytes // itemsize
+        for begin in range(0, numel, count_max):
+            yield begin, min(count_max, numel - begin)
+
+    def write(self, *, key: str, source: torch.Tensor, offset_bytes: int = 0) -> None:
+        """Stores a flat tensor of any device into a key that has room.
+
+        On return the copies are issued on the current stream, and the source may be overwritten in
+        that stream's order; a later read of the key sees it. Errors come from `wait_writes`.
+        """
+        for begin, count in self.chunks(source.numel(), source.element_size()):
+            staged = self.take(count, source.dtype)
+            staged.copy_(source.narrow(0, begin, count), non_blocking=True)
+            self.submit(key, staged, offset_bytes + begin * source.element_size())
+
+    def read(self, *, key: str, target: torch.Tensor, offset_bytes: int = 0) -> None:
+        """Fills a flat tensor of any device; on return its copies are issued.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        itemsize = target.element_size()
+        pending: deque[tuple[torch.Tensor, torch.Tensor, Ticket]] = deque()
+        try:
+            for begin, count in self.chunks(target.numel(), itemsize):
+                while not self._free and not self._reclaim() and pending:
+                    self._copy_out(*pending.popleft())
+                staged = self.take(count, target.dtype)
+                ticket = self._read(key, staged, offset_bytes + begin * itemsize)
+                pending.append((target.narrow(0, begin, count), staged, ticket))
+            while pending:
+                self._copy_out(*pending.popleft())
+        finally:
+            for _, staged, ticket in pending:  # an error is on its way up
+                _settle(ticket)
+                self.give_back(staged)
+
+    def wait_writes(self) -> None:
+        """Waits until everything written is in the store.
+
+        Raises:
+            StoreError: A write failed; the others have been waited for.
+        """
+        first_error: BaseException | None = None
+        while self._writes:
+            try:
+                self._finish_write()
+            except Exception as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+
+    # -- single slots ----------------------------------------------------------------------------
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A free slot as `numel` elements: the next one that write-backs or copies let go.
+
+        What is taken ends with `submit` or `give_back`.
+        """
+        self._reclaim()
+        while not self._free:
+            if self._writes:
+                self._finish_write()
+            elif self._reads:
+                event, slot = self._reads.popleft()
+                event.synchronize()
+                self._free.append(slot)
+            else:
+                raise AssertionError("every staging slot is taken and none was given back")
+        slot = self._free.popleft()
+        return slot.view(dtype).narrow(0, 0, numel)
+
+    def submit(self, key: str, staged: torch.Tensor, offset_bytes: int) -> None:
+        """Stores a taken slot once the copy into it, issued before this call, has happened."""
+        write = _Write(self._slot_of(staged), self._event(), key, staged, offset_bytes)
+        self._writes.append(write)
+        self._submit_filled()
+
+    def give_back(self, staged: torch.Tensor) -> None:
+        """Frees a taken slot, once the copies out of it that were issued so far have happened."""
+        event = self._event()
+        if event is None:
+            self._free.append(self._slot_of(staged))
+        else:
+            self._reads.append((event, self._slot_of(staged)))
+
+    def read_chunk(
+        self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int
+    ) -> torch.Tensor:
+        """A taken slot with `numel` elements of a key in it.
+
+        Raises:
+            StoreError: The read failed.
+        """
+        staged = self.take(numel, dtype)
+        try:
+            self._read(key, staged, offset_bytes).wait()
+        except BaseException:
+            self.give_back(staged)
+            raise
+        return staged
+
+    # -- inner -----------------------------------------------------------------------------------
+
+    def _read(self, key: str, staged: torch.Tensor, offset_bytes: int) -> Ticket:
+        # The store sees only what was handed to it.
+        while any(write.ticket is None and write.key == key for write in self._writes):
+            self._submit_next()
+        return self._store.read(key=key, target=staged, offset_bytes=offset_bytes)
+
+    def _copy_out(self, target: torch.Tensor, staged: torch.Tensor, ticket: Ticket) -> None:
+        try:
+            ticket.wait()
+            target.copy_(staged, non_blocking=True)
+        finally:
+            self.give_back(staged)
+
+    def _event(self) -> Event | None:
+        if self._new_event is None:
+            return None
+        event = self._new_event()
+        event.record()
+        return event
+
+    def _submit_filled(self) -> None:
+        """Hands the store every slot whose copy has happened, in order."""
+        for write in self._writes:
+            if write.ticket is None:
+                if write.filled is not None and not write.filled.query():
+                    return
+                self._start(write)
+
+    def _submit_next(self) -> None:
+        """Waits for the oldest copy that has not been handed to the store, and hands it over."""
+        write = next(write for write in self._writes if write.ticket is None)
+        if write.filled is not None:
+            write.filled.synchronize()
+        self._start(write)
+
+    def _start(self, write: _Write) -> None:
+        write.ticket = self._store.write(
+            key=write.key, source=write.source, offset_bytes=write.offset_bytes
+        )
+
+    def _finish_write(self) -> None:
+        if self._writes[0].ticket is None:
+            self._submit_next()
+        write = self._writes.popleft()
+        try:
+            if write.ticket is not None:
+                write.ticket.wait()
+        finally:
+            self._free.append(write.slot)
+
+    def _reclaim(self) -> bool:
+        """Frees what has passed without waiting; whether a slot is free now.
+
+        Raises:
+            StoreError: A write that has finished failed.
+        """
+        self._submit_filled()
+        while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
+            self._finish_write()
+        while self._reads and self._reads[0][0].query():
+            self._free.append(self._reads.popleft()[1])
+        return bool(self._free)
+
+    def _slot_of(self, staged: torch.Tensor) -> torch.Tensor:
+        return self._slots[staged.data_ptr()]
+
+
+def _settle(ticket: Ticket) -> None:
+    try:
+        ticket.wait()
+    except Exception:
+        return
