@@ -18,7 +18,7 @@ from memascend.numa import preferred_node
 from memascend.nvme import TensorStore
 from memascend.overflow import scan
 from memascend.pool import ArenaSlots, ParameterPool
-from memascend.tensors import HostMemory, SlotPool, TensorIO
+from memascend.tensors import HostMemory, RangeIO, SlotPool, TensorIO
 
 #: Bytes through which unaligned heads and tails of transfers pass.
 BOUNCE_BYTES = 4 << 20
@@ -68,6 +68,13 @@ class Runtime:
         if self._io is None:
             raise AssertionError("direct_nvme is off and nothing was given instead")
         return self._io
+
+    @property
+    def ranges(self) -> RangeIO:
+        """What reads and writes parts of keys."""
+        if self.store is None:
+            raise AssertionError("direct_nvme is off, and nothing else works on parts of keys")
+        return self.store
 
     @property
     def pool(self) -> SlotPool:

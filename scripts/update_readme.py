@@ -33,8 +33,8 @@ def _rows(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield f"**`{name}`**", "section", "on", (inner.__doc__ or "").strip()
-            yield from _rows(inner, f"{name}.")
+            yield f"**`{prefix}{name}`**", "section", "on", (inner.__doc__ or "").strip()
+            yield from _rows(inner, f"{prefix}{name}.")
         else:
             meaning = field.description or ""
             yield f"`{prefix}{name}`", _takes(name, field), _default(field.default), meaning

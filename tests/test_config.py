@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,27 @@ def test_an_empty_block_turns_every_section_on() -> None:
         "buffer_pool",
         "direct_nvme",
         "overflow_check",
+        "streaming.gradients",
+        "streaming.optimizer",
+        "streaming.parameters",
     )
+
+
+def turned_off(*names: str) -> dict[str, Any]:
+    """A block with these sections off; a dot leads into a section."""
+    block: dict[str, Any] = {}
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        place = block.setdefault(parent, {}) if parent else block
+        place[child] = {"enabled": False}
+    return block
 
 
 @pytest.mark.parametrize("section", config.parse_block({}).sections_enabled)
 def test_each_section_can_be_turned_off_by_one_key(section: str) -> None:
-    parsed = config.parse_block({section: {"enabled": False}})
+    parsed = config.parse_block(turned_off(section))
     assert section not in parsed.sections_enabled
-    assert len(parsed.sections_enabled) == 3
+    assert len(parsed.sections_enabled) == 6
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
@@ -91,8 +105,7 @@ def test_enabled_false_means_not_active() -> None:
 
 def test_all_sections_off_means_not_active() -> None:
     names = config.parse_block({}).sections_enabled
-    block = {name: {"enabled": False} for name in names}
-    assert config.active_config({"memascend": block}) is None
+    assert config.active_config({"memascend": turned_off(*names)}) is None
 
 
 def test_the_environment_supplies_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 VERSIONS: tuple[str, ...] = ("0.19.8",)
 
 KNOWN: dict[str, tuple[str, ...]] = {
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad.step": ("bc50202af56d3c60",),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam.step": ("69b73feaa1e770e2",),
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion.step": ("baa4c821d83a6bad",),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo": ("6ffc1e0eab0c90db",),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper": ("01a548a3190b0e27",),
     "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper.PartitionedOptimizerSwapper": (
@@ -36,11 +39,29 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_tensor_swapping": (
         "8d9da0769277d6c5",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2": (
+        "2a3cf141ca6b6a7c",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions": (
         "ca5e5d7405dc70eb",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory": (
         "1c0dca9a3525ae31",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._finalize_offload_gradient_accumulation": (
+        "7883fc1095571a5f",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_fp32_grad_state_partition": (
+        "fb0a3a856fbea3a2",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": (
+        "b9e399970006533e",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_out": (
+        "6400632381b88754",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._optimizer_step": (
+        "1897cfe36e84ebf4",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._partition_all_parameters": (
         "7698e5d8fe612b90",
@@ -49,14 +70,32 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "49905d9893f09e86",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._post_step": ("0fef35ae6ad91912",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._prepare_sub_group": (
+        "2c5f727c6d11c72d",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters": (
+        "4974d1eab5c28fb3",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._release_sub_group": (
+        "623b452e8baaff28",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer": (
         "902a16562dfcf0a3",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._swap_in_sub_group_to_flat_buffer": (
+        "8c155a1fa7342cab",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._writeback_swap_state": (
+        "bd38f14746ee648d",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue": (
         "c6c40c15c750a93e",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue": (
         "123413058d0e4d5c",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload": (
+        "cf83c30616baa179",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.destroy": ("6c149a3286957783",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow": (
@@ -65,11 +104,17 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states": (
         "a3abaeba737f3737",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.partition_grads": (
+        "244071f3639c4bf5",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.reset_swap_buffers": (
         "c4110444d4723ab4",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step": ("15e41120d6f0dbf5",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": (
         "ad50fee2989d8d54",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.update_fp32_grad_for_param_vectorized": (
+        "24c8c433c0a0a8ce",
     ),
 }

@@ -93,6 +93,34 @@ class HostBuffers(TorchFunctionMode):
         return piece.zero_() if zero else piece
 
 
+class AbsentBuffers(TorchFunctionMode):
+    """Serves a factory function for host memory of given sizes with tensors that take no memory.
+
+    For buffers that DeepSpeed makes and nobody will use: one element stands for all of them. Its
+    pin_memory gives it back as it is.
+    """
+
+    def __init__(self, factory: Any, numels: set[int]) -> None:
+        super().__init__()
+        self._factory = factory
+        self._numels = numels
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        keywords = keywords or {}
+        if function is torch.Tensor.pin_memory and arguments[0].stride() == (0,):
+            return arguments[0]
+        numel = _numel(arguments)
+        if function is self._factory and numel in self._numels and numel > 0:
+            return function(1, **keywords).expand(numel)
+        return function(*arguments, **keywords)
+
+
 def _numel(arguments: tuple[Any, ...]) -> int:
     """Elements asked for by one positional size, as DeepSpeed writes it; 0 for any other form."""
     if len(arguments) == 1 and isinstance(arguments[0], int):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memascend.deepspeed.streamed_swapper import StreamedSwapper
 from memascend.nvme import TensorStore
 
 _CHUNK_BYTES = 16 << 20
@@ -27,12 +28,12 @@ def export_files(swapper: Any, store: TensorStore) -> None:
     """Writes every optimizer tensor of the swapper into its folder, gradients left out."""
     os.makedirs(swapper.swap_folder, mode=0o700, exist_ok=True)
     buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
-    for path in _state_paths(swapper):
-        if not store.contains(key=path):
+    for path, key in _tensors(swapper):
+        if not store.contains(key=key):
             continue
         with open(path, "wb") as file:
-            for offset, piece in _pieces(buffer, store.nbytes(key=path)):
-                store.read(key=path, target=piece, offset_bytes=offset).wait()
+            for offset, piece in _pieces(buffer, store.nbytes(key=key)):
+                store.read(key=key, target=piece, offset_bytes=offset).wait()
                 file.write(piece.numpy().data)
 
 
@@ -43,22 +44,22 @@ def import_files(swapper: Any, store: TensorStore) -> None:
         OSError: A file is shorter than the tensor it belongs to.
     """
     buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
-    for path in _state_paths(swapper):
+    for path, key in _tensors(swapper):
         if not os.path.exists(path):
             continue
         nbytes = os.path.getsize(path)
-        if store.contains(key=path) and nbytes != store.nbytes(key=path):
+        if store.contains(key=key) and nbytes != store.nbytes(key=key):
             raise OSError(
                 f"checkpoint file {path} has {nbytes} bytes, the optimizer needs "
-                f"{store.nbytes(key=path)}: it was saved with another model, sub_group_size or "
+                f"{store.nbytes(key=key)}: it was saved with another model, sub_group_size or "
                 "number of ranks"
             )
-        store.reserve(key=path, nbytes=nbytes)
+        store.reserve(key=key, nbytes=nbytes)
         with open(path, "rb") as file:
             for offset, piece in _pieces(buffer, nbytes):
                 if file.readinto(piece.numpy().data) != piece.numel():
                     raise OSError(f"checkpoint file {path} ended at byte {offset}")
-                store.write(key=path, source=piece, offset_bytes=offset).wait()
+                store.write(key=key, source=piece, offset_bytes=offset).wait()
     remove_files(swapper)
 
 
@@ -79,9 +80,14 @@ def all_keys(swapper: Any) -> Iterator[str]:
         yield from swap_info.get_swap_gradient_paths()
 
 
-def _state_paths(swapper: Any) -> Iterator[str]:
+def _tensors(swapper: Any) -> Iterator[tuple[str, str]]:
+    """File and key of every tensor; for DeepSpeed's own swapper the key is the file's path."""
+    if isinstance(swapper, StreamedSwapper):
+        yield from swapper.tensors()
+        return
     for swap_info in swapper.swap_params_info.values():
-        yield from swap_info.get_swap_paths()
+        for path in swap_info.get_swap_paths():
+            yield path, path
 
 
 def _pieces(buffer: torch.Tensor, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -69,7 +69,7 @@ class ParameterSwapper:
 
     def get_buffer(self, param: Parameter, numel: int) -> torch.Tensor:
         """A slot for the first partitioning of a parameter; the caller fills and stores it."""
-        key = self._key(param)
+        key = self.key(param)
         self._stream.drop(key)
         return self._stream.stage(key, numel, param.dtype)
 
@@ -82,7 +82,7 @@ class ParameterSwapper:
         """Stores shards and gives their slots back; on return the bytes are in the store."""
         for param in params:
             try:
-                self._stream.write(self._key(param))
+                self._stream.write(self.key(param))
             finally:
                 self._mark_absent(param)
 
@@ -102,7 +102,7 @@ class ParameterSwapper:
                 "swap_in with the caller's buffers is not part of DeepSpeed 0.19"
             )
         self._let_go_gathered()
-        wanted = {self._key(param): param for param in params if self._is_absent(param)}
+        wanted = {self.key(param): param for param in params if self._is_absent(param)}
         if async_op:
             sizes = [(key, self._nbytes(param)) for key, param in wanted.items()]
             wanted = {key: wanted[key] for key in self._stream.admit_prefetch(sizes)}
@@ -121,7 +121,7 @@ class ParameterSwapper:
                 if param.ds_tensor.status is PartitionedParamStatus.INFLIGHT:
                     self._mark_absent(param)
                     with suppress(Exception):  # the first error is the one to raise
-                        self._stream.drop(self._key(param))
+                        self._stream.drop(self.key(param))
             raise
         for key in arrived:
             param = self._by_key[key]
@@ -140,7 +140,7 @@ class ParameterSwapper:
 
     def swap_into_buffer(self, param: Parameter, dest_buffer: torch.Tensor) -> None:
         """Reads a shard straight into memory that is not ours; any alignment."""
-        self._stream.read_into(self._key(param), dest_buffer.narrow(0, 0, param.ds_tensor.ds_numel))
+        self._stream.read_into(self.key(param), dest_buffer.narrow(0, 0, param.ds_tensor.ds_numel))
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Nothing to reserve: updated shards are written from pool slots."""
@@ -154,7 +154,7 @@ class ParameterSwapper:
         parameter sees them, and synchronize_writes at the end of the step reports their errors.
         """
         for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
-            key = self._key(param)
+            key = self.key(param)
             self._stream.drop(key)
             self._stream.write_cast(key, source, param.dtype)
             self._mark_absent(param)
@@ -189,7 +189,7 @@ class ParameterSwapper:
         synchronous = get_accelerator().is_synchronized_device()
         event: Event | None = None
         for param in params:
-            key = self._key(param)
+            key = self.key(param)
             if not (self._lives_on_drive(param) and self._stream.is_staged(key)):
                 continue
             if not synchronous:
@@ -207,7 +207,7 @@ class ParameterSwapper:
 
     def stage_for_update(self, param: Parameter) -> None:
         """Gives a gathered parameter a slot again, so that its modified data can be partitioned."""
-        key = self._key(param)
+        key = self.key(param)
         if not self._stream.is_staged(key):
             tensor = self._stream.stage(key, param.ds_tensor.ds_numel, param.dtype)
             param.ds_tensor.data = tensor.data
@@ -223,12 +223,13 @@ class ParameterSwapper:
         for key in self._stream.staged_keys():
             self._let_go(self._by_key[key])
 
-    # -- inner -----------------------------------------------------------------------------------
-
-    def _key(self, param: Parameter) -> str:
+    def key(self, param: Parameter) -> str:
+        """The store's name for a parameter's shard."""
         key = f"param.{param.ds_id}"
         self._by_key.setdefault(key, param)
         return key
+
+    # -- inner -----------------------------------------------------------------------------------
 
     @staticmethod
     def _nbytes(param: Parameter) -> int:
@@ -246,7 +247,7 @@ class ParameterSwapper:
         )
 
     def _is_being_gathered(self, param: Parameter) -> bool:
-        in_collective = self._key(param) in self._gathering
+        in_collective = self.key(param) in self._gathering
         return in_collective and param.ds_status is ZeroParamStatus.INFLIGHT
 
     def _let_go_gathered(self) -> None:
@@ -255,7 +256,7 @@ class ParameterSwapper:
                 self._let_go(param)
 
     def _let_go(self, param: Parameter, event: Event | None = None) -> None:
-        key = self._key(param)
+        key = self.key(param)
         self._gathering.pop(key, None)
         self._stream.drop(key, event)
         self._mark_absent(param)

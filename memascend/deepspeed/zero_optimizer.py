@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO-3 optimizer with its host buffers, its swapper and its overflow check replaced.
 
-Overrides small hook methods only; the step itself is upstream's. An instance exists only for a
-config with an active block: without one, constructing this class gives a stock optimizer.
+Overrides small hook methods only; the step loop is upstream's. What happens to gradients and to
+sub-groups is in the two base classes; here they are wired. An instance exists only for a config
+with an active block: without one, constructing this class gives a stock optimizer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
@@ -18,20 +20,34 @@ from memascend.config import active_config
 from memascend.deepspeed import optimizer_checkpoint
 from memascend.deepspeed.activation import Attachment, attach
 from memascend.deepspeed.gather import swapper_of
+from memascend.deepspeed.host_buffers import AbsentBuffers
+from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
 from memascend.deepspeed.optimizer_swapper import (
     PipelinedSwapper,
     SequentialSwapper,
     buffers_needed,
 )
 from memascend.deepspeed.param_swapper import ParameterSwapper
+from memascend.deepspeed.streamed_gradients import StreamedGradients
+from memascend.deepspeed.streamed_optimizer import StreamedOptimizer
+from memascend.deepspeed.streamed_swapper import StreamedSwapper
+from memascend.deepspeed.streams import streams_in_use
 from memascend.errors import ConfigError
+from memascend.streaming.gradients import GradientSpool
+from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.tiles import TILE_COUNT, TILE_NUMEL_QUANTUM, Tiles, TileShape
+from memascend.units import format_nbytes
+
+#: Bytes of fp32 weights in a tile unless the config says otherwise.
+TILE_BYTES = 32 << 20
 
 
-class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
     """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
 
     # Upstream's attributes that are assigned to below.
     offload_optimizer_fast_init: bool
+    offload_optimizer_pin_memory: bool
     optimizer_swapper: Any
     grad_partitions_flat_buffer: torch.Tensor | None
     param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
@@ -94,6 +110,62 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             logger.info("memascend: offload_optimizer.fast_init has no meaning here and is ignored")
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
+        streams = streams_in_use(self.attachment.runtime.config, self)
+        spool = None
+        if streams.gradients or streams.optimizer:
+            runtime = self.attachment.runtime
+            spool = GradientSpool(
+                store=runtime.ranges,
+                slots=self.attachment.staging,
+                sum_of_squares=self._squares if streams.gradients else None,
+            )
+        if streams.gradients:
+            self._spool = spool
+        if streams.optimizer and spool is not None:
+            self._configure_streaming(offload_optimizer_config, spool, streams.gradients)
+        else:
+            self._configure_whole_sub_groups(offload_optimizer_config, aio_config)
+
+    def _configure_streaming(
+        self, offload_optimizer_config: Any, spool: GradientSpool, gradients_as_they_arrive: bool
+    ) -> None:
+        runtime = self.attachment.runtime
+        master_dtype = self.master_weights_and_grads_dtype
+        largest_numel = max(self.fp16_partitioned_groups_flat_numel)
+        tile_bytes = runtime.config.streaming.optimizer.tile_bytes or TILE_BYTES
+        numel, count = tile_bytes // master_dtype.itemsize, TILE_COUNT
+        if not is_elementwise(self.optimizer):
+            numel, count = largest_numel, 1
+        shape = TileShape(
+            numel=-(-min(numel, largest_numel) // TILE_NUMEL_QUANTUM) * TILE_NUMEL_QUANTUM,
+            count=count,
+            state_count=state_count(self.optimizer),
+            master_dtype=master_dtype,
+            gradient_dtype=(
+                self.gradient_accumulation_dtype if gradients_as_they_arrive else master_dtype
+            ),
+            parameter_dtype=self.dtype,
+        )
+        tiles = Tiles(store=runtime.ranges, memory=runtime.memory, shape=shape)
+        if count == 1:
+            logger.info(
+                "memascend: %s is not known to work element by element, so a sub-group is stepped "
+                "whole; that takes %s of host memory. A smaller sub_group_size lowers it",
+                type(self.optimizer).__name__,
+                format_nbytes(tiles.nbytes),
+            )
+        self._stream = OptimizerStream(
+            store=runtime.ranges, tiles=tiles, slots=self.attachment.staging, spool=spool
+        )
+        folder = self.attachment.staging_folder(str(offload_optimizer_config.nvme_path))
+        # Nothing is written there but checkpoints on their way; those make it anew.
+        shutil.rmtree(folder, ignore_errors=True)
+        self.optimizer_swapper = StreamedSwapper(
+            stream=self._stream, spool=spool, base_folder=folder, rank=dist.get_rank()
+        )
+
+    def _configure_whole_sub_groups(self, offload_optimizer_config: Any, aio_config: Any) -> None:
+        """DeepSpeed's own swapper, over our store and memory."""
         pipelined = offload_optimizer_config.pipeline
         needed = buffers_needed(self.optimizer, pipelined=pipelined)
         if offload_optimizer_config.buffer_count < needed:
@@ -116,7 +188,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 timers=self.timers,
             )
         if self.attachment.runtime.store is not None:
-            # Nothing is written there but checkpoints on their way; those make it anew.
             shutil.rmtree(folder, ignore_errors=True)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
@@ -124,15 +195,36 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             super()._create_param_groups_fp16_flat_cpu_memory()
 
     def _setup_for_real_optimizer(self) -> None:
-        with self._host_buffers("gradients"):
-            super()._setup_for_real_optimizer()
+        if self._spool is None:
+            with self._host_buffers("gradients"):
+                super()._setup_for_real_optimizer()
+        else:
+            self._setup_without_gradient_buffer()
+        if self._stream is not None:
+            self._stream.drain()
         self._finish_writes()
+
+    def _setup_without_gradient_buffer(self) -> None:
+        """Upstream's set-up, in which the flat buffer and its pinned copy take no memory."""
+        pin_memory = self.offload_optimizer_pin_memory
+        numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
+        with AbsentBuffers(torch.zeros, {numel}):
+            self.offload_optimizer_pin_memory = pin_memory and self._stream is None
+            super()._setup_for_real_optimizer()
+        self.offload_optimizer_pin_memory = pin_memory
+        self.grad_partitions_flat_buffer = None
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
     def _create_fp32_partitions(self) -> None:
         # Temporaries, or master weights that stock leaves pageable too: not for the arena, whose
         # memory would stay taken after them.
-        with self._host_buffers(None):
-            super()._create_fp32_partitions()
+        if self._stream is None:
+            with self._host_buffers(None):
+                super()._create_fp32_partitions()
+        else:
+            # Upstream makes room for a whole sub-group, which is then streamed past it.
+            with AbsentBuffers(torch.empty, set(self.fp16_partitioned_groups_flat_numel)):
+                super()._create_fp32_partitions()
 
     def initialize_optimizer_states(self) -> None:
         """As upstream; gradients that stay in host memory are in the arena."""
@@ -155,34 +247,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _post_step(self, timer_names: Any) -> None:
         self._finish_writes()
         super()._post_step(timer_names)
-
-    def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """One pass instead of isinf and isnan over the whole flat gradient buffer.
-
-        The verdict of that pass stands in for the buffer while upstream combines the ranks'
-        verdicts.
-        """
-        check = self.attachment.runtime.overflow_check
-        gradients = self.grad_partitions_flat_buffer
-        if check is None or not partition_gradients or gradients is None:
-            return bool(super().has_overflow(partition_gradients))
-        verdict = float("inf") if check(gradients) else 0.0
-        self.grad_partitions_flat_buffer = gradients.new_tensor([verdict])
-        try:
-            return bool(super().has_overflow(partition_gradients))
-        finally:
-            self.grad_partitions_flat_buffer = gradients
-
-    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """As upstream; the swapper learns the factor, for gradients that outlive the step."""
-        super().unscale_and_clip_grads(sub_group_id, total_norm)
-        if self._swappable_optimizer_subgroup(sub_group_id):
-            scale = self.loss_scale
-            if self.clip_grad > 0.0:
-                clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
-                scale = torch.clamp(clip, min=1.0) * self.loss_scale
-            parameter = self.fp32_partitioned_groups_flat[sub_group_id]
-            self.optimizer_swapper.note_gradient_factor(parameter, 1.0 / scale)
 
     def _finish_writes(self) -> None:
         swapper = self._param_swapper
@@ -225,10 +289,17 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         swapper: Any = self.optimizer_swapper
         self.optimizer_swapper = None
         store = self.attachment.runtime.store
-        if swapper is not None and store is not None:
+        if self._stream is not None:
+            self._stream.discard()
+        elif swapper is not None and store is not None:
             swapper.swap_buffer_manager.all_buffers = []
             for key in optimizer_checkpoint.all_keys(swapper):
                 store.discard(key=key)
+        if swapper is not None and isinstance(swapper, StreamedSwapper):
+            swapper.spool.discard()
+        elif self._spool is not None:
+            self._spool.discard()
+        self._stream = self._spool = None
         if self.attachment.runtime.arena is not None:
             self.attachment.runtime.arena.core.trim()
 

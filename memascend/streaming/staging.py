@@ -148,6 +148,11 @@ class StagingSlots:
         self._writes.append(write)
         self._submit_filled()
 
+    def submit_all(self) -> None:
+        """Hands every submitted slot to the store: its later reads of those keys see them."""
+        while any(write.ticket is None for write in self._writes):
+            self._submit_next()
+
     def give_back(self, staged: torch.Tensor) -> None:
         """Frees a taken slot, once the copies out of it that were issued so far have happened."""
         event = self._event()

@@ -17,7 +17,15 @@ from typing import Any, Literal
 
 Backend = Literal["oracle", "stock", "memascend"]
 
-SECTIONS = ("allocator", "buffer_pool", "direct_nvme", "overflow_check")
+SECTIONS = (
+    "allocator",
+    "buffer_pool",
+    "direct_nvme",
+    "overflow_check",
+    "streaming.gradients",
+    "streaming.optimizer",
+    "streaming.parameters",
+)
 SUB_GROUP_SMALL_NUMEL = 1_500_000
 SUB_GROUP_LARGE_NUMEL = 1_000_000_000
 
@@ -51,6 +59,7 @@ class Case:
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
+    tile_bytes: int | None = 1 << 20  # several tiles to a sub-group, also in small models
     engine: str | None = None  # None leaves the key out, which means automatic
 
     def __post_init__(self) -> None:
@@ -108,9 +117,14 @@ class Case:
 
 
 def memascend_block(case: Case) -> dict[str, Any]:
-    block: dict[str, Any] = {name: {"enabled": name in case.sections} for name in SECTIONS}
+    block: dict[str, Any] = {"streaming": {}}
+    for name in SECTIONS:
+        parent, _, child = name.rpartition(".")
+        (block[parent] if parent else block)[child] = {"enabled": name in case.sections}
     if case.engine is not None:
         block["direct_nvme"]["engine"] = case.engine
+    if case.tile_bytes is not None:
+        block["streaming"]["optimizer"]["tile_bytes"] = case.tile_bytes
     return block
 
 

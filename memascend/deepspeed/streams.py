@@ -1,0 +1,63 @@
+"""Which streams serve a model's optimizer, and what keeps the others from it.
+
+A stream that is on in the config and cannot serve is named once in the log, with the reason;
+DeepSpeed's own way is then taken, with the memory it costs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.runtime.torch_autocast import is_autocast_initialized
+
+from memascend.config import MemAscendConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStreams:
+    """What is streamed: gradients from the device to the drive, the step in tiles."""
+
+    gradients: bool
+    optimizer: bool
+
+
+def streams_in_use(config: MemAscendConfig, optimizer: Any) -> OptimizerStreams:
+    """Decides for a ZeRO-3 optimizer that keeps its states on a drive."""
+    reasons = _reasons(config, optimizer)
+    streaming = config.streaming
+    wanted = {
+        "gradients": streaming.gradients.enabled,
+        "optimizer": streaming.optimizer.enabled,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted and reasons[name] and dist.get_rank() == 0:
+            log.warning(
+                "memascend: streaming.%s is not used: %s. Host memory grows with the model",
+                name,
+                reasons[name],
+            )
+    return OptimizerStreams(
+        **{name: is_wanted and not reasons[name] for name, is_wanted in wanted.items()}
+    )
+
+
+def _reasons(config: MemAscendConfig, optimizer: Any) -> dict[str, str]:
+    """Why a stream cannot serve; empty where it can."""
+    both = ""
+    if not config.direct_nvme.enabled:
+        both = "it needs direct_nvme, which is off"
+    elif optimizer.use_muon:
+        both = "Muon works on whole gradients of its own"
+    step = both
+    if not step and optimizer.params_in_nvme_and_cpu and not config.buffer_pool.enabled:
+        step = "it needs buffer_pool, which is off"
+    elif not step and optimizer.partial_offload != 1.0:
+        step = "offload_optimizer.ratio leaves a part of it on the device"
+    elif not step and is_autocast_initialized():
+        step = "torch_autocast updates its loss scale with every call of the optimizer"
+    return {"gradients": both, "optimizer": step}
