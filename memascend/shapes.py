@@ -72,6 +72,38 @@ class ModelShapes:
         """The largest parameter."""
         return max(self.tensors, key=lambda tensor: tensor.numel)
 
+    def sub_groups(
+        self, *, world: int, sub_group_size: int, has_decay_groups: bool
+    ) -> list[list[TensorShape]]:
+        """DeepSpeed's units of the optimizer step, in its order.
+
+        A sub-group is closed once one rank's elements reach `sub_group_size`; it never spans two
+        parameter groups.
+
+        Args:
+            world: Ranks.
+            sub_group_size: In elements of one rank.
+            has_decay_groups: Norms and biases (one dimension) form a second parameter group.
+        """
+        groups = [self.trainable]
+        if has_decay_groups:
+            groups = [
+                tuple(t for t in self.trainable if len(t.shape) > 1),
+                tuple(t for t in self.trainable if len(t.shape) <= 1),
+            ]
+        closed: list[list[TensorShape]] = []
+        for group in groups:
+            rest: list[TensorShape] = []
+            rest_numel = 0
+            for tensor in group:
+                rest.append(tensor)
+                rest_numel += tensor.shard_numel(world)
+                if rest_numel >= sub_group_size:
+                    closed.append(rest)
+                    rest, rest_numel = [], 0
+            closed += [rest] if rest else []
+        return closed
+
     def layers(self) -> list[list[TensorShape]]:
         """Tensors that are used together: those below the same numbered module.
 
