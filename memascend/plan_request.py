@@ -27,7 +27,6 @@ _ELEMENTWISE = {
     "deepspeedcpuadam": 2,
     "fusedadam": 2,
     "adamax": 2,
-    "nadam": 2,
     "radam": 2,
     "adadelta": 2,
     "lion": 1,
@@ -38,9 +37,9 @@ _ELEMENTWISE = {
     "rmsprop": 1,
     "sgd": 0,
 }
-# Those that look at whole tensors. An optimizer in neither table is taken for one of these, with
-# the states of Adam.
-_WHOLE = {"lamb": 2, "fusedlamb": 2, "muon": 1, "adafactor": 1}
+# Those that look at whole tensors, or keep a running number per tensor that tiles would advance
+# once each (NAdam). An optimizer in neither table is taken for one of these, with Adam's states.
+_WHOLE = {"lamb": 2, "fusedlamb": 2, "muon": 1, "adafactor": 1, "nadam": 2}
 STATE_COUNT_UNKNOWN = 2
 # Options of an optimizer that add one more tensor of state when they are set.
 _OPTIONS = {
@@ -221,10 +220,12 @@ def whole(parent: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _precision(ds_config: Mapping[str, Any]) -> str:
-    for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
-        found = section(ds_config, key).get("enabled")
-        if found is True or found == "auto":
-            return name
+    """What is switched on; else the first that is left to the trainer; else fp32."""
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    for wanted in (True, "auto"):
+        for key, name in names.items():
+            if section(ds_config, key).get("enabled") == wanted:
+                return name
     return "fp32"
 
 

@@ -35,6 +35,12 @@ def test_a_configuration_left_to_the_trainer_gets_its_defaults() -> None:
     assert (request.parameters_device, request.optimizer_device) == ("nvme", "none")
 
 
+def test_a_precision_that_is_on_goes_before_one_left_to_the_trainer() -> None:
+    half = nvme(bf16={"enabled": "auto"}, fp16={"enabled": True})
+    assert PlanRequest.from_deepspeed(half).precision == "fp16"
+    assert PlanRequest.from_deepspeed(nvme()).precision == "fp32"
+
+
 def test_what_a_configuration_says_is_read() -> None:
     ds_config = nvme(
         fp16={"enabled": True},
