@@ -15,7 +15,10 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
 
 FLOORS = (
     {"_core", "errors", "units", "version", "autoload"},
-    {"config", "tensors"},
+    {"config", "tensors", "architectures", "limit", "footprint"},
+    {"shapes", "plan_request"},
+    {"plan_knobs"},
+    {"plan", "plan_stock"},
     {"allocator", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
     {"runtime"},
     {"streaming"},

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from memascend.cli.compare import compare_command_parser
 from memascend.cli.doctor import doctor_command_parser
+from memascend.cli.plan import plan_command_parser
 from memascend.errors import MemAscendError
 from memascend.version import __version__
 
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     compare_command_parser(commands)
     doctor_command_parser(commands)
+    plan_command_parser(commands)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)

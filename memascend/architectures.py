@@ -1,0 +1,170 @@
+"""The tensors of a Hugging Face model, from the numbers in its config.json alone.
+
+Each architecture gives every parameter with the name, the shape and the order that transformers 5
+gives it (experts fused into one tensor per layer), so that the sub-groups DeepSpeed cuts from that
+order come out the same. Pure; knows neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from memascend.errors import ConfigError
+
+Shape = tuple[int, ...]
+Tensors = Iterator[tuple[str, Shape]]
+
+
+def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict[str, str]]:
+    """Gives every (name, shape), and which name stands for which other one (tied weights).
+
+    Raises:
+        ConfigError: The architecture is not known here, or a number is missing or impossible.
+    """
+    model_type = config.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        raise ConfigError(
+            f"cannot derive the tensors of a config.json with model_type={model_type!r}. Known: "
+            f"{', '.join(sorted(_ARCHITECTURES))}. Other ways that work for every model: a "
+            ".safetensors file, index or folder, or shapes.from_module(module) in a program"
+        )
+    numbers = _Numbers(config, _DEFAULTS[model_type])
+    is_tied = numbers.flag("tie_word_embeddings")
+    tensors = list(_ARCHITECTURES[model_type](numbers))
+    embedding = tensors[0][0]
+    if is_tied:
+        return tensors, {"lm_head.weight": embedding}
+    return [*tensors, ("lm_head.weight", tensors[0][1])], {}
+
+
+class _Numbers:
+    """Reads a config.json; what is missing or null falls back to the default of transformers."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._config = config
+        self._defaults = defaults
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(
+                f"config.json: {key} must be a whole number of at least 1, got {value!r}. "
+                "Is this the config.json of the model itself?"
+            )
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self._value(key, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self._config.get(key)
+        if value is None:
+            value = self._defaults.get(key)
+        return default if value is None else value
+
+
+def _decoder(numbers: _Numbers, mlp: Callable[[_Numbers, str], Tensors]) -> Tensors:
+    """What Llama, Qwen, Mistral and Mixtral share; `mlp` gives what they do not."""
+    hidden = numbers.count("hidden_size")
+    yield "model.embed_tokens.weight", (numbers.count("vocab_size"), hidden)
+    for layer in range(numbers.count("num_hidden_layers")):
+        prefix = f"model.layers.{layer}"
+        yield from _attention(numbers, f"{prefix}.self_attn")
+        yield from mlp(numbers, f"{prefix}.mlp")
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+
+
+def _attention(numbers: _Numbers, prefix: str) -> Tensors:
+    hidden = numbers.count("hidden_size")
+    heads = numbers.count("num_attention_heads")
+    head_dim = numbers.count("head_dim", default=hidden // heads)
+    queries = heads * head_dim
+    keys = numbers.count("num_key_value_heads", default=heads) * head_dim
+    has_bias, has_output_bias = numbers.flag("qkv_bias"), False
+    if numbers.flag("attention_bias_allowed"):
+        has_bias = has_output_bias = numbers.flag("attention_bias")
+    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield from _linear(f"{prefix}.{name}", rows, hidden, has_bias)
+    yield from _linear(f"{prefix}.o_proj", hidden, queries, has_output_bias)
+    if numbers.flag("qk_norm"):
+        yield f"{prefix}.q_norm.weight", (head_dim,)
+        yield f"{prefix}.k_norm.weight", (head_dim,)
+
+
+def _dense(numbers: _Numbers, prefix: str) -> Tensors:
+    hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
+    has_bias = numbers.flag("mlp_bias_allowed") and numbers.flag("mlp_bias")
+    yield from _linear(f"{prefix}.gate_proj", inner, hidden, has_bias)
+    yield from _linear(f"{prefix}.up_proj", inner, hidden, has_bias)
+    yield from _linear(f"{prefix}.down_proj", hidden, inner, has_bias)
+
+
+def _experts(numbers: _Numbers, prefix: str) -> Tensors:
+    hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
+    experts = numbers.count("num_local_experts")
+    yield f"{prefix}.gate.weight", (experts, hidden)
+    yield f"{prefix}.experts.gate_up_proj", (experts, 2 * inner, hidden)
+    yield f"{prefix}.experts.down_proj", (experts, hidden, inner)
+
+
+def _gpt2(numbers: _Numbers) -> Tensors:
+    if numbers.flag("add_cross_attention"):
+        raise ConfigError(
+            "config.json: add_cross_attention=true is not known here. Give the model's "
+            ".safetensors file or folder instead"
+        )
+    hidden = numbers.count("n_embd")
+    inner = numbers.count("n_inner", default=4 * hidden)
+    yield "transformer.wte.weight", (numbers.count("vocab_size"), hidden)
+    yield "transformer.wpe.weight", (numbers.count("n_positions"), hidden)
+    for layer in range(numbers.count("n_layer")):
+        prefix = f"transformer.h.{layer}"
+        yield from _layer_norm(f"{prefix}.ln_1", hidden)
+        yield from _conv1d(f"{prefix}.attn.c_attn", hidden, 3 * hidden)
+        yield from _conv1d(f"{prefix}.attn.c_proj", hidden, hidden)
+        yield from _layer_norm(f"{prefix}.ln_2", hidden)
+        yield from _conv1d(f"{prefix}.mlp.c_fc", hidden, inner)
+        yield from _conv1d(f"{prefix}.mlp.c_proj", inner, hidden)
+    yield from _layer_norm("transformer.ln_f", hidden)
+
+
+def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Tensors:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _conv1d(name: str, rows: int, columns: int) -> Tensors:
+    yield f"{name}.weight", (rows, columns)
+    yield f"{name}.bias", (columns,)
+
+
+def _layer_norm(name: str, size: int) -> Tensors:
+    yield f"{name}.weight", (size,)
+    yield f"{name}.bias", (size,)
+
+
+_ARCHITECTURES: dict[str, Callable[[_Numbers], Tensors]] = {
+    "llama": lambda numbers: _decoder(numbers, _dense),
+    "qwen2": lambda numbers: _decoder(numbers, _dense),
+    "qwen3": lambda numbers: _decoder(numbers, _dense),
+    "mistral": lambda numbers: _decoder(numbers, _dense),
+    "mixtral": lambda numbers: _decoder(numbers, _experts),
+    "gpt2": _gpt2,
+}
+
+# What transformers assumes for keys a config.json leaves out, and what the architecture itself is.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias_allowed": True, "mlp_bias_allowed": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"attention_bias_allowed": True, "qk_norm": True, "head_dim": 128},
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8},
+    "gpt2": {"tie_word_embeddings": True, "n_positions": 1024},
+}

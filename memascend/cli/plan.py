@@ -1,0 +1,357 @@
+"""`memascend plan`: host memory, drive space and traffic of a run, before anything is allocated.
+
+Three accounts side by side: stock DeepSpeed, stock with the paper's four pieces, memascend. Needs
+neither torch nor DeepSpeed. Exit status: 0 when there is a plan, 1 when there cannot be one (a
+limit too small, a file that cannot be read), 2 for a mistake in the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from memascend.config import find_block
+from memascend.errors import ConfigError
+from memascend.footprint import Footprint
+from memascend.limit import memory_available, parse_limit
+from memascend.plan import Plan, PlanRequest, derive
+from memascend.plan_stock import StockPlan, StockSettings, four_pieces, stock
+from memascend.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
+
+GB = 10**9
+#: What a PCIe 4.0 drive keeps up; said in the output, since only a measurement tells the truth.
+DRIVE_READ_GB_S, DRIVE_WRITE_GB_S = 5.0, 3.0
+#: The values of Hugging Face's example, taken without --config.
+DEFAULT_CONFIG: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "sub_group_size": 10**9,
+        "offload_param": {"device": "nvme", "buffer_count": 5, "max_in_cpu": 10**9},
+        "offload_optimizer": {"device": "nvme", "buffer_count": 4},
+    },
+    "optimizer": {"type": "AdamW"},
+    "gradient_accumulation_steps": 1,
+}
+DEFAULT_NOTE = (
+    "no --config: bf16, AdamW, sub_group_size 1e9, buffer_count 5 and 4, max_in_cpu 1e9, "
+    "pin_memory, gradient_accumulation_steps 1"
+)
+STOCK, PIECES, OURS = "stock 0.19.8", "four pieces", "memascend"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accounts:
+    """The three accounts of one model."""
+
+    shapes: ModelShapes
+    stock: StockPlan
+    four_pieces: StockPlan
+    memascend: Plan
+
+    def columns(self) -> dict[str, Footprint]:
+        """By title, in the order they are shown."""
+        return {STOCK: self.stock, PIECES: self.four_pieces, OURS: self.memascend}
+
+
+def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Adds the sub-command."""
+    parser = commands.add_parser(
+        "plan",
+        help="memory, drive space and traffic of a run, before anything is allocated",
+        description="Memory, drive space and traffic of a run, before anything is allocated.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a config.json, a .safetensors file, its index or a model's folder, or one of: "
+        + ", ".join(builtin_names()),
+    )
+    parser.add_argument("--config", type=Path, help="a DeepSpeed JSON (default: see the output)")
+    parser.add_argument(
+        "--limit",
+        help='host memory per rank: "6GiB", bytes, or a fraction of what is available, such as 0.5',
+    )
+    parser.add_argument("--world", type=_whole, default=1, help="ranks (default: 1)")
+    parser.add_argument(
+        "--drive-read",
+        type=_speed,
+        default=DRIVE_READ_GB_S,
+        metavar="GB/s",
+        help=f"what the drive reads (default: {DRIVE_READ_GB_S:g})",
+    )
+    parser.add_argument(
+        "--drive-write",
+        type=_speed,
+        default=DRIVE_WRITE_GB_S,
+        metavar="GB/s",
+        help=f"what it writes (default: {DRIVE_WRITE_GB_S:g})",
+    )
+    parser.add_argument(
+        "--no-checkpointing",
+        action="store_true",
+        help="activations are kept: backward does not recompute the forward pass",
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart")
+    parser.add_argument(
+        "--table", action="store_true", help="all built-in models, as a Markdown table"
+    )
+    parser.set_defaults(run=plan_command, usage_error=parser.error)
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    """Derives the accounts, prints them, and gives the exit status."""
+    if (args.model is None) != args.table:
+        args.usage_error("give either MODEL or --table")
+    ds_config = DEFAULT_CONFIG if args.config is None else _read_config(args.config)
+    if args.table:
+        print(markdown([_accounts(builtin(name), ds_config, args) for name in builtin_names()]))
+        return 0
+    accounts = _accounts(find_model(args.model), ds_config, args)
+    if args.json:
+        print(json.dumps(_as_json(accounts, args), indent=2))
+    else:
+        _print_table(accounts, args)
+    if args.plot is not None:
+        _plot(accounts, args.plot)
+    return 0
+
+
+def find_model(name: str) -> ModelShapes:
+    """The shapes behind a path or the name of a built-in model.
+
+    Raises:
+        ConfigError: Neither, or not readable.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            try:
+                return from_config(path / "config.json")  # exact, also in the order of tensors
+            except ConfigError:
+                if not any(path.glob("*.safetensors")):
+                    raise
+        return from_safetensors(path, name=path.resolve().name)
+    if path.is_file():
+        is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
+        return from_config(path) if is_config else from_safetensors(path)
+    return builtin(name)
+
+
+def markdown(rows: list[Accounts]) -> str:
+    """Gives the table of the README: host memory of one rank in GB, steady and at its highest."""
+    titles = ["model", "parameters", "stock", "at its peak", "four pieces", "at its peak"]
+    lines = [f"| {' | '.join([*titles, 'memascend', 'less than stock'])} |", "|---" * 8 + "|"]
+    for row in sorted(rows, key=lambda row: row.shapes.numel):
+        cells = [row.shapes.name, f"{row.shapes.numel / GB:.1f} billion"]
+        for plan in (row.stock, row.four_pieces):
+            cells += [f"{plan.host_bytes / GB:.1f}", f"{_peak(plan) / GB:.1f}"]
+        cells += [f"**{row.memascend.host_bytes / GB:.1f}**", _saved(row.memascend, row.stock)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _accounts(
+    shapes: ModelShapes, ds_config: Mapping[str, Any], args: argparse.Namespace
+) -> Accounts:
+    request = PlanRequest.from_deepspeed(
+        ds_config, world=args.world, is_checkpointing=not args.no_checkpointing
+    )
+    settings = StockSettings.from_deepspeed(ds_config)
+    return Accounts(
+        shapes,
+        stock(shapes, request=request, settings=settings),
+        four_pieces(shapes, request=request, settings=settings),
+        derive(shapes, request=request, limit_bytes=_limit(ds_config, args)),
+    )
+
+
+def _limit(ds_config: Mapping[str, Any], args: argparse.Namespace) -> int | None:
+    value: object = args.limit
+    if value is None:
+        value = (find_block(ds_config) or {}).get("host_memory_limit")
+    elif "." in args.limit or args.limit == "1":
+        with contextlib.suppress(ValueError):  # "1.5GiB" stays text
+            value = float(args.limit)
+    is_fraction = isinstance(value, int | float) and value <= 1
+    return parse_limit(value, available=memory_available() if is_fraction else 0)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must hold a JSON object, got {content!r}")
+    return content
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def _speed(text: str) -> float:
+    speed = float(text)
+    if not (speed > 0 and math.isfinite(speed)):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return speed
+
+
+# -- showing ---------------------------------------------------------------------------------------
+
+
+def _peak(plan: Footprint) -> int:
+    return max(plan.initialization_bytes, plan.step_bytes)
+
+
+def _bytes(nbytes: int) -> str:
+    """In powers of 1000, as drives and their speeds are sold."""
+    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def _print_table(accounts: Accounts, args: argparse.Namespace) -> None:
+    columns = accounts.columns()
+    request = accounts.memascend.request
+    table = Table(
+        title=f"{accounts.shapes.name}: {accounts.shapes.numel / GB:.2f} billion parameters, "
+        f"{request.precision}, {request.optimizer}, {request.world} rank(s); bytes of one rank"
+    )
+    table.add_column("")
+    for title in columns:
+        table.add_column(title, justify="right")
+
+    def add(name: str, values: list[str], style: str | None = None) -> None:
+        table.add_row(name, *values, style=style)
+
+    for name in dict.fromkeys(name for plan in columns.values() for name in plan.host):
+        cells = [plan.host.get(name) for plan in columns.values()]
+        if any(cells):
+            add(name, ["" if nbytes is None else _bytes(nbytes) for nbytes in cells])
+    table.add_section()
+    add("host memory", [_bytes(plan.host_bytes) for plan in columns.values()], "bold")
+    add("highest at the start", [_bytes(plan.initialization_bytes) for plan in columns.values()])
+    add("highest in a step", [_bytes(plan.step_bytes) for plan in columns.values()])
+    add("less than stock", [_saved(plan, accounts.stock) for plan in columns.values()])
+    if args.world > 1:
+        totals = [_bytes(plan.host_bytes * args.world) for plan in columns.values()]
+        add(f"host memory, {args.world} ranks", totals)
+    table.add_section()
+    add("on the drive", [_bytes(plan.drive_bytes) for plan in columns.values()])
+    add("read per step", [_bytes(sum(plan.read_bytes.values())) for plan in columns.values()])
+    add("written per step", [_bytes(sum(plan.written_bytes.values())) for plan in columns.values()])
+    add("a step takes at least", [f"{_floor(plan, args):.1f} s" for plan in columns.values()])
+    console = Console()
+    console.print(table)
+    for note in _notes(accounts, args):
+        console.print(f"- {note}", markup=False, highlight=False)
+
+
+def _saved(plan: Footprint, reference: Footprint) -> str:
+    if plan is reference or not reference.host_bytes:
+        return ""
+    return f"{math.floor(100 * (1 - plan.host_bytes / reference.host_bytes))} %"
+
+
+def _floor(plan: Footprint, args: argparse.Namespace) -> float:
+    return plan.step_seconds(
+        read_gb_s=args.drive_read, write_gb_s=args.drive_write, ranks=args.world
+    )
+
+
+def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
+    plan = accounts.memascend
+    again = "" if args.no_checkpointing else ", and again by recomputing"
+    notes = [
+        f"at least: drive time alone, at {args.drive_read:g} GB/s read and "
+        f"{args.drive_write:g} GB/s written (--drive-read, --drive-write), shared by all ranks",
+        f"parameters are read forward and backward{again}, in each of "
+        f"{plan.request.gradient_accumulation_steps} micro-step(s)",
+        "not counted: Python, torch, the device's context, activations, the page cache",
+    ]
+    if args.config is None:
+        notes.insert(0, DEFAULT_NOTE)
+    notes += [f"besides memascend's: {name}: {_bytes(n)}" for name, n in plan.not_ours.items()]
+    notes += [f"stock: {note}" for note in accounts.stock.notes]
+    if plan.tile_numel and not plan.is_tiled:
+        notes.append(
+            f"{plan.request.optimizer} is not known to work element by element: a tile is a whole "
+            "sub-group"
+        )
+    if plan.limit_bytes is not None:
+        notes.append(f"limit: {_bytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)")
+    return notes
+
+
+def _as_json(accounts: Accounts, args: argparse.Namespace) -> dict[str, Any]:
+    columns = {"stock": accounts.stock, "four_pieces": accounts.four_pieces}
+    plans: dict[str, Footprint] = {**columns, "memascend": accounts.memascend}
+    return {
+        "model": accounts.shapes.name,
+        "parameters": accounts.shapes.numel,
+        "world": args.world,
+        "drive_read_gb_s": args.drive_read,
+        "drive_write_gb_s": args.drive_write,
+        **{
+            name: dataclasses.asdict(plan)
+            | {
+                "host_bytes": plan.host_bytes,
+                "initialization_bytes": plan.initialization_bytes,
+                "step_bytes": plan.step_bytes,
+                "drive_bytes": plan.drive_bytes,
+                "step_seconds": _floor(plan, args),
+            }
+            for name, plan in plans.items()
+        },
+    }
+
+
+def _plot(accounts: Accounts, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot needs matplotlib, which cannot be imported: {error}. pip install matplotlib"
+        ) from error
+    columns = accounts.columns()
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    heights = dict.fromkeys(columns, 0.0)
+    for name in dict.fromkeys(name for plan in columns.values() for name in plan.host):
+        sizes = [plan.host.get(name, 0) / GB for plan in columns.values()]
+        if max(sizes) * GB < 1e-3 * accounts.stock.host_bytes:
+            continue
+        axes.bar(list(columns), sizes, bottom=list(heights.values()), label=name)
+        heights = {title: heights[title] + size for title, size in zip(columns, sizes, strict=True)}
+    for index, plan in enumerate(columns.values()):
+        tops = {plan.host_bytes: "bold", _peak(plan): "normal"}
+        axes.hlines(_peak(plan) / GB, index - 0.4, index + 0.4, colors="black", linestyles=":")
+        for nbytes, weight in tops.items():
+            place, text = (index, nbytes / GB), f"{nbytes / GB:.1f}"
+            axes.annotate(text, place, ha="center", va="bottom", fontweight=weight)
+    axes.set_ylabel("host memory of one rank, GB (dotted: at its peak)")
+    axes.set_title(accounts.shapes.name)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write --plot {path}: {error}") from error

@@ -1,0 +1,86 @@
+"""Bytes of one rank by name: the form in which memascend and stock DeepSpeed are compared.
+
+Pure values; whoever fills them knows where the numbers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memascend.errors import ConfigError
+
+# What streams between the drive and the host.
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+MASTER, STATE = "master weights", "optimizer state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of one rank, by name; for memascend and for what it is compared with.
+
+    Attributes:
+        host: Host memory all through training, by component.
+        host_initialization: What comes on top for a while at the start.
+        host_step: What comes on top for a while in a step.
+        drive: Bytes that lie on the drive, by stream.
+        read_bytes: Bytes read from the drive in one optimizer step, by stream.
+        written_bytes: Bytes written to it.
+        passes_read_bytes: Of all read bytes those of the forward and backward passes; the rest is
+            read by the optimizer.
+        passes_written_bytes: The same for written bytes.
+    """
+
+    host: Mapping[str, int]
+    host_initialization: Mapping[str, int] = field(default_factory=dict)
+    host_step: Mapping[str, int] = field(default_factory=dict)
+    drive: Mapping[str, int]
+    read_bytes: Mapping[str, int]
+    written_bytes: Mapping[str, int]
+    passes_read_bytes: int
+    passes_written_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory all through training."""
+        return sum(self.host.values())
+
+    @property
+    def initialization_bytes(self) -> int:
+        """The highest host memory while starting."""
+        return self.host_bytes + sum(self.host_initialization.values())
+
+    @property
+    def step_bytes(self) -> int:
+        """The highest host memory in a step. What comes on top comes at different moments."""
+        return self.host_bytes + max(self.host_step.values(), default=0)
+
+    @property
+    def drive_bytes(self) -> int:
+        """All bytes on the drive."""
+        return sum(self.drive.values())
+
+    def step_seconds(self, *, read_gb_s: float, write_gb_s: float, ranks: int = 1) -> float:
+        """Seconds of one optimizer step that no run can be below: computing costs nothing.
+
+        Reads and writes are taken to overlap fully, but the passes and the optimizer do not: the
+        optimizer starts when the last gradient is there.
+
+        Args:
+            read_gb_s: What the drive reads, in 10^9 bytes per second.
+            write_gb_s: What it writes.
+            ranks: How many ranks share the drive.
+
+        Raises:
+            ConfigError: A speed is not above zero.
+        """
+        if read_gb_s <= 0 or write_gb_s <= 0:
+            raise ConfigError(f"drive speeds must be above 0 GB/s, got {read_gb_s}, {write_gb_s}")
+        read_all, written_all = sum(self.read_bytes.values()), sum(self.written_bytes.values())
+        phases = (
+            (self.passes_read_bytes, self.passes_written_bytes),
+            (read_all - self.passes_read_bytes, written_all - self.passes_written_bytes),
+        )
+        return ranks * sum(
+            max(read / read_gb_s, written / write_gb_s) / 1e9 for read, written in phases
+        )

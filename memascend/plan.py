@@ -1,0 +1,196 @@
+"""The plan: every host byte, drive byte and byte moved per step, before anything is allocated.
+
+Pure arithmetic over shapes and a request, for one rank. The runtime is built from the same `Plan`,
+so its knobs are what will be reserved, and its components are the names memory is accounted under.
+
+Given a limit, the largest defaults that fit are taken. What shrinks, in this order: the resident
+cache, reading ahead, the tiles, the staging slots, the parameter slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memascend.errors import ConfigError
+from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
+from memascend.plan_knobs import (
+    BOUNCE_BYTES,
+    CACHE,
+    SLOTS,
+    Knobs,
+    LimitTooSmallError,
+    choose_knobs,
+    page_down,
+    page_up,
+)
+from memascend.plan_request import PlanRequest, is_elementwise
+from memascend.shapes import ModelShapes
+
+__all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "derive"]
+
+#: With accumulation the sum so far is read while the next one is written.
+GRADIENT_COPIES_ACCUMULATING = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Footprint):
+    """What one rank will reserve and move: knobs and bytes.
+
+    `host_initialization` and `host_step` are empty: nothing of ours comes on top.
+
+    Attributes:
+        model: Name of the model, for people.
+        request: What was asked for.
+        limit_bytes: The limit it was derived under, None without one.
+        bounce_bytes: Block for unaligned heads and tails.
+        staging_slot_count: Slots through which gradients and large parameters pass.
+        staging_slot_bytes: Bytes of each.
+        tile_numel: Elements of one tile, 0 when the optimizer is not on the drive.
+        tile_count: Tiles in flight.
+        is_tiled: False when a tile is a whole sub-group because the optimizer asks for it.
+        parameter_slots_bytes: Budget of all parameter slots, reading ahead included.
+        prefetch_bytes: Of that budget, what may be filled by reading ahead.
+        slot_bytes_max: Larger shards pass through the staging slots in chunks.
+        resident: Of each stream, the bytes that stay in host memory instead of on the drive.
+        not_ours: Host memory that torch or DeepSpeed take besides, as far as the request tells.
+    """
+
+    model: str
+    request: PlanRequest
+    limit_bytes: int | None
+    bounce_bytes: int
+    staging_slot_count: int
+    staging_slot_bytes: int
+    tile_numel: int
+    tile_count: int
+    is_tiled: bool
+    parameter_slots_bytes: int
+    prefetch_bytes: int
+    slot_bytes_max: int
+    resident: Mapping[str, int] = field(default_factory=dict)
+    not_ours: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of the master weights of one tile."""
+        return self.tile_numel * self.request.master_itemsize
+
+
+def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None = None) -> Plan:
+    """Chooses every knob and counts every byte.
+
+    Args:
+        shapes: The model.
+        request: Ranks, precisions, optimizer, devices, and the knobs the user fixed.
+        limit_bytes: What all components of one rank together may take; None: the defaults, with
+            no resident cache.
+
+    Raises:
+        LimitTooSmallError: The limit is below what the smallest knobs need.
+        ConfigError: Nothing is on a drive.
+    """
+    if "nvme" not in (request.parameters_device, request.optimizer_device):
+        raise ConfigError(
+            f"nothing is on a drive: offload_param.device={request.parameters_device!r}, "
+            f"offload_optimizer.device={request.optimizer_device!r}. Set one of them, or both, to "
+            '"nvme"'
+        )
+    knobs = choose_knobs(shapes, request, limit_bytes)
+    host = knobs.host(request)
+    totals = _stream_bytes(shapes, request)
+    resident: dict[str, int] = {}
+    # Where something had to shrink, what is left over is less than a step of a knob.
+    if limit_bytes is not None and knobs == choose_knobs(shapes, request, None):
+        resident = _resident(totals, request, page_down(limit_bytes - sum(host.values())))
+    host[CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
+    return Plan(
+        model=shapes.name,
+        request=request,
+        limit_bytes=limit_bytes,
+        bounce_bytes=BOUNCE_BYTES,
+        staging_slot_count=knobs.staging_slot_count,
+        staging_slot_bytes=knobs.staging_slot_bytes,
+        tile_numel=knobs.tile_numel,
+        tile_count=knobs.tile_count,
+        is_tiled=is_elementwise(request.optimizer),
+        parameter_slots_bytes=host[SLOTS],
+        prefetch_bytes=knobs.prefetch_bytes,
+        slot_bytes_max=knobs.slot_bytes_max,
+        resident=resident,
+        not_ours=_not_ours(shapes, request, knobs),
+        host=host,
+        **_traffic(shapes, request, totals, resident),
+    )
+
+
+def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
+    """Bytes of one rank's part of everything that lives on the drive, each once."""
+    learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
+    every = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
+    has_parameters = request.parameters_device == "nvme"
+    if request.optimizer_device != "nvme":
+        learning = 0
+    return {
+        PARAMETERS: every * request.param_itemsize if has_parameters else 0,
+        GRADIENTS: learning * request.gradient_itemsize,
+        MASTER: learning * request.master_itemsize,
+        STATE: learning * request.master_itemsize * request.states,
+    }
+
+
+def _resident(totals: Mapping[str, int], request: PlanRequest, room_bytes: int) -> dict[str, int]:
+    """What stays in host memory, in the order of what a byte of it saves the drive."""
+    order = [PARAMETERS, GRADIENTS, MASTER, STATE]
+    if request.gradient_accumulation_steps > 1:
+        order = [GRADIENTS, PARAMETERS, MASTER, STATE]
+    resident = {}
+    for stream in order:
+        resident[stream] = min(totals[stream], room_bytes)
+        room_bytes -= min(page_up(totals[stream]), room_bytes)
+    return resident
+
+
+def _traffic(
+    shapes: ModelShapes,
+    request: PlanRequest,
+    totals: Mapping[str, int],
+    resident: Mapping[str, int],
+) -> dict[str, Any]:
+    """What lies on the drive and what moves in one optimizer step."""
+    steps = request.gradient_accumulation_steps
+    copies = GRADIENT_COPIES_ACCUMULATING if steps > 1 else 1
+    drive = {stream: nbytes - resident.get(stream, 0) for stream, nbytes in totals.items()}
+    passes = 3 if request.is_checkpointing else 2
+    # Frozen parameters are read like the others and never written.
+    learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
+    written_parameters = min(drive[PARAMETERS], learning * request.param_itemsize)
+    read = {
+        PARAMETERS: drive[PARAMETERS] * passes * steps,
+        GRADIENTS: drive[GRADIENTS] * steps,
+        MASTER: drive[MASTER],
+        STATE: drive[STATE],
+    }
+    return {
+        "drive": drive | {GRADIENTS: drive[GRADIENTS] * copies},
+        "read_bytes": read,
+        "written_bytes": read | {PARAMETERS: written_parameters},
+        "passes_read_bytes": read[PARAMETERS] + drive[GRADIENTS] * (steps - 1),
+        "passes_written_bytes": read[GRADIENTS],
+    }
+
+
+def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[str, int]:
+    learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
+    every = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
+    master = request.master_itemsize
+    found = {"torch: optimizer state of one tile, first step": knobs.tile_numel * master}
+    found = {name: nbytes * request.states for name, nbytes in found.items() if nbytes}
+    if request.parameters_device == "cpu":
+        found["DeepSpeed: parameters on the CPU"] = every * request.param_itemsize
+    if request.optimizer_device == "cpu":
+        # Master weights, states, their fp32 gradients, and the flat buffer they come from.
+        per_element = master * (2 + request.states) + request.gradient_itemsize
+        found["DeepSpeed: optimizer and gradients on the CPU"] = learning * per_element
+    return found

@@ -1,0 +1,275 @@
+"""The sizes that may be chosen: their defaults, their minimums, and how they shrink under a limit.
+
+Pure arithmetic for one rank. Every component is a multiple of the page and grows with its knob, so
+the sum of the minimums is exactly the smallest limit that works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memascend.errors import ConfigError
+from memascend.plan_request import PlanRequest, is_elementwise
+from memascend.shapes import ModelShapes
+from memascend.units import KIB, MIB, format_nbytes
+
+PAGE_BYTES = 4 * KIB
+BOUNCE_BYTES = 4 * MIB
+STAGING_SLOT_COUNT, STAGING_SLOT_COUNT_MIN = 4, 2
+STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_MIN = 16 * MIB, 256 * KIB
+TILE_NUMEL, TILE_NUMEL_MIN = 8 << 20, 16 << 10
+TILE_NUMEL_STEP = 4096  # keeps every block of a tile a multiple of the page
+TILE_COUNT = 3  # one is read, one computed, one written
+GRADIENT_FP32_BYTES = 4
+PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
+#: A slot is at most this part of the budget, so that several shards can travel at once.
+PARAMETER_SLOTS_PARTS = 4
+#: Larger shards (fused experts) go in chunks by default: two of them would outweigh all the rest.
+SLOT_BYTES_MAX = 512 * MIB
+PREFETCH_BYTES_MIN = 32 * MIB
+REPEATED_COUNT_MIN = 3
+
+BOUNCE, STAGING, TILES = "bounce buffers", "staging slots", "optimizer tiles"
+SCRATCH, SLOTS, CACHE = "optimizer scratch", "parameter slots", "resident cache"
+
+
+class LimitTooSmallError(ConfigError):
+    """The host memory limit is below what the smallest knobs need.
+
+    Attributes:
+        limit_bytes: The limit.
+        minimum_bytes: The smallest limit that works.
+        needed: Bytes of each component at the minimum.
+    """
+
+    def __init__(
+        self, message: str, *, limit_bytes: int, minimum_bytes: int, needed: Mapping[str, int]
+    ) -> None:
+        super().__init__(message)
+        self.limit_bytes = limit_bytes
+        self.minimum_bytes = minimum_bytes
+        self.needed = needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """The sizes that may be chosen.
+
+    Attributes:
+        prefetch_bytes: Parameter slots that reading ahead may fill.
+        tile_numel: Elements of a tile, 0 without tiles.
+        tile_count: Tiles in flight.
+        staging_slot_count: Staging slots.
+        staging_slot_bytes: Bytes of each.
+        layer_bytes: Parameter slots besides reading ahead: a layer in use, and writing back.
+        slot_bytes: Bytes of the largest shard that would take a slot, budget permitting.
+    """
+
+    prefetch_bytes: int
+    tile_numel: int
+    tile_count: int
+    staging_slot_count: int
+    staging_slot_bytes: int
+    layer_bytes: int
+    slot_bytes: int
+
+    def host(self, request: PlanRequest) -> dict[str, int]:
+        """Bytes of each component but the cache."""
+        return {
+            BOUNCE: BOUNCE_BYTES,
+            STAGING: self.staging_slot_count * self.staging_slot_bytes,
+            TILES: self.tile_count * self.tile_numel * tile_element_bytes(request),
+            SCRATCH: self.tile_numel * GRADIENT_FP32_BYTES,
+            SLOTS: self.layer_bytes + self.prefetch_bytes,
+        }
+
+    def host_bytes(self, request: PlanRequest) -> int:
+        """Bytes of all of them."""
+        return sum(self.host(request).values())
+
+    @property
+    def slot_bytes_max(self) -> int:
+        """Bytes of the largest shard that takes a slot; larger ones go in chunks."""
+        budget_bytes = self.layer_bytes + self.prefetch_bytes
+        return min(self.slot_bytes, page_down(budget_bytes // PARAMETER_SLOTS_PARTS))
+
+
+def tile_element_bytes(request: PlanRequest) -> int:
+    """Host bytes per element of a tile: master weight, states, gradient, 16-bit result."""
+    output = request.param_itemsize if request.param_itemsize < request.master_itemsize else 0
+    return request.master_itemsize * (1 + request.states) + request.gradient_itemsize + output
+
+
+def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) -> Knobs:
+    """The defaults, or the largest that fit.
+
+    Raises:
+        LimitTooSmallError: Not even the smallest fit.
+    """
+    knobs = _defaults(shapes, request)
+    if limit_bytes is None:
+        return knobs
+    for shrink in (_shrink_prefetch, _shrink_tile, _shrink_staging, _shrink_layer):
+        excess_bytes = knobs.host_bytes(request) - limit_bytes
+        if excess_bytes > 0:
+            knobs = shrink(knobs, request, excess_bytes)
+    if knobs.host_bytes(request) > limit_bytes:
+        raise _too_small(knobs, request, limit_bytes, shapes.name)
+    return knobs
+
+
+def page_up(nbytes: int) -> int:
+    """The next multiple of the page."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def page_down(nbytes: int) -> int:
+    """The last multiple of the page."""
+    return nbytes // PAGE_BYTES * PAGE_BYTES
+
+
+# -- defaults --------------------------------------------------------------------------------------
+
+
+def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
+    is_tiled, on_drive = is_elementwise(request.optimizer), request.optimizer_device == "nvme"
+    layer_bytes, prefetch_bytes, slot_bytes = _parameter_slots(shapes, request)
+    return Knobs(
+        prefetch_bytes=prefetch_bytes,
+        tile_numel=_tile_numel(shapes, request) if on_drive else 0,
+        tile_count=(TILE_COUNT if is_tiled else 1) if on_drive else 0,
+        staging_slot_count=STAGING_SLOT_COUNT,
+        staging_slot_bytes=STAGING_SLOT_BYTES,
+        layer_bytes=layer_bytes,
+        slot_bytes=slot_bytes,
+    )
+
+
+def _tile_numel(shapes: ModelShapes, request: PlanRequest) -> int:
+    largest = _tile_step_up(largest_sub_group_numel(shapes, request))
+    if not is_elementwise(request.optimizer):
+        return largest
+    wanted = TILE_NUMEL
+    if request.tile_bytes is not None:
+        steps = request.tile_bytes // GRADIENT_FP32_BYTES // TILE_NUMEL_STEP
+        wanted = max(TILE_NUMEL_MIN, steps * TILE_NUMEL_STEP)
+    return min(wanted, largest)
+
+
+def largest_sub_group_numel(shapes: ModelShapes, request: PlanRequest) -> int:
+    """Elements of one rank's part of the largest sub-group, 0 when nothing learns."""
+    groups = shapes.sub_groups(
+        world=request.world,
+        sub_group_size=request.sub_group_size,
+        has_decay_groups=request.has_decay_groups,
+    )
+    return max((sum(t.shard_numel(request.world) for t in group) for group in groups), default=0)
+
+
+def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, int, int]:
+    """Gives (a layer in use and writing back, reading ahead, the largest slot) in bytes.
+
+    The largest slot holds the largest shard that occurs again and again: the layers', not the
+    embedding's, which goes in chunks.
+    """
+    if request.parameters_device != "nvme":
+        return 0, 0, 0
+
+    def nbytes(shape_numel: int) -> int:
+        return page_up(shape_numel * request.param_itemsize)
+
+    world = request.world
+    counts = Counter(nbytes(tensor.shard_numel(world)) for tensor in shapes.tensors)
+    fitting = {size: count for size, count in counts.items() if size <= SLOT_BYTES_MAX}
+    repeated = [size for size, count in fitting.items() if count >= REPEATED_COUNT_MIN]
+    slot_bytes = max(repeated or fitting, default=SLOT_BYTES_MAX)
+    layers = ([nbytes(tensor.shard_numel(world)) for tensor in layer] for layer in shapes.layers())
+    in_use_bytes = max(sum(size for size in layer if size <= slot_bytes) for layer in layers)
+    layer_bytes = max(PARAMETER_SLOTS_BYTES_MIN, in_use_bytes + slot_bytes)
+    if request.prefetch_bytes is not None:
+        return layer_bytes, page_up(request.prefetch_bytes), slot_bytes
+    all_bytes = sum(size * count for size, count in counts.items())
+    return layer_bytes, min(max(PREFETCH_BYTES_MIN, 2 * slot_bytes), all_bytes), slot_bytes
+
+
+# -- shrinking: each gives the largest setting that saves enough, else the smallest ---------------
+
+
+def _shrink_prefetch(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
+    if request.prefetch_bytes is not None:
+        return knobs
+    kept_bytes = max(0, page_down(knobs.prefetch_bytes - excess_bytes))
+    return dataclasses.replace(knobs, prefetch_bytes=kept_bytes)
+
+
+def _shrink_tile(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
+    is_fixed = request.tile_bytes is not None or not is_elementwise(request.optimizer)
+    if is_fixed or knobs.tile_numel <= TILE_NUMEL_MIN:
+        return knobs
+    element_bytes = knobs.tile_count * tile_element_bytes(request) + GRADIENT_FP32_BYTES
+    kept = (knobs.tile_numel * element_bytes - excess_bytes) // element_bytes
+    kept = max(TILE_NUMEL_MIN, kept // TILE_NUMEL_STEP * TILE_NUMEL_STEP)
+    return dataclasses.replace(knobs, tile_numel=kept)
+
+
+def _shrink_staging(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
+    kept_bytes = knobs.staging_slot_count * knobs.staging_slot_bytes - excess_bytes
+    slot_bytes = page_down(kept_bytes // STAGING_SLOT_COUNT)
+    count = STAGING_SLOT_COUNT
+    if slot_bytes < STAGING_SLOT_BYTES_MIN:
+        slot_bytes = STAGING_SLOT_BYTES_MIN
+        count = max(STAGING_SLOT_COUNT_MIN, min(count, kept_bytes // slot_bytes))
+    return dataclasses.replace(knobs, staging_slot_count=count, staging_slot_bytes=slot_bytes)
+
+
+def _shrink_layer(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
+    if request.parameters_device != "nvme":
+        return knobs
+    kept_bytes = max(PARAMETER_SLOTS_BYTES_MIN, page_down(knobs.layer_bytes - excess_bytes))
+    return dataclasses.replace(knobs, layer_bytes=kept_bytes)
+
+
+def _tile_step_up(numel: int) -> int:
+    return -(-numel // TILE_NUMEL_STEP) * TILE_NUMEL_STEP
+
+
+def _too_small(
+    knobs: Knobs, request: PlanRequest, limit_bytes: int, model: str
+) -> LimitTooSmallError:
+    needed = knobs.host(request)
+    minimum_bytes = sum(needed.values())
+    width = max(map(len, needed))
+    rows = [f"  {name:<{width}}  {format_nbytes(nbytes):>11}" for name, nbytes in needed.items()]
+    tile_bytes = needed[TILES] + needed[SCRATCH]
+    fixes = [f"set the limit to {minimum_bytes} bytes or more"]
+    if not is_elementwise(request.optimizer) and knobs.tile_numel:
+        fixes.append(
+            f"{request.optimizer} is not known to work element by element, so a whole sub-group of "
+            f"{knobs.tile_numel} elements is held ({format_nbytes(tile_bytes)}): lower "
+            "zero_optimization.sub_group_size, or use AdamW"
+        )
+    elif request.tile_bytes is not None:
+        fixes.append(
+            f"memascend.streaming.optimizer.tile_bytes={request.tile_bytes} costs "
+            f"{format_nbytes(tile_bytes)}: lower it or leave it out"
+        )
+    if request.prefetch_bytes:
+        fixes.append(
+            f"memascend.buffer_pool.prefetch_bytes={request.prefetch_bytes} costs "
+            f"{format_nbytes(knobs.prefetch_bytes)}: lower it or leave it out"
+        )
+    message = "\n".join(
+        [
+            f"the host memory limit of {limit_bytes} bytes ({format_nbytes(limit_bytes)}) is too "
+            f"small for {model}: at least {minimum_bytes} bytes ({format_nbytes(minimum_bytes)}) "
+            "are needed per rank, with everything at its smallest:",
+            *rows,
+            f"fix: {'; or '.join(fixes)}",
+        ]
+    )
+    return LimitTooSmallError(
+        message, limit_bytes=limit_bytes, minimum_bytes=minimum_bytes, needed=needed
+    )

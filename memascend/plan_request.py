@@ -1,0 +1,244 @@
+"""What a plan is asked for: ranks, precisions, optimizer and devices, read from a DeepSpeed JSON.
+
+Pure arithmetic's input: no torch, no DeepSpeed. A key that the JSON leaves out, or leaves to the
+trainer ("auto"), gets the value DeepSpeed or the trainer would give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memascend.config import find_block, parse_block
+from memascend.errors import ConfigError
+
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+DEVICES = ("none", "cpu", "nvme")
+SUB_GROUP_SIZE = 10**9
+#: Without a word about it: what Hugging Face's Trainer uses.
+OPTIMIZER = "AdamW"
+
+# Tensors of state per parameter of the optimizers that treat every element alone, so that a step
+# over a part of a tensor is a part of the step.
+_ELEMENTWISE = {
+    "adam": 2,
+    "adamw": 2,
+    "deepspeedcpuadam": 2,
+    "fusedadam": 2,
+    "adamax": 2,
+    "radam": 2,
+    "adadelta": 2,
+    "lion": 1,
+    "deepspeedcpulion": 1,
+    "fusedlion": 1,
+    "adagrad": 1,
+    "deepspeedcpuadagrad": 1,
+    "rmsprop": 1,
+    "sgd": 0,
+}
+# Those that look at whole tensors, or keep a running number per tensor that tiles would advance
+# once each (NAdam). An optimizer in neither table is taken for one of these, with Adam's states.
+_WHOLE = {"lamb": 2, "fusedlamb": 2, "muon": 1, "adafactor": 1, "nadam": 2}
+STATE_COUNT_UNKNOWN = 2
+# Options of an optimizer that add one more tensor of state when they are set.
+_OPTIONS = {
+    "adam": ("amsgrad",),
+    "adamw": ("amsgrad",),
+    "rmsprop": ("momentum", "centered"),
+    "sgd": ("momentum",),
+}
+
+
+def state_count_of(optimizer: str, options: Mapping[str, Any] | None = None) -> int:
+    """Tensors of state that an optimizer keeps per parameter; 2 for one that is not known.
+
+    Args:
+        optimizer: Its name, as in the DeepSpeed JSON or as the class is called.
+        options: Its parameters, of which momentum, amsgrad and centered may add a state.
+    """
+    name = optimizer.lower()
+    count = (_ELEMENTWISE | _WHOLE).get(name, STATE_COUNT_UNKNOWN)
+    return count + sum(bool((options or {}).get(option)) for option in _OPTIONS.get(name, ()))
+
+
+def is_elementwise(optimizer: str) -> bool:
+    """Whether the optimizer is known to treat every element alone, so that it can go by tiles."""
+    return optimizer.lower() in _ELEMENTWISE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Everything but the model that decides how many bytes there are.
+
+    Attributes:
+        world: Ranks that share the model.
+        gradient_accumulation_steps: Micro-steps of one optimizer step.
+        precision: "bf16", "fp16" or "fp32": the parameters on the device.
+        accumulation_itemsize: Bytes of an accumulated gradient; None: those of a parameter.
+        master_itemsize: Bytes of a master weight and of each state.
+        optimizer: Name, as in the DeepSpeed JSON or as the class is called.
+        state_count: Tensors of state per parameter; None: from the table, by name.
+        sub_group_size: DeepSpeed's unit of the optimizer step, in elements of one rank.
+        has_decay_groups: Whether parameters with and without weight decay form two groups, as in
+            Hugging Face's Trainer; a sub-group never spans two groups.
+        parameters_device: "nvme", "cpu" or "none" (the accelerator).
+        optimizer_device: The same for master weights, states and gradients.
+        is_checkpointing: Whether backward recomputes the forward pass, and reads parameters again.
+        tile_bytes: fp32 weights of one tile, when the user fixed them.
+        prefetch_bytes: Parameters read ahead, when the user fixed them.
+    """
+
+    world: int = 1
+    gradient_accumulation_steps: int = 1
+    precision: str = "bf16"
+    accumulation_itemsize: int | None = None
+    master_itemsize: int = 4
+    optimizer: str = OPTIMIZER
+    state_count: int | None = None
+    sub_group_size: int = SUB_GROUP_SIZE
+    has_decay_groups: bool = True
+    parameters_device: str = "nvme"
+    optimizer_device: str = "nvme"
+    is_checkpointing: bool = True
+    tile_bytes: int | None = None
+    prefetch_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what no run could have."""
+        for name in ("world", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("sub_group_size", "state_count", "tile_bytes", "prefetch_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if self.precision not in ITEMSIZES:
+            raise ConfigError(f"precision must be one of {', '.join(ITEMSIZES)}: {self.precision}")
+        for name in ("accumulation_itemsize", "master_itemsize"):
+            if getattr(self, name) not in (None, 2, 4):
+                raise ConfigError(f"{name} must be 2 or 4, got {getattr(self, name)}")
+        for name in ("parameters_device", "optimizer_device"):
+            if getattr(self, name) not in DEVICES:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(DEVICES)}, got {getattr(self, name)!r}"
+                )
+
+    @property
+    def param_itemsize(self) -> int:
+        """Bytes of a parameter on the device."""
+        return ITEMSIZES[self.precision]
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an accumulated gradient."""
+        return self.accumulation_itemsize or self.param_itemsize
+
+    @property
+    def states(self) -> int:
+        """Tensors of state per parameter."""
+        return state_count_of(self.optimizer) if self.state_count is None else self.state_count
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        ds_config: Mapping[str, Any],
+        *,
+        world: int = 1,
+        is_checkpointing: bool = True,
+        has_decay_groups: bool = True,
+    ) -> PlanRequest:
+        """Reads what decides the bytes from a DeepSpeed JSON and its `memascend` block.
+
+        Args:
+            ds_config: The JSON's content.
+            world: Ranks; the JSON does not say.
+            is_checkpointing: See the class; the JSON does not say.
+            has_decay_groups: See the class; the JSON does not say.
+
+        Raises:
+            ConfigError: Not ZeRO stage 3, or a value that cannot be.
+        """
+        zero = section(ds_config, "zero_optimization")
+        if value(zero, "stage", 0) != 3:
+            raise ConfigError(
+                f"zero_optimization.stage is {zero.get('stage', 0)!r}: offload to a drive needs "
+                "stage 3"
+            )
+        optimizer = section(ds_config, "optimizer")
+        name = str(value(optimizer, "type", OPTIMIZER))
+        block = parse_block(find_block(ds_config) or {})
+        precision = _precision(ds_config)
+        accumulation = value(section(ds_config, "data_types"), "grad_accum_dtype", precision)
+        return cls(
+            world=world,
+            gradient_accumulation_steps=_accumulation_steps(ds_config, world),
+            precision=precision,
+            accumulation_itemsize=_itemsize(accumulation),
+            optimizer=name,
+            state_count=state_count_of(name, section(optimizer, "params")),
+            sub_group_size=whole(zero, "sub_group_size", SUB_GROUP_SIZE),
+            has_decay_groups=has_decay_groups,
+            parameters_device=str(value(section(zero, "offload_param"), "device", "none")),
+            optimizer_device=str(value(section(zero, "offload_optimizer"), "device", "none")),
+            is_checkpointing=is_checkpointing,
+            tile_bytes=block.streaming.optimizer.tile_bytes,
+            prefetch_bytes=block.buffer_pool.prefetch_bytes,
+        )
+
+
+def section(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A part of the JSON; one that is left out is empty.
+
+    Raises:
+        ConfigError: It is not an object.
+    """
+    found = parent.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f'"{key}" must be a JSON object, got {found!r}')
+    return found
+
+
+def value(parent: Mapping[str, Any], key: str, default: Any) -> Any:
+    """What a key says; the default where it is left out or left to the trainer."""
+    found = parent.get(key)
+    return default if found is None or found == "auto" else found
+
+
+def whole(parent: Mapping[str, Any], key: str, default: int) -> int:
+    """A whole number, which JSON may write as 1e9.
+
+    Raises:
+        ConfigError: Not a whole number, or negative.
+    """
+    found = value(parent, key, default)
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    if not is_number or found < 0 or found != int(found):
+        raise ConfigError(f'"{key}" must be a whole number of at least 0, got {found!r}')
+    return int(found)
+
+
+def _precision(ds_config: Mapping[str, Any]) -> str:
+    """What is switched on; else the first that is left to the trainer; else fp32."""
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    for wanted in (True, "auto"):
+        for key, name in names.items():
+            if section(ds_config, key).get("enabled") == wanted:
+                return name
+    return "fp32"
+
+
+def _itemsize(dtype: object) -> int:
+    names = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}
+    return names.get(str(dtype), 2)
+
+
+def _accumulation_steps(ds_config: Mapping[str, Any], world: int) -> int:
+    """As DeepSpeed derives them from the batch sizes where they are not stated."""
+    stated = whole(ds_config, "gradient_accumulation_steps", 0)
+    if stated:
+        return stated
+    batch = whole(ds_config, "train_batch_size", 0)
+    micro = whole(ds_config, "train_micro_batch_size_per_gpu", 0)
+    return max(1, batch // (micro * world)) if batch and micro else 1

@@ -1,0 +1,384 @@
+"""The same account for stock DeepSpeed 0.19.8, and for stock with the paper's four pieces.
+
+What memascend is compared with: the host memory of ZeRO-Infinity on one rank, term by term, with
+DeepSpeed's own rounding. Pure arithmetic; tests/deepspeed/test_stock_ledger.py measures the terms
+on a real run. Python, torch, the device's context and the page cache are not in it.
+
+The four pieces are the paper's: a parameter pool with the sizes of the tensors, pinned memory
+without rounding, an engine without a file per tensor, an overflow check without temporaries.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
+from memascend.plan_request import PlanRequest, section, value, whole
+from memascend.shapes import ModelShapes, TensorShape
+from memascend.units import MIB
+
+ALIGNED_BYTES = 1024  # AIO_ALIGNED_BYTES, per worker of one operation
+SWAPPABLE_BYTES_MIN = MIB  # MIN_AIO_BYTES
+GRADIENT_BYTES = 4  # a gradient on the drive is fp32
+REPEATED_COUNT_MIN = 3
+LAYERS_IN_FLIGHT = 2
+
+# The letters are those of the stock ledger's test.
+POOL, CACHE, WRITE_BACK = "A parameter pool", "B 16-bit cache", "C write-back buffer"
+BUFFERS, FLAT, SMALL = "D optimizer buffers", "E flat gradients", "F small parameters"
+SMALL_GROUPS = "optimizer kept in memory"
+FLAT_SOURCE, COPY = "E flat gradients, before pinning", "G fp32 copy of a sub-group"
+FIRST_GRADIENTS, FIRST_STATE = "H first gradients", "I first optimizer state"
+OVERFLOW = "J overflow check"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockSettings:
+    """The keys of the DeepSpeed JSON that only stock's memory depends on, with their defaults.
+
+    Attributes:
+        buffer_count: offload_param.buffer_count.
+        buffer_numel: offload_param.buffer_size, in elements; raised to the largest shard, below
+            which stock does not start.
+        resident_numel_max: offload_param.max_in_cpu.
+        is_param_pinned: offload_param.pin_memory.
+        optimizer_buffer_count: offload_optimizer.buffer_count; raised to what its states need.
+        is_pipelined: offload_optimizer.pipeline_read or pipeline_write.
+        is_optimizer_pinned: offload_optimizer.pin_memory.
+        is_fast_init: offload_optimizer.fast_init.
+        block_bytes: aio.block_size.
+        parallelism: aio.intra_op_parallelism.
+        rounds_pinned: Whether pinned memory is rounded up to a power of two, as torch does on
+            CUDA; without an accelerator pinning does nothing.
+    """
+
+    buffer_count: int = 5
+    buffer_numel: int = 10**8
+    resident_numel_max: int = 10**9
+    is_param_pinned: bool = True
+    optimizer_buffer_count: int = 4
+    is_pipelined: bool = False
+    is_optimizer_pinned: bool = True
+    is_fast_init: bool = False
+    block_bytes: int = MIB
+    parallelism: int = 1
+    rounds_pinned: bool = True
+
+    @classmethod
+    def from_deepspeed(
+        cls, ds_config: Mapping[str, Any], *, rounds_pinned: bool = True
+    ) -> StockSettings:
+        """Reads a DeepSpeed JSON.
+
+        Raises:
+            ConfigError: A value is not of its kind.
+        """
+        zero = section(ds_config, "zero_optimization")
+        param, optimizer = section(zero, "offload_param"), section(zero, "offload_optimizer")
+        aio = section(ds_config, "aio")
+        default = cls()
+        return cls(
+            buffer_count=whole(param, "buffer_count", default.buffer_count),
+            buffer_numel=whole(param, "buffer_size", default.buffer_numel),
+            resident_numel_max=whole(param, "max_in_cpu", default.resident_numel_max),
+            is_param_pinned=bool(value(param, "pin_memory", True)),
+            optimizer_buffer_count=whole(optimizer, "buffer_count", default.optimizer_buffer_count),
+            is_pipelined=bool(
+                value(optimizer, "pipeline_read", False)
+                or value(optimizer, "pipeline_write", False)
+            ),
+            is_optimizer_pinned=bool(value(optimizer, "pin_memory", True)),
+            is_fast_init=bool(value(optimizer, "fast_init", False)),
+            block_bytes=whole(aio, "block_size", default.block_bytes),
+            parallelism=max(1, whole(aio, "intra_op_parallelism", default.parallelism)),
+            rounds_pinned=rounds_pinned,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockPlan(Footprint):
+    """The account of stock DeepSpeed.
+
+    Attributes:
+        notes: What was raised above the JSON's values because stock would not run with them.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    @property
+    def initialization_bytes(self) -> int:
+        """The highest host memory while starting: the flat gradients come last, twice."""
+        late = self.host_bytes + self.host_initialization.get(FLAT_SOURCE, 0)
+        early = max(self.host_initialization.get(name, 0) for name in (COPY, FIRST_GRADIENTS))
+        return max(late, self.host_bytes - self.host.get(FLAT, 0) + early)
+
+
+def stock(
+    shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
+) -> StockPlan:
+    """The account of DeepSpeed as it is."""
+    return _Ledger(shapes, request, settings or StockSettings()).plan(has_pieces=False)
+
+
+def four_pieces(
+    shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
+) -> StockPlan:
+    """The account of DeepSpeed with the paper's four pieces, and no more."""
+    return _Ledger(shapes, request, settings or StockSettings()).plan(has_pieces=True)
+
+
+class _Ledger:
+    """One rank's tensors and sub-groups, sorted by where stock keeps them."""
+
+    def __init__(self, shapes: ModelShapes, request: PlanRequest, settings: StockSettings) -> None:
+        self._shapes = shapes
+        self._request = request
+        self._settings = settings
+        self._swappable_bytes_min = max(SWAPPABLE_BYTES_MIN, settings.block_bytes)
+        self._has_param_drive = request.parameters_device == "nvme"
+        self._has_optimizer_drive = request.optimizer_device == "nvme"
+        self._has_optimizer = request.optimizer_device != "none"
+        self._groups = shapes.sub_groups(
+            world=request.world,
+            sub_group_size=request.sub_group_size,
+            has_decay_groups=request.has_decay_groups,
+        )
+        self._group_numels = [self._numel(group) for group in self._groups]
+        self._group_numel_max = max(self._group_numels, default=0)
+        self._learning = sum(self._group_numels)
+        self._cache_bytes: list[int] = []
+        self._is_resident = self._fill_cache()
+        self._resident_names = {
+            tensor.name
+            for group, is_resident in zip(self._groups, self._is_resident, strict=True)
+            for tensor in group
+            if is_resident
+        }
+
+    def plan(self, *, has_pieces: bool) -> StockPlan:
+        return StockPlan(
+            host=self._host(has_pieces),
+            host_initialization=self._initialization(),
+            host_step=self._step(has_pieces),
+            notes=self._notes(has_pieces),
+            **self._drive(),
+        )
+
+    # -- who is where ------------------------------------------------------------------------------
+
+    def _fill_cache(self) -> list[bool]:
+        """Cuts max_in_cpu among the parameter groups; tells which sub-groups lie in it whole."""
+        if self._request.parameters_device == "none":
+            return [False] * len(self._groups)
+        is_resident = []
+        seen_numel = 0
+        kinds = itertools.groupby(
+            zip(self._groups, self._group_numels, strict=True),
+            key=lambda pair: self._request.has_decay_groups and len(pair[0][0].shape) <= 1,
+        )
+        for _, pairs in kinds:
+            numels = [numel for _, numel in pairs]
+            room_numel = sum(numels)
+            if (
+                self._has_param_drive
+                and seen_numel + room_numel > self._settings.resident_numel_max
+            ):
+                room_numel = max(0, self._settings.resident_numel_max - seen_numel)
+            seen_numel += sum(numels)
+            self._cache_bytes.append(room_numel * self._request.param_itemsize)
+            ends = itertools.accumulate(numels)
+            is_resident += [end <= room_numel for end in ends]
+        return is_resident
+
+    def _is_swappable(self, tensor: TensorShape) -> bool:
+        nbytes = tensor.shard_numel(self._request.world) * self._request.param_itemsize
+        return nbytes >= self._swappable_bytes_min
+
+    def _numel(self, tensors: list[TensorShape]) -> int:
+        return sum(tensor.shard_numel(self._request.world) for tensor in tensors)
+
+    def _swapped_group_numels(self) -> list[int]:
+        """Sub-groups whose optimizer state is on the drive: small ones are not."""
+        if not self._has_optimizer_drive:
+            return []
+        nbytes_min = self._swappable_bytes_min
+        return [n for n in self._group_numels if n * self._request.master_itemsize >= nbytes_min]
+
+    def _aligned(self, numel: int, itemsize: int) -> int:
+        step = ALIGNED_BYTES * self._settings.parallelism // itemsize
+        return -(-numel // step) * step * itemsize
+
+    def _pinned(self, nbytes: int, has_pieces: bool, is_pinned: bool = True) -> int:
+        is_rounded = self._settings.rounds_pinned and is_pinned and not has_pieces
+        return 1 << (nbytes - 1).bit_length() if is_rounded and nbytes else nbytes
+
+    # -- host --------------------------------------------------------------------------------------
+
+    def _host(self, has_pieces: bool) -> dict[str, int]:
+        settings, request = self._settings, self._request
+        small = [tensor for tensor in self._shapes.tensors if not self._is_swappable(tensor)]
+        if not self._has_param_drive:
+            small = []
+        small_bytes = [
+            tensor.shard_numel(request.world) * request.param_itemsize
+            for tensor in small
+            if tensor.name not in self._resident_names
+        ]
+        flat_bytes = request.gradient_itemsize * self._learning if self._has_optimizer else 0
+        buffer_bytes = self._aligned(self._group_numel_max, request.master_itemsize)
+        is_pinned = settings.is_optimizer_pinned
+        return {
+            POOL: self._pool_bytes(has_pieces),
+            CACHE: sum(self._pinned(nbytes, has_pieces) for nbytes in self._cache_bytes),
+            WRITE_BACK: self._write_back_bytes(),
+            BUFFERS: self._buffer_count() * buffer_bytes if self._has_optimizer_drive else 0,
+            FLAT: self._pinned(flat_bytes, has_pieces, is_pinned),
+            SMALL: sum(
+                self._pinned(nbytes, has_pieces, settings.is_param_pinned) for nbytes in small_bytes
+            ),
+            SMALL_GROUPS: self._kept_optimizer_bytes(has_pieces),
+        }
+
+    def _pool_bytes(self, has_pieces: bool) -> int:
+        if not self._has_param_drive:
+            return 0
+        itemsize = self._request.param_itemsize
+        if not has_pieces:
+            numel = max(self._settings.buffer_numel, self._largest_swappable())
+            return self._settings.buffer_count * self._aligned(numel, itemsize)
+        # Slots of the tensors' own sizes: two layers, and the embedding or the output head.
+        world = self._request.world
+        counts = Counter(tensor.numel for tensor in self._shapes.tensors)
+        layered = [n for n, count in counts.items() if count >= REPEATED_COUNT_MIN] or list(counts)
+        layer_bytes = max(
+            sum(
+                tensor.shard_numel(world) * itemsize
+                for tensor in layer
+                if tensor.numel in layered and self._is_swappable(tensor)
+            )
+            for layer in self._shapes.layers()
+        )
+        alone = [
+            tensor.shard_numel(world) * itemsize
+            for tensor in self._shapes.tensors
+            if tensor.numel not in layered and self._is_swappable(tensor)
+        ]
+        return LAYERS_IN_FLIGHT * layer_bytes + max(alone, default=0)
+
+    def _largest_swappable(self) -> int:
+        swappable = (t for t in self._shapes.tensors if self._is_swappable(t))
+        return max((t.shard_numel(self._request.world) for t in swappable), default=0)
+
+    def _write_back_bytes(self) -> int:
+        """Counts whole tensors, not shards, as stock does: it grows with the ranks."""
+        if not self._has_param_drive or all(self._is_resident):
+            return 0
+        largest = self._groups[self._group_numels.index(self._group_numel_max)]
+        return sum(self._aligned(tensor.numel, self._request.param_itemsize) for tensor in largest)
+
+    def _buffer_count(self) -> int:
+        """Fewer than weights, gradient and states (three times that in flight) do not run."""
+        needed = (self._request.states + 2) * (3 if self._settings.is_pipelined else 1)
+        return max(self._settings.optimizer_buffer_count, needed)
+
+    def _kept_optimizer_bytes(self, has_pieces: bool) -> int:
+        """Master weights, states and gradients of sub-groups that are not on the drive."""
+        if not self._has_optimizer:
+            return 0
+        itemsize = self._request.master_itemsize
+        kept = Counter(self._group_numels) - Counter(self._swapped_group_numels())
+        return sum(
+            numel * itemsize * (1 + self._request.states)
+            + self._pinned(numel * itemsize, has_pieces, self._settings.is_optimizer_pinned)
+            for numel in kept.elements()
+        )
+
+    # -- what comes on top -------------------------------------------------------------------------
+
+    def _initialization(self) -> dict[str, int]:
+        if not self._has_optimizer:
+            return {}
+        swapped = set(self._swapped_group_numels())
+        copied = [
+            numel
+            for numel, is_resident in zip(self._group_numels, self._is_resident, strict=True)
+            if numel in swapped and not is_resident and not self._settings.is_fast_init
+        ]
+        source_numel = self._learning if self._settings.is_optimizer_pinned else 0
+        return {
+            FLAT_SOURCE: self._request.gradient_itemsize * source_numel,
+            COPY: self._request.master_itemsize * max(copied, default=0),
+            FIRST_GRADIENTS: self._request.master_itemsize * self._group_numel_max,
+        }
+
+    def _step(self, has_pieces: bool) -> dict[str, int]:
+        request = self._request
+        swapped = max(self._swapped_group_numels(), default=0)
+        found = {FIRST_STATE: request.master_itemsize * request.states * swapped}
+        if request.precision == "fp16" and self._has_optimizer and not has_pieces:
+            # isinf makes an absolute copy and a mask of one byte per element.
+            found[OVERFLOW] = (request.gradient_itemsize + 1) * self._learning
+        return found
+
+    # -- drive -------------------------------------------------------------------------------------
+
+    def _drive(self) -> dict[str, Any]:
+        request = self._request
+        itemsize, steps = request.param_itemsize, request.gradient_accumulation_steps
+        on_drive = [
+            t for t in self._shapes.tensors if self._has_param_drive and self._is_swappable(t)
+        ]
+        travelling = [t for t in on_drive if t.name not in self._resident_names]
+        learning = [t for t in travelling if t.trainable]
+        master = sum(
+            self._aligned(n, request.master_itemsize) for n in self._swapped_group_numels()
+        )
+        gradients = self._gradient_bytes()
+        passes = (3 if request.is_checkpointing else 2) * steps
+        read = {
+            PARAMETERS: passes * self._numel(travelling) * itemsize,
+            GRADIENTS: gradients,
+            MASTER: master,
+            STATE: master * request.states,
+        }
+        stored = sum(self._aligned(t.shard_numel(request.world), itemsize) for t in on_drive)
+        return {
+            "drive": read | {PARAMETERS: stored},
+            "read_bytes": read,
+            "written_bytes": read | {PARAMETERS: self._numel(learning) * itemsize},
+            "passes_read_bytes": read[PARAMETERS],
+            "passes_written_bytes": gradients,
+        }
+
+    def _gradient_bytes(self) -> int:
+        """fp32, once per step; pieces below the swappable size wait on the device instead."""
+        swapped = set(self._swapped_group_numels())
+        step = ALIGNED_BYTES * self._settings.parallelism // GRADIENT_BYTES
+        shards = (
+            tensor.shard_numel(self._request.world) // step * step
+            for group, numel in zip(self._groups, self._group_numels, strict=True)
+            if numel in swapped
+            for tensor in group
+        )
+        sizes = (numel * GRADIENT_BYTES for numel in shards)
+        return sum(nbytes for nbytes in sizes if nbytes >= self._swappable_bytes_min)
+
+    def _notes(self, has_pieces: bool) -> tuple[str, ...]:
+        notes = []
+        largest, stated = self._largest_swappable(), self._settings.buffer_numel
+        if self._has_param_drive and largest > stated and not has_pieces:
+            notes.append(
+                f"offload_param.buffer_size raised from {stated} to {largest}, the largest tensor: "
+                "stock does not start below"
+            )
+        count = self._settings.optimizer_buffer_count
+        if self._has_optimizer_drive and self._buffer_count() > count:
+            notes.append(
+                f"offload_optimizer.buffer_count raised from {count} to {self._buffer_count()}: "
+                "stock does not step with fewer"
+            )
+        return tuple(notes)

@@ -1,0 +1,18 @@
+"""A model for the tests of the plan."""
+
+from __future__ import annotations
+
+from memascend.shapes import ModelShapes, TensorShape
+
+
+def decoder(
+    *, layers: int = 4, hidden: int = 512, vocabulary: int = 8192, frozen: bool = False
+) -> ModelShapes:
+    """Layers of two square tensors and a norm between two embeddings."""
+    tensors = [TensorShape("embed.weight", (vocabulary, hidden), not frozen)]
+    for layer in range(layers):
+        for name in ("a", "b"):
+            tensors.append(TensorShape(f"layers.{layer}.{name}.weight", (hidden, hidden)))
+        tensors.append(TensorShape(f"layers.{layer}.norm.weight", (hidden,)))
+    tensors.append(TensorShape("head.weight", (vocabulary, hidden), not frozen))
+    return ModelShapes("decoder", tuple(tensors))
