@@ -281,8 +281,8 @@ class OptimizerStream:
         return tile
 
     def _read_ahead(self) -> None:
-        """Starts reading what comes next: one tile at least, more while tiles are idle."""
-        while not self._reading or self._tiles.has_idle():
+        """Starts reading what comes next: one tile if there is any, more while tiles are idle."""
+        while self._tiles.has_idle() or (not self._reading and self._tiles.has_retired()):
             following = next(self._coming, None)
             if following is None:
                 return

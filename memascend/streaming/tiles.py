@@ -131,6 +131,10 @@ class Tiles:
             tile.wait()
         return bool(self._idle)
 
+    def has_retired(self) -> bool:
+        """Whether `take` would at most wait for writes."""
+        return bool(self._retired)
+
     def retire(self, tile: Tile) -> None:
         """Gives a tile back; it is idle again when its transfers are over."""
         self._retired.append(tile)
