@@ -16,9 +16,9 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
 FLOORS = (
     {"_core", "errors", "units", "version", "autoload"},
     {"config", "tensors"},
-    {"allocator", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
-    {"runtime"},
+    {"allocator", "budget", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
     {"streaming"},
+    {"runtime"},
     {"deepspeed"},
     {"cli"},
 )
