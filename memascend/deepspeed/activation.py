@@ -136,6 +136,7 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
         register_device=on_cuda and _wants_pinning(ds_config),
         pci_address=_pci_address() if on_cuda else None,
         substitutes=_substitutes(config, ds_config, directory),
+        new_event=None if accelerator.is_synchronized_device() else accelerator.Event,
     )
     _log_armed(config, ds_config, runtime)
     return Attachment(runtime)
