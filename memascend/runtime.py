@@ -13,15 +13,22 @@ from dataclasses import dataclass
 import torch
 
 from memascend.allocator import HostAllocator, describe
+from memascend.budget import BudgetSlots
 from memascend.config import MemAscendConfig
 from memascend.numa import preferred_node
 from memascend.nvme import TensorStore
 from memascend.overflow import scan
 from memascend.pool import ArenaSlots, ParameterPool
-from memascend.tensors import HostMemory, RangeIO, SlotPool, TensorIO
+from memascend.streaming.staging import StagingSlots
+from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
+from memascend.units import format_nbytes
 
 #: Bytes through which unaligned heads and tails of transfers pass.
 BOUNCE_BYTES = 4 << 20
+#: Most host memory of parameters when they are streamed.
+PARAMETER_BUDGET_BYTES = 512 << 20
+STAGING_SLOT_BYTES = 16 << 20
+STAGING_SLOT_COUNT = 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,12 @@ class Substitutes:
     memory: HostMemory | None = None  # instead of the allocator
     store: TensorIO | None = None  # instead of direct_nvme
     pool: SlotPool | None = None  # where slots cannot come from an arena
+
+
+def streams_parameters(config: MemAscendConfig) -> bool:
+    """Whether streaming.parameters is on together with the sections it works over."""
+    needed = (config.buffer_pool, config.direct_nvme, config.streaming.parameters)
+    return all(section.enabled for section in needed)
 
 
 class Runtime:
@@ -45,7 +58,26 @@ class Runtime:
         register_device: bool,
         pci_address: str | None,
         substitutes: Substitutes,
+        new_event: Callable[[], Event] | None = None,
+        parameter_budget_bytes: int | None = None,
+        staging_slot_bytes: int | None = None,
+        staging_slot_count: int | None = None,
     ) -> None:
+        """Opens the store and takes what every training needs; slots are taken when needed.
+
+        Args:
+            config: The validated block.
+            directory: On the drive.
+            page_lock: Whether host memory is locked where the block does not say.
+            register_device: Whether it is registered with CUDA.
+            pci_address: Of the device, for the choice of a NUMA node.
+            substitutes: For the sections that are off.
+            new_event: Makes an event of the device; None when the device is the CPU.
+            parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
+                every rank. None: PARAMETER_BUDGET_BYTES.
+            staging_slot_bytes: None: STAGING_SLOT_BYTES.
+            staging_slot_count: None: STAGING_SLOT_COUNT.
+        """
         self.config = config
         self.directory = directory
         self.arena: HostAllocator | None = None
@@ -59,7 +91,15 @@ class Runtime:
         if config.direct_nvme.enabled:
             self.store = _make_store(config, directory, memory)
         self._io = self.store or substitutes.store
-        self._pool = substitutes.pool or _make_pool(self.arena)
+        self._new_event = new_event
+        self._staging: StagingSlots | None = None
+        self._staging_slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
+        self._staging_slot_count = staging_slot_count or STAGING_SLOT_COUNT
+        self.parameter_slots: BudgetSlots | None = None
+        if streams_parameters(config):
+            budget_bytes = parameter_budget_bytes or PARAMETER_BUDGET_BYTES
+            self.parameter_slots = BudgetSlots(memory=memory, budget_bytes=budget_bytes)
+        self._pool = self.parameter_slots or substitutes.pool or _make_pool(self.arena)
         self.overflow_check = _make_overflow_check(config)
 
     @property
@@ -83,6 +123,19 @@ class Runtime:
             raise AssertionError("the allocator is off and no pool was given instead")
         return self._pool
 
+    @property
+    def staging(self) -> StagingSlots:
+        """Through which tensors of any size pass; the one set of slots that all paths share."""
+        if self._staging is None:
+            self._staging = StagingSlots(
+                store=self.ranges,
+                memory=self.memory,
+                slot_bytes=self._staging_slot_bytes,
+                slot_count=self._staging_slot_count,
+                new_event=self._new_event,
+            )
+        return self._staging
+
     def describe(self) -> str:
         """One line for the log: what was really obtained."""
         parts = []
@@ -96,6 +149,9 @@ class Runtime:
             parts.append(f"arena {describe(self.arena.core.report())}")
         else:
             parts.append("pinned memory of the accelerator")
+        if self.parameter_slots is not None:
+            budget = format_nbytes(self.parameter_slots.budget_bytes)
+            parts.append(f"parameters within {budget} of host memory")
         return "; ".join(parts)
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable
 
 import torch
 
@@ -145,3 +146,192 @@ class FakeEvent:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class FakeMemory:
+    """Host tensors, and what was asked for."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, int]] = []
+
+    def tensor(
+        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
+    ) -> torch.Tensor:
+        self.taken.append((component, numel * dtype.itemsize))
+        return torch.zeros(numel, dtype=dtype)
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return False
+
+
+class FakeRangeTicket:
+    """A transfer of a part of a key. Its bytes move when it is waited for, as late as can be."""
+
+    def __init__(
+        self, store: FakeRangeStore, kind: str, key: str, memory: torch.Tensor, offset_bytes: int
+    ) -> None:
+        self._store = store
+        self._memory, self._offset_bytes = memory, offset_bytes
+        self.kind, self.key = kind, key
+        self.finished = False
+        self.hold: object | None = None
+
+    def wait(self) -> None:
+        self.finish()
+        if (self.kind, self.key) in self._store.failing:
+            raise StoreError(5, f"{self.kind} of {self.key} failed")
+
+    def done(self) -> bool:
+        return self.finished
+
+    def finish(self) -> None:
+        if self.finished:
+            return
+        self.finished = True
+        self.hold = None
+        content = self._store.content[self.key]
+        begin = self._offset_bytes
+        part = content[begin : begin + self._memory.nbytes]
+        memory = self._memory.view(torch.uint8)
+        if (self.kind, self.key) in self._store.failing:
+            memory.fill_(0xEE) if self.kind == "read" else part.fill_(0xEE)
+        elif self.kind == "read":
+            memory.copy_(part)
+        else:
+            part.copy_(memory)
+
+
+class FakeRangeStore:
+    """Bytes by key, in parts. Transfers on one key keep their order, as in the real store."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, torch.Tensor] = {}
+        self.failing: set[tuple[str, str]] = set()
+        self.tickets: list[FakeRangeTicket] = []
+        self.in_flight_peak = 0
+
+    def value(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.content[key].view(dtype)
+
+    def log(self) -> list[tuple[str, str]]:
+        return [(ticket.kind, ticket.key) for ticket in self.tickets]
+
+    def reserve(self, *, key: str, nbytes: int) -> None:
+        if key not in self.content or self.content[key].nbytes != nbytes:
+            self.content[key] = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def discard(self, *, key: str) -> bool:
+        return self.content.pop(key, None) is not None
+
+    def read(
+        self,
+        *,
+        key: str,
+        target: torch.Tensor,
+        offset_bytes: int = 0,
+        hold: object | None = None,
+    ) -> FakeRangeTicket:
+        return self._submit("read", key, target, offset_bytes, hold)
+
+    def write(
+        self,
+        *,
+        key: str,
+        source: torch.Tensor,
+        offset_bytes: int | None = None,
+        hold: object | None = None,
+    ) -> FakeRangeTicket:
+        if offset_bytes is None:
+            self.reserve(key=key, nbytes=source.nbytes)
+        return self._submit("write", key, source, offset_bytes or 0, hold)
+
+    def _submit(
+        self, kind: str, key: str, memory: torch.Tensor, offset_bytes: int, hold: object | None
+    ) -> FakeRangeTicket:
+        if key not in self.content:
+            raise StoreError(2, f"no key {key!r} in the store")
+        if offset_bytes + memory.nbytes > self.content[key].nbytes:
+            raise ValueError(f"bytes {offset_bytes}+{memory.nbytes} are not all in {key}")
+        for earlier in self.tickets:
+            if earlier.key == key and "write" in (kind, earlier.kind):
+                earlier.finish()
+        ticket = FakeRangeTicket(self, kind, key, memory, offset_bytes)
+        ticket.hold = hold
+        self.tickets.append(ticket)
+        in_flight = sum(not one.finished for one in self.tickets)
+        self.in_flight_peak = max(self.in_flight_peak, in_flight)
+        return ticket
+
+
+class LateTensor(torch.Tensor):
+    """A tensor of the late device: its copies are only noted."""
+
+    device_of: LateDevice
+
+    def plain(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        late = next(one for one in args if isinstance(one, LateTensor))
+        plain = [one.plain() if isinstance(one, LateTensor) else one for one in args]
+        if function is torch.Tensor.copy_:
+            late.device_of.issue(lambda: plain[0].copy_(plain[1]))
+            return args[0]
+        result = function(*plain, **(kwargs or {}))
+        if function is torch.Tensor.narrow:
+            result = late.device_of.tensor(result)
+        return result
+
+
+class LateDevice:
+    """One stream that does nothing before it is waited for. Copies happen while it is entered."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._issued = 0
+        self._done = 0
+
+    def __enter__(self) -> LateDevice:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.synchronize()
+
+    def tensor(self, plain: torch.Tensor) -> LateTensor:
+        late = plain.as_subclass(LateTensor)
+        late.device_of = self
+        return late
+
+    def issue(self, copy: Callable[[], object]) -> None:
+        self._issued += 1
+        self._waiting.append(copy)
+
+    def advance(self, count: int) -> None:
+        """Does the oldest `count` copies."""
+        for _ in range(min(count, len(self._waiting))):
+            self._waiting.popleft()()
+            self._done += 1
+
+    def synchronize(self) -> None:
+        self.advance(len(self._waiting))
+
+    def new_event(self) -> LateEvent:
+        return LateEvent(self)
+
+
+class LateEvent:
+    """Passes with the copies issued before it was recorded."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._after = 0
+
+    def record(self) -> None:
+        self._after = self._device._issued
+
+    def query(self) -> bool:
+        return self._device._done >= self._after
+
+    def synchronize(self) -> None:
+        self._device.advance(max(0, self._after - self._device._done))

@@ -19,9 +19,9 @@ FLOORS = (
     {"shapes", "plan_request"},
     {"plan_knobs"},
     {"plan", "plan_stock"},
-    {"allocator", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
-    {"runtime"},
+    {"allocator", "budget", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
     {"streaming"},
+    {"runtime"},
     {"deepspeed"},
     {"cli"},
 )

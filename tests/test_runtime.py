@@ -11,7 +11,7 @@ import torch
 from memascend.allocator import HostAllocator
 from memascend.config import parse_block
 from memascend.errors import StoreError
-from memascend.runtime import Runtime, Substitutes
+from memascend.runtime import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT, Runtime, Substitutes
 
 SMALL: dict[str, Any] = {
     "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
@@ -32,7 +32,12 @@ class PlainMemory:
         return False
 
 
-def build(folder: Path, substitutes: Substitutes | None = None, **block: dict[str, Any]) -> Runtime:
+def build(
+    folder: Path,
+    substitutes: Substitutes | None = None,
+    parameter_budget_bytes: int | None = None,
+    **block: dict[str, Any],
+) -> Runtime:
     merged = {name: {**SMALL.get(name, {}), **block.get(name, {})} for name in {*SMALL, *block}}
     return Runtime(
         config=parse_block(merged),
@@ -41,12 +46,12 @@ def build(folder: Path, substitutes: Substitutes | None = None, **block: dict[st
         register_device=False,
         pci_address=None,
         substitutes=substitutes or Substitutes(),
+        parameter_budget_bytes=parameter_budget_bytes,
     )
 
 
 def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> None:
     runtime = build(tmp_path)
-    runtime.pool.grow(8000)
     lease = runtime.pool.acquire(8000)
     assert lease is not None
     slot = runtime.pool.view(lease, 2000, torch.float32)
@@ -62,10 +67,42 @@ def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> Non
 def test_host_bytes_are_accounted_to_their_components(tmp_path: Path) -> None:
     runtime = build(tmp_path)
     assert isinstance(runtime.arena, HostAllocator)
-    runtime.pool.grow(1 << 20)
+    lease = runtime.pool.acquire(1 << 20)
     components = runtime.arena.core.components()
     assert components["parameter pool"].live_bytes >= 1 << 20
     assert set(components) == {"bounce buffers", "parameter pool"}
+    assert runtime.staging is runtime.staging
+    components = runtime.arena.core.components()
+    assert components["staging slots"].live_bytes == STAGING_SLOT_BYTES * STAGING_SLOT_COUNT
+    assert lease is not None
+    runtime.close()
+
+
+def test_parameters_keep_to_the_budget_given(tmp_path: Path) -> None:
+    budget_bytes = 1 << 20
+    runtime = build(tmp_path, parameter_budget_bytes=budget_bytes)
+    assert "within 1.00 MiB" in runtime.describe()
+    leases = [runtime.pool.acquire(budget_bytes // 4) for _ in range(5)]
+    assert [lease is None for lease in leases] == [False] * 4 + [True]
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"streaming": {"parameters": {"enabled": False}}},
+        {"buffer_pool": {"enabled": False}},
+    ],
+    ids=str,
+)
+def test_without_parameter_streaming_the_pool_follows_the_model(
+    tmp_path: Path, block: dict[str, Any]
+) -> None:
+    runtime = build(tmp_path, **block)
+    assert runtime.parameter_slots is None
+    assert runtime.pool.acquire(8000) is None
+    runtime.pool.grow(8000)
+    assert runtime.pool.acquire(8000) is not None
     runtime.close()
 
 
@@ -116,6 +153,8 @@ def test_a_section_that_is_off_needs_something_instead(tmp_path: Path) -> None:
     runtime = build(tmp_path, direct_nvme={"enabled": False})
     with pytest.raises(AssertionError, match="direct_nvme is off"):
         runtime.io  # noqa: B018  the access itself is the test
+    with pytest.raises(AssertionError, match="direct_nvme is off"):
+        runtime.staging  # noqa: B018
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])

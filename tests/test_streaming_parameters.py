@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from streaming_fakes import FakeEvent, FakePool, FakeStore
 
 from memascend.errors import StoreError
-from memascend.streaming.parameters import (
-    PREFETCH_BYTES_MIN,
-    WRITE_BACK_COUNT_MAX,
-    ParameterStream,
-    derive_prefetch_bytes,
-)
+from memascend.streaming.budget import PREFETCH_BYTES_MIN, derive_prefetch_bytes
+from memascend.streaming.parameters import WRITE_BACK_COUNT_MAX, ParameterStream
 
 NUMEL = 1024  # of float32: one page
 
@@ -56,10 +52,10 @@ def value(tensor: torch.Tensor) -> float:
 
 def test_what_was_read_is_there_after_waiting(stream: ParameterStream, store: FakeStore) -> None:
     put(store, "a", "b")
-    a = stream.read("a", NUMEL, torch.float32)
-    b = stream.read("b", NUMEL, torch.float32)
+    stream.read("a", NUMEL, torch.float32)
+    stream.read("b", NUMEL, torch.float32)
     assert stream.wait_reads() == ["a", "b"]
-    assert (value(a), value(b)) == (1.0, 2.0)
+    assert (value(stream.staged_tensor("a")), value(stream.staged_tensor("b"))) == (1.0, 2.0)
     assert stream.staged_keys() == ("a", "b")
     assert stream.wait_reads() == []
 
@@ -261,9 +257,9 @@ def test_writes_in_flight_are_limited_and_end_in_order(
 
 def test_a_read_sees_the_write_before_it(stream: ParameterStream, store: FakeStore) -> None:
     stream.write_cast("a", torch.full((NUMEL,), 5.0), torch.float32)
-    tensor = stream.read("a", NUMEL, torch.float32)
+    stream.read("a", NUMEL, torch.float32)
     stream.wait_reads()
-    assert value(tensor) == 5.0
+    assert value(stream.staged_tensor("a")) == 5.0
 
 
 def test_waiting_for_writes_raises_the_first_error_after_all_of_them(

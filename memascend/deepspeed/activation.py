@@ -29,13 +29,9 @@ from memascend.deepspeed.stock_memory import (
 )
 from memascend.errors import ConfigError
 from memascend.runtime import Runtime, Substitutes
-from memascend.streaming.staging import StagingSlots
 from memascend.version import __version__
 
 log = logging.getLogger(__name__)
-
-STAGING_SLOT_BYTES = 16 << 20
-STAGING_SLOT_COUNT = 4
 
 
 def check_config(ds_config: Mapping[str, Any]) -> None:
@@ -99,22 +95,7 @@ class Attachment:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._staging: StagingSlots | None = None
         self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
-
-    @property
-    def staging(self) -> StagingSlots:
-        """What gradients and large parameters pass through; made when first asked for."""
-        if self._staging is None:
-            accelerator = get_accelerator()
-            self._staging = StagingSlots(
-                store=self.runtime.ranges,
-                memory=self.runtime.memory,
-                slot_bytes=STAGING_SLOT_BYTES,
-                slot_count=STAGING_SLOT_COUNT,
-                new_event=None if accelerator.is_synchronized_device() else accelerator.Event,
-            )
-        return self._staging
 
     def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
         """Inside, host buffers that DeepSpeed creates come from the arena; not with None."""
@@ -155,6 +136,7 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
         register_device=on_cuda and _wants_pinning(ds_config),
         pci_address=_pci_address() if on_cuda else None,
         substitutes=_substitutes(config, ds_config, directory),
+        new_event=None if accelerator.is_synchronized_device() else accelerator.Event,
     )
     _log_armed(config, ds_config, runtime)
     return Attachment(runtime)

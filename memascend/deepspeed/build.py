@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
-from memascend.config import active_config
+from memascend.budget import PAGE_BYTES
+from memascend.config import MemAscendConfig, active_config
 from memascend.deepspeed.activation import attach
-from memascend.deepspeed.param_swapper import ParameterSwapper
+from memascend.deepspeed.param_swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
+from memascend.runtime import Runtime
+from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream
+
+log = logging.getLogger(__name__)
 
 
 def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,18 +31,20 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is None:
             return original(ds_config, model_dtype)
         attachment = attach(raw_config, ds_config.zero_config.offload_param.nvme_path)
+        _note_inactive_streaming(config)
         if config.buffer_pool.enabled:
             stream = ParameterStream(
                 store=attachment.runtime.io,
                 pool=attachment.runtime.pool,
                 prefetch_bytes=config.buffer_pool.prefetch_bytes,
+                budget=_budget(attachment.runtime),
             )
             block_bytes = int(ds_config.aio_config.get("block_size", 0))
             return ParameterSwapper(
                 attachment=attachment,
                 stream=stream,
                 dtype=model_dtype,
-                swappable_bytes_min=block_bytes,
+                swappable_bytes_min=max(SWAPPABLE_BYTES_MIN, block_bytes),
             )
         with attachment.serving_aio("parameter buffers"):
             swapper = original(ds_config, model_dtype)
@@ -44,3 +53,27 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         return swapper
 
     return build
+
+
+def _budget(runtime: Runtime) -> Budget | None:
+    """What bounds the parameters' host memory; None when they are not streamed."""
+    slots = runtime.parameter_slots
+    if slots is None:
+        return None
+    return Budget(
+        nbytes=slots.budget_bytes,
+        slot_bytes_max=slots.slot_bytes_max,
+        page_bytes=PAGE_BYTES,
+        staging=runtime.staging,
+        device=torch.device(get_accelerator().current_device_name()),
+    )
+
+
+def _note_inactive_streaming(config: MemAscendConfig) -> None:
+    off = [name for name in ("buffer_pool", "direct_nvme") if not getattr(config, name).enabled]
+    if config.streaming.parameters.enabled and off:
+        log.info(
+            "memascend: streaming.parameters is inactive, since it works over %s, which %s off",
+            " and ".join(off),
+            "is" if len(off) == 1 else "are",
+        )

@@ -1,7 +1,8 @@
 """Wraps the gather and partition calls of zero.Init around our parameter swapper.
 
 Two things happen here: slots of gathered parameters go back early, and a list larger than the pool
-is gathered in turns. Parameters of other swappers pass through to the stock functions untouched.
+is gathered in turns, each of which is read as a whole first. Parameters of other swappers pass
+through to the stock functions untouched.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def _in_turns(
         absent = [p for p in listed if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         handles: list[Any] = []
         for turn in swapper.turns(_without_duplicates(absent)):
+            swapper.swap_in(turn, async_op=False)
             handles.extend(gather(param_list=turn, async_op=async_op, hierarchy=hierarchy) or [])
             swapper.after_gather(turn)
         return handles if async_op else None
@@ -91,6 +93,7 @@ def _coalesced_in_turns(
     def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
         handles = []
         for turn in swapper.turns(list(params)):
+            swapper.swap_in(turn, async_op=False)
             handles.append(gather(turn, **keywords))
             swapper.after_gather(turn)
         if not handles:

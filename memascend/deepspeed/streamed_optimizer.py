@@ -56,7 +56,7 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         if member.tensor is not None:
             target.copy_(member.tensor.narrow(0, begin, target.numel()))
             return
-        slots = self.attachment.staging
+        slots = self.attachment.runtime.staging
         for chunk_begin, count in slots.chunks(target.numel(), member.dtype.itemsize):
             staged = slots.read_chunk(
                 key=member.key,

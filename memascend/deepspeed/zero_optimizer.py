@@ -116,7 +116,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
             runtime = self.attachment.runtime
             spool = GradientSpool(
                 store=runtime.ranges,
-                slots=self.attachment.staging,
+                slots=runtime.staging,
                 sum_of_squares=self._squares if streams.gradients else None,
             )
         if streams.gradients:
@@ -155,7 +155,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
                 format_nbytes(tiles.nbytes),
             )
         self._stream = OptimizerStream(
-            store=runtime.ranges, tiles=tiles, slots=self.attachment.staging, spool=spool
+            store=runtime.ranges, tiles=tiles, slots=runtime.staging, spool=spool
         )
         folder = self.attachment.staging_folder(str(offload_optimizer_config.nvme_path))
         # Nothing is written there but checkpoints on their way; those make it anew.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,19 @@ import torch
 from memascend.tensors import Event, HostMemory, RangeIO, Ticket
 
 SLOT_COUNT_MIN = 2
+
+
+class _Refused:
+    """The ticket of a write that the store would not start."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def done(self) -> bool:
+        return True
 
 
 @dataclass(slots=True)
@@ -53,10 +67,16 @@ class StagingSlots:
             slot_count: At least SLOT_COUNT_MIN: one fills while another empties.
             component: Name in the ledger.
             new_event: Makes an event of the device; None when the device is the CPU.
+
+        Raises:
+            ValueError: Too few slots, or none with room for anything.
+            HostMemoryError: There is not enough memory.
         """
         if slot_count < SLOT_COUNT_MIN:
             raise ValueError(f"slot_count must be at least {SLOT_COUNT_MIN}, got {slot_count}")
-        self._store = store
+        if slot_bytes <= 0:
+            raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
+        self.store = store
         self._new_event = new_event
         self.slot_bytes = slot_bytes
         self._free: deque[torch.Tensor] = deque(
@@ -65,6 +85,7 @@ class StagingSlots:
         self._slots = {slot.data_ptr(): slot for slot in self._free}
         self._writes: deque[_Write] = deque()  # oldest first
         self._reads: deque[tuple[Event, torch.Tensor]] = deque()  # copied out, oldest first
+        self._write_error: Exception | None = None  # the first since wait_writes
 
     # -- whole transfers -------------------------------------------------------------------------
 
@@ -74,16 +95,28 @@ class StagingSlots:
         for begin in range(0, numel, count_max):
             yield begin, min(count_max, numel - begin)
 
-    def write(self, *, key: str, source: torch.Tensor, offset_bytes: int = 0) -> None:
-        """Stores a flat tensor of any device into a key that has room.
+    def write(
+        self,
+        *,
+        key: str,
+        source: torch.Tensor,
+        offset_bytes: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Stores a flat tensor of any device into a key that has room, cast to `dtype` if given.
 
         On return the copies are issued on the current stream, and the source may be overwritten in
         that stream's order; a later read of the key sees it. Errors come from `wait_writes`.
         """
-        for begin, count in self.chunks(source.numel(), source.element_size()):
-            staged = self.take(count, source.dtype)
-            staged.copy_(source.narrow(0, begin, count), non_blocking=True)
-            self.submit(key, staged, offset_bytes + begin * source.element_size())
+        stored = source.dtype if dtype is None else dtype
+        for begin, count in self.chunks(source.numel(), stored.itemsize):
+            staged = self.take(count, stored)
+            try:
+                staged.copy_(source.narrow(0, begin, count), non_blocking=True)
+            except BaseException:
+                self.give_back(staged)
+                raise
+            self.submit(key, staged, offset_bytes + begin * stored.itemsize)
 
     def read(self, *, key: str, target: torch.Tensor, offset_bytes: int = 0) -> None:
         """Fills a flat tensor of any device; on return its copies are issued.
@@ -95,10 +128,18 @@ class StagingSlots:
         pending: deque[tuple[torch.Tensor, torch.Tensor, Ticket]] = deque()
         try:
             for begin, count in self.chunks(target.numel(), itemsize):
-                while not self._free and not self._reclaim() and pending:
-                    self._copy_out(*pending.popleft())
+                # A copy that is being made is over sooner than a read that is being waited for.
+                while pending and not self._reclaim():
+                    if self._reads:
+                        self._wait_copied_out()
+                    else:
+                        self._copy_out(*pending.popleft())
                 staged = self.take(count, target.dtype)
-                ticket = self._read(key, staged, offset_bytes + begin * itemsize)
+                try:
+                    ticket = self._read(key, staged, offset_bytes + begin * itemsize)
+                except BaseException:
+                    self.give_back(staged)
+                    raise
                 pending.append((target.narrow(0, begin, count), staged, ticket))
             while pending:
                 self._copy_out(*pending.popleft())
@@ -111,16 +152,14 @@ class StagingSlots:
         """Waits until everything written is in the store.
 
         Raises:
-            StoreError: A write failed; the others have been waited for.
+            StoreError: A write since the last call failed, the first that did; the others have been
+                waited for.
         """
-        first_error: BaseException | None = None
         while self._writes:
-            try:
-                self._finish_write()
-            except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+            self._finish_write()
+        error, self._write_error = self._write_error, None
+        if error is not None:
+            raise error
 
     # -- single slots ----------------------------------------------------------------------------
 
@@ -128,19 +167,25 @@ class StagingSlots:
         """A free slot as `numel` elements: the next one that write-backs or copies let go.
 
         What is taken ends with `submit` or `give_back`.
+
+        Raises:
+            ValueError: So many elements do not fit a slot, or there are none.
         """
+        if not 0 < numel * dtype.itemsize <= self.slot_bytes:
+            raise ValueError(
+                f"a staging slot of {self.slot_bytes} bytes was asked for {numel} elements of "
+                f"{dtype}; cut the tensor with chunks()"
+            )
         self._reclaim()
         while not self._free:
             if self._writes:
                 self._finish_write()
             elif self._reads:
-                event, slot = self._reads.popleft()
-                event.synchronize()
-                self._free.append(slot)
+                self._wait_copied_out()
             else:
                 raise AssertionError("every staging slot is taken and none was given back")
         slot = self._free.popleft()
-        return slot.view(dtype).narrow(0, 0, numel)
+        return slot[: numel * dtype.itemsize].view(dtype)
 
     def submit(self, key: str, staged: torch.Tensor, offset_bytes: int) -> None:
         """Stores a taken slot once the copy into it, issued before this call, has happened."""
@@ -170,9 +215,12 @@ class StagingSlots:
             StoreError: The read failed.
         """
         staged = self.take(numel, dtype)
+        ticket: Ticket | None = None
         try:
-            self._read(key, staged, offset_bytes).wait()
+            ticket = self._read(key, staged, offset_bytes)
+            ticket.wait()
         except BaseException:
+            _settle(ticket)
             self.give_back(staged)
             raise
         return staged
@@ -183,14 +231,21 @@ class StagingSlots:
         # The store sees only what was handed to it.
         while any(write.ticket is None and write.key == key for write in self._writes):
             self._submit_next()
-        return self._store.read(key=key, target=staged, offset_bytes=offset_bytes)
+        return self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
 
     def _copy_out(self, target: torch.Tensor, staged: torch.Tensor, ticket: Ticket) -> None:
         try:
             ticket.wait()
             target.copy_(staged, non_blocking=True)
         finally:
+            _settle(ticket)
             self.give_back(staged)
+
+    def _wait_copied_out(self) -> None:
+        event, slot = self._reads[0]
+        event.synchronize()
+        self._reads.popleft()
+        self._free.append(slot)
 
     def _event(self) -> Event | None:
         if self._new_event is None:
@@ -215,26 +270,30 @@ class StagingSlots:
         self._start(write)
 
     def _start(self, write: _Write) -> None:
-        write.ticket = self._store.write(
-            key=write.key, source=write.source, offset_bytes=write.offset_bytes
-        )
+        try:
+            write.ticket = self.store.write(
+                key=write.key, source=write.source, offset_bytes=write.offset_bytes
+            )
+        except Exception as error:
+            # Whoever happens to need a slot now did not ask for this write.
+            write.ticket = _Refused(error)
 
     def _finish_write(self) -> None:
-        if self._writes[0].ticket is None:
+        """Waits for the oldest write and frees its slot; an error is kept for `wait_writes`."""
+        write = self._writes[0]
+        if write.ticket is None:
             self._submit_next()
-        write = self._writes.popleft()
         try:
             if write.ticket is not None:
                 write.ticket.wait()
-        finally:
-            self._free.append(write.slot)
+        except Exception as error:
+            self._write_error = self._write_error or error
+        # Not behind Ctrl-C: then the drive still reads the slot.
+        self._writes.popleft()
+        self._free.append(write.slot)
 
     def _reclaim(self) -> bool:
-        """Frees what has passed without waiting; whether a slot is free now.
-
-        Raises:
-            StoreError: A write that has finished failed.
-        """
+        """Frees what has passed without waiting; whether a slot is free now."""
         self._submit_filled()
         while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
             self._finish_write()
@@ -246,8 +305,8 @@ class StagingSlots:
         return self._slots[staged.data_ptr()]
 
 
-def _settle(ticket: Ticket) -> None:
-    try:
-        ticket.wait()
-    except Exception:
-        return
+def _settle(ticket: Ticket | None) -> None:
+    """Waits until the drive no longer touches the memory of a transfer, whatever became of it."""
+    if ticket is not None:
+        with suppress(Exception):
+            ticket.wait()

@@ -56,6 +56,7 @@ class Case:
     modify_weights: bool = False  # gather one tensor and change it in the middle of training
     gather_all: bool = False  # gather every tensor at once in the middle of training
     second_model: bool = False  # train another model on the same path in the middle of training
+    parameter_budget_bytes: int = 0  # most host memory of streamed parameters; 0: the default
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS

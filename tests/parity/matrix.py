@@ -5,6 +5,7 @@
   need one or two circumstances to meet - odd shapes and two ranks, checkpointing and one rank -
   seldom three.
 - Every section alone, all together and none, on both engines, on two quite different trainings.
+- Parameters within a budget so small that embeddings and layer tensors travel in chunks.
 - Inference apart, since it has neither optimizer nor gradients.
 """
 
@@ -79,6 +80,25 @@ def section_cases() -> list[Case]:
             replace(training, engine="uring"),
         ]
     return cases
+
+
+def budget_cases() -> list[Case]:
+    # A quarter of the budget is the largest slot: some layer tensors fit, the others never.
+    plain = Case(parameter_budget_bytes=2 << 20)
+    tight = replace(plain, parameter_budget_bytes=256 << 10)
+    return [
+        plain,
+        replace(plain, world=2, prefetch_numel=BILLION),
+        replace(plain, checkpointing="reentrant", dtype="fp16", steps=5),
+        replace(plain, world=2, family="gpt2", modify_weights=True, reuse_numel_max=BILLION),
+        replace(plain, family="mixtral", gather_all=True, persistence_numel=2_000_000),
+        replace(plain, family="odd", zero_init=False, resident_numel_max=4_000_000),
+        replace(plain, optimizer="absent", family="qwen", gather_all=True),
+        replace(tight, world=2, family="odd", modify_weights=True, gather_all=True),
+        replace(tight, family="gpt2", modify_weights=True, clipping=1.0, accumulation=4),
+        replace(tight, world=2, family="mixtral", checkpointing="nonreentrant", optimizer="cpu"),
+        replace(tight, world=2, optimizer="absent", modify_weights=True, engine="threads"),
+    ]
 
 
 def inference_cases() -> list[Case]:

@@ -38,6 +38,17 @@ def test_every_section_alone_gives_the_bits_of_cpu_offload(bench: Bench, case: C
         assert rank["optimizer_class"].startswith(armed)
 
 
+@pytest.mark.parametrize("case", matrix.budget_cases(), ids=case_name)
+def test_parameters_within_a_budget_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    for rank in facts:
+        assert [name.split(".")[0] for name in rank["swapper_classes"]] == ["memascend"]
+        if case.resident_numel_max == 0:
+            assert set(rank["placement"]) == {"nvme"}
+        assert 0 < rank["parameter_bytes_peak"] <= case.parameter_budget_bytes
+
+
 @pytest.mark.parametrize("case", matrix.inference_cases(), ids=case_name)
 def test_inference_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
