@@ -59,6 +59,29 @@ class BudgetSlots:
         self._segments: list[_Segment] = []
         self._returned: deque[tuple[_Segment, int, int]] = deque()
 
+    def resize(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
+        """Takes another budget, all of it now and in one piece.
+
+        Args:
+            budget_bytes: Whole pages.
+            slot_bytes_max: Largest slot from now on.
+
+        Raises:
+            ValueError: A slot is leased.
+            HostMemoryError: There is not enough memory.
+        """
+        self._collect()
+        if not all(segment.idle for segment in self._segments):
+            raise ValueError(
+                "cannot resize the parameter slots: some are leased. likely cause: a parameter is "
+                "gathered while the optimizer is made. fix: leave GatheredParameters first"
+            )
+        self._segments.clear()
+        self.budget_bytes, self.slot_bytes_max = budget_bytes, slot_bytes_max
+        if budget_bytes:
+            memory = self._memory.tensor(budget_bytes, _uint8(), component=self._component)
+            self._segments.append(_Segment(memory, [(0, budget_bytes)]))
+
     @property
     def held_bytes(self) -> int:
         """Memory taken so far."""

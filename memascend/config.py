@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from memascend.errors import ConfigError
+from memascend.limit import parse_limit
 from memascend.units import parse_nbytes
 
 BLOCK_KEY = "memascend"
@@ -122,11 +123,25 @@ class MemAscendConfig(_Section):
     """The whole block. `{}` turns everything on."""
 
     enabled: bool = Field(True, description="off: stock DeepSpeed, untouched")
+    host_memory_limit: int | float | str | None = Field(
+        None,
+        description='per rank: bytes, "6GiB", or a fraction of what there is; left out: what the '
+        "plan needs, at most half of what is free",
+    )
+    report: str | None = Field(
+        None, description="file for the ledger as JSON, written by rank 0 at the end"
+    )
     allocator: AllocatorConfig = AllocatorConfig()
     buffer_pool: BufferPoolConfig = BufferPoolConfig()
     direct_nvme: DirectNvmeConfig = DirectNvmeConfig()
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
     streaming: StreamingConfig = StreamingConfig()
+
+    @field_validator("host_memory_limit")
+    @classmethod
+    def _check_limit(cls, value: int | float | str | None) -> int | float | str | None:
+        parse_limit(value, available=1)  # what it is a fraction of is not known here
+        return value
 
     @property
     def sections_enabled(self) -> tuple[str, ...]:
@@ -137,6 +152,15 @@ class MemAscendConfig(_Section):
             *(name for name in names if getattr(self, name).enabled),
             *(f"streaming.{name}" for name in streams if getattr(self.streaming, name).enabled),
         )
+
+
+def local_world_size() -> int:
+    """Ranks on this machine, as the launcher says; 1 where it does not."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return 1
 
 
 def is_disabled() -> bool:
@@ -236,4 +260,6 @@ def _explain(entry: dict[str, Any]) -> str:
     default = _section_at(path[:-1]).model_fields.get(path[-1]) if path else None
     advice = " Leave the key out for automatic." if default is not None else ""
     reason = str(entry["msg"]).removeprefix("Value error, ")
+    if reason.startswith(dotted):
+        return reason  # says it all already
     return f"{dotted}: {entry['input']!r} is not allowed ({reason}). {_allowed(path)}.{advice}"

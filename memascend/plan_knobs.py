@@ -82,7 +82,7 @@ class Knobs:
             BOUNCE: BOUNCE_BYTES,
             STAGING: self.staging_slot_count * self.staging_slot_bytes,
             TILES: self.tile_count * self.tile_numel * tile_element_bytes(request),
-            SCRATCH: self.tile_numel * GRADIENT_FP32_BYTES,
+            SCRATCH: self.tile_numel * scratch_element_bytes(request),
             SLOTS: self.layer_bytes + self.prefetch_bytes,
         }
 
@@ -101,6 +101,11 @@ def tile_element_bytes(request: PlanRequest) -> int:
     """Host bytes per element of a tile: master weight, states, gradient, 16-bit result."""
     output = request.param_itemsize if request.param_itemsize < request.master_itemsize else 0
     return request.master_itemsize * (1 + request.states) + request.gradient_itemsize + output
+
+
+def scratch_element_bytes(request: PlanRequest) -> int:
+    """Host bytes per element of what gradients are widened into; none when they need it not."""
+    return request.master_itemsize if request.gradient_itemsize < request.master_itemsize else 0
 
 
 def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) -> Knobs:
@@ -161,6 +166,8 @@ def _tile_numel(shapes: ModelShapes, request: PlanRequest) -> int:
 
 def largest_sub_group_numel(shapes: ModelShapes, request: PlanRequest) -> int:
     """Elements of one rank's part of the largest sub-group, 0 when nothing learns."""
+    if request.largest_sub_group_numel is not None:
+        return request.largest_sub_group_numel
     groups = shapes.sub_groups(
         world=request.world,
         sub_group_size=request.sub_group_size,
@@ -209,7 +216,8 @@ def _shrink_tile(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs
     is_fixed = request.tile_bytes is not None or not is_elementwise(request.optimizer)
     if is_fixed or knobs.tile_numel <= TILE_NUMEL_MIN:
         return knobs
-    element_bytes = knobs.tile_count * tile_element_bytes(request) + GRADIENT_FP32_BYTES
+    element_bytes = knobs.tile_count * tile_element_bytes(request)
+    element_bytes += scratch_element_bytes(request)
     kept = (knobs.tile_numel * element_bytes - excess_bytes) // element_bytes
     kept = max(TILE_NUMEL_MIN, kept // TILE_NUMEL_STEP * TILE_NUMEL_STEP)
     return dataclasses.replace(knobs, tile_numel=kept)

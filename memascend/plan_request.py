@@ -29,8 +29,9 @@ _ELEMENTWISE = {
     "adamax": 2,
     "radam": 2,
     "adadelta": 2,
-    "lion": 1,
-    "deepspeedcpulion": 1,
+    # DeepSpeed's CPU version keeps a second state that it never uses.
+    "lion": 2,
+    "deepspeedcpulion": 2,
     "fusedlion": 1,
     "adagrad": 1,
     "deepspeedcpuadagrad": 1,
@@ -87,6 +88,8 @@ class PlanRequest:
         is_checkpointing: Whether backward recomputes the forward pass, and reads parameters again.
         tile_bytes: fp32 weights of one tile, when the user fixed them.
         prefetch_bytes: Parameters read ahead, when the user fixed them.
+        largest_sub_group_numel: Elements of one rank's part of it, where they are known for sure;
+            None: derived from the shapes.
     """
 
     world: int = 1
@@ -103,6 +106,7 @@ class PlanRequest:
     is_checkpointing: bool = True
     tile_bytes: int | None = None
     prefetch_bytes: int | None = None
+    largest_sub_group_numel: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no run could have."""

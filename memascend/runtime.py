@@ -15,9 +15,11 @@ import torch
 from memascend.allocator import HostAllocator, describe
 from memascend.budget import BudgetSlots
 from memascend.config import MemAscendConfig
+from memascend.ledger import Ledger, LedgerRow, resident_memory
 from memascend.numa import preferred_node
 from memascend.nvme import TensorStore
 from memascend.overflow import scan
+from memascend.plan import Plan
 from memascend.pool import ArenaSlots, ParameterPool
 from memascend.streaming.staging import StagingSlots
 from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
@@ -62,6 +64,7 @@ class Runtime:
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
         staging_slot_count: int | None = None,
+        limit_bytes: int | None = None,
     ) -> None:
         """Opens the store and takes what every training needs; slots are taken when needed.
 
@@ -77,13 +80,23 @@ class Runtime:
                 every rank. None: PARAMETER_BUDGET_BYTES.
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
             staging_slot_count: None: STAGING_SLOT_COUNT.
+            limit_bytes: Most host memory of all components together; None: no limit.
         """
         self.config = config
         self.directory = directory
+        self.limit_bytes = limit_bytes
+        self.plan: Plan | None = None
         self.arena: HostAllocator | None = None
         self.store: TensorStore | None = None
         if config.allocator.enabled:
-            self.arena = _make_arena(config, directory, page_lock, register_device, pci_address)
+            self.arena = _make_arena(
+                config,
+                directory,
+                page_lock,
+                register_device=register_device,
+                pci_address=pci_address,
+                limit_bytes=limit_bytes,
+            )
         memory = self.arena or substitutes.memory
         if memory is None:
             raise AssertionError("the allocator is off and nothing was given instead")
@@ -98,7 +111,9 @@ class Runtime:
         self.parameter_slots: BudgetSlots | None = None
         if streams_parameters(config):
             budget_bytes = parameter_budget_bytes or PARAMETER_BUDGET_BYTES
-            self.parameter_slots = BudgetSlots(memory=memory, budget_bytes=budget_bytes)
+            self.parameter_slots = BudgetSlots(
+                memory=memory, budget_bytes=budget_bytes, component="parameter slots"
+            )
         self._pool = self.parameter_slots or substitutes.pool or _make_pool(self.arena)
         self.overflow_check = _make_overflow_check(config)
 
@@ -136,6 +151,50 @@ class Runtime:
             )
         return self._staging
 
+    def adopt(self, plan: Plan) -> None:
+        """Exchanges what served while the model was built for what the plan says, all at once.
+
+        The tiles are left to whoever makes the optimizer.
+
+        Raises:
+            ValueError: A slot is in use.
+            HostMemoryError: There is not enough memory.
+        """
+        if self.parameter_slots is not None:
+            self.parameter_slots.resize(0, slot_bytes_max=0)
+        self.staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=plan.staging_slot_count)
+        if self.parameter_slots is not None:
+            self.parameter_slots.resize(
+                plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max
+            )
+        self.plan = plan
+
+    def ledger(self) -> Ledger:
+        """Every host byte of ours by component, planned and measured."""
+        planned = dict(self.plan.host) if self.plan is not None else {}
+        measured = self.arena.core.components() if self.arena is not None else {}
+        rows = [
+            LedgerRow(
+                component=name,
+                planned_bytes=planned.get(name, 0) if planned else None,
+                live_bytes=measured[name].live_bytes if name in measured else 0,
+                peak_bytes=measured[name].peak_bytes if name in measured else 0,
+            )
+            for name in planned | measured
+            if planned.get(name) or name in measured
+        ]
+        stats = self.arena.core.stats() if self.arena is not None else None
+        resident_bytes, resident_bytes_peak = resident_memory()
+        return Ledger(
+            rows=sorted(rows, key=lambda row: -max(row.planned_bytes or 0, row.peak_bytes)),
+            limit_bytes=self.limit_bytes,
+            held_bytes=stats.reserved_bytes if stats else 0,
+            held_bytes_peak=stats.peak_reserved_bytes if stats else 0,
+            resident_bytes=resident_bytes,
+            resident_bytes_peak=resident_bytes_peak,
+            drive=self.store.stats() if self.store is not None else {},
+        )
+
     def describe(self) -> str:
         """One line for the log: what was really obtained."""
         parts = []
@@ -170,8 +229,10 @@ def _make_arena(
     config: MemAscendConfig,
     directory: str,
     page_lock: bool,
+    *,
     register_device: bool,
     pci_address: str | None,
+    limit_bytes: int | None,
 ) -> HostAllocator:
     section = config.allocator
     return HostAllocator(
@@ -180,6 +241,7 @@ def _make_arena(
         register_device=register_device,
         numa_node=preferred_node([directory], pci_address=pci_address),
         prefault_threads=section.prefault_threads,
+        limit_bytes=limit_bytes or 0,
     )
 
 

@@ -69,8 +69,8 @@ def test_host_bytes_are_accounted_to_their_components(tmp_path: Path) -> None:
     assert isinstance(runtime.arena, HostAllocator)
     lease = runtime.pool.acquire(1 << 20)
     components = runtime.arena.core.components()
-    assert components["parameter pool"].live_bytes >= 1 << 20
-    assert set(components) == {"bounce buffers", "parameter pool"}
+    assert components["parameter slots"].live_bytes >= 1 << 20
+    assert set(components) == {"bounce buffers", "parameter slots"}
     assert runtime.staging is runtime.staging
     components = runtime.arena.core.components()
     assert components["staging slots"].live_bytes == STAGING_SLOT_BYTES * STAGING_SLOT_COUNT

@@ -20,7 +20,7 @@ BLOCK_OFF: dict[str, Any] = {"memascend": {"enabled": False}}
 
 
 def targets() -> list[Any]:
-    return [resolve(seam.module, seam.attribute) for seam in seams.SEAMS]
+    return [seams.find(seam) for seam in seams.SEAMS]
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,11 @@ involved.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,9 +20,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
-from memascend.config import MemAscendConfig, active_config
+from memascend.config import MemAscendConfig, active_config, parse_block
 from memascend.deepspeed.aio_handle import serving
 from memascend.deepspeed.host_buffers import HostBuffers
+from memascend.deepspeed.planning import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock_memory import (
     AioFileStore,
     LockedMemory,
@@ -28,6 +31,7 @@ from memascend.deepspeed.stock_memory import (
     TensorSlotPool,
 )
 from memascend.errors import ConfigError
+from memascend.ledger import Ledger, describe_plan
 from memascend.runtime import Runtime, Substitutes
 from memascend.version import __version__
 
@@ -95,7 +99,31 @@ class Attachment:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self._rank = dist.get_rank()
+        self._is_finished = False
+        # Scripts that end without engine.destroy() get their report all the same.
+        atexit.register(_finish, weakref.ref(self))
         self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
+
+    def ledger(self) -> Ledger:
+        """Every host byte of ours by component, planned and measured."""
+        return self.runtime.ledger()
+
+    def log_plan(self) -> None:
+        """Prints what is planned, on rank 0."""
+        plan = self.runtime.plan
+        if plan is not None and dist.get_rank() == 0:
+            log.info("memascend: host memory of this rank:\n%s", describe_plan(plan))
+
+    def finish(self) -> None:
+        """Prints and writes what was measured, on rank 0, once."""
+        if self._is_finished or self._rank != 0:
+            return
+        self._is_finished = True
+        ledger = self.ledger()
+        log.info("memascend: host memory of this rank, measured:\n%s", ledger.describe())
+        if self.runtime.config.report is not None:
+            ledger.write(self.runtime.config.report)
 
     def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
         """Inside, host buffers that DeepSpeed creates come from the arena; not with None."""
@@ -114,6 +142,25 @@ class Attachment:
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
 
 
+def face_of(engine: Any) -> Attachment | None:
+    """The attachment of a DeepSpeed engine; None when its model has none."""
+    optimizer = getattr(engine, "optimizer", None)
+    found = getattr(optimizer, "attachment", None)
+    if isinstance(found, Attachment):
+        return found
+    for param in engine.module.parameters():
+        found = getattr(getattr(param, "nvme_swapper", None), "memascend_attachment", None)
+        if isinstance(found, Attachment):
+            return found
+    return None
+
+
+def _finish(attachment: weakref.ref[Attachment]) -> None:
+    found = attachment()
+    if found is not None:
+        found.finish()
+
+
 def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
     """Builds the runtime for a model and says in one line what it got.
 
@@ -124,6 +171,9 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
     config = active_config(ds_config)
     if config is None:
         raise AssertionError("attach needs an active block")
+    _check_limit(config)
+    limit_bytes = stated_limit(config)
+    check_smallest(ds_config, limit_bytes)
     directory = os.path.abspath(str(nvme_path))
     os.makedirs(directory, mode=0o700, exist_ok=True)
     _show_log_lines()
@@ -137,9 +187,25 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
         pci_address=_pci_address() if on_cuda else None,
         substitutes=_substitutes(config, ds_config, directory),
         new_event=None if accelerator.is_synchronized_device() else accelerator.Event,
+        limit_bytes=limit_bytes,
+        **building_sizes(limit_bytes),
     )
     _log_armed(config, ds_config, runtime)
     return Attachment(runtime)
+
+
+def _check_limit(config: MemAscendConfig) -> None:
+    """A limit that could not be kept is refused."""
+    if config.host_memory_limit is None:
+        return
+    names = parse_block({}).sections_enabled
+    off = [name for name in names if name not in config.sections_enabled]
+    if set(off) - {"overflow_check"}:
+        raise ConfigError(
+            f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
+            f"{', '.join(off)} is off, so that DeepSpeed's own buffers serve, which grow with the "
+            "model. Turn it on, or leave the limit out"
+        )
 
 
 def _pci_address() -> str | None:

@@ -37,7 +37,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 store=attachment.runtime.io,
                 pool=attachment.runtime.pool,
                 prefetch_bytes=config.buffer_pool.prefetch_bytes,
-                budget=_budget(attachment.runtime),
+                budget=parameter_budget(attachment.runtime),
             )
             block_bytes = int(ds_config.aio_config.get("block_size", 0))
             return ParameterSwapper(
@@ -55,7 +55,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def _budget(runtime: Runtime) -> Budget | None:
+def parameter_budget(runtime: Runtime) -> Budget | None:
     """What bounds the parameters' host memory; None when they are not streamed."""
     slots = runtime.parameter_slots
     if slots is None:

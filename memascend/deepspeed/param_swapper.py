@@ -23,6 +23,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.activation import Attachment
+from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream
 from memascend.tensors import Event
 
@@ -60,7 +61,6 @@ class ParameterSwapper:
         self._stream = stream
         budget = stream.budget
         self._swappable_bytes_min = swappable_bytes_min if budget is None else 1
-        self._turn_bytes_max = TURN_BYTES if budget is None else min(TURN_BYTES, budget.share_bytes)
         self._by_key: dict[str, Parameter] = {}
         # Gathered over a collective that may still read the slot; let go when it has been waited
         # for.
@@ -69,6 +69,15 @@ class ParameterSwapper:
         self.invalid_buffer = torch.tensor(1).half()
         # Of each dtype: DeepSpeed asks an absent shard for it when a collective is over.
         self._invalid: dict[torch.dtype, torch.Tensor] = {}
+
+    def adopt_budget(self, budget: Budget | None) -> None:
+        """Takes another budget; nothing may be staged."""
+        self._stream.budget = budget
+
+    @property
+    def _turn_bytes_max(self) -> int:
+        budget = self._stream.budget
+        return TURN_BYTES if budget is None else min(TURN_BYTES, budget.share_bytes)
 
     # -- surface of the stock swapper ------------------------------------------------------------
 

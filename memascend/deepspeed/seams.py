@@ -84,6 +84,12 @@ def _replace_builder(original: Any) -> Any:
     return wrap_builder(original)
 
 
+def _add_face(original: Any) -> Any:
+    from memascend.deepspeed.activation import face_of
+
+    return property(face_of, doc="memascend's attachment of this engine, None without a block.")
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(
         "parameter swapper",
@@ -112,6 +118,13 @@ SEAMS: tuple[Seam, ...] = (
         "DeepSpeedZeroOptimizer_Stage3",
         "the engine looks the class up here; ours overrides hook methods of the same class",
         _replace_optimizer,
+    ),
+    Seam(
+        "engine",
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.memascend",
+        "added: `engine.memascend.ledger()`",
+        _add_face,
     ),
     *(
         Seam(
@@ -180,6 +193,8 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad.step"),
 )
 
+#: Stands for what upstream does not have.
+ABSENT: Any = object()
 #: What stood at each seam before it was armed; empty while disarmed.
 _originals: dict[str, Any] = {}
 
@@ -232,7 +247,7 @@ def arm() -> None:
     importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     replacements = []
     for seam in SEAMS:
-        original = resolve(seam.module, seam.attribute)
+        original = find(seam)
         replacements.append((seam, original, seam.replace(original)))
     for seam, original, replacement in replacements:
         _originals[seam.name] = original
@@ -255,10 +270,23 @@ def status() -> list[SeamStatus]:
 
 
 def _assign(seam: Seam, value: Any) -> None:
+    owner, name = _place(seam)
+    if value is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _place(seam: Seam) -> tuple[Any, str]:
     owner_path, _, name = seam.attribute.rpartition(".")
     module = importlib.import_module(seam.module)
-    owner = resolve(seam.module, owner_path) if owner_path else module
-    setattr(owner, name, value)
+    return (resolve(seam.module, owner_path) if owner_path else module), name
+
+
+def find(seam: Seam) -> Any:
+    """What stands at a seam, or ABSENT where upstream has nothing of the name."""
+    owner, name = _place(seam)
+    return getattr(owner, name, ABSENT)
 
 
 def relied_on() -> list[tuple[str, str]]:
@@ -267,7 +295,11 @@ def relied_on() -> list[tuple[str, str]]:
     Of the optimizer class the methods that matter are in WATCHED one by one, and of AsyncIOBuilder
     only the name is used.
     """
-    by_name_only = ("AsyncIOBuilder", "DeepSpeedZeroOptimizer_Stage3")
+    by_name_only = (
+        "AsyncIOBuilder",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "DeepSpeedEngine.memascend",
+    )
     seams = [(seam.module, seam.attribute) for seam in SEAMS if seam.attribute not in by_name_only]
     return [*seams, *WATCHED]
 

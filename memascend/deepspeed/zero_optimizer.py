@@ -19,6 +19,7 @@ from deepspeed.utils import logger
 from memascend.config import active_config
 from memascend.deepspeed import optimizer_checkpoint
 from memascend.deepspeed.activation import Attachment, attach
+from memascend.deepspeed.build import parameter_budget
 from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.host_buffers import AbsentBuffers
 from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
@@ -28,11 +29,13 @@ from memascend.deepspeed.optimizer_swapper import (
     buffers_needed,
 )
 from memascend.deepspeed.param_swapper import ParameterSwapper
+from memascend.deepspeed.planning import plan_for
 from memascend.deepspeed.streamed_gradients import StreamedGradients
 from memascend.deepspeed.streamed_optimizer import StreamedOptimizer
 from memascend.deepspeed.streamed_swapper import StreamedSwapper
 from memascend.deepspeed.streams import streams_in_use
 from memascend.errors import ConfigError
+from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.tiles import TILE_COUNT, TILE_NUMEL_QUANTUM, Tiles, TileShape
@@ -48,6 +51,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
     # Upstream's attributes that are assigned to below.
     offload_optimizer_fast_init: bool
     offload_optimizer_pin_memory: bool
+    max_params_in_cpu: int
     optimizer_swapper: Any
     grad_partitions_flat_buffer: torch.Tensor | None
     param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
@@ -72,6 +76,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         self._ds_config = ds_config
         self._offload_optimizer_config = keywords.get("offload_optimizer_config")
         self._attachment: Attachment | None = None
+        self._planned_module = module
         _refuse_several_contexts(module)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
@@ -104,13 +109,31 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         self, offload_optimizer_config: Any, offload_param_config: Any
     ) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
+        self._decide_parameters_in_cpu()
         if self.offload_optimizer_fast_init:
             # Stock's shortcut needs a parameter buffer as large as a whole sub-group.
             self.offload_optimizer_fast_init = False
             logger.info("memascend: offload_optimizer.fast_init has no meaning here and is ignored")
 
+    def _decide_parameters_in_cpu(self) -> None:
+        """Keeps parameters in host memory only where the user says how many, and no limit binds.
+
+        DeepSpeed's default, 10^9 elements, would hold a whole small model.
+        """
+        config = active_config(self._ds_config)
+        if not self.params_in_nvme_and_cpu or config is None or not streams_parameters(config):
+            return
+        offload = self._ds_config["zero_optimization"]["offload_param"]
+        is_stated = "max_in_cpu" in offload
+        if not is_stated or config.host_memory_limit is not None:
+            if is_stated and self.max_params_in_cpu > 0:
+                logger.info("memascend: offload_param.max_in_cpu is ignored under a limit")
+            self.max_params_in_cpu = 0
+
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         streams = streams_in_use(self.attachment.runtime.config, self)
+        if streams.gradients and streams.optimizer:
+            self._adopt_plan()
         spool = None
         if streams.gradients or streams.optimizer:
             runtime = self.attachment.runtime
@@ -126,6 +149,20 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         else:
             self._configure_whole_sub_groups(offload_optimizer_config, aio_config)
 
+    def _adopt_plan(self) -> None:
+        """Takes the parameters' and staging memory that the plan says, and prints the plan."""
+        attachment = self.attachment
+        runtime = attachment.runtime
+        plan = plan_for(self, self._planned_module, self._ds_config, runtime.limit_bytes)
+        swapper = self._param_swapper
+        if swapper is not None:
+            swapper.drop_unused()
+            swapper.synchronize_writes()
+        runtime.adopt(plan)
+        if swapper is not None and runtime.parameter_slots is not None:
+            swapper.adopt_budget(parameter_budget(runtime))
+        attachment.log_plan()
+
     def _configure_streaming(
         self, offload_optimizer_config: Any, spool: GradientSpool, gradients_as_they_arrive: bool
     ) -> None:
@@ -134,7 +171,9 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         largest_numel = max(self.fp16_partitioned_groups_flat_numel)
         tile_bytes = runtime.config.streaming.optimizer.tile_bytes or TILE_BYTES
         numel, count = tile_bytes // master_dtype.itemsize, TILE_COUNT
-        if not is_elementwise(self.optimizer):
+        if runtime.plan is not None:
+            numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
+        elif not is_elementwise(self.optimizer):
             numel, count = largest_numel, 1
         shape = TileShape(
             numel=-(-min(numel, largest_numel) // TILE_NUMEL_QUANTUM) * TILE_NUMEL_QUANTUM,
@@ -281,6 +320,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         Parameters stay readable; they are the model's, not the optimizer's.
         """
         super().destroy()
+        self.attachment.finish()
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
         self.param_groups_fp16_flat_cpu_memory = []

@@ -78,14 +78,41 @@ class StagingSlots:
             raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
         self.store = store
         self._new_event = new_event
+        self._memory, self._component = memory, component
         self.slot_bytes = slot_bytes
-        self._free: deque[torch.Tensor] = deque(
-            memory.tensor(slot_bytes, torch.uint8, component=component) for _ in range(slot_count)
-        )
-        self._slots = {slot.data_ptr(): slot for slot in self._free}
+        self._free: deque[torch.Tensor] = deque()
+        self._slots: dict[int, torch.Tensor] = {}
+        self._take_memory(slot_count)
         self._writes: deque[_Write] = deque()  # oldest first
         self._reads: deque[tuple[Event, torch.Tensor]] = deque()  # copied out, oldest first
         self._write_error: Exception | None = None  # the first since wait_writes
+
+    def _take_memory(self, slot_count: int) -> None:
+        for _ in range(slot_count):
+            slot = self._memory.tensor(self.slot_bytes, torch.uint8, component=self._component)
+            self._free.append(slot)
+            self._slots[slot.data_ptr()] = slot
+
+    def resize(self, *, slot_bytes: int, slot_count: int) -> None:
+        """Exchanges the slots for others, once nothing is in flight.
+
+        Raises:
+            StoreError: An earlier write failed.
+            ValueError: A slot is taken.
+            HostMemoryError: There is not enough memory.
+        """
+        self.wait_writes()
+        while self._reads:
+            event, slot = self._reads.popleft()
+            event.synchronize()
+            self._free.append(slot)
+        if len(self._free) != len(self._slots):
+            taken = len(self._slots) - len(self._free)
+            raise ValueError(f"cannot resize the staging slots: {taken} are taken")
+        self._free.clear()
+        self._slots.clear()
+        self.slot_bytes = slot_bytes
+        self._take_memory(slot_count)
 
     # -- whole transfers -------------------------------------------------------------------------
 

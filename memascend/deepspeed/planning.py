@@ -1,0 +1,132 @@
+"""The plan of a live model: what DeepSpeed knows, put into the arithmetic of `memascend.plan`.
+
+While zero.Init builds a model its shapes are not known yet: until the optimizer is made, fixed
+shares of the limit serve. Then every component is taken at once, as planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from memascend.config import MemAscendConfig, local_world_size
+from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
+from memascend.limit import default_limit, memory_available, parse_limit
+from memascend.plan import Plan, PlanRequest, derive
+from memascend.plan_request import is_elementwise as is_elementwise_name
+from memascend.shapes import ModelShapes, TensorShape, from_module
+
+#: While the model is built, of the limit: what parameters, and each staging slot, may take.
+PARAMETER_SHARE = 1 / 4
+STAGING_SHARE = 1 / 32
+PARAMETER_BYTES_RANGE = (4 << 20, 512 << 20)
+STAGING_SLOT_BYTES_RANGE = (256 << 10, 16 << 20)
+_PAGE_BYTES = 4096
+#: Elements of a tensor that no size is smaller for.
+_ANY_NUMEL = 1 << 32
+
+
+def stated_limit(config: MemAscendConfig) -> int | None:
+    """The limit of this rank in bytes, the same on every rank; None when none is stated.
+
+    A fraction is one of what the machine, or this process's control group, has for each rank.
+    """
+    value = config.host_memory_limit
+    if value is None:
+        return None
+    is_fraction = not isinstance(value, str) and value <= 1
+    available = memory_available() // local_world_size() if is_fraction else 0
+    limit = parse_limit(value, available=available)
+    return None if limit is None else _least_of_ranks(limit)
+
+
+def check_smallest(ds_config: Mapping[str, Any], limit_bytes: int | None) -> None:
+    """Refuses a limit that no model fits in, before anything is made.
+
+    Raises:
+        LimitTooSmallError: Names what is needed, and the smallest limit that works.
+    """
+    if limit_bytes is not None:
+        large = TensorShape("any tensor", (_ANY_NUMEL,), trainable=True)
+        model = ModelShapes("any model", (large,) * 3, {})
+        request = PlanRequest.from_deepspeed(ds_config, world=dist.get_world_size())
+        if is_elementwise_name(request.optimizer):
+            derive(model, request=request, limit_bytes=limit_bytes)
+
+
+def building_sizes(limit_bytes: int | None) -> dict[str, int]:
+    """Bytes of parameters and of a staging slot while the model is built."""
+    if limit_bytes is None:
+        limit_bytes = _least_of_ranks(memory_available() // local_world_size() // 2)
+    return {
+        "parameter_budget_bytes": _clamp(limit_bytes * PARAMETER_SHARE, PARAMETER_BYTES_RANGE),
+        "staging_slot_bytes": _clamp(limit_bytes * STAGING_SHARE, STAGING_SLOT_BYTES_RANGE),
+    }
+
+
+def plan_for(
+    optimizer: Any, module: torch.nn.Module, ds_config: Mapping[str, Any], limit: int | None
+) -> Plan:
+    """The plan of a ZeRO-3 optimizer under construction.
+
+    Args:
+        optimizer: DeepSpeed's, with its sub-groups formed.
+        module: The model.
+        ds_config: The raw DeepSpeed config.
+        limit: The stated limit.
+
+    Raises:
+        LimitTooSmallError: The limit is below what the smallest sizes need.
+    """
+    request = _request(optimizer, ds_config)
+    shapes = from_module(module)
+    if limit is not None:
+        return derive(shapes, request=request, limit_bytes=limit)
+    plan = derive(shapes, request=request)
+    available = memory_available() // local_world_size()
+    fallback = _least_of_ranks(default_limit(plan.host_bytes, available=available))
+    return (
+        plan
+        if fallback >= plan.host_bytes
+        else derive(shapes, request=request, limit_bytes=fallback)
+    )
+
+
+def _request(optimizer: Any, ds_config: Mapping[str, Any]) -> PlanRequest:
+    base = optimizer.optimizer
+    kind = type(base).__name__
+    return dataclasses.replace(
+        PlanRequest.from_deepspeed(ds_config, world=dist.get_world_size()),
+        precision=_precision(optimizer.dtype),
+        accumulation_itemsize=optimizer.gradient_accumulation_dtype.itemsize,
+        master_itemsize=optimizer.master_weights_and_grads_dtype.itemsize,
+        # A name the plan does not know stands for "whole sub-groups".
+        optimizer=kind if is_elementwise(base) else f"{type(base).__module__}.{kind}",
+        state_count=state_count(base),
+        largest_sub_group_numel=max(optimizer.fp16_partitioned_groups_flat_numel),
+    )
+
+
+def _precision(dtype: torch.dtype) -> str:
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(dtype, "fp32")
+
+
+def _least_of_ranks(nbytes: int) -> int:
+    """The smallest of what the ranks bring; all of them plan with the same number."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return nbytes
+    device = get_accelerator().current_device_name()
+    least = torch.tensor([nbytes], dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least.item())
+
+
+def _clamp(nbytes: float, bounds: tuple[int, int]) -> int:
+    least, most = bounds
+    return max(least, min(most, int(nbytes))) // _PAGE_BYTES * _PAGE_BYTES

@@ -1,0 +1,138 @@
+"""The ledger: every host byte of ours by component, planned and measured, and what moved.
+
+Plan and allocator use the same component names, so the two columns stand side by side. What the
+process holds beyond them (Python, torch, DeepSpeed) is a line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from memascend.plan import Plan
+from memascend.units import format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One component. `planned_bytes` is None for what no plan was made for."""
+
+    component: str
+    planned_bytes: int | None
+    live_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The account of one rank at one moment.
+
+    Attributes:
+        rows: Components, the largest first.
+        limit_bytes: The stated limit, None without one.
+        held_bytes: What the arena holds for the components, tails of pages included.
+        held_bytes_peak: The most it ever held.
+        resident_bytes: The process's resident memory now.
+        resident_bytes_peak: The most it ever was.
+        drive: Counters of the store; empty without one.
+    """
+
+    rows: Sequence[LedgerRow]
+    limit_bytes: int | None
+    held_bytes: int
+    held_bytes_peak: int
+    resident_bytes: int
+    resident_bytes_peak: int
+    drive: Mapping[str, int | float]
+
+    @property
+    def planned_bytes(self) -> int:
+        """All components as planned."""
+        return sum(row.planned_bytes or 0 for row in self.rows)
+
+    @property
+    def live_bytes(self) -> int:
+        """All components now."""
+        return sum(row.live_bytes for row in self.rows)
+
+    @property
+    def other_bytes_peak(self) -> int:
+        """Resident memory that is not ours, at the peak: Python, torch, DeepSpeed."""
+        return max(0, self.resident_bytes_peak - self.held_bytes_peak)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {
+            "planned_bytes": self.planned_bytes,
+            "live_bytes": self.live_bytes,
+            "other_bytes_peak": self.other_bytes_peak,
+        }
+
+    def write(self, path: str | Path) -> None:
+        """Writes it as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def describe(self) -> str:
+        """A table for the log."""
+        lines = [("component", "planned", "now", "peak")]
+        lines += [
+            (
+                row.component,
+                "-" if row.planned_bytes is None else format_nbytes(row.planned_bytes),
+                format_nbytes(row.live_bytes),
+                format_nbytes(row.peak_bytes),
+            )
+            for row in self.rows
+        ]
+        limit = "no limit" if self.limit_bytes is None else format_nbytes(self.limit_bytes)
+        lines += [
+            (
+                f"memascend ({limit})",
+                format_nbytes(self.planned_bytes),
+                format_nbytes(self.held_bytes),
+                format_nbytes(self.held_bytes_peak),
+            ),
+            (
+                "not ours: Python, torch, DeepSpeed",
+                "-",
+                format_nbytes(max(0, self.resident_bytes - self.held_bytes)),
+                format_nbytes(self.other_bytes_peak),
+            ),
+        ]
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        return "\n".join(
+            f"  {line[0]:<{widths[0]}}"
+            + "".join(
+                f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True)
+            )
+            for line in lines
+        )
+
+
+def describe_plan(plan: Plan) -> str:
+    """What is planned, as a table for the log."""
+    rows = [(name, nbytes) for name, nbytes in plan.host.items() if nbytes]
+    rows.sort(key=lambda row: -row[1])
+    limit = "no limit" if plan.limit_bytes is None else f"limit {format_nbytes(plan.limit_bytes)}"
+    rows.append((f"memascend ({limit})", plan.host_bytes))
+    rows += list(plan.not_ours.items())
+    rows.append(("on the drive", plan.drive_bytes))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {format_nbytes(nbytes):>11}" for name, nbytes in rows)
+
+
+def resident_memory(status: Path = Path("/proc/self/status")) -> tuple[int, int]:
+    """Resident bytes of this process, now and at most; zeros where the kernel does not say."""
+    found = {"VmRSS": 0, "VmHWM": 0}
+    try:
+        text = status.read_text(encoding="ascii")
+    except OSError:
+        return 0, 0
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name in found:
+            found[name] = int(value.split()[0]) * 1024
+    return found["VmRSS"], max(found.values())
