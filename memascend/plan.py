@@ -25,7 +25,7 @@ from memascend.plan_knobs import (
     page_down,
     page_up,
 )
-from memascend.plan_request import PlanRequest, is_elementwise
+from memascend.plan_request import PlanRequest, has_known_start, is_elementwise
 from memascend.shapes import ModelShapes
 
 __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "derive"]
@@ -185,8 +185,10 @@ def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[s
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     every = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
     master = request.master_itemsize
-    found = {"torch: optimizer state of one tile, first step": knobs.tile_numel * master}
-    found = {name: nbytes * request.states for name, nbytes in found.items() if nbytes}
+    found = {}
+    if knobs.tile_numel and not has_known_start(request.optimizer):
+        nbytes = knobs.tile_numel * master * request.states
+        found["torch: optimizer state of one tile, first step"] = nbytes
     if request.parameters_device == "cpu":
         found["DeepSpeed: parameters on the CPU"] = every * request.param_itemsize
     if request.optimizer_device == "cpu":

@@ -42,6 +42,10 @@ _ELEMENTWISE = {
 # once each (NAdam). An optimizer in neither table is taken for one of these, with Adam's states.
 _WHOLE = {"lamb": 2, "fusedlamb": 2, "muon": 1, "adafactor": 1, "nadam": 2}
 STATE_COUNT_UNKNOWN = 2
+_KNOWN_START = {
+    *("adam", "adamw", "deepspeedcpuadam", "lion", "deepspeedcpulion"),
+    *("adagrad", "deepspeedcpuadagrad"),
+}
 # Options of an optimizer that add one more tensor of state when they are set.
 _OPTIONS = {
     "adam": ("amsgrad",),
@@ -61,6 +65,11 @@ def state_count_of(optimizer: str, options: Mapping[str, Any] | None = None) -> 
     name = optimizer.lower()
     count = (_ELEMENTWISE | _WHOLE).get(name, STATE_COUNT_UNKNOWN)
     return count + sum(bool((options or {}).get(option)) for option in _OPTIONS.get(name, ()))
+
+
+def has_known_start(optimizer: str) -> bool:
+    """Whether its states are made by us, in the tiles; others make them in memory of torch's."""
+    return optimizer.lower() in _KNOWN_START
 
 
 def is_elementwise(optimizer: str) -> bool:

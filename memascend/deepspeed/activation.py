@@ -171,7 +171,7 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
     config = active_config(ds_config)
     if config is None:
         raise AssertionError("attach needs an active block")
-    _check_limit(config)
+    _check_limit(config, ds_config)
     limit_bytes = stated_limit(config)
     check_smallest(ds_config, limit_bytes)
     directory = os.path.abspath(str(nvme_path))
@@ -194,7 +194,7 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
     return Attachment(runtime)
 
 
-def _check_limit(config: MemAscendConfig) -> None:
+def _check_limit(config: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
     """A limit that could not be kept is refused."""
     if config.host_memory_limit is None:
         return
@@ -206,6 +206,14 @@ def _check_limit(config: MemAscendConfig) -> None:
             f"{', '.join(off)} is off, so that DeepSpeed's own buffers serve, which grow with the "
             "model. Turn it on, or leave the limit out"
         )
+    zero = _section(ds_config, "zero_optimization")
+    for name in ("offload_param", "offload_optimizer"):
+        if _section(zero, name).get("device") == "cpu":
+            raise ConfigError(
+                f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
+                f'zero_optimization.{name}.device is "cpu", which holds it all in host memory. '
+                'Set it to "nvme", or leave the limit out'
+            )
 
 
 def _pci_address() -> str | None:

@@ -33,7 +33,9 @@ class PinnedMemory:
     ) -> torch.Tensor:
         """A 1-D pinned tensor, aligned to a page; `component` is not accounted for."""
         nbytes = numel * dtype.itemsize
-        pageable = (torch.zeros if zero else torch.empty)(nbytes + _PAGE_BYTES, dtype=torch.uint8)
+        # With a device: inside zero.Init torch's factory functions make device tensors.
+        make = torch.zeros if zero else torch.empty
+        pageable = make(nbytes + _PAGE_BYTES, dtype=torch.uint8, device="cpu")
         pinned: torch.Tensor = get_accelerator().pin_memory(pageable)
         address = pinned.data_ptr()
         self._ranges[address] = address + pinned.nbytes

@@ -230,7 +230,9 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        with self._host_buffers("parameters in cpu"):
+        # Without any, upstream makes a stand-in of one element.
+        has_any = not self.params_in_nvme_and_cpu or self.max_params_in_cpu > 0
+        with self._host_buffers("parameters in cpu" if has_any else None):
             super()._create_param_groups_fp16_flat_cpu_memory()
 
     def _setup_for_real_optimizer(self) -> None:

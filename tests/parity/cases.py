@@ -56,7 +56,7 @@ class Case:
     modify_weights: bool = False  # gather one tensor and change it in the middle of training
     gather_all: bool = False  # gather every tensor at once in the middle of training
     second_model: bool = False  # train another model on the same path in the middle of training
-    parameter_budget_bytes: int = 0  # most host memory of streamed parameters; 0: the default
+    limit_bytes: int = 0  # host_memory_limit; 0 leaves the key out
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
@@ -124,7 +124,10 @@ def memascend_block(case: Case) -> dict[str, Any]:
         (block[parent] if parent else block)[child] = {"enabled": name in case.sections}
     if case.engine is not None:
         block["direct_nvme"]["engine"] = case.engine
-    if case.tile_bytes is not None:
+    if case.limit_bytes:
+        block["host_memory_limit"] = case.limit_bytes
+        del block["streaming"]["optimizer"]  # the plan's tiles, not the case's
+    elif case.tile_bytes is not None:
         block["streaming"]["optimizer"]["tile_bytes"] = case.tile_bytes
     return block
 

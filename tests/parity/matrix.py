@@ -5,7 +5,7 @@
   need one or two circumstances to meet - odd shapes and two ranks, checkpointing and one rank -
   seldom three.
 - Every section alone, all together and none, on both engines, on two quite different trainings.
-- Parameters within a budget so small that embeddings and layer tensors travel in chunks.
+- Limits so small that embeddings and layer tensors travel in chunks.
 - Inference apart, since it has neither optimizer nor gradients.
 """
 
@@ -20,6 +20,8 @@ from typing import Any
 from .cases import SECTIONS, SUB_GROUP_LARGE_NUMEL, SUB_GROUP_SMALL_NUMEL, Case
 
 BILLION = 1_000_000_000
+LIMIT_SMALL_BYTES = 10 << 20
+LIMIT_LARGE_BYTES = 96 << 20
 TRANSFORMERS = ("llama", "qwen", "gpt2", "mixtral")
 
 
@@ -82,22 +84,24 @@ def section_cases() -> list[Case]:
     return cases
 
 
-def budget_cases() -> list[Case]:
-    # A quarter of the budget is the largest slot: some layer tensors fit, the others never.
-    plain = Case(parameter_budget_bytes=2 << 20)
-    tight = replace(plain, parameter_budget_bytes=256 << 10)
+def limit_cases() -> list[Case]:
+    # Little above the smallest limit: embeddings and most layer tensors travel in chunks.
+    tight = Case(limit_bytes=LIMIT_SMALL_BYTES)
+    roomy = replace(tight, limit_bytes=LIMIT_LARGE_BYTES)
     return [
-        plain,
-        replace(plain, world=2, prefetch_numel=BILLION),
-        replace(plain, checkpointing="reentrant", dtype="fp16", steps=5),
-        replace(plain, world=2, family="gpt2", modify_weights=True, reuse_numel_max=BILLION),
-        replace(plain, family="mixtral", gather_all=True, persistence_numel=2_000_000),
-        replace(plain, family="odd", zero_init=False, resident_numel_max=4_000_000),
-        replace(plain, optimizer="absent", family="qwen", gather_all=True),
+        tight,
+        replace(tight, world=2, prefetch_numel=BILLION),
+        replace(tight, checkpointing="reentrant", dtype="fp16", steps=5),
+        replace(tight, world=2, family="gpt2", modify_weights=True, reuse_numel_max=BILLION),
+        replace(tight, family="mixtral", gather_all=True, persistence_numel=2_000_000),
+        replace(tight, family="odd", zero_init=False, resident_numel_max=4_000_000),
+        replace(tight, optimizer="absent", family="qwen", gather_all=True),
         replace(tight, world=2, family="odd", modify_weights=True, gather_all=True),
         replace(tight, family="gpt2", modify_weights=True, clipping=1.0, accumulation=4),
-        replace(tight, world=2, family="mixtral", checkpointing="nonreentrant", optimizer="cpu"),
         replace(tight, world=2, optimizer="absent", modify_weights=True, engine="threads"),
+        replace(tight, family="unused", params="none", clipping=1.0),
+        replace(roomy, world=2, family="mixtral", checkpointing="nonreentrant", accumulation=4),
+        replace(roomy, dtype="fp32", pipeline=True),
     ]
 
 

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
-
-from memascend import runtime
 
 from . import models
 from .cases import Case
@@ -42,21 +39,7 @@ INIT_DEFAULTS = {
 }
 
 
-#: Staging slots of a case with a budget: this part of it, so that a large shard needs several.
-STAGING_PART = 64
-
-
 def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
-    """Train `case` under `config`, within its budget if it has one."""
-    with pytest.MonkeyPatch.context() as patch:
-        if case.parameter_budget_bytes:
-            patch.setattr(runtime, "PARAMETER_BUDGET_BYTES", case.parameter_budget_bytes)
-            slot_bytes = max(4096, case.parameter_budget_bytes // STAGING_PART)
-            patch.setattr(runtime, "STAGING_SLOT_BYTES", slot_bytes)
-        return _run_case(case, config)
-
-
-def _run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
     """Train `case` under `config`.
 
     Returns:
@@ -78,7 +61,8 @@ def _run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
             facts["optimizer_class"] = qualified_name(engine.optimizer)
         facts["weights"] = weight_digests(engine.module)
         facts["placement"] = placement(engine.module)
-        facts["parameter_bytes_peak"] = parameter_bytes_peak(engine.module)
+        face = getattr(engine, "memascend", None)
+        facts["ledger"] = face.ledger().as_dict() if face is not None else None
         facts["swapper_classes"] = sorted(map(qualified_name, swappers_of(engine.module)))
         return facts
     finally:
@@ -214,18 +198,6 @@ def hexadecimal(value: Any) -> str | None:
 
 def qualified_name(subject: object) -> str:
     return f"{type(subject).__module__}.{type(subject).__qualname__}"
-
-
-def parameter_bytes_peak(module: nn.Module) -> int:
-    """The most host memory that parameters ever took, where memascend's arena gave it."""
-    peak_bytes = 0
-    for swapper in swappers_of(module):
-        attachment = getattr(swapper, "memascend_attachment", None)
-        if attachment is not None and attachment.runtime.arena is not None:
-            components = attachment.runtime.arena.core.components()
-            if "parameter pool" in components:
-                peak_bytes += components["parameter pool"].peak_bytes
-    return peak_bytes
 
 
 def swappers_of(module: nn.Module) -> set[Any]:
