@@ -287,6 +287,9 @@ def _show_log_lines() -> None:
 #: DeepSpeed keys that a section takes the meaning from.
 _IDLE_KEYS = {
     "buffer_pool": (("offload_param", "buffer_count"), ("offload_param", "buffer_size")),
+    "streaming.optimizer": tuple(
+        ("offload_optimizer", key) for key in ("buffer_count", "pipeline_read", "pipeline_write")
+    ),
 }
 
 
