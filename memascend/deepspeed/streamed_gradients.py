@@ -126,7 +126,8 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _verdict(self) -> torch.Tensor | None:
         """One element that is not finite exactly if some gradient element is not."""
         if self._spool is not None:
-            return self._spool.sum_of_squares().reshape(1)
+            # Where upstream keeps the buffer that this stands in for.
+            return self._spool.sum_of_squares().reshape(1).to(self.device)
         check = self.attachment.runtime.overflow_check
         gradients = self.grad_partitions_flat_buffer
         if check is None or gradients is None:

@@ -85,6 +85,8 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             super()._prepare_sub_group(sub_group_id, timer_names)
             return
         if sub_group_id == 0:
+            # A gradient that did not reach the drive stops the step before a weight changes.
+            self.attachment.runtime.staging.wait_writes()
             # Reading ahead crosses sub-groups, so all states are known before the walk.
             for other in range(len(self.fp16_groups)):
                 self._make_state(other)
