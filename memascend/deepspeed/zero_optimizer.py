@@ -342,6 +342,8 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         elif self._spool is not None:
             self._spool.discard()
         self._stream = self._spool = None
+        if store is not None:
+            store.trim()
         if self.attachment.runtime.arena is not None:
             self.attachment.runtime.arena.core.trim()
 
