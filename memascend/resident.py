@@ -3,11 +3,13 @@
 `ResidentStore` stands in front of a `TensorStore`, with the same surface, from the start; without a
 grant it only passes calls on. Once a plan has granted bytes to a stream, a key of that stream may
 lie in memory whole, or with its first pages, and on the drive from there on. A transfer over the
-border is split, and its ticket stands for both parts.
+border is split, and its ticket stands for both parts. Space on the drive is reserved for all of a
+key that lies there in part, at most one of each stream as a rule, so that it can move without help.
 
 Policy: every tensor is touched once a step, or once a pass, in a fixed cyclic order. Replacement by
 recency would always give up what is needed soonest. What serves most bytes per byte of memory is a
-part that never moves: the first keys that come get memory, and keep it until they are discarded.
+part that never moves: the first keys that come get memory, and keep it until they are discarded, or
+until whoever uses them says that another is needed more (`prefer`).
 
 Knows keys, bytes and the store; what a stream is it is told. Keys without memory may be used by any
 thread, as in the store; for the others one thread at a time, as everywhere on the data paths.
@@ -46,17 +48,12 @@ _DONE = _Done()
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A key whose head is in memory.
-
-    `drive_begin` is the byte of the key at which the drive's part begins: the end of the head, or 0
-    where the key was on the drive first, whose space for the head then stays reserved.
-    """
+    """A key whose head is in memory; one that is all in memory has no place on the drive."""
 
     stream: str
     nbytes: int
     begin: int  # in the block
     head: torch.Tensor  # uint8
-    drive_begin: int
 
     @property
     def head_bytes(self) -> int:
@@ -64,7 +61,7 @@ class _Entry:
 
     @property
     def is_on_drive(self) -> bool:
-        return self.drive_begin < self.nbytes
+        return self.head_bytes < self.nbytes
 
 
 class ResidentStore:
@@ -133,8 +130,26 @@ class ResidentStore:
         """
         for key, entry in list(self._entries.items()):
             self._move_out(key, entry)
-            del self._entries[key]
         self._blocks.clear()
+
+    def prefer(self, *, key: str, nbytes: int, over: str) -> None:
+        """Gives a key that is about to be written the memory of one that is needed less from now.
+
+        What `key` held is given up. `over` keeps its contents, on the drive if there is no memory
+        for both; where it has none nothing happens.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        entry, other = self._entries.get(key), self._entries.get(over)
+        if other is None or (entry is not None and entry.head_bytes >= other.head_bytes):
+            return
+        # First, so that the drive never needs room for more than it had.
+        self.discard(key=key)
+        free = self._blocks[other.stream].free
+        if not any(end - begin >= nbytes for begin, end in free):
+            self._move_out(over, other)
+        self.reserve(key=key, nbytes=nbytes)
 
     def trim(self) -> None:
         """Gives back the memory of streams that have no key in it."""
@@ -163,10 +178,8 @@ class ResidentStore:
             if entry is not None:
                 block.put(entry.begin, entry.begin + entry.head_bytes)
             made = self._allot(key, nbytes)
-            if made is None:
+            if made is None or made.is_on_drive:
                 self._store.reserve(key=key, nbytes=nbytes)
-            elif made.is_on_drive:
-                self._store.reserve(key=key, nbytes=nbytes - made.drive_begin)
             elif entry is not None and entry.is_on_drive:
                 self._store.discard(key=key)
         except BaseException:
@@ -205,13 +218,12 @@ class ResidentStore:
                 ticket = self._store.write(
                     key=key,
                     source=data[count:],
-                    offset_bytes=offset + count - entry.drive_begin,
+                    offset_bytes=offset + count,
                     hold=(source, hold),
                 )
         elif entry.is_on_drive:
-            # As its whole key, which heals it after a failed write.
-            rest = data[entry.drive_begin :]
-            ticket = self._store.write(key=key, source=rest, hold=(source, hold))
+            # The head too: only as a whole is a key sound again after a failed write.
+            ticket = self._store.write(key=key, source=source, hold=hold)
         if count:
             entry.head[offset : offset + count].copy_(data[:count])
             self._bytes_written[entry.stream] += count
@@ -241,7 +253,7 @@ class ResidentStore:
             ticket = self._store.read(
                 key=key,
                 target=data[count:],
-                offset_bytes=offset_bytes + count - entry.drive_begin,
+                offset_bytes=offset_bytes + count,
                 hold=(target, hold),
             )
         if count:
@@ -256,8 +268,7 @@ class ResidentStore:
             return self._store.discard(key=key)
         if entry.is_on_drive:
             self._store.discard(key=key)
-        del self._entries[key]
-        self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
+        self._forget(key, entry)
         return True
 
     def contains(self, *, key: str) -> bool:
@@ -272,10 +283,6 @@ class ResidentStore:
     def keys(self) -> list[str]:
         """All keys, sorted."""
         return sorted({*self._store.keys(), *self._entries})
-
-    def wait_all(self) -> None:
-        """Waits until nothing is in flight; errors stay with their tickets."""
-        self._store.wait_all()
 
     def stats(self) -> dict[str, int | float]:
         """The drive's counters, and the bytes that memory served instead: in all and by stream."""
@@ -308,7 +315,7 @@ class ResidentStore:
         if stream is None or block is None or run is None:
             return None
         begin, end = run
-        return _Entry(stream, nbytes, begin, block.memory[begin:end], drive_begin=end - begin)
+        return _Entry(stream, nbytes, begin, block.memory[begin:end])
 
     def _move_in(self) -> None:
         """Reads the heads of keys that are on the drive; those that fit whole leave it."""
@@ -321,9 +328,7 @@ class ResidentStore:
             while moving:
                 key, entry, ticket = moving[0]
                 ticket.wait()
-                if entry.is_on_drive:
-                    entry.drive_begin = 0
-                else:
+                if not entry.is_on_drive:
                     self._store.discard(key=key)
                 self._entries[key] = entry
                 del moving[0]
@@ -335,17 +340,14 @@ class ResidentStore:
             raise
 
     def _move_out(self, key: str, entry: _Entry) -> None:
-        """Puts the head where it would be without memory; the entry is the caller's to forget."""
-        if entry.drive_begin == 0:
-            self._store.write(key=key, source=entry.head, offset_bytes=0).wait()
-        elif not entry.is_on_drive:
-            self._store.write(key=key, source=entry.head).wait()
-        else:
-            # The drive cannot grow a key in place.
-            whole = entry.head.new_empty(entry.nbytes)
-            whole[: entry.head_bytes].copy_(entry.head)
-            self._store.read(key=key, target=whole[entry.drive_begin :]).wait()
-            self._store.write(key=key, source=whole).wait()
+        """Puts the head on the drive and gives its memory back."""
+        begin = 0 if entry.is_on_drive else None
+        self._store.write(key=key, source=entry.head, offset_bytes=begin).wait()
+        self._forget(key, entry)
+
+    def _forget(self, key: str, entry: _Entry) -> None:
+        del self._entries[key]
+        self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
 
 
 def _take(block: Segment, nbytes: int) -> tuple[int, int] | None:

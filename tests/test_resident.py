@@ -12,7 +12,10 @@ from streaming_hosts import PAGE_BYTES, HostTensors, memory_store
 from memascend.errors import StoreError, StoreFullError
 from memascend.nvme import MemoryFaults
 from memascend.resident import ResidentStore
+from memascend.streaming.gradients import GradientSpool
+from memascend.streaming.staging import StagingSlots
 
+SLOT_COUNT = 3
 STREAMS = ("one", "other")
 
 
@@ -106,6 +109,14 @@ class ResidentAgainstDict(RuleBasedStateMachine):
         assert (around[:100] == 0x5A).all()
         assert (around[100 + end - offset :] == 0x5A).all()
 
+    @rule(key=keys, over=keys, nbytes=sizes)
+    def prefer(self, key: str, over: str, nbytes: int) -> None:
+        if key == over:
+            return
+        self.store.prefer(key=key, nbytes=nbytes, over=over)
+        self.store.reserve(key=key, nbytes=nbytes)
+        self.model[key], self.sizes_of[key] = None, nbytes
+
     @rule(key=keys)
     def discard(self, key: str) -> None:
         assert self.store.discard(key=key) == (key in self.sizes_of)
@@ -174,9 +185,13 @@ def test_of_a_key_too_large_the_first_pages_are_in_memory() -> None:
     store = open_resident(one=2 * PAGE_BYTES)
     nbytes = 5 * PAGE_BYTES + 10
     store.write(key="one.a", source=pattern(nbytes)).wait()
-    assert store.core.nbytes(key="one.a") == nbytes - 2 * PAGE_BYTES
-    assert store.nbytes(key="one.a") == nbytes
+    assert store.stats()["resident_bytes_written"] == 2 * PAGE_BYTES
     assert torch.equal(content(store, "one.a"), pattern(nbytes))
+    store.write(key="one.a", source=pattern(nbytes, 2)[:-10], offset_bytes=10).wait()
+    stats = store.stats()
+    assert stats["resident_bytes_read"] == 2 * PAGE_BYTES
+    assert stats["resident_bytes_written"] == 2 * 2 * PAGE_BYTES - 10
+    assert torch.equal(content(store, "one.a")[10:], pattern(nbytes, 2)[:-10])
 
 
 def test_a_transfer_over_the_border_is_one_ticket() -> None:
@@ -212,6 +227,30 @@ def test_discarded_keys_give_their_memory_to_the_next() -> None:
     assert store.stats()["bytes_written"] == 0
 
 
+def test_a_preferred_key_takes_the_memory_of_the_other() -> None:
+    store = open_resident(one=2 * PAGE_BYTES)
+    store.write(key="one.a", source=pattern(2 * PAGE_BYTES, 1)).wait()
+    store.write(key="one.b", source=pattern(2 * PAGE_BYTES, 2)).wait()
+    assert store.core.keys() == ["one.b"]
+    used_bytes = store.stats()["used_bytes"]
+    for old, new in (("one.a", "one.b"), ("one.b", "one.a")):
+        store.prefer(key=new, nbytes=2 * PAGE_BYTES, over=old)
+        assert store.core.keys() == [old]
+        store.write(key=new, source=pattern(2 * PAGE_BYTES, 3)).wait()
+        assert torch.equal(content(store, new), pattern(2 * PAGE_BYTES, 3))
+    assert torch.equal(content(store, "one.b"), pattern(2 * PAGE_BYTES, 3))
+    assert store.stats()["used_bytes"] == used_bytes
+
+
+def test_with_memory_for_both_a_preferred_key_takes_none_away() -> None:
+    store = open_resident(one=2 * PAGE_BYTES)
+    store.write(key="one.a", source=pattern(PAGE_BYTES)).wait()
+    store.prefer(key="one.b", nbytes=PAGE_BYTES, over="one.a")
+    assert store.keys() == ["one.a", "one.b"]
+    assert store.core.keys() == []
+    assert torch.equal(content(store, "one.a"), pattern(PAGE_BYTES))
+
+
 def test_keys_that_are_on_the_drive_first_move_into_memory() -> None:
     store = open_resident()
     for number in range(4):
@@ -221,8 +260,6 @@ def test_keys_that_are_on_the_drive_first_move_into_memory() -> None:
     assert store.core.keys() == ["one.2", "one.3", "third.a"]
     for number in range(4):
         assert torch.equal(content(store, f"one.{number}"), pattern(2 * PAGE_BYTES, number))
-    # Partly in memory; its place on the drive is still the whole key's.
-    assert store.core.nbytes(key="one.2") == 2 * PAGE_BYTES
     store.write(key="one.2", source=pattern(2 * PAGE_BYTES, 9)).wait()
     assert torch.equal(content(store, "one.2"), pattern(2 * PAGE_BYTES, 9))
 
@@ -233,6 +270,27 @@ def test_memory_of_streams_without_keys_is_given_back() -> None:
     store.trim()
     assert store.granted == {"one": PAGE_BYTES}
     assert torch.equal(content(store, "one.a"), pattern(10))
+
+
+def test_sums_of_gradients_stay_in_memory_from_window_to_window() -> None:
+    store = ResidentStore(memory_store(), stream_of=lambda key: key.partition(".")[0])
+    store.grant({"gradient": 4000}, memory=HostTensors(), component="resident cache")
+    slots = StagingSlots(
+        store=store, memory=HostTensors(), slot_bytes=PAGE_BYTES, slot_count=SLOT_COUNT
+    )
+    spool = GradientSpool(store=store, slots=slots, prefer=store.prefer)
+    windows, micro_steps = 4, 3
+    for window in range(windows):
+        for step in range(micro_steps):
+            final = step == micro_steps - 1
+            gradient = torch.full((1000,), float(window + 1))
+            spool.put("g", 0, gradient, accumulate=step > 0, final=final)
+            seen = torch.empty(1000)
+            spool.get("g", 0, seen)
+            assert (seen == micro_steps * (window + final)).all()
+    # The drive sees each window's result once, when the next window begins.
+    assert store.stats()["bytes_written"] == (windows - 1) * 4000
+    assert store.stats()["resident_bytes_written.gradient"] == windows * micro_steps * 4000
 
 
 # -- mistakes and faults ---------------------------------------------------------------------------

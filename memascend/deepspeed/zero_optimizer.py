@@ -141,6 +141,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
                 store=runtime.ranges,
                 slots=runtime.staging,
                 sum_of_squares=self._squares if streams.gradients else None,
+                prefer=runtime.store.prefer if runtime.store is not None else None,
             )
         if streams.gradients:
             self._spool = spool
