@@ -56,8 +56,8 @@ class BudgetSlots:
         self.budget_bytes = budget_bytes
         self._memory = memory
         self._component = component
-        self._segments: list[_Segment] = []
-        self._returned: deque[tuple[_Segment, int, int]] = deque()
+        self._segments: list[Segment] = []
+        self._returned: deque[tuple[Segment, int, int]] = deque()
 
     def resize(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
         """Takes another budget, all of it now and in one piece.
@@ -80,7 +80,7 @@ class BudgetSlots:
         self.budget_bytes, self.slot_bytes_max = budget_bytes, slot_bytes_max
         if budget_bytes:
             memory = self._memory.tensor(budget_bytes, _uint8(), component=self._component)
-            self._segments.append(_Segment(memory, [(0, budget_bytes)]))
+            self._segments.append(Segment(memory, [(0, budget_bytes)]))
 
     @property
     def held_bytes(self) -> int:
@@ -156,7 +156,7 @@ class BudgetSlots:
         doubled = min(max(self.held_bytes, SEGMENT_BYTES_MIN), self.slot_bytes_max)
         segment_bytes = min(max(nbytes, doubled), room_bytes // PAGE_BYTES * PAGE_BYTES)
         memory = self._memory.tensor(segment_bytes, _uint8(), component=self._component)
-        self._segments.append(_Segment(memory, [(0, segment_bytes)]))
+        self._segments.append(Segment(memory, [(0, segment_bytes)]))
         return True
 
     def _make_way(self, nbytes: int) -> int:
@@ -204,7 +204,7 @@ class SegmentLease:
 
 
 @dataclass(eq=False, slots=True)
-class _Segment:
+class Segment:
     """One piece of memory and the runs of it that are free, by their begin."""
 
     memory: torch.Tensor
@@ -212,6 +212,7 @@ class _Segment:
 
     @property
     def idle(self) -> bool:
+        """Whether nothing uses it."""
         return self.free == [(0, self.memory.nbytes)]
 
     def put(self, begin: int, end: int) -> None:

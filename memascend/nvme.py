@@ -243,13 +243,22 @@ def _span(memory: Memory | torch.Tensor) -> tuple[int, int]:
     """Address and size of a tensor or of anything that states them."""
     if not hasattr(memory, "data_ptr"):
         return memory.address, memory.nbytes
-    tensor = cast("torch.Tensor", memory)
+    tensor = contiguous_cpu(cast("torch.Tensor", memory))
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself.
+
+    Raises:
+        ValueError: It is not a contiguous CPU tensor.
+    """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"the store moves contiguous CPU tensors, got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()} on {tensor.device}; call .contiguous() or copy it to the host first"
         )
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    return tensor
 
 
 def _make_directory(path: str) -> None:

@@ -166,18 +166,24 @@ def _traffic(
     # Frozen parameters are read like the others and never written.
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     written_parameters = min(drive[PARAMETERS], learning * request.param_itemsize)
+    # Where a sum is in memory, the last one gives way to it.
+    given_way_bytes = resident.get(GRADIENTS, 0) * (copies - 1)
     read = {
         PARAMETERS: drive[PARAMETERS] * passes * steps,
         GRADIENTS: drive[GRADIENTS] * steps,
         MASTER: drive[MASTER],
         STATE: drive[STATE],
     }
+    written = {
+        PARAMETERS: written_parameters,
+        GRADIENTS: read[GRADIENTS] + given_way_bytes,
+    }
     return {
-        "drive": drive | {GRADIENTS: drive[GRADIENTS] * copies},
+        "drive": drive | {GRADIENTS: drive[GRADIENTS] * copies + given_way_bytes},
         "read_bytes": read,
-        "written_bytes": read | {PARAMETERS: written_parameters},
+        "written_bytes": read | written,
         "passes_read_bytes": read[PARAMETERS] + drive[GRADIENTS] * (steps - 1),
-        "passes_written_bytes": read[GRADIENTS],
+        "passes_written_bytes": written[GRADIENTS],
     }
 
 

@@ -7,7 +7,8 @@ never DeepSpeed: what stands in for a section that is switched off is given by t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +16,20 @@ import torch
 from memascend.allocator import HostAllocator, describe
 from memascend.budget import BudgetSlots
 from memascend.config import MemAscendConfig
+from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.ledger import Ledger, LedgerRow, resident_memory
 from memascend.numa import preferred_node
 from memascend.nvme import TensorStore
 from memascend.overflow import scan
 from memascend.plan import Plan
+from memascend.plan_knobs import CACHE, page_up
 from memascend.pool import ArenaSlots, ParameterPool
+from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
 from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.units import format_nbytes
+
+log = logging.getLogger(__name__)
 
 #: Bytes through which unaligned heads and tails of transfers pass.
 BOUNCE_BYTES = 4 << 20
@@ -31,6 +37,20 @@ BOUNCE_BYTES = 4 << 20
 PARAMETER_BUDGET_BYTES = 512 << 20
 STAGING_SLOT_BYTES = 16 << 20
 STAGING_SLOT_COUNT = 4
+
+
+#: The stream of a key, by what stands before its first dot.
+STREAM_OF_PREFIX = {
+    "param": PARAMETERS,
+    "gradient": GRADIENTS,
+    "master": MASTER,
+    "state": STATE,
+}
+
+
+def stream_of(key: str) -> str | None:
+    """The stream that a key of the store belongs to, None for one that no plan knows."""
+    return STREAM_OF_PREFIX.get(key.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,7 @@ class Runtime:
         self.limit_bytes = limit_bytes
         self.plan: Plan | None = None
         self.arena: HostAllocator | None = None
-        self.store: TensorStore | None = None
+        self.store: ResidentStore | None = None
         if config.allocator.enabled:
             self.arena = _make_arena(
                 config,
@@ -159,7 +179,10 @@ class Runtime:
         Raises:
             ValueError: A slot is in use.
             HostMemoryError: There is not enough memory.
+            StoreError: The drive failed.
         """
+        if self.store is not None and self.store.granted != _pages(plan.resident):
+            self.store.revoke()
         if self.parameter_slots is not None:
             self.parameter_slots.resize(0, slot_bytes_max=0)
         self.staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=plan.staging_slot_count)
@@ -167,7 +190,25 @@ class Runtime:
             self.parameter_slots.resize(
                 plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max
             )
+        if self.store is not None and self.store.granted != _pages(plan.resident):
+            resident = self._within_arena(_pages(plan.resident))
+            self.store.grant(resident, memory=self.memory, component=CACHE)
         self.plan = plan
+
+    def _within_arena(self, resident: dict[str, int]) -> dict[str, int]:
+        """Less where the arena must keep holes (registered memory): the tiles come after this."""
+        if self.arena is None:
+            return resident
+        self.arena.core.trim()
+        stats = self.arena.core.stats()
+        lost_bytes = stats.reserved_bytes - stats.used_bytes
+        if lost_bytes and resident:
+            log.info("memascend: the arena cannot give %s back", format_nbytes(lost_bytes))
+        for stream in reversed(resident):
+            cut_bytes = min(lost_bytes, resident[stream])
+            resident[stream] -= cut_bytes
+            lost_bytes -= cut_bytes
+        return resident
 
     def ledger(self) -> Ledger:
         """Every host byte of ours by component, planned and measured."""
@@ -219,6 +260,10 @@ class Runtime:
             self.store.close()
 
 
+def _pages(resident: Mapping[str, int]) -> dict[str, int]:
+    return {stream: page_up(nbytes) for stream, nbytes in resident.items() if nbytes}
+
+
 def _make_pool(arena: HostAllocator | None) -> SlotPool | None:
     if arena is None:
         return None
@@ -245,10 +290,10 @@ def _make_arena(
     )
 
 
-def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> TensorStore:
+def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> ResidentStore:
     section = config.direct_nvme
     bounce = memory.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")
-    return TensorStore(
+    store = TensorStore(
         directories=[directory],
         bounce=bounce,
         engine=section.engine or "auto",
@@ -258,6 +303,7 @@ def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> 
         sqpoll=section.sqpoll,
         iopoll=section.iopoll,
     )
+    return ResidentStore(store, stream_of=stream_of)
 
 
 def _make_overflow_check(config: MemAscendConfig) -> Callable[[torch.Tensor], bool] | None:

@@ -22,6 +22,7 @@ FLOORS = (
     {"plan", "plan_stock"},
     {"ledger"},
     {"allocator", "budget", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
+    {"resident"},
     {"streaming"},
     {"runtime"},
     {"deepspeed"},

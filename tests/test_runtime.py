@@ -7,11 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from plan_models import decoder
 
 from memascend.allocator import HostAllocator
 from memascend.config import parse_block
 from memascend.errors import StoreError
-from memascend.runtime import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT, Runtime, Substitutes
+from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
+from memascend.plan import Plan, PlanRequest, derive
+from memascend.runtime import (
+    STAGING_SLOT_BYTES,
+    STAGING_SLOT_COUNT,
+    Runtime,
+    Substitutes,
+    stream_of,
+)
+from memascend.streaming.gradients import GradientSpool
+from memascend.streaming.optimizer import SubGroup
 
 SMALL: dict[str, Any] = {
     "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
@@ -36,6 +47,7 @@ def build(
     folder: Path,
     substitutes: Substitutes | None = None,
     parameter_budget_bytes: int | None = None,
+    limit_bytes: int | None = None,
     **block: dict[str, Any],
 ) -> Runtime:
     merged = {name: {**SMALL.get(name, {}), **block.get(name, {})} for name in {*SMALL, *block}}
@@ -47,6 +59,7 @@ def build(
         pci_address=None,
         substitutes=substitutes or Substitutes(),
         parameter_budget_bytes=parameter_budget_bytes,
+        limit_bytes=limit_bytes,
     )
 
 
@@ -179,4 +192,86 @@ def test_describing_says_what_was_really_obtained(tmp_path: Path) -> None:
     text = runtime.describe()
     assert "engine threads" in text
     assert "0 % page-locked" in text
+    runtime.close()
+
+
+# -- the resident cache ----------------------------------------------------------------------------
+
+
+def plan_with(room_bytes: int) -> Plan:
+    """The plan of a small model under the limit of its defaults and so much more."""
+    shapes, request = decoder(), PlanRequest()
+    default_bytes = derive(shapes, request=request).host_bytes
+    return derive(shapes, request=request, limit_bytes=default_bytes + room_bytes)
+
+
+def take_tiles(runtime: Runtime, plan: Plan) -> list[torch.Tensor]:
+    """What whoever makes the optimizer takes after `adopt`."""
+    names = ("optimizer tiles", "optimizer scratch")
+    return [runtime.memory.tensor(plan.host[n], torch.uint8, component=n) for n in names]
+
+
+@pytest.mark.parametrize("room_bytes", [0, 4096, 5_000_000, 40 << 20, 1 << 30])
+def test_adopting_a_plan_takes_what_is_planned_and_no_more(tmp_path: Path, room_bytes: int) -> None:
+    plan = plan_with(room_bytes)
+    assert plan.limit_bytes is not None
+    limit_bytes = min(plan.limit_bytes, plan.host_bytes)
+    runtime = build(tmp_path, parameter_budget_bytes=1 << 20, limit_bytes=limit_bytes)
+    runtime.io.write(key="param.0", source=torch.arange(3000)).wait()
+    runtime.adopt(plan)
+    tiles = take_tiles(runtime, plan)
+    ledger = runtime.ledger()
+    live = {row.component: row.live_bytes for row in ledger.rows}
+    assert live == {name: nbytes for name, nbytes in plan.host.items() if nbytes}
+    assert all(row.planned_bytes == row.live_bytes for row in ledger.rows)
+    assert ledger.held_bytes_peak <= limit_bytes
+    target = torch.empty(3000, dtype=torch.int64)
+    runtime.io.read(key="param.0", target=target).wait()
+    assert torch.equal(target, torch.arange(3000))
+    assert len(tiles) == 2
+    runtime.close()
+
+
+def test_what_is_resident_does_not_reach_the_drive(tmp_path: Path) -> None:
+    plan = plan_with(1 << 30)
+    runtime = build(tmp_path, limit_bytes=plan.limit_bytes)
+    assert runtime.store is not None
+    runtime.io.write(key="param.0", source=torch.ones(100_000)).wait()
+    runtime.adopt(plan)
+    before = runtime.store.stats()
+    for key in ("param.0", "gradient.0_1.0.0", "master.0_1", "state.0_1.exp_avg"):
+        runtime.ranges.write(key=key, source=torch.ones(1000)).wait()
+    after = runtime.ledger().drive
+    assert after["bytes_written"] == before["bytes_written"]
+    assert after["resident_bytes_written"] == 4 * 4000
+    assert after[f"resident_bytes_written.{MASTER}"] == 4000
+    runtime.close()
+
+
+def test_a_plan_adopted_again_keeps_keys_and_another_moves_them(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    assert runtime.store is not None
+    runtime.io.write(key="param.0", source=torch.arange(1_000_000)).wait()
+    target = torch.empty(1_000_000, dtype=torch.int64)
+    for room_bytes in (1 << 30, 1 << 30, 5_000_000, 0, 10 << 20):
+        plan = plan_with(room_bytes)
+        runtime.adopt(plan)
+        assert sum(runtime.store.granted.values()) == plan.host["resident cache"]
+        runtime.io.read(key="param.0", target=target).wait()
+        assert torch.equal(target, torch.arange(1_000_000))
+    runtime.close()
+
+
+def test_every_key_of_the_paths_has_its_stream(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    assert runtime.store is not None
+    spool = GradientSpool(store=runtime.ranges, slots=runtime.staging)
+    spool.put("7_9", 0, torch.ones(10))
+    runtime.staging.wait_writes()
+    assert {stream_of(key) for key in runtime.store.keys()} == {GRADIENTS}  # noqa: SIM118
+    group = SubGroup("7_9", 10)
+    assert stream_of(group.key()) == MASTER
+    assert stream_of(group.key("exp_avg")) == STATE
+    assert stream_of("param.17") == PARAMETERS
+    assert stream_of("/nvme/optimizer/rank0/param.0.tensor.swp") is None
     runtime.close()

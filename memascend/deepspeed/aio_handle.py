@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from memascend.nvme import TensorStore, Ticket
-from memascend.tensors import HostMemory
+from memascend.tensors import HostMemory, RangeIO, Ticket
 
 
 class AioHandle:
@@ -23,7 +22,7 @@ class AioHandle:
     def __init__(
         self,
         *,
-        store: TensorStore,
+        store: RangeIO,
         memory: HostMemory,
         component: str,
         settings: dict[str, Any],
@@ -134,7 +133,7 @@ _serving: ContextVar[Callable[..., AioHandle] | None] = ContextVar("memascend_ai
 
 
 @contextmanager
-def serving(*, store: TensorStore, memory: HostMemory, component: str) -> Iterator[None]:
+def serving(*, store: RangeIO, memory: HostMemory, component: str) -> Iterator[None]:
     """Inside, AsyncIOBuilder() of DeepSpeed's swapper modules gives handles over `store`."""
 
     def make_handle(**settings: Any) -> AioHandle:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from memascend.deepspeed.streamed_swapper import StreamedSwapper
-from memascend.nvme import TensorStore
+from memascend.resident import ResidentStore
 
 _CHUNK_BYTES = 16 << 20
 #: Upstream's swap_folder is `optimizer/rankN` in the folder it was given.
 _FOLDER_DEPTH = 2
 
 
-def export_files(swapper: Any, store: TensorStore) -> None:
+def export_files(swapper: Any, store: ResidentStore) -> None:
     """Writes every optimizer tensor of the swapper into its folder, gradients left out."""
     os.makedirs(swapper.swap_folder, mode=0o700, exist_ok=True)
     buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
@@ -37,7 +37,7 @@ def export_files(swapper: Any, store: TensorStore) -> None:
                 file.write(piece.numpy().data)
 
 
-def import_files(swapper: Any, store: TensorStore) -> None:
+def import_files(swapper: Any, store: ResidentStore) -> None:
     """Takes the files of the swapper's folder into the store and removes them.
 
     Raises:

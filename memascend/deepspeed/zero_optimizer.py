@@ -141,6 +141,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
                 store=runtime.ranges,
                 slots=runtime.staging,
                 sum_of_squares=self._squares if streams.gradients else None,
+                prefer=runtime.store.prefer if runtime.store is not None else None,
             )
         if streams.gradients:
             self._spool = spool
@@ -342,6 +343,8 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         elif self._spool is not None:
             self._spool.discard()
         self._stream = self._spool = None
+        if store is not None:
+            store.trim()
         if self.attachment.runtime.arena is not None:
             self.attachment.runtime.arena.core.trim()
 

@@ -26,6 +26,9 @@ from memascend.tensors import RangeIO, Ticket
 FACTOR_COUNT_MAX = 8
 
 Factor = float | torch.Tensor
+#: Called with `key`, `nbytes` and `over`: the first is about to be written, the last is needed less
+#: from now on; a store that keeps some keys in memory keeps the first.
+Prefer = Callable[..., None]
 #: Gives the sum of squares of a flat tensor as a 0-dim fp64 tensor; not finite exactly if an
 #: element is not.
 SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
@@ -92,6 +95,7 @@ class GradientSpool:
         store: RangeIO,
         slots: StagingSlots,
         sum_of_squares: SumOfSquares | None = None,
+        prefer: Prefer | None = None,
     ) -> None:
         """Gives an empty spool: every gradient reads as zero.
 
@@ -99,10 +103,12 @@ class GradientSpool:
             store: Where the gradients are kept.
             slots: What they pass through.
             sum_of_squares: None when nobody asks for norms.
+            prefer: None when the store keeps nothing in memory.
         """
         self._store = store
         self._slots = slots
         self._sum_of_squares = sum_of_squares
+        self._prefer = prefer
         self._shards: dict[str, dict[int, GradientShard]] = {}
 
     # -- backward --------------------------------------------------------------------------------
@@ -275,6 +281,10 @@ class GradientSpool:
             free.remove(shard.seen.place)
         in_place = shard.latest is not None and shard.latest.place in free
         place = shard.latest.place if in_place and shard.latest is not None else free[0]
+        if not in_place and shard.seen is not None and self._prefer is not None:
+            # The sum is read and written by every micro-step; what is seen, most often never again.
+            self._slots.submit_all()
+            self._prefer(key=_key(shard, place), nbytes=gradient.nbytes, over=shard.seen.key)
         return self._reserve(shard, place, gradient)
 
     def _reserve(self, shard: GradientShard, place: int, like: torch.Tensor) -> StoredGradient:

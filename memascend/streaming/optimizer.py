@@ -52,7 +52,7 @@ class SubGroup:
     """What the optimizer takes for one parameter.
 
     Attributes:
-        name: Unique; its keys begin with it.
+        name: Unique; its keys hold it.
         numel: Elements on this rank.
         states: Dtype of each state in the store, in the optimizer's order.
         fills: States that have not been written yet: every element has this value.
@@ -65,7 +65,7 @@ class SubGroup:
 
     def key(self, state: str | None = None) -> str:
         """The store's name for the master weights, or for a state."""
-        return f"optimizer.{self.name}" + (f".{state}" if state else "")
+        return f"state.{self.name}.{state}" if state else f"master.{self.name}"
 
 
 class OptimizerStream:

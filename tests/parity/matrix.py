@@ -5,7 +5,8 @@
   need one or two circumstances to meet - odd shapes and two ranks, checkpointing and one rank -
   seldom three.
 - Every section alone, all together and none, on both engines, on two quite different trainings.
-- Limits so small that embeddings and layer tensors travel in chunks.
+- Limits so small that embeddings and layer tensors travel in chunks, and so large that a part of
+  the tensors, or all, stays in memory.
 - Inference apart, since it has neither optimizer nor gradients.
 """
 
@@ -22,6 +23,11 @@ from .cases import SECTIONS, SUB_GROUP_LARGE_NUMEL, SUB_GROUP_SMALL_NUMEL, Case
 BILLION = 1_000_000_000
 LIMIT_SMALL_BYTES = 10 << 20
 LIMIT_LARGE_BYTES = 96 << 20
+# Above what the defaults of the llama case need (213 MiB) a part stays in memory: half of the
+# gradients; all parameters and the head of one gradient; everything.
+LIMIT_HALF_OF_GRADIENTS_BYTES = 223 << 20
+LIMIT_ALL_PARAMETERS_BYTES = 236 << 20
+LIMIT_EVERYTHING_BYTES = 512 << 20
 TRANSFORMERS = ("llama", "qwen", "gpt2", "mixtral")
 
 
@@ -88,6 +94,7 @@ def limit_cases() -> list[Case]:
     # Little above the smallest limit: embeddings and most layer tensors travel in chunks.
     tight = Case(limit_bytes=LIMIT_SMALL_BYTES)
     roomy = replace(tight, limit_bytes=LIMIT_LARGE_BYTES)
+    resident = replace(tight, limit_bytes=LIMIT_EVERYTHING_BYTES)
     return [
         tight,
         replace(tight, world=2, prefetch_numel=BILLION),
@@ -102,6 +109,10 @@ def limit_cases() -> list[Case]:
         replace(tight, family="unused", params="none", clipping=1.0),
         replace(roomy, world=2, family="mixtral", checkpointing="nonreentrant", accumulation=4),
         replace(roomy, dtype="fp32", pipeline=True),
+        replace(resident, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES, accumulation=4),
+        replace(resident, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, modify_weights=True),
+        replace(resident, family="alternating", accumulation=4, clipping=1.0, modify_weights=True),
+        replace(resident, world=2, family="gpt2", dtype="fp16", steps=5, zero_init=False),
     ]
 
 

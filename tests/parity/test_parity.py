@@ -50,6 +50,8 @@ def test_within_a_limit_training_gives_the_bits_of_cpu_offload(bench: Bench, cas
         assert 0 < ledger["held_bytes_peak"] <= case.limit_bytes
         if case.optimizer == "nvme":
             assert ledger["live_bytes"] == pytest.approx(ledger["planned_bytes"], rel=0.02)
+        stays = case.limit_bytes >= matrix.LIMIT_HALF_OF_GRADIENTS_BYTES
+        assert (ledger["drive"]["resident_bytes_read"] > 0) == stays
 
 
 @pytest.mark.parametrize("case", matrix.inference_cases(), ids=case_name)

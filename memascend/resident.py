@@ -1,0 +1,383 @@
+"""The resident cache: a fixed part of what the store keeps stays in host memory instead.
+
+`ResidentStore` stands in front of a `TensorStore`, with the same surface, from the start; without a
+grant it only passes calls on. Once a plan has granted bytes to a stream, a key of that stream may
+lie in memory whole, or with its first pages, and on the drive from there on. A transfer over the
+border is split, and its ticket stands for both parts. Space on the drive is reserved for all of a
+key that lies there in part, at most one of each stream as a rule, so that it can move without help.
+
+Policy: every tensor is touched once a step, or once a pass, in a fixed cyclic order. Replacement by
+recency would always give up what is needed soonest. What serves most bytes per byte of memory is a
+part that never moves: the first keys that come get memory, and keep it until they are discarded, or
+until whoever uses them says that another is needed more (`prefer`).
+
+Knows keys, bytes and the store; what a stream is it is told. Keys without memory may be used by any
+thread, as in the store; for the others one thread at a time, as everywhere on the data paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memascend.budget import Segment
+from memascend.nvme import TensorStore, contiguous_cpu
+from memascend.plan_knobs import PAGE_BYTES, page_down, page_up
+from memascend.tensors import HostMemory, Ticket
+
+if TYPE_CHECKING:
+    import torch
+
+    from memascend import _core
+
+
+class _Done:
+    """The ticket of a transfer that was over before it was asked for."""
+
+    def wait(self) -> None:
+        """Nothing is in flight."""
+
+    def done(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A key whose head is in memory; one that is all in memory has no place on the drive."""
+
+    stream: str
+    nbytes: int
+    begin: int  # in the block
+    head: torch.Tensor  # uint8
+
+    @property
+    def head_bytes(self) -> int:
+        return self.head.numel()
+
+    @property
+    def is_on_drive(self) -> bool:
+        return self.head_bytes < self.nbytes
+
+
+class ResidentStore:
+    """A store of which a part is in host memory. See the module's head.
+
+    The store's rules hold. Two things differ where a key has a part in memory: copies to and from
+    it are made before the call returns, and after a failed write that part is still read, since
+    its bytes are known; reads of the part on the drive raise until the key is written as a whole.
+    """
+
+    def __init__(self, store: TensorStore, *, stream_of: Callable[[str], str | None]) -> None:
+        """Takes no memory yet.
+
+        Args:
+            store: What holds everything else. Belongs to this object.
+            stream_of: The stream of a key, None for a key that never stays in memory.
+        """
+        self._store = store
+        self._stream_of = stream_of
+        self._blocks: dict[str, Segment] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._bytes_read: dict[str, int] = {}
+        self._bytes_written: dict[str, int] = {}
+
+    @property
+    def core(self) -> _core.Store:
+        """The store below; it knows only what is on the drive."""
+        return self._store.core
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    @property
+    def granted(self) -> dict[str, int]:
+        """Bytes of memory that each stream has, in whole pages; streams without are left out."""
+        return {stream: block.memory.numel() for stream, block in self._blocks.items()}
+
+    def grant(self, nbytes: Mapping[str, int], *, memory: HostMemory, component: str) -> None:
+        """Takes memory for each stream, and moves keys that are on the drive already into it.
+
+        Nothing may be in flight on keys of these streams. What an earlier grant gave is revoked.
+
+        Args:
+            nbytes: Of each stream, rounded up to whole pages.
+            memory: Where one block per stream comes from.
+            component: Name in the ledger.
+
+        Raises:
+            HostMemoryError: There is not enough memory.
+            StoreError: A key could not be read; it and those after it stay on the drive.
+        """
+        import torch
+
+        self.revoke()
+        for stream, count in nbytes.items():
+            if count > 0:
+                block = memory.tensor(page_up(count), torch.uint8, component=component)
+                self._blocks[stream] = Segment(block, [(0, block.numel())])
+                self._bytes_read[stream] = self._bytes_written[stream] = 0
+        self._move_in()
+
+    def revoke(self) -> None:
+        """Moves everything to the drive and gives all memory back.
+
+        Raises:
+            StoreError: The drive failed or is full; what has not been moved stays where it is.
+        """
+        for key, entry in list(self._entries.items()):
+            self._move_out(key, entry)
+        self._blocks.clear()
+
+    def prefer(self, *, key: str, nbytes: int, over: str) -> None:
+        """Gives a key that is about to be written the memory of one that is needed less from now.
+
+        What `key` held is given up. `over` keeps its contents, on the drive if there is no memory
+        for both; where it has none nothing happens.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        entry, other = self._entries.get(key), self._entries.get(over)
+        if other is None or (entry is not None and entry.head_bytes >= other.head_bytes):
+            return
+        # First, so that the drive never needs room for more than it had.
+        self.discard(key=key)
+        free = self._blocks[other.stream].free
+        if not any(end - begin >= nbytes for begin, end in free):
+            self._move_out(over, other)
+        self.reserve(key=key, nbytes=nbytes)
+
+    def trim(self) -> None:
+        """Gives back the memory of streams that have no key in it."""
+        for stream, block in list(self._blocks.items()):
+            if block.idle:
+                del self._blocks[stream]
+
+    # -- the store's surface ---------------------------------------------------------------------
+
+    def reserve(self, *, key: str, nbytes: int) -> None:
+        """As TensorStore.reserve, in memory as far as there is any left for the key.
+
+        Raises:
+            StoreFullError: There is not enough; nothing was changed.
+        """
+        entry = self._entries.get(key)
+        if entry is not None and entry.nbytes == nbytes:
+            return
+        block = self._block_of(key)
+        # What is on the drive stays there: memory is for the keys that come first.
+        if block is None or (entry is None and self._store.contains(key=key)):
+            self._store.reserve(key=key, nbytes=nbytes)
+            return
+        free = list(block.free)
+        try:
+            if entry is not None:
+                block.put(entry.begin, entry.begin + entry.head_bytes)
+            made = self._allot(key, nbytes)
+            if made is None or made.is_on_drive:
+                self._store.reserve(key=key, nbytes=nbytes)
+            elif entry is not None and entry.is_on_drive:
+                self._store.discard(key=key)
+        except BaseException:
+            block.free = free
+            raise
+        self._entries.pop(key, None)
+        if made is not None:
+            self._entries[key] = made
+
+    def write(
+        self,
+        *,
+        key: str,
+        source: torch.Tensor,
+        offset_bytes: int | None = None,
+        hold: object | None = None,
+    ) -> Ticket:
+        """As TensorStore.write; what goes into memory is there on return.
+
+        Raises:
+            StoreFullError: No room for the key.
+            ValueError: Not a contiguous CPU tensor, or outside the key.
+        """
+        if offset_bytes is None and self._blocks:
+            self.reserve(key=key, nbytes=contiguous_cpu(source).nbytes)
+        entry = self._entries.get(key)
+        if entry is None:
+            return self._store.write(key=key, source=source, offset_bytes=offset_bytes, hold=hold)
+        ticket: Ticket = _DONE
+        data = _as_bytes(source)
+        offset, count = offset_bytes or 0, entry.head_bytes
+        # The drive first: when it refuses, nothing has changed.
+        if offset_bytes is not None:
+            count = _count_in_head(key, entry, offset, data.numel())
+            if count < data.numel():
+                ticket = self._store.write(
+                    key=key,
+                    source=data[count:],
+                    offset_bytes=offset + count,
+                    hold=(source, hold),
+                )
+        elif entry.is_on_drive:
+            # The head too: only as a whole is a key sound again after a failed write.
+            ticket = self._store.write(key=key, source=source, hold=hold)
+        if count:
+            entry.head[offset : offset + count].copy_(data[:count])
+            self._bytes_written[entry.stream] += count
+        return ticket
+
+    def read(
+        self,
+        *,
+        key: str,
+        target: torch.Tensor,
+        offset_bytes: int = 0,
+        hold: object | None = None,
+    ) -> Ticket:
+        """As TensorStore.read; what comes from memory is there on return.
+
+        Raises:
+            StoreError: No such key, or an earlier write of it failed.
+            ValueError: Not a contiguous CPU tensor, or outside the key.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return self._store.read(key=key, target=target, offset_bytes=offset_bytes, hold=hold)
+        ticket: Ticket = _DONE
+        data = _as_bytes(target)
+        count = _count_in_head(key, entry, offset_bytes, data.numel())
+        if count < data.numel():
+            ticket = self._store.read(
+                key=key,
+                target=data[count:],
+                offset_bytes=offset_bytes + count,
+                hold=(target, hold),
+            )
+        if count:
+            data[:count].copy_(entry.head[offset_bytes : offset_bytes + count])
+            self._bytes_read[entry.stream] += count
+        return ticket
+
+    def discard(self, *, key: str) -> bool:
+        """Forgets a key once its I/O is over; its memory is for the next. False without one."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return self._store.discard(key=key)
+        if entry.is_on_drive:
+            self._store.discard(key=key)
+        self._forget(key, entry)
+        return True
+
+    def contains(self, *, key: str) -> bool:
+        """Whether the key is reserved or written, wherever it lies."""
+        return key in self._entries or self._store.contains(key=key)
+
+    def nbytes(self, *, key: str) -> int:
+        """Size of a key, both parts together."""
+        entry = self._entries.get(key)
+        return self._store.nbytes(key=key) if entry is None else entry.nbytes
+
+    def keys(self) -> list[str]:
+        """All keys, sorted."""
+        return sorted({*self._store.keys(), *self._entries})
+
+    def stats(self) -> dict[str, int | float]:
+        """The drive's counters, and the bytes that memory served instead: in all and by stream."""
+        counters = self._store.stats()
+        counted = {"read": self._bytes_read, "written": self._bytes_written}
+        for verb, by_stream in counted.items():
+            counters[f"resident_bytes_{verb}"] = sum(by_stream.values())
+            for stream, count in by_stream.items():
+                counters[f"resident_bytes_{verb}.{stream}"] = count
+        return counters
+
+    def close(self) -> None:
+        """Waits for everything in flight and gives space and memory back."""
+        self._store.close()
+        self._entries.clear()
+        self._blocks.clear()
+
+    # -- inner -----------------------------------------------------------------------------------
+
+    def _block_of(self, key: str) -> Segment | None:
+        if not self._blocks:
+            return None
+        stream = self._stream_of(key)
+        return None if stream is None else self._blocks.get(stream)
+
+    def _allot(self, key: str, nbytes: int) -> _Entry | None:
+        """Memory for a key or its head, not known under its name yet; None when none is left."""
+        stream, block = self._stream_of(key), self._block_of(key)
+        run = _take(block, nbytes) if block is not None and nbytes > 0 else None
+        if stream is None or block is None or run is None:
+            return None
+        begin, end = run
+        return _Entry(stream, nbytes, begin, block.memory[begin:end])
+
+    def _move_in(self) -> None:
+        """Reads the heads of keys that are on the drive; those that fit whole leave it."""
+        moving: list[tuple[str, _Entry, Ticket]] = []
+        try:
+            for key in self._store.keys():  # noqa: SIM118  a store is no dict
+                entry = self._allot(key, self._store.nbytes(key=key))
+                if entry is not None:
+                    moving.append((key, entry, self._store.read(key=key, target=entry.head)))
+            while moving:
+                key, entry, ticket = moving[0]
+                ticket.wait()
+                if not entry.is_on_drive:
+                    self._store.discard(key=key)
+                self._entries[key] = entry
+                del moving[0]
+        except BaseException:
+            for _, entry, ticket in moving:
+                with suppress(Exception):  # the first error is on its way up
+                    ticket.wait()
+                self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
+            raise
+
+    def _move_out(self, key: str, entry: _Entry) -> None:
+        """Puts the head on the drive and gives its memory back."""
+        begin = 0 if entry.is_on_drive else None
+        self._store.write(key=key, source=entry.head, offset_bytes=begin).wait()
+        self._forget(key, entry)
+
+    def _forget(self, key: str, entry: _Entry) -> None:
+        del self._entries[key]
+        self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
+
+
+def _take(block: Segment, nbytes: int) -> tuple[int, int] | None:
+    """A run for all of a key, else as many pages for its head as there are in one, else None."""
+    sizes = [(end - begin, index) for index, (begin, end) in enumerate(block.free)]
+    fitting = [size for size in sizes if size[0] >= nbytes]
+    run_bytes, index = min(fitting) if fitting else max(sizes, default=(0, 0))
+    count = nbytes if fitting else page_down(run_bytes)
+    if count == 0:
+        return None
+    # Odd sizes gather at the ends: what is left stays aligned for the drive.
+    begin = block.take(index, count, from_end=count % PAGE_BYTES != 0)
+    return begin, begin + count
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous CPU tensor, in its own memory."""
+    import torch
+
+    return contiguous_cpu(tensor).detach().view(-1).view(torch.uint8)
+
+
+def _count_in_head(key: str, entry: _Entry, offset: int, nbytes: int) -> int:
+    """Of a transfer, the bytes that lie in memory.
+
+    Raises:
+        ValueError: It is not all in the key.
+    """
+    if not 0 <= offset <= entry.nbytes - nbytes:
+        raise ValueError(
+            f'bytes {offset} to {offset}+{nbytes} are not all in "{key}", which has {entry.nbytes}'
+        )
+    return max(0, min(entry.head_bytes - offset, nbytes))
