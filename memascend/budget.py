@@ -178,12 +178,8 @@ class SegmentLease:
 
     def __init__(self, slot: torch.Tensor, use: _Use) -> None:
         self.slot = slot
+        self.slot_bytes = int(slot.nbytes)
         self._use: _Use | None = use
-
-    @property
-    def slot_bytes(self) -> int:
-        """Size of the slot."""
-        return int(self.slot.nbytes)
 
     def hold(self) -> object:
         """Something that keeps the slot from being reused while it lives.
@@ -201,6 +197,9 @@ class SegmentLease:
     def release(self) -> None:
         """Gives the slot up; again is harmless."""
         self._use = None
+        self.slot = self.slot[
+            :0
+        ].clone()  # a lease that lies about must not keep a segment's memory
 
 
 @dataclass(eq=False, slots=True)
