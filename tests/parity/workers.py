@@ -35,7 +35,7 @@ RESIDENT_BYTES_MAX = 2 << 30
 
 Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
-HOW_FACTS = ("placement", "optimizer_class", "swapper_classes", "ledger")
+HOW_FACTS = ("placement", "optimizer_class", "swapper_classes", "ledger", "state_dict")
 
 
 class CaseFailed(RuntimeError):
