@@ -102,7 +102,7 @@ def maker(family: str) -> Callable[[], nn.Module]:
     if family in ("unused", "alternating"):
         return functools.partial(PartlyUsed, alternate=family == "alternating")
     if family == "lora":
-        return _with_adapters(maker("qwen"))
+        return maker("qwen")
     import transformers
 
     config = _configuration(family)
@@ -115,14 +115,20 @@ def maker(family: str) -> Callable[[], nn.Module]:
     return functools.partial(model_classes[family], config)
 
 
-def _with_adapters(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """LoRA by peft: every weight of the model is frozen, a few small ones beside them learn."""
+def adapted(family: str, model: nn.Module) -> nn.Module:
+    """With LoRA by peft where the family asks for it, as scripts do it: outside of zero.Init.
+
+    Every weight of the model is frozen then, and a few small ones beside them learn.
+    """
+    if family != "lora":
+        return model
     import peft
 
     adapters = peft.LoraConfig(
         r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"]
     )
-    return lambda: peft.get_peft_model(make(), adapters)
+    # DeepSpeed leaves parameters of another dtype than its own out.
+    return peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
 
 
 def _configuration(family: str) -> Any:

@@ -84,6 +84,7 @@ def build_model(case: Case, config: dict[str, Any]) -> nn.Module:
             model = make()
     else:
         model = make()
+    model = models.adapted(case.family, model)
     for name, parameter in model.named_parameters():
         # Outside zero.Init GatheredParameters finds nothing partitioned and does nothing.
         with (
