@@ -110,6 +110,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.reset_swap_buffers": (
         "c4110444d4723ab4",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.set_local_grad_for_param": (
+        "f084e1d1587d9bf1",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.set_local_hp_param": (
+        "19cecc10d759c635",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step": ("15e41120d6f0dbf5",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": (
         "ad50fee2989d8d54",

@@ -174,6 +174,8 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_get_fp32_opt_state_partition",
             "_optimizer_states_and_gradient_swap_out",
             "_writeback_swap_state",
+            "set_local_grad_for_param",
+            "set_local_hp_param",
             "update_fp32_grad_for_param_vectorized",
             "checkpoint_event_prologue",
             "checkpoint_event_epilogue",

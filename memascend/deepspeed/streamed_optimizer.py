@@ -200,9 +200,8 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
         if self._stream is None:
-            return super()._get_fp32_grad_state_partition(  # type: ignore[no-any-return]
-                param, release_swap_buffers
-            )
+            part, group_index = super()._get_fp32_grad_state_partition(param, release_swap_buffers)
+            return self._kept(part, group_index, release_swap_buffers), group_index
         group_index, offset, numel = self.grad_position[self.get_param_id(param)]
         flat = self.fp32_partitioned_groups_flat[group_index]
         spool = self.optimizer_swapper.spool
@@ -216,9 +215,10 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, int]:
         stream = self._stream
         if stream is None:
-            return super()._get_fp32_opt_state_partition(  # type: ignore[no-any-return]
+            part, group_index = super()._get_fp32_opt_state_partition(
                 param, release_swap_buffers, optim_state_key
             )
+            return self._kept(part, group_index, release_swap_buffers), group_index
         group_index, offset, numel = self.grad_position[self.get_param_id(param)]
         flat = self.fp32_partitioned_groups_flat[group_index]
         dtype = flat.dtype
@@ -228,6 +228,40 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         stream.get(flat.ds_id, offset, value, state=optim_state_key)
         self._put_back = lambda: stream.set(flat.ds_id, offset, value, state=optim_state_key)
         return value, group_index
+
+    def _kept(self, part: torch.Tensor, group_index: int, is_released: bool) -> torch.Tensor:
+        """A copy where `part` lies in a swap buffer that is free again and will be overwritten.
+
+        On a device that shares memory with the host upstream hands out that very memory.
+        """
+        is_lent = is_released and self._swappable_optimizer_subgroup(group_index)
+        return part.clone() if is_lent else part
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """As upstream, also for a parameter whose shard is on the drive."""
+        if not param.requires_grad:
+            return
+        _check_local(value, param)
+        if self.offload_optimizer:
+            self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(
+                value
+            )
+        part, group_index = self._get_fp32_grad_state_partition(param, False)
+        part.data.copy_(value.flatten().data)
+        if self._swappable_optimizer_subgroup(group_index):
+            self._writeback_swap_state(group_index, write_opt_state=False, write_gradients=True)
+
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: Any, optim_state_key: str | None = None
+    ) -> None:
+        """As upstream, also for a parameter whose shard is on the drive."""
+        if not param.requires_grad:
+            return
+        _check_local(value, param)
+        part, group_index = self._get_fp32_opt_state_partition(param, False, optim_state_key)
+        part.data.copy_(value.flatten().data)
+        if self._swappable_optimizer_subgroup(group_index):
+            self._optimizer_states_and_gradient_swap_out(group_index)
 
     def _optimizer_states_and_gradient_swap_out(
         self, sub_group_id: int, timer_names: Any = None
@@ -268,3 +302,14 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             if count:
                 part.narrow(0, 0, count).copy_(flat.narrow(0, begin, count))
             self._writeback_swap_state(group_index, write_opt_state=False, write_gradients=True)
+
+
+def _check_local(value: torch.Tensor, param: Any) -> None:
+    """Upstream asks `ds_tensor` how long it is, which has no elements while it is on the drive."""
+    numel = param.partition_numel()
+    if value.numel() != numel:
+        raise ValueError(
+            f"cannot set this rank's part of a parameter of shape {tuple(param.ds_shape)}: it has "
+            f"{numel} elements and the value has {value.numel()}. Give the part alone; "
+            "safe_set_full_fp32_param and its like take whole tensors"
+        )

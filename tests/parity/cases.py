@@ -27,6 +27,14 @@ SECTIONS = (
     "streaming.parameters",
 )
 SUB_GROUP_SMALL_NUMEL = 1_500_000
+ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+# By name: DeepSpeed's type and its parameters.
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", ADAM),
+    "TorchAdamW": ("AdamW", ADAM | {"torch_adam": True}),
+    "Lion": ("Lion", {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}),
+    "Adagrad": ("Adagrad", {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}),
+}
 SUB_GROUP_LARGE_NUMEL = 1_000_000_000
 
 
@@ -53,6 +61,11 @@ class Case:
     buffer_numel: int = 3_000_000
     resident_numel_max: int = 0  # DeepSpeed's max_in_cpu
     gradients_in_fp32: bool = False
+    optimizer_type: str = "AdamW"  # a key of OPTIMIZERS, or "client": one made by the script
+    scale_power: int = 18  # fp16: so large a first scale that the first steps overflow
+    scale_window: int = 1000  # fp16: steps without overflow after which the scale doubles
+    boundary: str = "counted"  # who says where a window ends: counted | stated | stepped
+    accessors: str = "none"  # safe_get_* and safe_set_* around a step: none | read | change
     modify_weights: bool = False  # gather one tensor and change it in the middle of training
     gather_all: bool = False  # gather every tensor at once in the middle of training
     second_model: bool = False  # train another model on the same path in the middle of training
@@ -97,6 +110,11 @@ class Case:
             "zero_init",
             "sub_group_numel",
             "gradients_in_fp32",
+            "optimizer_type",
+            "scale_power",
+            "scale_window",
+            "boundary",
+            "accessors",
             "modify_weights",
             "gather_all",
             "steps",
@@ -149,21 +167,31 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
         },
     }
     if case.optimizer != "absent":
-        config["optimizer"] = {
-            "type": "AdamW",
-            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-        }
+        config |= _optimizer(case)
     if case.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     elif case.dtype == "fp16":
-        # So large a first scale that the first steps overflow: skipped steps are part of the
-        # promise.
-        config["fp16"] = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}
+        # Skipped steps are part of the promise.
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": case.scale_power,
+            "loss_scale_window": case.scale_window,
+            "hysteresis": 1,
+        }
+    if case.boundary == "stepped":
+        config["managed_gradient_accumulation"] = False
     if case.gradients_in_fp32:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if backend == "memascend":
         config["memascend"] = memascend_block(case)
     return config
+
+
+def _optimizer(case: Case) -> dict[str, Any]:
+    if case.optimizer_type == "client":
+        return {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    name, parameters = OPTIMIZERS[case.optimizer_type]
+    return {"optimizer": {"type": name, "params": parameters}}
 
 
 def _zero_optimization(case: Case, nvme_path: str) -> dict[str, Any]:

@@ -7,6 +7,9 @@
 - Every section alone, all together and none, on both engines, on two quite different trainings.
 - Limits so small that embeddings and layer tensors travel in chunks, and so large that a part of
   the tensors, or all, stays in memory.
+- The streams on what they could get wrong: scales that fall and grow, clipping that bites, sums
+  over micro-batches however their end is announced, frozen and tied weights, optimizers of every
+  kind, each stream without the others, and with each other section off.
 - Inference apart, since it has neither optimizer nor gradients.
 """
 
@@ -114,6 +117,45 @@ def limit_cases() -> list[Case]:
         replace(resident, family="alternating", accumulation=4, clipping=1.0, modify_weights=True),
         replace(resident, world=2, family="gpt2", dtype="fp16", steps=5, zero_init=False),
     ]
+
+
+def streaming_cases() -> list[Case]:
+    # A scale that overflows at once, recovers, and grows again every other step.
+    scaled = Case(family="unused", dtype="fp16", steps=50, scale_power=24, scale_window=4)
+    cases = [
+        scaled,
+        replace(scaled, family="odd", world=2, accumulation=4, steps=12),
+        Case(family="odd", world=2, clipping=0.05, accumulation=4),
+        Case(family="mixtral", world=2, clipping=0.05),
+        Case(family="lora", clipping=0.05),
+        Case(family="lora", world=2, accumulation=4, checkpointing="nonreentrant"),
+        Case(family="lora", limit_bytes=LIMIT_SMALL_BYTES),
+    ]
+    for world, boundary in ((1, "stated"), (2, "stepped")):
+        cases += [
+            Case(family="alternating", world=world, accumulation=4, boundary=boundary),
+            Case(dtype="fp16", steps=5, world=world, accumulation=3, boundary=boundary),
+        ]
+    for name in ("TorchAdamW", "Lion", "Adagrad", "client"):
+        cases += [
+            Case(family="odd", optimizer_type=name, clipping=1.0),
+            Case(world=2, optimizer_type=name),
+        ]
+    return cases
+
+
+def stream_choice_cases() -> list[Case]:
+    """Every choice of streams, and all of them with one other section off."""
+    streams = [name for name in SECTIONS if name.startswith("streaming.")]
+    others = [name for name in SECTIONS if name not in streams]
+    choices = [
+        (*others, *chosen)
+        for count in range(len(streams) + 1)
+        for chosen in itertools.combinations(streams, count)
+    ]
+    choices += [tuple(name for name in SECTIONS if name != off) for off in others]
+    training = Case(family="unused", world=2, accumulation=2, clipping=1.0, prefetch_numel=0)
+    return [replace(training, sections=choice) for choice in choices]
 
 
 def inference_cases() -> list[Case]:

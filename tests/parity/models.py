@@ -72,6 +72,25 @@ class PartlyUsed(nn.Module):
         return self.head(self.last(hidden))
 
 
+class NormalisedDescent(torch.optim.Optimizer):
+    """Not elementwise: a step is as long as the learning rate, whatever the gradient."""
+
+    def __init__(self, parameters: Any, *, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if "average" not in state:
+                    state["average"] = torch.zeros_like(weight)
+                average = state["average"].mul_(0.5).add_(weight.grad)
+                weight.sub_(average * (group["lr"] / (average.norm() + 1e-6)))
+
+
 def maker(family: str) -> Callable[[], nn.Module]:
     """What builds a new model of `family`; its weights are undefined until `set_weights`.
 
@@ -82,6 +101,8 @@ def maker(family: str) -> Callable[[], nn.Module]:
         return OddShapes
     if family in ("unused", "alternating"):
         return functools.partial(PartlyUsed, alternate=family == "alternating")
+    if family == "lora":
+        return maker("qwen")
     import transformers
 
     config = _configuration(family)
@@ -92,6 +113,22 @@ def maker(family: str) -> Callable[[], nn.Module]:
         "mixtral": transformers.MixtralForCausalLM,
     }
     return functools.partial(model_classes[family], config)
+
+
+def adapted(family: str, model: nn.Module) -> nn.Module:
+    """With LoRA by peft where the family asks for it, as scripts do it: outside of zero.Init.
+
+    Every weight of the model is frozen then, and a few small ones beside them learn.
+    """
+    if family != "lora":
+        return model
+    import peft
+
+    adapters = peft.LoraConfig(
+        r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"]
+    )
+    # DeepSpeed leaves parameters of another dtype than its own out.
+    return peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
 
 
 def _configuration(family: str) -> Any:

@@ -54,6 +54,20 @@ def test_within_a_limit_training_gives_the_bits_of_cpu_offload(bench: Bench, cas
         assert (ledger["drive"]["resident_bytes_read"] > 0) == stays
 
 
+@pytest.mark.parametrize("case", matrix.streaming_cases(), ids=case_name)
+def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+
+
+@pytest.mark.parametrize("case", matrix.stream_choice_cases(), ids=case_name)
+def test_every_choice_of_streams_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+
+
 @pytest.mark.parametrize("case", matrix.inference_cases(), ids=case_name)
 def test_inference_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
@@ -83,7 +97,7 @@ def assert_memascend_did_it(case: Case, facts: list[Facts]) -> None:
     """Equal bits prove nothing if stock, or nobody, did the swapping."""
     for rank in facts:
         assert rank["optimizer_class"].startswith("memascend.")
-        if case.params == "nvme":
+        if case.params == "nvme" and "buffer_pool" in case.sections:
             assert [name.split(".")[0] for name in rank["swapper_classes"]] == ["memascend"]
         if case.params == "nvme" and case.resident_numel_max == 0:
             assert rank["placement"]["nvme"] > 0

@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
-from . import models
+from . import accessors, models
 from .cases import Case
 
 SEED = 20_250
@@ -50,7 +50,10 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
         setattr(Init, name, value)
     torch.manual_seed(SEED)
     model = build_model(case, config)
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    client = None
+    if case.optimizer_type == "client":
+        client = models.NormalisedDescent(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=client)
     try:
         facts: dict[str, Any] = {"start": weight_digests(engine.module)}
         if case.optimizer == "absent":
@@ -81,6 +84,7 @@ def build_model(case: Case, config: dict[str, Any]) -> nn.Module:
             model = make()
     else:
         model = make()
+    model = models.adapted(case.family, model)
     for name, parameter in model.named_parameters():
         # Outside zero.Init GatheredParameters finds nothing partitioned and does nothing.
         with (
@@ -105,12 +109,22 @@ def train(case: Case, engine: Any, config: dict[str, Any]) -> dict[str, Any]:
             if case.second_model:
                 other = dataclasses.replace(case, second_model=False, steps=1)
                 extra["second"] = run_case(other, config)
-        for _ in range(case.accumulation):
+        is_probed = case.accessors != "none" and step == case.steps // 2
+        for number in range(case.accumulation):
+            is_last = number == case.accumulation - 1
+            if case.boundary == "stated":
+                engine.set_gradient_accumulation_boundary(is_last)
             input_ids = models.batch(seed=SEED, step=next(micro_steps), rank=rank, rows=2)
             loss = models.loss_of(engine, input_ids)
             engine.backward(loss)
-            engine.step()
+            if is_probed and is_last:
+                extra["before step"] = accessors.before_step(case, engine.module)
+            if is_last or case.boundary == "counted":
+                engine.step()
             losses.append(loss.item().hex())
+        if is_probed:
+            extra["after step"] = accessors.after_step(case, engine.module)
+            extra["state_dict"] = accessors.layout(engine.optimizer.state_dict())
         norms.append(hexadecimal(engine.get_global_grad_norm()))
         scales.append(hexadecimal(getattr(engine.optimizer, "cur_scale", None)))
     return {
@@ -170,7 +184,7 @@ def weight_digests(module: nn.Module) -> dict[str, str]:
 
 def master_digests(module: nn.Module) -> dict[str, str]:
     """fp32 master weights of a few tensors: each costs reading a sub-group with all its states."""
-    named = list(module.named_parameters())
+    named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
     by_size = sorted(named, key=lambda pair: pair[1].ds_numel)
     return {
         name: digest(deepspeed.utils.safe_get_full_fp32_param(parameter))
