@@ -7,6 +7,7 @@ with an active block: without one, constructing this class gives a stock optimiz
 
 from __future__ import annotations
 
+import logging
 import shutil
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import logger
 
 from memascend.config import active_config
 from memascend.deepspeed import optimizer_checkpoint
@@ -40,6 +40,8 @@ from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.tiles import TILE_COUNT, TILE_NUMEL_QUANTUM, Tiles, TileShape
 from memascend.units import format_nbytes
+
+log = logging.getLogger(__name__)
 
 #: Bytes of fp32 weights in a tile unless the config says otherwise.
 TILE_BYTES = 32 << 20
@@ -113,7 +115,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         if self.offload_optimizer_fast_init:
             # Stock's shortcut needs a parameter buffer as large as a whole sub-group.
             self.offload_optimizer_fast_init = False
-            logger.info("memascend: offload_optimizer.fast_init has no meaning here and is ignored")
+            log.info("memascend: offload_optimizer.fast_init has no meaning here and is ignored")
 
     def _decide_parameters_in_cpu(self) -> None:
         """Keeps parameters in host memory only where the user says how many, and no limit binds.
@@ -127,7 +129,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         is_stated = "max_in_cpu" in offload
         if not is_stated or config.host_memory_limit is not None:
             if is_stated and self.max_params_in_cpu > 0:
-                logger.info("memascend: offload_param.max_in_cpu is ignored under a limit")
+                log.info("memascend: offload_param.max_in_cpu is ignored under a limit")
             self.max_params_in_cpu = 0
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
@@ -187,8 +189,8 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
             parameter_dtype=self.dtype,
         )
         tiles = Tiles(store=runtime.ranges, memory=runtime.memory, shape=shape)
-        if count == 1:
-            logger.info(
+        if count == 1 and dist.get_rank() == 0:
+            log.warning(
                 "memascend: %s is not known to work element by element, so a sub-group is stepped "
                 "whole; that takes %s of host memory. A smaller sub_group_size lowers it",
                 type(self.optimizer).__name__,

@@ -7,6 +7,7 @@ test_stock_parity.py lists. matrix.py says which combinations are run and why th
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -93,6 +94,19 @@ def test_a_layer_used_now_and_then_gives_the_bits_of_cpu_offload(
     assert differences(bench.run(case, "memascend"), bench.run(case, "oracle")) == []
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_that_looks_at_whole_tensors_is_named_once(bench: Bench, world: int) -> None:
+    whole, tiled = (
+        bench.run(Case(world=world, optimizer_type=name), "memascend")
+        for name in ("client", "TorchAdamW")
+    )
+    (line,) = whole[0]["warnings"]
+    assert "NormalisedDescent is not known to work element by element" in line
+    assert "sub_group_size" in line
+    assert [rank["warnings"] for rank in whole[1:]] == [[]] * (world - 1)
+    assert [rank["warnings"] for rank in tiled] == [[]] * world
+
+
 def assert_memascend_did_it(case: Case, facts: list[Facts]) -> None:
     """Equal bits prove nothing if stock, or nobody, did the swapping."""
     for rank in facts:
@@ -107,6 +121,23 @@ def test_fp16_case_skips_some_steps_and_takes_others(bench: Bench) -> None:
     """Otherwise the fp16 cases above would prove less than they seem to."""
     facts = bench.run(Case(dtype="fp16", steps=5), "oracle")
     assert 0 < facts[0]["skipped_steps"] < 5
+
+
+def test_fifty_steps_overflow_recover_grow_and_overflow_again(bench: Bench) -> None:
+    """The same for the long case."""
+    facts = bench.run(matrix.streaming_cases()[0], "oracle")
+    scales = [float.fromhex(scale) for scale in facts[0]["scales"]]
+    changes = [after / before for before, after in itertools.pairwise(scales) if after != before]
+    falls_again = [earlier > 1 > later for earlier, later in itertools.pairwise(changes)]
+    assert sum(falls_again) >= 3
+    assert 5 < facts[0]["skipped_steps"] < 45
+
+
+def test_clipping_bites_where_it_is_meant_to(bench: Bench) -> None:
+    clipped = [case for case in matrix.streaming_cases() if 0 < case.clipping < 0.1]
+    for case in clipped:
+        norms = bench.run(case, "oracle")[0]["norms"]
+        assert all(float.fromhex(norm) > 2 * case.clipping for norm in norms)
 
 
 def test_one_changed_weight_is_noticed(bench: Bench) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import hashlib
 import itertools
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(SEED)
     model = build_model(case, config)
     client = None
+    warnings = Warnings()
     if case.optimizer_type == "client":
         client = models.NormalisedDescent(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=client)
@@ -67,13 +69,36 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
         face = getattr(engine, "memascend", None)
         facts["ledger"] = face.ledger().as_dict() if face is not None else None
         facts["swapper_classes"] = sorted(map(qualified_name, swappers_of(engine.module)))
+        facts["warnings"] = warnings.messages
         return facts
     finally:
+        warnings.close()
         swappers = swappers_of(engine.module)
         engine.destroy()
         release_stock_pools(swappers)
         del engine, model, swappers
         gc.collect()
+
+
+class Warnings(logging.Handler):
+    """What memascend's side of DeepSpeed warns of.
+
+    Not on the logger "memascend": with a handler of its own that one is not set up to show lines.
+    """
+
+    LOGGER = logging.getLogger("memascend.deepspeed")
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        self.LOGGER.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def close(self) -> None:
+        self.LOGGER.removeHandler(self)
+        super().close()
 
 
 def build_model(case: Case, config: dict[str, Any]) -> nn.Module:

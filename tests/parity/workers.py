@@ -37,7 +37,9 @@ RESIDENT_BYTES_MAX = 2 << 30
 
 Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
-HOW_FACTS = ("placement", "optimizer_class", "swapper_classes", "ledger", "state_dict")
+HOW_FACTS = (
+    *("placement", "optimizer_class", "swapper_classes", "ledger", "state_dict", "warnings"),
+)
 
 
 class CaseFailed(RuntimeError):
