@@ -2,7 +2,7 @@
 
 An elementwise optimizer updates each element from that element's own weight, gradient and state, so
 a sub-group may be stepped tile by tile. All others (LAMB, Adafactor, Muon, whatever is not listed)
-need the sub-group whole.
+need the sub-group whole. The plan keeps the same list by name (`plan_request.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ ELEMENTWISE = (
     torch.optim.AdamW,
     torch.optim.Adagrad,
     torch.optim.Adamax,
-    torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.SGD,
