@@ -152,13 +152,16 @@ TARGETS = json.loads(sys.argv[1])
 def resolve(module, attribute):
     target = __import__(module, fromlist=["x"])
     for name in attribute.split("."):
-        target = getattr(target, name)
+        # A seam may be an addition: None is then what stands there in stock.
+        target = getattr(target, name, None)
     return target
 
 def functions(target):
     if inspect.isclass(target):
         return [f for f in vars(target).values() if inspect.isfunction(f)]
-    return [target]
+    if isinstance(target, property):
+        return [target.fget]
+    return [] if target is None else [target]
 
 def picture():
     return {
