@@ -7,6 +7,7 @@ SHELL := bash
 BIN := .venv/bin
 SAN ?= plain
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 DEMO_OUT ?= demo-out
 DEMO_CONFIG ?= configs/nvme_cpu.json
@@ -22,7 +23,7 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all environment demo test lint type test-cpp bench clean
+.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -53,6 +54,12 @@ type: environment ## types of the package
 
 bench: environment ## engine, overflow check and allocator against DeepSpeed's
 	$(BIN)/python benchmarks/run.py
+
+bench-memory: environment ## peak memory of training as the model grows, against stock
+	$(BIN)/python benchmarks/bench_memory.py $(BENCH_ARGS)
+
+bench-step: environment ## time and drive traffic of training steps, against stock
+	$(BIN)/python benchmarks/bench_step.py $(BENCH_ARGS)
 
 clean: ## what was built, not the environment
 	rm -rf build dist memascend/_core*.so demo-out

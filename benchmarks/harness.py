@@ -166,6 +166,11 @@ def report(name: str, title: str, rows: Sequence[Row], out: Path | None) -> None
         cells = [_cell(row.figures.get(key)) for key in shown]
         table.add_row(row.case, row.contender, *cells, end_section=last_of_case)
     Console().print(table)
+    write(name, rows, out)
+
+
+def write(name: str, rows: Sequence[Row], out: Path | None) -> None:
+    """Writes the rows as JSON; nothing without a folder."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         text = json.dumps([asdict(row) for row in rows], indent=1)

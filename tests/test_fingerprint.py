@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memascend.deepspeed.fingerprint import fingerprint, resolve
+from memascend.deepspeed import fingerprint as fingerprints
+from memascend.deepspeed.fingerprint import fingerprint, forget_sources, resolve
 
 PLAIN = """
 class Swapper:
@@ -126,3 +127,10 @@ def test_a_method_that_is_only_inherited_is_missing(module: Module) -> None:
     name = module(PLAIN + "\nclass Child(Swapper):\n    pass\n")
     with pytest.raises(AttributeError, match="no definition of swap"):
         fingerprint(name, "Child.swap")
+
+
+def test_parsed_sources_are_given_back(module: Module) -> None:
+    fingerprint(module(PLAIN), "Swapper")
+    assert fingerprints._parsed.cache_info().currsize > 0
+    forget_sources()
+    assert fingerprints._parsed.cache_info().currsize == 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from memascend.config import active_config, find_block, is_disabled
 from memascend.deepspeed import fingerprints
-from memascend.deepspeed.fingerprint import fingerprint, resolve
+from memascend.deepspeed.fingerprint import fingerprint, forget_sources, resolve
 from memascend.errors import UnsupportedDeepSpeedError
 
 log = logging.getLogger(__name__)
@@ -322,6 +322,7 @@ def check_fingerprints() -> None:
             found = "missing"
         if found not in fingerprints.KNOWN.get(name, ()):
             differing.append(f"{name} ({found})")
+    forget_sources()
     if differing:
         raise UnsupportedDeepSpeedError(
             f"DeepSpeed {version} differs from the releases memascend was written for in: "

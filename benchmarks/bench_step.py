@@ -1,0 +1,172 @@
+"""How long do a training step and its optimizer step take, and what do they move on the drive?
+
+Three training runs of the same model are alive side by side and take turns, one step each: stock as
+DeepSpeed's documentation configures it, stock pipelined with the buffers that takes, and memascend
+with an empty block. What is read and written is what the kernel counts for the process; all of them
+bypass the page cache. Ratios are to stock, within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+from trainee import Model, Trainee, deepspeed_config, model_of
+
+QUESTION = "Step: time and traffic of whole steps against stock"
+# parameters: rounds
+CASES = {
+    "small": {20_000_000: 2},
+    "large": {40_000_000: 12, 120_000_000: 8, 320_000_000: 5},
+}
+#: The first step makes the optimizer's states, and DeepSpeed learns the order of the modules.
+WARMUPS = 2
+TOKENS = 64
+STOCK, PIPELINED, OURS = "stock", "stock pipelined", "memascend"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to train.
+
+    Attributes:
+        optimizer: Keys of offload_optimizer.
+        block: The memascend block, or None for stock.
+    """
+
+    optimizer: Mapping[str, Any]
+    block: Mapping[str, Any] | None = None
+
+
+CONTENDERS = {
+    STOCK: Contender({"buffer_count": 4}),
+    # Three sub-groups in flight, of four tensors each.
+    PIPELINED: Contender({"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}),
+    OURS: Contender({}, block={}),
+}
+
+
+def training_config(model: Model, optimizer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The repository's own CPU configuration, with buffers as large as this model's tensors."""
+    return deepspeed_config(
+        directory=directory,
+        zero={
+            "sub_group_size": 17_000_000,
+            "reduce_bucket_size": 1 << 20,
+            "stage3_prefetch_bucket_size": 1 << 20,
+            "stage3_param_persistence_threshold": 7680,
+            "stage3_max_live_parameters": 17_000_000,
+            "stage3_max_reuse_distance": 0,
+        },
+        parameters={"buffer_count": 8, "buffer_size": model.largest_numel},
+        optimizer=optimizer,
+    )
+
+
+def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
+    """Trains every size with all three, in turns."""
+    circumstances = harness.machine(directory)
+    for numel, rounds in CASES["small" if small else "large"].items():
+        model = model_of(numel)
+        steps = take_steps(model, directory, rounds)
+        case = f"{round(model.numel / 1e6)}M"
+        losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
+        for name, taken in steps.items():
+            contender = CONTENDERS[name]
+            config = {
+                **training_config(model, contender.optimizer, directory),
+                "rounds": rounds,
+                "tokens": TOKENS,
+                "losses_equal": len(losses) == 1,
+            }
+            yield harness.Row(
+                "step", case, name, figures(taken, steps[STOCK], model), config, circumstances
+            )
+
+
+def take_steps(model: Model, directory: Path, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """The figures of each contender's steps but the first ones; they start in rotating order."""
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                Trainee(
+                    name,
+                    training_config(model, contender.optimizer, directory),
+                    model,
+                    directory,
+                    block=contender.block,
+                    tokens=TOKENS,
+                )
+            )
+            for name, contender in CONTENDERS.items()
+        ]
+        for index in range(WARMUPS + rounds):
+            first = index % len(runs)
+            for one in (*runs[first:], *runs[:first]):
+                step = one.step()
+                if index >= WARMUPS:
+                    taken[one.name].append(step)
+    return taken
+
+
+def figures(
+    ours: Sequence[Mapping[str, Any]], stock: Sequence[Mapping[str, Any]], model: Model
+) -> dict[str, Any]:
+    """Spreads of one contender's steps, and of their ratios to stock's, round by round."""
+    found: dict[str, Any] = {}
+    for part in ("training", "optimizer"):
+        nbytes = [moved_bytes(step[part]) for step in ours]
+        found[f"{part}_bytes_per_parameter"] = harness.spread(nbytes).p50 / model.numel
+        found[f"{part}_bytes_ratio"] = harness.spread(nbytes).p50 / (
+            harness.spread([moved_bytes(step[part]) for step in stock]).p50
+        )
+        for figure in ("wall_s", "cpu_s"):
+            values = [step[part][figure] for step in ours]
+            found[f"{part}_{figure}"] = harness.spread(values)
+            found[f"{part}_{figure.removesuffix('_s')}_ratio"] = harness.spread(
+                [
+                    our[part][figure] / their[part][figure]
+                    for our, their in zip(ours, stock, strict=True)
+                ]
+            )
+    return found
+
+
+def moved_bytes(part: Mapping[str, float]) -> float:
+    return part["read_bytes"] + part["written_bytes"]
+
+
+def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
+    """The same rows with the figures of one part alone, so that a table fits a screen."""
+    prefix = f"{part}_"
+    return [
+        harness.Row(
+            row.bench,
+            row.case,
+            row.contender,
+            {
+                name.removeprefix(prefix): value
+                for name, value in row.figures.items()
+                if name.startswith(prefix)
+            },
+        )
+        for row in rows
+    ]
+
+
+def run_and_report(options: argparse.Namespace) -> None:
+    """What the command line asks for."""
+    rows = list(run(small=options.small, directory=options.directory))
+    for part in ("training", "optimizer"):
+        harness.report("step", f"{QUESTION}: {part} step", table_rows(rows, part), None)
+    harness.write("step", rows, options.out)
+
+
+if __name__ == "__main__":
+    run_and_report(harness.parser(QUESTION).parse_args())

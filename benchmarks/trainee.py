@@ -1,0 +1,245 @@
+"""Training runs as child processes that take one step when told, and the models they train.
+
+Several may be alive side by side and take turns, so that a drive that slows down slows all alike.
+Knows `train_program.py`, whose parent this is; nothing of what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).parent / "train_program.py"
+MARK = "@@"  # as in the program, which imports torch
+SHARED_MEMORY = Path("/dev/shm")
+LOG_LINES_MAX = 15
+#: Freed memory of this size goes back to the system at once. By default glibc keeps up to 32 MiB of
+#: what a CPU run frees where a GPU run frees device memory, and it stays torn in pieces.
+MALLOC_MMAP_THRESHOLD_BYTES = 1 << 18
+#: A child that is not through by then is stuck.
+QUIT_TIMEOUT_S = 60.0
+
+# A layer of these widths: 9.4 M parameters, matrices of 1 to 4 MiB in bf16, so that DeepSpeed keeps
+# each of them on the drive.
+HIDDEN, FFN, HEADS, KEY_VALUE_HEADS = 1024, 2048, 16, 8
+VOCABULARY = 4096
+TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A Llama of one width: its depth and its vocabulary give its size. Embeddings are tied."""
+
+    layers: int
+    vocabulary: int = VOCABULARY
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Arguments of LlamaConfig."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": HIDDEN,
+            "intermediate_size": FFN,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KEY_VALUE_HEADS,
+            "tie_word_embeddings": True,
+        }
+
+    @property
+    def layer_numel(self) -> int:
+        """Parameters of one layer."""
+        kv_width = HIDDEN * KEY_VALUE_HEADS // HEADS
+        return 2 * HIDDEN * (HIDDEN + kv_width) + 3 * HIDDEN * FFN + 2 * HIDDEN
+
+    @property
+    def numel(self) -> int:
+        """Parameters of all."""
+        return self.vocabulary * HIDDEN + self.layers * self.layer_numel + HIDDEN
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest tensor."""
+        return max(self.vocabulary * HIDDEN, HIDDEN * FFN)
+
+
+def model_of(numel: int, vocabulary: int = VOCABULARY) -> Model:
+    """The model whose number of parameters is nearest to `numel`; it has one layer at least."""
+    one = Model(1, vocabulary)
+    rest = numel - (one.numel - one.layer_numel)
+    return Model(max(1, round(rest / one.layer_numel)), vocabulary)
+
+
+def deepspeed_config(
+    *,
+    directory: Path,
+    zero: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+) -> dict[str, Any]:
+    """DeepSpeed's JSON of a bf16 training run with ZeRO-3, all of it on the drive.
+
+    Args:
+        directory: On the drive.
+        zero: Keys of zero_optimization.
+        parameters: Keys of offload_param.
+        optimizer: Keys of offload_optimizer.
+    """
+    on_drive = {"device": "nvme", "nvme_path": str(directory), "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "offload_param": on_drive | {"max_in_cpu": 0} | dict(parameters),
+            "offload_optimizer": on_drive | dict(optimizer),
+            **zero,
+        },
+        "aio": {"block_size": 1 << 18, "queue_depth": 32},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "gradient_clipping": 1.0,
+    }
+
+
+@dataclass(slots=True)
+class Trainee:
+    """One run. `start` it, let it `step`, `end` it; also after an error.
+
+    Attributes:
+        name: What the report calls it.
+        config: DeepSpeed's JSON.
+        model: What it trains.
+        directory: On the drive; it gets a folder there, which goes with the run.
+        block: The memascend block, or None for stock.
+        counts_device_bytes: Whether steps come with `device_bytes`.
+        tokens: Of the one sequence that every step trains on.
+        events: What the program has answered but for steps, by name.
+    """
+
+    name: str
+    config: dict[str, Any]
+    model: Model
+    directory: Path
+    block: Mapping[str, Any] | None = None
+    counts_device_bytes: bool = False
+    tokens: int = TOKENS
+    events: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _process: subprocess.Popen[str] | None = None
+    _folder: Path | None = None
+    _log: list[str] = field(default_factory=list)
+    _port: int = 0
+
+    def start(self) -> None:
+        """Starts the process and waits until it is ready for its first step.
+
+        Raises:
+            RuntimeError: It ended instead; the message holds the end of what it printed.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="memascend-bench-", dir=self.directory))
+        zero = self.config["zero_optimization"]
+        for section in ("offload_param", "offload_optimizer"):
+            zero[section]["nvme_path"] = str(self._folder)
+        if self.block is not None:
+            self.config["memascend"] = dict(self.block)
+        self._port = free_port()
+        command = [sys.executable, str(PROGRAM), "--config", json.dumps(self.config)]
+        command += ["--shape", json.dumps(self.model.shape), "--tokens", str(self.tokens)]
+        command += ["--device-bytes"] * self.counts_device_bytes
+        root = str(PROGRAM.parent.parent)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+            "MASTER_PORT": str(self._port),
+            "DS_ACCELERATOR": "cpu",
+            "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES),
+        }
+        for variable in ("MEMASCEND_CONFIG", "MEMASCEND_DISABLE"):
+            environment.pop(variable, None)
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        for event in ("baseline", "built", "initialized"):
+            self.events[event] = self._answer(event)
+
+    def step(self) -> dict[str, Any]:
+        """One training step and its figures.
+
+        Raises:
+            RuntimeError: The process ended instead.
+        """
+        process = self._running()
+        assert process.stdin is not None
+        process.stdin.write("step\n")
+        process.stdin.flush()
+        return self._answer("step")
+
+    def end(self) -> None:
+        """Ends the process and removes what it left on the drive and in shared memory."""
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                process.communicate("quit\n", timeout=QUIT_TIMEOUT_S)
+            except (subprocess.TimeoutExpired, BrokenPipeError):
+                process.terminate()
+                process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        # DeepSpeed leaves these after every run on the CPU, named by the port.
+        for path in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Trainee:
+        try:
+            self.start()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise AssertionError(f"{self.name} was not started")
+        return self._process
+
+    def _answer(self, event: str) -> dict[str, Any]:
+        process = self._running()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                if answer["event"] != event:
+                    raise AssertionError(f"expected {event!r}, got {answer}")
+                return answer
+            self._log.append(line.rstrip())
+        status = process.wait()
+        last = "\n".join(self._log[-LOG_LINES_MAX:])
+        raise RuntimeError(
+            f"the training run {self.name!r} of {self.model} ended with status {status} while it "
+            f"was waited for {event!r}. It printed last:\n{last}"
+        )
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
