@@ -99,7 +99,6 @@ def train(case: str, contender: str, model: Model, directory: Path, steps: int) 
     figures: dict[str, Any] = {
         "parameters_m": run.events["initialized"]["parameters"] / 1e6,
         "peak_mb": max(above.values()),
-        "at": max(above, key=lambda phase: above[phase]),
         "own_mb": own["all, held"] / 1e6 if own else None,
         "device_mb": max(step["device_bytes"]["all at once"] for step in taken) / 1e6,
     }
