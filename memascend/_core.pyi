@@ -1,5 +1,7 @@
 """The whole surface of the native core; a test compares this file with dir(_core)."""
 
+from collections.abc import Sequence
+
 # --- memory -------------------------------------------------------------------------------------
 
 class ArenaReport:
@@ -155,6 +157,31 @@ class MemoryFaults:
     paused: bool
     """While true, nothing completes."""
 
+class VolumeOptions:
+    """A volume of a store; where a list of them is wanted a path alone does, too."""
+
+    def __init__(
+        self, path: str, *, weight: float = 1.0, capacity_bytes: int = (1 << 64) - 1
+    ) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+
+class VolumeStats:
+    """A volume and what of it is taken."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def available_bytes(self) -> int: ...
+
 class Ticket:
     """What to wait on for one read or write."""
 
@@ -175,7 +202,7 @@ class Store:
     def __init__(
         self,
         *,
-        directories: list[str],
+        volumes: Sequence[str | VolumeOptions],
         engine: str = "auto",
         queue_depth: int = 64,
         chunk_bytes: int = 1 << 20,
@@ -183,6 +210,7 @@ class Store:
         sqpoll: bool = False,
         iopoll: bool = False,
         grow_bytes: int = 1 << 28,
+        stripe_bytes: int = 0,
         watchdog_seconds: float = 60.0,
         bounce_address: int,
         bounce_nbytes: int,
@@ -222,6 +250,7 @@ class Store:
 
         reserved_bytes, used_bytes, available_bytes, key_count, in_flight_count, wait_seconds.
         """
+    def volume_stats(self) -> list[VolumeStats]: ...
     def register_buffer(self, *, address: int, nbytes: int) -> bool: ...
     def unregister_buffer(self, *, address: int, nbytes: int) -> None: ...
     def close(self) -> None: ...

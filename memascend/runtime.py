@@ -294,7 +294,7 @@ def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> 
     section = config.direct_nvme
     bounce = memory.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")
     store = TensorStore(
-        directories=[directory],
+        volumes=[directory],
         bounce=bounce,
         engine=section.engine or "auto",
         queue_depth=section.queue_depth,

@@ -37,8 +37,10 @@ constexpr unsigned kStatxDioAlign = 0x2000;
 // file and then refuses O_DIRECT would leave the file behind.
 int open_nameless(const std::string& directory) {
   const int descriptor =
-      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, kOwnerOnly);
+      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL | O_NOFOLLOW, kOwnerOnly);
   if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
+  // Of no use to anybody else between its making and its unlinking: mkostemp makes it anew, never
+  // through a symbolic link, and for its owner alone.
   std::string path = directory + "/.memascend-XXXXXX";
   const int named = ::mkostemp(path.data(), O_CLOEXEC);  // mode 0600
   if (named >= 0) ::unlink(path.c_str());
@@ -47,20 +49,24 @@ int open_nameless(const std::string& directory) {
 
 }  // namespace
 
-Volume Volume::open_anonymous(const std::string& directory) {
+Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_bytes) {
   Volume volume;
   volume.directory_ = directory;
+  volume.limit_bytes_ = limit_bytes;
   volume.descriptor_ = open_nameless(directory);
   MA_SYSCALL(volume.descriptor_, "open an anonymous file in ", directory);
+  struct stat state{};
+  MA_SYSCALL(::fstat(volume.descriptor_, &state), "look at the file in ", directory);
+  volume.device_ = state.st_dev;
   volume.find_alignment();
   volume.direct_ = volume.set_direct(true) && volume.direct_write_works();
   if (!volume.direct_) volume.set_direct(false);
   return volume;
 }
 
-Volume Volume::open_in_memory(std::uint64_t limit_bytes) {
+Volume Volume::open_in_memory(std::uint64_t limit_bytes, const std::string& name) {
   Volume volume;
-  volume.directory_ = "(memory)";
+  volume.directory_ = name;
   volume.descriptor_ =
       static_cast<int>(MA_SYSCALL(::memfd_create("memascend", MFD_CLOEXEC), "memfd_create"));
   volume.direct_ = true;
@@ -78,6 +84,7 @@ Volume& Volume::operator=(Volume&& other) noexcept {
   std::swap(alignment_, other.alignment_);
   std::swap(capacity_bytes_, other.capacity_bytes_);
   std::swap(limit_bytes_, other.limit_bytes_);
+  std::swap(device_, other.device_);
   return *this;
 }
 
@@ -86,18 +93,24 @@ Volume::~Volume() {
 }
 
 std::uint64_t Volume::available_bytes() const {
+  return std::min(limit_bytes_left(), device_bytes_left());
+}
+
+std::uint64_t Volume::limit_bytes_left() const {
   std::uint64_t available = limit_bytes_ - std::min(limit_bytes_, capacity_bytes_);
-  if (limit_bytes_ == UINT64_MAX) {
-    struct statvfs state{};
-    MA_SYSCALL(::fstatvfs(descriptor_, &state), "ask for the free space of ", directory_);
-    available = static_cast<std::uint64_t>(state.f_bavail) * state.f_frsize;
-  }
   struct rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     available = std::min<std::uint64_t>(available,
                                         limit.rlim_cur - std::min(limit.rlim_cur, capacity_bytes_));
   }
   return available;
+}
+
+std::uint64_t Volume::device_bytes_left() const {
+  if (device_ == 0) return UINT64_MAX;
+  struct statvfs state{};
+  MA_SYSCALL(::fstatvfs(descriptor_, &state), "ask for the free space of ", directory_);
+  return static_cast<std::uint64_t>(state.f_bavail) * state.f_frsize;
 }
 
 void Volume::grow(std::uint64_t capacity_bytes) {
