@@ -156,6 +156,8 @@ class MemoryFaults:
     def seed(self) -> int: ...
     paused: bool
     """While true, nothing completes."""
+    paused_volume: int
+    """Nothing of the volume with this index completes; -1 for none."""
 
 class VolumeOptions:
     """A volume of a store; where a list of them is wanted a path alone does, too."""

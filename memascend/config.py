@@ -63,9 +63,11 @@ class DirectNvmeConfig(_Section):
     engine: Literal["uring", "threads"] | None = Field(
         None, description="left out: io_uring where it works, else threads"
     )
-    queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight")
+    queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight on each drive")
     chunk_bytes: int = Field(1 << 20, ge=64 << 10, le=64 << 20, description="bytes of one request")
-    threads: int = Field(8, ge=1, le=256, description="workers of the threads engine")
+    threads: int = Field(
+        8, ge=1, le=256, description="workers of the threads engine, for each drive"
+    )
     sqpoll: bool = Field(False, description="kernel thread polls for submissions; needs a core")
     iopoll: bool = Field(False, description="poll for completions; needs NVMe poll queues")
 

@@ -73,9 +73,9 @@ class TensorStore:
             bounce: Page-aligned host memory for unaligned heads and tails, best of `BOUNCE_BYTES`;
                 belongs to the store until it is closed.
             engine: "auto", "uring" or "threads" ("memory" in tests).
-            queue_depth: Requests in flight at once.
+            queue_depth: Requests in flight at once on each volume.
             chunk_bytes: Bytes of one request.
-            threads: Workers of the threads engine.
+            threads: Workers of the threads engine for each volume.
             sqpoll: Let a kernel thread take io_uring submissions (a core for it, less latency).
             iopoll: Let io_uring poll the device (needs polled queues).
             watchdog_seconds: Silence of the device before it is reported on stderr.

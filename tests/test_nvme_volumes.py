@@ -206,3 +206,19 @@ def test_an_error_on_one_volume_names_it():
     with pytest.raises(StoreError) as caught:
         write(store, "k", bytes(STRIPE)).wait()
     assert caught.value.volume == "a"
+
+
+def test_a_drive_that_answers_slowly_does_not_hold_the_others_back():
+    faults = _core.MemoryFaults()
+    store = open_volumes("slow", "fast", faults=faults, queue_depth=4)
+    store.reserve(key="on slow", nbytes=STRIPE)
+    store.reserve(key="on fast", nbytes=STRIPE)
+    faults.paused_volume = 0
+    late = [write(store, f"late {index}", bytes(16 * STRIPE)) for index in range(4)]
+    for _ in range(20):
+        write(store, "on fast", bytes(STRIPE)).wait()
+        assert read(store, "on fast", STRIPE) == bytes(STRIPE)
+    assert not any(ticket.done() for ticket in late)
+    faults.paused_volume = -1
+    store.wait_all()
+    assert all(ticket.done() for ticket in late)

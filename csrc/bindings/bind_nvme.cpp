@@ -123,7 +123,10 @@ void bind_faults(py::module_& module) {
       .def_readonly("seed", &MemoryFaults::seed)
       .def_property(
           "paused", [](const MemoryFaults& faults) { return faults.paused.load(); },
-          [](MemoryFaults& faults, bool paused) { faults.paused = paused; });
+          [](MemoryFaults& faults, bool paused) { faults.paused = paused; })
+      .def_property(
+          "paused_volume", [](const MemoryFaults& faults) { return faults.paused_volume.load(); },
+          [](MemoryFaults& faults, int index) { faults.paused_volume = index; });
 }
 
 py::dict stats_dict(Store& store) {

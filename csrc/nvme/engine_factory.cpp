@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::size_t kProbeBytes = 8192;
 constexpr std::chrono::seconds kProbePatience{10};  // per look; the probe itself waits to the end
-constexpr std::size_t kQueueDepthMax = 4096;
 
 std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& options) {
   if (name == "uring") {

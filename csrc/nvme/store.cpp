@@ -94,6 +94,8 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
       direct_(std::all_of(space_.volumes().begin(), space_.volumes().end(),
                           [](const Volume& volume) { return volume.direct(); })),
       block_bytes_(space_.alignment().offset_bytes) {
+  std::size_t& depth = options.engine_options.queue_depth;
+  if (depth <= kQueueDepthMax) depth = std::min(kQueueDepthMax, depth * options.volumes.size());
   EngineChoice choice =
       make_engine(options.engine, options.engine_options, options.volumes.front().path);
   engine_name_ = choice.engine->name();
