@@ -258,7 +258,10 @@ def as_options(volume: str | Path | VolumeOptions, *, is_memory: bool = False) -
         return volume if isinstance(volume, VolumeOptions) else VolumeOptions(str(volume))
     if isinstance(volume, VolumeOptions):
         return volume
-    _make_directory(str(volume))
+    try:
+        make_directory(os.path.abspath(volume))
+    except OSError as error:
+        raise _directory_error("create", str(volume), error) from error
     return VolumeOptions(os.path.realpath(volume))
 
 
@@ -284,18 +287,29 @@ def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _make_directory(path: str) -> None:
-    try:
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise _directory_error("create", path, error) from error
+def make_directory(path: str) -> None:
+    """Makes a directory and what is missing above it, for its owner alone; keeps one that is there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(directory):  # another rank was faster
+                raise
 
 
 def _directory_error(verb: str, path: str, cause: OSError) -> StoreError:
     error = StoreError(
         cause.errno,
         f"cannot {verb} the store's directory {path}: {cause.strerror}\n"
-        "likely cause: nvme_path is misspelt, not mounted, or belongs to another user\n"
+        "likely cause: nvme_path or memascend.volumes is misspelt, not mounted, or another user's\n"
         "fix: name a writable directory on a local disk",
     )
     error.volume = path

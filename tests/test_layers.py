@@ -15,14 +15,16 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
 
 FLOORS = (
     {"_core", "errors", "units", "version", "autoload"},
-    {"limit"},
+    {"limit", "config_volumes"},
     {"config", "tensors", "architectures", "footprint"},
     {"shapes", "plan_request"},
     {"plan_knobs"},
     {"plan", "plan_stock"},
     {"ledger"},
     {"allocator", "budget", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
-    {"resident"},
+    {"resident", "volume_speed"},
+    {"volume_weights"},
+    {"volumes"},
     {"streaming"},
     {"runtime"},
     {"deepspeed"},

@@ -100,7 +100,7 @@ def test_missing_directories_are_made_for_their_owner_only(tmp_path):
 
 def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot create the store's directory") as caught:
+    with pytest.raises(StoreError, match="cannot use the store's directory") as caught:
         TensorStore(volumes=[tmp_path / "file"], bounce=PageMemory(BOUNCE_BYTES))
     assert caught.value.volume == str(tmp_path / "file")
     assert "fix: name a writable directory" in str(caught.value)
