@@ -79,9 +79,18 @@ def _directory(volume: VolumeConfig) -> _core.VolumeOptions:
     path = os.path.realpath(volume.path)
     try:
         make_directory(path)
-        state = os.stat(path)
     except OSError as error:
         raise refused(volume.path, "make", error.errno or errno.EIO) from error
+    return look_at(volume)
+
+
+def look_at(volume: VolumeConfig) -> _core.VolumeOptions:
+    """The same for a directory that has to be there."""
+    path = os.path.realpath(volume.path)
+    try:
+        state = os.stat(path)
+    except OSError as error:
+        raise refused(volume.path, "use", error.errno or errno.EIO) from error
     if stat.S_ISBLK(state.st_mode):
         raise refused(
             volume.path,
