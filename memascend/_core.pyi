@@ -160,10 +160,20 @@ class MemoryFaults:
     """Nothing of the volume with this index completes; -1 for none."""
 
 class VolumeOptions:
-    """A volume of a store; where a list of them is wanted a path alone does, too."""
+    """A volume of a store; where a list of them is wanted a path alone does, too.
+
+    With `descriptor` it is an opened block device, of which bytes from `start_bytes` on are used;
+    the store duplicates the descriptor.
+    """
 
     def __init__(
-        self, path: str, *, weight: float = 1.0, capacity_bytes: int = (1 << 64) - 1
+        self,
+        path: str,
+        *,
+        weight: float = 1.0,
+        capacity_bytes: int = (1 << 64) - 1,
+        descriptor: int = -1,
+        start_bytes: int = 0,
     ) -> None: ...
     @property
     def path(self) -> str: ...
@@ -171,6 +181,10 @@ class VolumeOptions:
     def weight(self) -> float: ...
     @property
     def capacity_bytes(self) -> int: ...
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def start_bytes(self) -> int: ...
 
 class VolumeStats:
     """A volume and what of it is taken."""

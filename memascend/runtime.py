@@ -29,7 +29,7 @@ from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
 from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.units import format_nbytes
-from memascend.volumes import prepare, volume_paths
+from memascend.volumes import prepared, volume_paths
 
 log = logging.getLogger(__name__)
 
@@ -298,16 +298,17 @@ def _make_arena(
 def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> ResidentStore:
     section = config.direct_nvme
     bounce = memory.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")
-    store = TensorStore(
-        volumes=prepare(config, directory),
-        bounce=bounce,
-        engine=section.engine or "auto",
-        queue_depth=section.queue_depth,
-        chunk_bytes=section.chunk_bytes,
-        threads=section.threads,
-        sqpoll=section.sqpoll,
-        iopoll=section.iopoll,
-    )
+    with prepared(config, directory) as volumes:
+        store = TensorStore(
+            volumes=volumes,
+            bounce=bounce,
+            engine=section.engine or "auto",
+            queue_depth=section.queue_depth,
+            chunk_bytes=section.chunk_bytes,
+            threads=section.threads,
+            sqpoll=section.sqpoll,
+            iopoll=section.iopoll,
+        )
     return ResidentStore(store, stream_of=stream_of)
 
 

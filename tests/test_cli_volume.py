@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memascend import _core
 from memascend.cli import volume_fio
 from memascend.cli.main import main
 from memascend.cli.volume_bench import Sample, choose
@@ -90,7 +91,14 @@ def test_a_failing_fio_is_reported_beside_our_figures(tmp_path, capsys, monkeypa
     monkeypatch.setattr(volume_fio, "find", lambda: program)
     assert "fio" in as_json(capsys, str(tmp_path))["drives"][0]["fio"]["error"]
     with pytest.raises(StoreError, match="fio"):
-        volume_fio.run(program, str(tmp_path), mode="read", load=LOAD, engine="uring", seconds=0.1)
+        volume_fio.run(
+            program,
+            _core.VolumeOptions(str(tmp_path)),
+            mode="read",
+            load=LOAD,
+            engine="uring",
+            seconds=0.1,
+        )
 
 
 def test_fio_is_told_colons_and_engines_its_way():

@@ -15,7 +15,8 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
 
 FLOORS = (
     {"_core", "errors", "units", "version", "autoload"},
-    {"limit", "config_volumes"},
+    {"limit", "config_volumes", "volume_header", "volume_signatures"},
+    {"volume_device"},
     {"config", "tensors", "architectures", "footprint"},
     {"shapes", "plan_request"},
     {"plan_knobs"},

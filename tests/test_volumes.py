@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from memascend import _core
 from memascend import volumes as volumes_module
 from memascend.config import MemAscendConfig, parse_block
 from memascend.errors import ConfigError, StoreError
 from memascend.runtime import Runtime, Substitutes
-from memascend.volumes import prepare, volume_paths
+from memascend.volumes import prepared, share_of_rank, volume_paths
+
+
+def prepare(config: MemAscendConfig, fallback: str) -> list[_core.VolumeOptions]:
+    with prepared(config, fallback) as volumes:
+        return volumes
 
 
 def block(*volumes: object) -> MemAscendConfig:
@@ -81,7 +87,7 @@ def test_one_volume_is_not_measured(tmp_path, measured):
 def test_two_names_of_one_directory_are_refused(tmp_path, measured):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").symlink_to("a")
-    with pytest.raises(ConfigError, match="are the same directory"):
+    with pytest.raises(ConfigError, match="are the same"):
         prepare(block(str(tmp_path / "a"), str(tmp_path / "b")), "unused")
 
 
@@ -139,3 +145,23 @@ def test_a_runtime_stripes_over_the_volumes_of_its_block(tmp_path):
     ]
     assert not (tmp_path / "unused").exists()
     runtime.close()
+
+
+def test_every_rank_has_the_directories_and_its_own_devices():
+    volumes = block(
+        "/dir", *({"path": f"/dev/r{index}", "raw": True} for index in range(3))
+    ).volumes
+    assert volumes is not None
+    shares = [share_of_rank(volumes, rank=rank, rank_count=2) for rank in range(2)]
+    assert [[volume.path for volume in share] for share in shares] == [
+        ["/dir", "/dev/r0", "/dev/r2"],
+        ["/dir", "/dev/r1"],
+    ]
+
+
+def test_a_rank_without_a_device_is_an_error():
+    volumes = block({"path": "/dev/r0", "raw": True}).volumes
+    assert volumes is not None
+    assert share_of_rank(volumes, rank=0, rank_count=2) == list(volumes)
+    with pytest.raises(ConfigError, match="1 raw devices for 2 ranks"):
+        share_of_rank(volumes, rank=1, rank_count=2)

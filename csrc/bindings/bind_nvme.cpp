@@ -220,11 +220,16 @@ void bind_store(py::module_& module) {
 void bind_volumes(py::module_& module) {
   const VolumeOptions defaults;
   py::class_<VolumeOptions>(module, "VolumeOptions", "A volume of a store; a path alone does, too.")
-      .def(py::init<std::string, double, std::uint64_t>(), py::arg("path"), py::kw_only(),
-           py::arg("weight") = defaults.weight, py::arg("capacity_bytes") = defaults.capacity_bytes)
+      .def(py::init<std::string, double, std::uint64_t, int, std::uint64_t>(), py::arg("path"),
+           py::kw_only(), py::arg("weight") = defaults.weight,
+           py::arg("capacity_bytes") = defaults.capacity_bytes,
+           py::arg("descriptor") = defaults.descriptor,
+           py::arg("start_bytes") = defaults.start_bytes)
       .def_readonly("path", &VolumeOptions::path)
       .def_readonly("weight", &VolumeOptions::weight)
-      .def_readonly("capacity_bytes", &VolumeOptions::capacity_bytes);
+      .def_readonly("capacity_bytes", &VolumeOptions::capacity_bytes)
+      .def_readonly("descriptor", &VolumeOptions::descriptor)
+      .def_readonly("start_bytes", &VolumeOptions::start_bytes);
   py::implicitly_convertible<py::str, VolumeOptions>();
   py::class_<VolumeStats>(module, "VolumeStats", "A volume and what of it is taken.")
       .def_readonly("path", &VolumeStats::path)

@@ -6,6 +6,7 @@
 
 #include "nvme/engine.hpp"
 #include "nvme/engine_memory.hpp"
+#include "nvme/volumes.hpp"
 
 namespace memascend {
 
@@ -25,10 +26,10 @@ struct EngineChoice {
 };
 
 /// Makes the engine called `name`: "uring", "threads", "memory", or "auto" for the first of uring
-/// and threads that can write a few KiB to an anonymous file in `directory` and read them back.
+/// and threads that can write a few KiB to `volume`, on which nothing is yet, and read them back.
 /// Throws EngineUnavailableError when an engine asked for by name, or every engine, fails that
 /// probe; std::invalid_argument for an unknown name.
 EngineChoice make_engine(const std::string& name, const EngineOptions& options,
-                         const std::string& directory);
+                         const VolumeOptions& volume);
 
 }  // namespace memascend

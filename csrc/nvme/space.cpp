@@ -199,7 +199,7 @@ void Space::give(const std::vector<Extent>& extents) {
 
 std::uint64_t Space::reserved_bytes() const {
   std::uint64_t total = 0;
-  for (const Volume& volume : volumes_) total += volume.capacity_bytes();
+  for (const Volume& volume : volumes_) total += volume.capacity_bytes() - volume.start_bytes();
   return total;
 }
 
@@ -226,7 +226,8 @@ std::uint64_t Space::available_bytes() const {
 }
 
 std::uint64_t Space::used_bytes(std::size_t index) const {
-  return volumes_[index].capacity_bytes() - free_[index].free_bytes();
+  const Volume& volume = volumes_[index];
+  return volume.capacity_bytes() - volume.start_bytes() - free_[index].free_bytes();
 }
 
 std::uint64_t Space::available_bytes(std::size_t index) const {

@@ -97,7 +97,7 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
   std::size_t& depth = options.engine_options.queue_depth;
   if (depth <= kQueueDepthMax) depth = std::min(kQueueDepthMax, depth * options.volumes.size());
   EngineChoice choice =
-      make_engine(options.engine, options.engine_options, options.volumes.front().path);
+      make_engine(options.engine, options.engine_options, options.volumes.front());
   engine_name_ = choice.engine->name();
   engine_reason_ = choice.reason;
   queue_ = std::make_shared<TransferQueue>(

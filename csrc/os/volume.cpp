@@ -1,6 +1,8 @@
 #include "os/volume.hpp"
 
 #include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -64,6 +66,27 @@ Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_
   return volume;
 }
 
+Volume Volume::adopt_device(int descriptor, const std::string& path, std::uint64_t start_bytes,
+                            std::uint64_t limit_bytes) {
+  MA_INVARIANT(start_bytes > 0);
+  Volume volume;
+  volume.directory_ = path;
+  volume.descriptor_ =
+      static_cast<int>(MA_SYSCALL(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0), "use ", path));
+  struct stat state{};
+  MA_SYSCALL(::fstat(volume.descriptor_, &state), "look at ", path);
+  if (!S_ISBLK(state.st_mode)) throw SystemCallError(ENOTBLK, join("use ", path));
+  const auto device_bytes = static_cast<std::uint64_t>(
+      MA_SYSCALL(::lseek(volume.descriptor_, 0, SEEK_END), "ask for the size of ", path));
+  volume.find_alignment();
+  if (!volume.set_direct(true)) throw SystemCallError(errno, join("set O_DIRECT on ", path));
+  volume.direct_ = true;
+  volume.start_bytes_ = start_bytes;
+  volume.capacity_bytes_ = start_bytes;
+  volume.limit_bytes_ = std::min(device_bytes, limit_bytes);
+  return volume;
+}
+
 Volume Volume::open_in_memory(std::uint64_t limit_bytes, const std::string& name) {
   Volume volume;
   volume.directory_ = name;
@@ -82,6 +105,7 @@ Volume& Volume::operator=(Volume&& other) noexcept {
   std::swap(directory_, other.directory_);
   std::swap(direct_, other.direct_);
   std::swap(alignment_, other.alignment_);
+  std::swap(start_bytes_, other.start_bytes_);
   std::swap(capacity_bytes_, other.capacity_bytes_);
   std::swap(limit_bytes_, other.limit_bytes_);
   std::swap(device_, other.device_);
@@ -89,7 +113,17 @@ Volume& Volume::operator=(Volume&& other) noexcept {
 }
 
 Volume::~Volume() {
-  if (descriptor_ >= 0) ::close(descriptor_);
+  if (descriptor_ < 0) return;
+  discard();
+  ::close(descriptor_);
+}
+
+// Tells a device that what was stored is of no use any more: the drive writes faster for it, and
+// the next reader finds nothing where it then gives zeros. Best effort; not every device can.
+void Volume::discard() const noexcept {
+  if (start_bytes_ == 0 || capacity_bytes_ == start_bytes_) return;
+  std::uint64_t range[2] = {start_bytes_, capacity_bytes_ - start_bytes_};
+  (void)::ioctl(descriptor_, BLKDISCARD, range);
 }
 
 std::uint64_t Volume::available_bytes() const {
@@ -98,6 +132,7 @@ std::uint64_t Volume::available_bytes() const {
 
 std::uint64_t Volume::limit_bytes_left() const {
   std::uint64_t available = limit_bytes_ - std::min(limit_bytes_, capacity_bytes_);
+  if (start_bytes_ > 0) return available;  // RLIMIT_FSIZE is about files
   struct rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     available = std::min<std::uint64_t>(available,
@@ -125,6 +160,10 @@ void Volume::grow(std::uint64_t capacity_bytes) {
   // Asked before, too: fallocate may fill the disk for minutes before it fails, and growth beyond
   // RLIMIT_FSIZE sends SIGXFSZ.
   if (needed > available) throw full();
+  if (start_bytes_ > 0) {  // a device has its bytes already
+    capacity_bytes_ = capacity_bytes;
+    return;
+  }
   int result = 0;
   do {
     result = ::fallocate(descriptor_, 0, static_cast<off_t>(capacity_bytes_),

@@ -1,4 +1,4 @@
-"""`memascend volume`: measure drives. The work of each sub-command is in a file of its own."""
+"""`memascend volume`: measure drives, and prepare raw devices. Each action is in its own file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,39 @@ Exit status: 0 when everything was measured, 1 otherwise."""
 def volume_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Adds the sub-command and its own sub-commands."""
     parser = commands.add_parser(
-        "volume", help="measure drives", description="Measure the drives that tensors go to."
+        "volume",
+        help="measure drives; prepare raw block devices",
+        description="The drives that tensors go to: measure them, or prepare raw devices.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     _add_bench(actions)
+    _add_format(actions)
+    show = actions.add_parser("show", help="what is on a device, and who uses it; changes nothing")
+    show.add_argument("device", metavar="DEVICE", help="a block device, such as /dev/nvme1n1")
+    show.add_argument("--json", action="store_true", help="machine-readable output")
+    show.set_defaults(run=_device_action, action="show")
+    wipe = actions.add_parser("wipe", help="give a formatted device back, with nothing on it")
+    wipe.add_argument("device", metavar="DEVICE", help="one with memascend's header")
+    wipe.add_argument("--yes", action="store_true", help="do not ask")
+    wipe.set_defaults(run=_device_action, action="wipe")
+
+
+def _add_format(actions: argparse._SubParsersAction[Any]) -> None:
+    parser = actions.add_parser(
+        "format",
+        help="make a raw volume of a block device; destroys what is on it",
+        description="Make a raw volume of a block device. Destroys what is on it. A device that "
+        "carries a partition table, a file system or the like, or is in use, is refused.",
+    )
+    parser.add_argument("device", metavar="DEVICE", help="a block device, such as /dev/nvme1n1")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--owner",
+        type=int,
+        metavar="UID",
+        help="user whose runs may use it (default: you; with sudo: who called it)",
+    )
+    parser.set_defaults(run=_device_action, action="format")
 
 
 def _add_bench(actions: argparse._SubParsersAction[Any]) -> None:
@@ -36,7 +65,9 @@ def _add_bench(actions: argparse._SubParsersAction[Any]) -> None:
         epilog=BENCH_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    bench.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folder on a drive")
+    bench.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="folder on a drive, or raw volume"
+    )
     bench.add_argument("--json", action="store_true", help="machine-readable output")
     bench.add_argument(
         "--seconds", type=_seconds, default=1.0, help="of each measurement (default: 1)"
@@ -61,6 +92,12 @@ def _bench(args: argparse.Namespace) -> int:
     from memascend.cli.volume_bench import volume_bench_command
 
     return volume_bench_command(args)
+
+
+def _device_action(args: argparse.Namespace) -> int:
+    from memascend.cli.volume_device import volume_device_command
+
+    return volume_device_command(args)
 
 
 def _seconds(text: str) -> float:

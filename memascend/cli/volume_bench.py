@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import platform
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ from memascend.units import KIB, MIB, format_nbytes
 from memascend.version import __version__
 from memascend.volume_speed import Bench, Load, Mode
 from memascend.volume_weights import identity, weights_of
-from memascend.volumes import look_at
+from memascend.volumes import look_at, on_device
 
 MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 CHUNKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
@@ -53,7 +55,25 @@ class Sample:
 
 def volume_bench_command(args: argparse.Namespace) -> int:
     """Measures, prints, and gives the exit status."""
-    volumes = [look_at(VolumeConfig(path=str(path))) for path in args.paths]
+    with contextlib.ExitStack() as claims:
+        volumes = [_open(str(path), claims) for path in args.paths]
+        report = measure(volumes, args)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    return 0
+
+
+def _open(path: str, claims: contextlib.ExitStack) -> _core.VolumeOptions:
+    """A folder, or a formatted device, claimed until `claims` is closed."""
+    if os.path.exists(path) and stat.S_ISBLK(os.stat(path).st_mode):
+        return claims.enter_context(on_device(VolumeConfig(path=path, raw=True)))
+    return look_at(VolumeConfig(path=path))
+
+
+def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured, by name."""
     chunks, depths = args.chunk or list(CHUNKS), args.depth or list(DEPTHS)
     fio = None if args.no_fio else volume_fio.find()
     mode_count = len(MODES) * (len(volumes) + (len(volumes) > 1))
@@ -69,7 +89,7 @@ def volume_bench_command(args: argparse.Namespace) -> int:
             [rates], engine = _measure([volume], load, args.seconds, progress, volume.path)
             drive: dict[str, Any] = {"path": volume.path, "drive": identity(volume.path), **rates}
             if fio is not None:
-                drive["fio"] = _fio(fio, volume.path, load, engine, args.seconds, progress)
+                drive["fio"] = _fio(fio, volume, load, engine, args.seconds, progress)
             drives.append(drive)
         together: list[dict[str, float]] = []
         if len(volumes) > 1:
@@ -86,11 +106,7 @@ def volume_bench_command(args: argparse.Namespace) -> int:
     }
     if together:
         report["weights"] = weights_of([rates["mixed"] for rates in together])
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        _print(report)
-    return 0
+    return report
 
 
 def sweep(
@@ -145,14 +161,19 @@ def _measure(
 
 
 def _fio(
-    program: str, path: str, load: Load, engine: str, seconds: float, progress: Progress
+    program: str,
+    volume: _core.VolumeOptions,
+    load: Load,
+    engine: str,
+    seconds: float,
+    progress: Progress,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in MODES:
-        progress.update(progress.task_ids[0], description=f"{path}: fio {mode}")
+        progress.update(progress.task_ids[0], description=f"{volume.path}: fio {mode}")
         try:
             found[mode] = volume_fio.run(
-                program, path, mode=mode, load=load, engine=engine, seconds=seconds
+                program, volume, mode=mode, load=load, engine=engine, seconds=seconds
             )
         except StoreError as error:
             found["error"] = str(error)

@@ -5,12 +5,15 @@ It gets a file of its own beside ours, which is removed afterwards.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import shutil
 import subprocess
 import tempfile
 from typing import Any
 
+from memascend import _core
 from memascend.errors import StoreError
 from memascend.volume_speed import Load, Mode
 
@@ -23,13 +26,21 @@ def find() -> str | None:
 
 
 def command(
-    program: str, file: str, *, mode: Mode, load: Load, engine: str, seconds: float
+    program: str,
+    file: str,
+    *,
+    mode: Mode,
+    load: Load,
+    engine: str,
+    seconds: float,
+    offset: int = 0,
 ) -> list[str]:
     """What is run, for the report and for whoever wants to repeat it."""
     return [
         program,
         "--name=memascend",
         f"--filename={_escaped(file)}",
+        f"--offset={offset}",
         f"--size={load.span_bytes}",
         f"--rw={_PATTERNS[mode]}",
         f"--bs={load.chunk_bytes}",
@@ -43,12 +54,20 @@ def command(
     ]
 
 
-def run(program: str, path: str, *, mode: Mode, load: Load, engine: str, seconds: float) -> float:
+def run(
+    program: str,
+    volume: _core.VolumeOptions,
+    *,
+    mode: Mode,
+    load: Load,
+    engine: str,
+    seconds: float,
+) -> float:
     """Bytes per second, reads and writes together.
 
     Args:
         program: fio.
-        path: Folder on the drive.
+        volume: A directory, or a device of which only what is ours is used.
         mode: What to do.
         load: Size and depth of requests, and how much of the drive.
         engine: Name of the engine it is compared with.
@@ -57,8 +76,23 @@ def run(program: str, path: str, *, mode: Mode, load: Load, engine: str, seconds
     Raises:
         StoreError: fio failed; says what it said.
     """
-    with tempfile.NamedTemporaryFile(dir=path, prefix=".memascend-fio-") as file:
-        line = command(program, file.name, mode=mode, load=load, engine=engine, seconds=seconds)
+    path = volume.path
+    load = dataclasses.replace(load, span_bytes=min(load.span_bytes, volume.capacity_bytes))
+    with contextlib.ExitStack() as stack:
+        file = path
+        if volume.descriptor < 0:
+            file = stack.enter_context(
+                tempfile.NamedTemporaryFile(dir=path, prefix=".memascend-fio-")
+            ).name
+        line = command(
+            program,
+            file,
+            mode=mode,
+            load=load,
+            engine=engine,
+            seconds=seconds,
+            offset=volume.start_bytes,
+        )
         try:
             done = subprocess.run(
                 line, capture_output=True, text=True, timeout=seconds + 300, check=False
