@@ -83,6 +83,8 @@ class Bench:
     def run(self, mode: Mode, seconds: float) -> list[float]:
         """Bytes per second of each volume, all of them busy at the same time.
 
+        Counted from when the queues are full, which takes at most `seconds` more.
+
         Raises:
             StoreError: A transfer failed.
         """
@@ -164,9 +166,10 @@ class _Lane:
 
     def run(self, mode: Mode, seconds: float) -> float:
         tickets: deque[_core.Ticket] = deque()
-        done_bytes, turn = 0, 0
+        done_bytes, done_count, turn = 0, 0, 0
         start = now = time.monotonic()
-        while now - start < seconds:
+        is_warm = False
+        while not is_warm or now - start < seconds:
             while len(tickets) < self._in_flight_max:
                 # Never twice the same place in flight, where transfers would follow each other.
                 writes = mode == "write" or (mode == "mixed" and turn % 2 == 0)
@@ -175,7 +178,11 @@ class _Lane:
             ticket = tickets.popleft()
             ticket.wait()
             done_bytes += ticket.nbytes
+            done_count += 1
             now = time.monotonic()
+            if not is_warm and (done_count >= self._in_flight_max or now - start >= seconds):
+                # The queue was empty at first: what came back until now says little.
+                is_warm, start, done_bytes = True, now, 0
         for ticket in tickets:  # not counted: the other volumes may have ended before
             ticket.wait()
         return done_bytes / (now - start)

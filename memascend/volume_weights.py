@@ -1,6 +1,6 @@
 """The weights of several volumes: stated by the user, or measured once and remembered.
 
-Measured means: a fraction of a second of mixed reads and writes on all volumes at the same time.
+Measured means: about a second of mixed reads and writes on all volumes at the same time.
 What was measured is kept in a small file of the user's, by what identifies the drives, their sizes,
 the kernel and the size and number of requests. The weights decide where bytes lie and nothing else:
 whatever the file says, results are the same, and ranks need not agree.
@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import stat
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 
 CACHE_FILE = "volume-weights.json"
 SYSFS = Path("/sys")
-#: Of the measured time, once for filling what is then read and once for measuring.
-PROBE_SECONDS = 0.3
+#: Most time for writing what is then read, and time of each of the measurements, of which the
+#: median counts: other programs may use a drive for a moment.
+PROBE_SECONDS = 0.2
+PROBE_COUNT = 3
 PROBE_SPAN_BYTES = 256 * MIB
 #: Drives this close are alike: a short measurement on a busy machine tells no smaller difference.
 ALIKE_RATIO = 1.25
@@ -52,7 +55,11 @@ def measured_weights(
         load: Of the training: request size, depth, engine.
         cache: Folder for the file; created (mode 0700) where missing.
     """
-    key = json.dumps([identity(volume.path) for volume in volumes] + [_context(load)])
+    identities = [identity(volume.path) for volume in volumes]
+    if len(set(identities)) == 1:
+        log.info("volumes: all count alike, for all are on one drive (%s)", identities[0])
+        return [1.0] * len(volumes)
+    key = json.dumps([*identities, _context(load)])
     with _locked(cache):
         known = _read(cache / CACHE_FILE)
         weights = _checked(known.get(key), len(volumes))
@@ -61,10 +68,11 @@ def measured_weights(
             return weights
         try:
             with Bench(volumes, load) as bench:
-                rates = bench.run("mixed", PROBE_SECONDS)
+                rounds = [bench.run("mixed", PROBE_SECONDS) for _ in range(PROBE_COUNT)]
         except (OSError, ValueError) as error:
             log.warning("volumes: not measured, all count alike: %s", error)
             return [1.0] * len(volumes)
+        rates = [statistics.median(of_volume) for of_volume in zip(*rounds, strict=True)]
         weights = weights_of(rates)
         log.info(
             "volumes: weights %s, measured now: %s mixed reads and writes, all at the same time",

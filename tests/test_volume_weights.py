@@ -46,7 +46,9 @@ def bench(monkeypatch):
 
 
 @pytest.fixture
-def volumes(tmp_path):
+def volumes(tmp_path, monkeypatch):
+    """Two directories that pass for two drives."""
+    monkeypatch.setattr(volume_weights, "identity", lambda path: path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     return [_core.VolumeOptions(str(tmp_path / name)) for name in ("a", "b")]
@@ -71,6 +73,20 @@ def test_what_was_measured_is_remembered_and_said(tmp_path, volumes, bench, capl
     assert (cache / CACHE_FILE).stat().st_mode & 0o777 == 0o600
     assert cache.stat().st_mode & 0o777 == 0o700
     assert {path.name for path in cache.iterdir()} == {CACHE_FILE, f"{CACHE_FILE}.lock"}
+
+
+def test_directories_on_one_drive_are_not_measured(tmp_path, volumes, bench, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="memascend")
+    monkeypatch.setattr(volume_weights, "identity", lambda path: "one drive")
+    assert measured_weights(volumes, load=LOAD, cache=tmp_path) == [1.0, 1.0]
+    assert bench.opened == 0
+    assert "all are on one drive" in caplog.text
+
+
+def test_a_moment_of_other_work_does_not_count(tmp_path, volumes, bench, monkeypatch):
+    rates = iter([[1e9, 3e9], [0.1e9, 3e9], [1e9, 3e9]])
+    monkeypatch.setattr(bench, "run", lambda self, mode, seconds: next(rates))
+    assert measured_weights(volumes, load=LOAD, cache=tmp_path) == [1.0, 3.0]
 
 
 def test_another_load_is_measured_anew(tmp_path, volumes, bench):
