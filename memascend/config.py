@@ -191,9 +191,14 @@ def local_rank() -> int:
 
 
 def cache_directory() -> Path:
-    """Where measurements of this machine are kept between runs."""
+    """Where measurements of this machine are kept between runs; may not exist, or be no folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "memascend"
+    if os.path.isabs(base):
+        return Path(base, "memascend")
+    try:
+        return Path.home() / ".cache" / "memascend"
+    except RuntimeError:  # a user without a home; a folder that others can write would not do
+        return Path(os.devnull, "memascend")
 
 
 def local_world_size() -> int:

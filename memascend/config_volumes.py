@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from memascend.units import parse_nbytes
 
 KEY = "memascend.volumes"
+VOLUME_COUNT_MAX = 64
 
 
 class VolumeConfig(BaseModel):
@@ -51,7 +52,7 @@ def accept_paths(value: object) -> object:
     """Makes an object of each path.
 
     Raises:
-        ValueError: Not a list with something in it.
+        ValueError: Not a list with something in it, or with too much.
     """
     if value is None:
         return value
@@ -59,6 +60,10 @@ def accept_paths(value: object) -> object:
         raise ValueError(
             f"{KEY}: {value!r} is not allowed. Allowed: a list of one or more directories, or of "
             'objects such as {"path": "/mnt/nvme1", "weight": 2}. Leave the key out for nvme_path'
+        )
+    if len(value) > VOLUME_COUNT_MAX:
+        raise ValueError(
+            f"{KEY}: {len(value)} volumes are not allowed. Allowed: at most {VOLUME_COUNT_MAX}"
         )
     return tuple({"path": item} if isinstance(item, str) else item for item in value)
 

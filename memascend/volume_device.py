@@ -244,14 +244,19 @@ def users_of(number: str, *, sysfs: Path, proc: Path) -> list[str]:
     folders = [folder, *sorted(path.parent for path in folder.glob("*/partition"))]
     numbers = {_line(part / "dev"): part.name for part in folders}
     numbers[number] = folder.name
+    names = {part.name for part in folders}
     users = []
     for line in _lines(proc / "self/mountinfo"):
-        words = line.split()
-        if len(words) > 4 and words[2] in numbers:
-            users.append(f"{numbers[words[2]]} is mounted on {_unescaped(words[4])}")
-    names = {part.name for part in folders}
+        mount, _, kind = line.partition(" - ")
+        words, source = mount.split(), kind.split()[1:2]
+        if len(words) < 5:
+            continue
+        # Some file systems (btrfs) have a device number of their own, but name their source.
+        name = numbers.get(words[2]) or _device_name(source[0] if source else "")
+        if name in names:
+            users.append(f"{name} is mounted on {_unescaped(words[4])}")
     for line in _lines(proc / "swaps")[1:]:
-        name = os.path.basename(os.path.realpath(_unescaped(line.split()[0])))
+        name = _device_name(line.split()[0])
         if name in names:
             users.append(f"{name} is used as swap")
     for part in folders:
@@ -328,6 +333,11 @@ def _how_to_format(path: str, found: list[str]) -> str:
             f"then memascend volume format {path}"
         )
     return f"memascend volume format {path} (destroys what is on it)"
+
+
+def _device_name(source: str) -> str:
+    """The kernel's name of a device that is named by a path, symbolic links resolved."""
+    return os.path.basename(os.path.realpath(_unescaped(source))) if source else ""
 
 
 def _unescaped(text: str) -> str:

@@ -114,10 +114,10 @@ def identity(path: str, sysfs: Path = SYSFS) -> str:
         return f"device {number}, {system.f_blocks * system.f_frsize} bytes"
     size = _text_of(block / "size")
     for folder in (block, block.resolve().parent):  # a partition's parent is its drive
-        for name in ("device/serial", "device/wwid", "wwid", "serial"):
+        for name in ("wwid", "device/wwid", "serial", "device/serial"):  # wwid: of a namespace
             serial = _text_of(folder / name)
             if serial:
-                return f"{name.rpartition('/')[2]} {serial}, {number}, {size} sectors"
+                return f"{os.path.basename(name)} {serial}, {size} sectors"
     return f"device {number}, {size} sectors"
 
 

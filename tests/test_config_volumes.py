@@ -45,6 +45,10 @@ def test_anything_but_a_list_of_some_is_refused(wrong):
     assert "Allowed: a list of one or more directories" in refusal(wrong)
 
 
+def test_too_many_volumes_are_refused():
+    assert "65 volumes are not allowed" in refusal([f"/{index}" for index in range(65)])
+
+
 def test_a_wrong_key_is_named_with_its_place_and_the_nearest_one():
     text = refusal(["/a", {"path": "/b", "wieght": 2}])
     assert "memascend.volumes[1].wieght: unknown key" in text

@@ -326,12 +326,16 @@ def test_users_are_found_by_number_partitions_included(tmp_path):
     (proc / "self/mountinfo").write_text(
         "22 1 254:0 / / rw - ext4 /dev/vda rw\n"
         "30 22 259:1 / /mnt/with\\040blank rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw\n"
+        "31 22 0:45 / /mnt/pool rw - btrfs /dev/nvme0n1p2 rw\n"
+        "32 22 0:46 / /proc rw - proc proc rw\n"
+        "damaged\n"
     )
     (proc / "swaps").write_text(
         "Filename Type Size Used Priority\n/dev/nvme0n1p1 partition 1 0 -2\n"
     )
     assert users_of("259:0", sysfs=sysfs, proc=proc) == [
         "nvme0n1p1 is mounted on /mnt/with blank",
+        "nvme0n1p2 is mounted on /mnt/pool",
         "nvme0n1p1 is used as swap",
         "nvme0n1p2 is part of dm-0",
     ]
