@@ -282,10 +282,11 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
     again = "" if args.no_checkpointing else ", and again by recomputing"
     notes = [
-        f"at least: drive time alone, at {args.drive_read:g} GB/s read and "
+        f"drive time alone, of all planned bytes, at {args.drive_read:g} GB/s read and "
         f"{args.drive_write:g} GB/s written (--drive-read, --drive-write), shared by all ranks",
         f"parameters are read forward and backward{again}, in each of "
-        f"{plan.request.gradient_accumulation_steps} micro-step(s)",
+        f"{plan.request.gradient_accumulation_steps} micro-step(s); memascend reads less "
+        "where a slot still holds them",
         "not counted: Python, torch, the device's context, activations, the page cache",
     ]
     if args.config is None:
