@@ -11,6 +11,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad.step": ("bc50202af56d3c60",),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam.step": ("69b73feaa1e770e2",),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion.step": ("baa4c821d83a6bad",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._zero3_consolidated_16bit_state_dict": (
+        "4ab14658f1d8426b",
+    ),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo": ("6ffc1e0eab0c90db",),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper": ("01a548a3190b0e27",),
     "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper.PartitionedOptimizerSwapper": (

@@ -84,6 +84,12 @@ def _replace_builder(original: Any) -> Any:
     return wrap_builder(original)
 
 
+def _replace_consolidate(original: Any) -> Any:
+    from memascend.deepspeed.export import wrap_consolidate
+
+    return wrap_consolidate(original)
+
+
 def _add_face(original: Any) -> Any:
     from memascend.deepspeed.activation import face_of
 
@@ -125,6 +131,13 @@ SEAMS: tuple[Seam, ...] = (
         "DeepSpeedEngine.memascend",
         "added: `engine.memascend.ledger()`",
         _add_face,
+    ),
+    Seam(
+        "consolidated weights",
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+        "the 16-bit model for saving is a file on the drive instead of host memory on rank 0",
+        _replace_consolidate,
     ),
     *(
         Seam(

@@ -65,6 +65,7 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
             facts["masters"] = master_digests(engine.module)
             facts["optimizer_class"] = qualified_name(engine.optimizer)
         facts["weights"] = weight_digests(engine.module)
+        facts["consolidated"] = consolidated_digests(engine)
         facts["placement"] = placement(engine.module)
         face = getattr(engine, "memascend", None)
         facts["ledger"] = face.ledger().as_dict() if face is not None else None
@@ -205,6 +206,14 @@ def weight_digests(module: nn.Module) -> dict[str, str]:
         with deepspeed.zero.GatheredParameters([parameter]):
             digests[name] = digest(parameter.data)
     return digests
+
+
+def consolidated_digests(engine: Any) -> list[tuple[str, str]] | None:
+    """What every way of saving the 16-bit model asks the engine for; of rank 0 alone."""
+    state_dict = engine._zero3_consolidated_16bit_state_dict()
+    if state_dict is None:
+        return None
+    return [(name, digest(tensor)) for name, tensor in state_dict.items()]
 
 
 def master_digests(module: nn.Module) -> dict[str, str]:
