@@ -120,3 +120,16 @@ def test_forgetting_waits_for_copies(bench: Bench) -> None:
     bench.stream.forget_all()
     assert copy.passed
     assert bench.pool.free_bytes == bench.pool.held_bytes
+
+
+def test_one_slot_that_is_copied_from_costs_no_other_its_contents(bench: Bench) -> None:
+    contents = put_all(bench, 4, LARGEST)
+    copies = {key: FakeEvent() for key in contents}
+    for key, content in contents.items():
+        use(bench, key, content, copies[key])
+    use(bench, "other", bench.put("other", torch.randn(LARGEST)))
+    assert [event.wait_count for event in copies.values()] == [1, 0, 0, 0]
+    before = len(bench.store.log())
+    for key in ("k1", "k2", "k3"):
+        use(bench, key, contents[key])
+    assert len(bench.store.log()) == before

@@ -139,6 +139,8 @@ class Attachment:
         """A folder for DeepSpeed's optimizer files; this run's own when our store has the data."""
         if self.runtime.store is None:
             return os.path.join(nvme_path, "zero_stage_3")
+        # As stock, which makes its folders where there are none; it need not be the store's.
+        os.makedirs(nvme_path, mode=0o700, exist_ok=True)
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
 
 

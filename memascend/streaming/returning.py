@@ -90,11 +90,20 @@ class ReturningSlots:
             self._copying.popleft()[1].release()
 
     def free_oldest(self) -> bool:
-        """Gives up the shard that was let go longest ago; False when none is kept."""
+        """Gives up the shard that was let go longest ago; False when none is kept.
+
+        A copy out of its slot is waited for: giving up others meanwhile would not be sooner, since
+        theirs were issued later.
+        """
         oldest = next(iter(self._kept), None)
-        if oldest is not None:
-            self._free(self._kept.pop(oldest))
-        return oldest is not None
+        if oldest is None:
+            return False
+        staged = self._kept.pop(oldest)
+        self._free(staged)
+        if staged.copied is not None:
+            while self._copying:
+                self._wait_copy()
+        return True
 
     def wait_for_one(self, nbytes: int | None) -> bool:
         """Waits for the oldest copy out of a slot of such a size; False when there is none.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,8 @@ class StagingSlots:
         self._writes: deque[_Write] = deque()  # oldest first
         self._reads: deque[tuple[Event, torch.Tensor]] = deque()  # copied out, oldest first
         self._write_error: Exception | None = None  # the first since wait_writes
+        #: Keys of which a write failed. Whoever writes one anew as a whole takes it out.
+        self.failed: set[str] = set()
 
     def _take_memory(self, slot_count: int) -> None:
         for _ in range(slot_count):
@@ -233,6 +235,15 @@ class StagingSlots:
         else:
             self._reads.append((event, self._slot_of(staged)))
 
+    @contextmanager
+    def given_back_on_error(self, staged: torch.Tensor) -> Iterator[None]:
+        """Inside, an error gives a taken slot back."""
+        try:
+            yield
+        except BaseException:
+            self.give_back(staged)
+            raise
+
     def read_chunk(
         self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int
     ) -> torch.Tensor:
@@ -315,6 +326,7 @@ class StagingSlots:
                 write.ticket.wait()
         except Exception as error:
             self._write_error = self._write_error or error
+            self.failed.add(write.key)
         # Not behind Ctrl-C: then the drive still reads the slot.
         self._writes.popleft()
         self._free.append(write.slot)
