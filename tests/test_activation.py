@@ -258,3 +258,17 @@ def test_a_model_from_several_contexts_is_refused() -> None:
         param.nvme_swapper = second  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"2 deepspeed\.zero\.Init contexts"):
         _refuse_several_contexts(model)
+
+
+def test_a_model_without_a_trainable_parameter_is_refused() -> None:
+    """DeepSpeed fails with "max() arg is an empty sequence"."""
+    from memascend.deepspeed.zero_optimizer import ZeroOptimizer, _refuse_nothing_to_train
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    model[0].weight.requires_grad_(False)
+    _refuse_nothing_to_train(model, optimizer)
+    model[0].bias.requires_grad_(False)
+    told = r"of the 2 tensors given to AdamW none .* of the model's 4 tensors 2 do.*fix: "
+    with pytest.raises(ConfigError, match=told):
+        ZeroOptimizer(model, optimizer, {}, None, WORKING)

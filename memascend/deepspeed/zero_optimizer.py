@@ -80,6 +80,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         self._attachment: Attachment | None = None
         self._planned_module = module
         _refuse_several_contexts(module)
+        _refuse_nothing_to_train(module, init_optimizer)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
     # -- wiring ----------------------------------------------------------------------------------
@@ -360,3 +361,19 @@ def _refuse_several_contexts(module: torch.nn.Module) -> None:
             "and DeepSpeed cannot swap parameters of several contexts together. Build the whole "
             "model in one, or outside of any and let deepspeed.initialize partition it"
         )
+
+
+def _refuse_nothing_to_train(module: torch.nn.Module, optimizer: Any) -> None:
+    """DeepSpeed takes the largest of all sub-groups, and fails obscurely where there are none."""
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.requires_grad for param in given):
+        return
+    of_model = [param.requires_grad for param in module.parameters()]
+    raise ConfigError(
+        f"there is nothing to train: of the {len(given)} tensors given to "
+        f"{type(optimizer).__name__} none requires a gradient, of the model's {len(of_model)} "
+        f"tensors {sum(of_model)} do. likely cause: all weights are frozen, or adapters were added "
+        "after the optimizer was made. fix: requires_grad_(True) on what is to be trained, before "
+        "deepspeed.initialize, and give it those parameters; to run without training, leave the "
+        "optimizer out"
+    )
