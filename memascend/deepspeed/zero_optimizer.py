@@ -116,7 +116,9 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         if self.offload_optimizer_fast_init:
             # Stock's shortcut needs a parameter buffer as large as a whole sub-group.
             self.offload_optimizer_fast_init = False
-            log.info("memascend: offload_optimizer.fast_init has no meaning here and is ignored")
+            _warn_ignored(
+                "offload_optimizer.fast_init", "no sub-group is loaded whole at the start"
+            )
 
     def _decide_parameters_in_cpu(self) -> None:
         """Keeps parameters in host memory only where the user says how many, and no limit binds.
@@ -130,7 +132,8 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         is_stated = "max_in_cpu" in offload
         if not is_stated or config.host_memory_limit is not None:
             if is_stated and self.max_params_in_cpu > 0:
-                log.info("memascend: offload_param.max_in_cpu is ignored under a limit")
+                limit = f"memascend.host_memory_limit={config.host_memory_limit!r}"
+                _warn_ignored("offload_param.max_in_cpu", f"{limit} decides what stays in memory")
             self.max_params_in_cpu = 0
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
@@ -350,6 +353,12 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
             store.trim()
         if self.attachment.runtime.arena is not None:
             self.attachment.runtime.arena.core.trim()
+
+
+def _warn_ignored(key: str, reason: str) -> None:
+    """Says once that a stated key has no effect, also where INFO is not shown yet or at all."""
+    if dist.get_rank() == 0:
+        log.warning("memascend: zero_optimization.%s is ignored: %s", key, reason)
 
 
 def _refuse_several_contexts(module: torch.nn.Module) -> None:
