@@ -185,6 +185,11 @@ class Runtime:
             self.store.revoke()
         if self.parameter_slots is not None:
             self.parameter_slots.resize(0, slot_bytes_max=0)
+        if self._staging is not None:
+            self._staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=0)
+        if self.arena is not None:
+            # Registered memory goes back in whole pieces only: before new blocks settle in them.
+            self.arena.core.trim()
         self.staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=plan.staging_slot_count)
         if self.parameter_slots is not None:
             self.parameter_slots.resize(
@@ -196,7 +201,10 @@ class Runtime:
         self.plan = plan
 
     def _within_arena(self, resident: dict[str, int]) -> dict[str, int]:
-        """Less where the arena must keep holes (registered memory): the tiles come after this."""
+        """Less where the arena must keep holes: the tiles come after this.
+
+        Holes are in registered pieces that are partly in use, and in explicit huge pages.
+        """
         if self.arena is None:
             return resident
         self.arena.core.trim()

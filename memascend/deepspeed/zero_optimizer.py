@@ -80,6 +80,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         self._attachment: Attachment | None = None
         self._planned_module = module
         _refuse_several_contexts(module)
+        _refuse_nothing_to_train(module, init_optimizer)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
     # -- wiring ----------------------------------------------------------------------------------
@@ -115,7 +116,9 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         if self.offload_optimizer_fast_init:
             # Stock's shortcut needs a parameter buffer as large as a whole sub-group.
             self.offload_optimizer_fast_init = False
-            log.info("memascend: offload_optimizer.fast_init has no meaning here and is ignored")
+            _warn_ignored(
+                "offload_optimizer.fast_init", "no sub-group is loaded whole at the start"
+            )
 
     def _decide_parameters_in_cpu(self) -> None:
         """Keeps parameters in host memory only where the user says how many, and no limit binds.
@@ -129,7 +132,8 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         is_stated = "max_in_cpu" in offload
         if not is_stated or config.host_memory_limit is not None:
             if is_stated and self.max_params_in_cpu > 0:
-                log.info("memascend: offload_param.max_in_cpu is ignored under a limit")
+                limit = f"memascend.host_memory_limit={config.host_memory_limit!r}"
+                _warn_ignored("offload_param.max_in_cpu", f"{limit} decides what stays in memory")
             self.max_params_in_cpu = 0
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
@@ -351,6 +355,12 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
             self.attachment.runtime.arena.core.trim()
 
 
+def _warn_ignored(key: str, reason: str) -> None:
+    """Says once that a stated key has no effect, also where INFO is not shown yet or at all."""
+    if dist.get_rank() == 0:
+        log.warning("memascend: zero_optimization.%s is ignored: %s", key, reason)
+
+
 def _refuse_several_contexts(module: torch.nn.Module) -> None:
     """DeepSpeed gives mixed lists of parameters to the swapper of the first one."""
     swappers = {id(swapper_of(param)) for param in module.parameters() if swapper_of(param)}
@@ -360,3 +370,19 @@ def _refuse_several_contexts(module: torch.nn.Module) -> None:
             "and DeepSpeed cannot swap parameters of several contexts together. Build the whole "
             "model in one, or outside of any and let deepspeed.initialize partition it"
         )
+
+
+def _refuse_nothing_to_train(module: torch.nn.Module, optimizer: Any) -> None:
+    """DeepSpeed takes the largest of all sub-groups, and fails obscurely where there are none."""
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.requires_grad for param in given):
+        return
+    of_model = [param.requires_grad for param in module.parameters()]
+    raise ConfigError(
+        f"there is nothing to train: of the {len(given)} tensors given to "
+        f"{type(optimizer).__name__} none requires a gradient, of the model's {len(of_model)} "
+        f"tensors {sum(of_model)} do. likely cause: all weights are frozen, or adapters were added "
+        "after the optimizer was made. fix: requires_grad_(True) on what is to be trained, before "
+        "deepspeed.initialize, and give it those parameters; to run without training, leave the "
+        "optimizer out"
+    )
