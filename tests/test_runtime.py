@@ -252,7 +252,8 @@ def test_adopting_a_plan_fits_registered_memory_to_the_byte(
     runtime = build(tmp_path, parameter_budget_bytes=1 << 20, limit_bytes=limit_bytes)
     runtime.io.write(key="param.0", source=torch.arange(3000)).wait()
     assert runtime.parameter_slots is not None
-    assert runtime.parameter_slots.acquire(100_000) is not None  # given back at once
+    for nbytes in (100_000, 4096, 200_000, 30_000):
+        assert runtime.parameter_slots.acquire(nbytes) is not None  # given back at once
     assert runtime.staging is not None
     runtime.adopt(plan)
     tiles = take_tiles(runtime, plan)
