@@ -60,3 +60,7 @@ class StoreFullError(StoreError):
 
 class EngineUnavailableError(MemAscendError, OSError):
     """The I/O engine asked for by name cannot run here."""
+
+
+class CheckpointError(MemAscendError, OSError):
+    """A checkpoint cannot be written, or is damaged, incomplete or of another model."""

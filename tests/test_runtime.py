@@ -24,7 +24,7 @@ from memascend.runtime import (
     stream_of,
 )
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import SubGroup
+from memascend.streaming.sub_groups import SubGroup
 
 SMALL: dict[str, Any] = {
     "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},

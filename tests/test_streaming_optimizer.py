@@ -14,7 +14,8 @@ from streaming_hosts import HostTensors, memory_store, staging_slots
 from memascend.errors import StoreError
 from memascend.nvme import MemoryFaults, TensorStore
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import Member, OptimizerStream
+from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.sub_groups import Member
 from memascend.streaming.tiles import Tiles, TileShape
 
 SIZES = {"0_3": 20_011, "4_4": 8192, "5_9": 3}

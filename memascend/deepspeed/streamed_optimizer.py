@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.optimizer_kinds import initial_state
-from memascend.streaming.optimizer import Member, OptimizerStream, State
+from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.sub_groups import Member, State
 
 
 class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from memascend.config import active_config
 from memascend.deepspeed import optimizer_checkpoint
 from memascend.deepspeed.activation import Attachment, attach
 from memascend.deepspeed.build import parameter_budget
+from memascend.deepspeed.checkpointed_optimizer import CheckpointedOptimizer
 from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.host_buffers import AbsentBuffers
 from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 TILE_BYTES = 32 << 20
 
 
-class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
+class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer):
     """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
 
     # Upstream's attributes that are assigned to below.
@@ -152,7 +153,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         if streams.gradients:
             self._spool = spool
         if streams.optimizer and spool is not None:
-            self._configure_streaming(offload_optimizer_config, spool, streams.gradients)
+            self._configure_streaming(spool, streams.gradients)
         else:
             self._configure_whole_sub_groups(offload_optimizer_config, aio_config)
 
@@ -170,9 +171,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
             swapper.adopt_budget(parameter_budget(runtime))
         attachment.log_plan()
 
-    def _configure_streaming(
-        self, offload_optimizer_config: Any, spool: GradientSpool, gradients_as_they_arrive: bool
-    ) -> None:
+    def _configure_streaming(self, spool: GradientSpool, gradients_as_they_arrive: bool) -> None:
         runtime = self.attachment.runtime
         master_dtype = self.master_weights_and_grads_dtype
         largest_numel = max(self.fp16_partitioned_groups_flat_numel)
@@ -203,12 +202,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         self._stream = OptimizerStream(
             store=runtime.ranges, tiles=tiles, slots=runtime.staging, spool=spool
         )
-        folder = self.attachment.staging_folder(str(offload_optimizer_config.nvme_path))
-        # Nothing is written there but checkpoints on their way; those make it anew.
-        shutil.rmtree(folder, ignore_errors=True)
-        self.optimizer_swapper = StreamedSwapper(
-            stream=self._stream, spool=spool, base_folder=folder, rank=dist.get_rank()
-        )
+        self.optimizer_swapper = StreamedSwapper(stream=self._stream, spool=spool)
 
     def _configure_whole_sub_groups(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         """DeepSpeed's own swapper, over our store and memory."""
@@ -303,22 +297,12 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def checkpoint_event_prologue(self) -> None:
-        """Upstream copies `swap_folder`; give it the store's optimizer tensors as files there."""
-        super().checkpoint_event_prologue()
-        if self.swap_optimizer and self.attachment.runtime.store is not None:
-            optimizer_checkpoint.export_files(self.optimizer_swapper, self.attachment.runtime.store)
-
-    def checkpoint_event_epilogue(self) -> None:
-        """Removes the files the prologue made."""
-        if self.swap_optimizer and self.attachment.runtime.store is not None:
-            optimizer_checkpoint.remove_files(self.optimizer_swapper)
-        super().checkpoint_event_epilogue()
+    def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
+        super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+        self._finish_writes()
 
     def reset_swap_buffers(self) -> None:
-        """Takes over the files that upstream copied from a checkpoint into `swap_folder`."""
-        if self.swap_optimizer and self.attachment.runtime.store is not None:
-            optimizer_checkpoint.import_files(self.optimizer_swapper, self.attachment.runtime.store)
+        """Gives the parameters the values of the master weights."""
         self._partition_all_parameters()
         super().reset_swap_buffers()
         self._finish_writes()

@@ -14,6 +14,7 @@ drive and never overwrites what is seen. The sum of squares is found while the b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -143,7 +144,7 @@ class GradientSpool:
         for begin, count in self._slots.chunks(gradient.numel(), gradient.element_size()):
             piece = gradient.narrow(0, begin, count)
             staged = self._start_chunk(shard, begin, piece, accumulate=accumulate)
-            with self._slots.given_back_on_error(staged):
+            with self._given_back_on_error(staged):
                 value = _fill(staged, piece, accumulate=accumulate)
                 if self._sum_of_squares is not None:
                     part = self._sum_of_squares(value)
@@ -312,6 +313,15 @@ class GradientSpool:
             offset_bytes=begin * shard.latest.dtype.itemsize,
         )
 
+    @contextmanager
+    def _given_back_on_error(self, staged: torch.Tensor) -> Iterator[None]:
+        """Inside, an error of whomever gives a taken slot back."""
+        try:
+            yield
+        except BaseException:
+            self._slots.give_back(staged)
+            raise
+
     def _see(self, shard: GradientShard, value: StoredGradient | None) -> None:
         old, shard.seen = shard.seen, value
         shard.factors.clear()
@@ -331,9 +341,9 @@ class GradientSpool:
                 dtype=seen.dtype,
                 offset_bytes=begin * seen.dtype.itemsize,
             )
-            with self._slots.given_back_on_error(raw):
+            with self._given_back_on_error(raw):
                 product = self._slots.take(count, dtype)
-                with self._slots.given_back_on_error(product):
+                with self._given_back_on_error(product):
                     product.copy_(raw)
                     for factor in factors:
                         product.mul_(factor)

@@ -13,59 +13,16 @@ that a sub-group counts as one parameter, as it does when it is stepped whole.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from memascend.streaming.gradients import Factor, GradientSpool
 from memascend.streaming.staging import StagingSlots
+from memascend.streaming.sub_groups import Member, State, SubGroup
 from memascend.streaming.tiles import Tile, Tiles
 from memascend.tensors import RangeIO
-
-#: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
-State = MutableMapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A parameter's shard in a sub-group, and where its value goes after the update.
-
-    Attributes:
-        offset: First element in the sub-group.
-        numel: Elements.
-        dtype: The parameter's own.
-        key: Its name in the store; None when it lives in memory.
-        tensor: The shard in memory, flat, on any device; None when it is in the store.
-    """
-
-    offset: int
-    numel: int
-    dtype: torch.dtype
-    key: str | None = None
-    tensor: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class SubGroup:
-    """What the optimizer takes for one parameter.
-
-    Attributes:
-        name: Unique; its keys hold it.
-        numel: Elements on this rank.
-        states: Dtype of each state in the store, in the optimizer's order.
-        fills: States that have not been written yet: every element has this value.
-    """
-
-    name: str
-    numel: int
-    states: dict[str, torch.dtype] = field(default_factory=dict)
-    fills: dict[str, float] = field(default_factory=dict)
-
-    def key(self, state: str | None = None) -> str:
-        """The store's name for the master weights, or for a state."""
-        return f"state.{self.name}.{state}" if state else f"master.{self.name}"
 
 
 class OptimizerStream:
@@ -104,7 +61,7 @@ class OptimizerStream:
             StoreFullError: The drive has no room for it.
         """
         group = SubGroup(name, numel)
-        self._store.reserve(key=group.key(), nbytes=numel * self._master_itemsize)
+        self._store.reserve(key=group.key(), nbytes=numel * self.master_dtype.itemsize)
         self._groups[name] = group
         for begin in self._begins(group):
             tile = self._tiles.take(name, begin, numel)
@@ -119,9 +76,14 @@ class OptimizerStream:
         """Whether there is such a sub-group."""
         return name in self._groups
 
-    def groups(self) -> Sequence[SubGroup]:
-        """All sub-groups, in the order of their creation."""
-        return tuple(self._groups.values())
+    def group(self, name: str) -> SubGroup:
+        """A sub-group."""
+        return self._groups[name]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of all master weights."""
+        return self._tiles.shape.master_dtype
 
     def has_states(self, name: str) -> bool:
         """Whether a sub-group has any state yet."""
@@ -241,6 +203,44 @@ class OptimizerStream:
         self._slots.write(key=group.key(state), source=value, offset_bytes=offset)
         self._slots.wait_writes()
 
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Writes out what so far is one value, and waits until everything is in the store."""
+        self.drain()
+        for group in self._groups.values():
+            for state in list(group.fills):
+                self._write_out(group, state)
+        self._slots.wait_writes()
+
+    def load(
+        self,
+        name: str,
+        *,
+        state: str | None,
+        dtype: torch.dtype,
+        source: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Replaces the master weights, or a state that may be new, as a whole.
+
+        Args:
+            name: The sub-group.
+            state: None for the master weights.
+            dtype: Of the state.
+            source: Fills a uint8 tensor with the bytes from an offset on.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        group = self._groups[name]
+        self.drain()
+        nbytes = group.numel * dtype.itemsize
+        self._store.reserve(key=group.key(state), nbytes=nbytes)
+        if state is not None:
+            group.states[state] = dtype
+            group.fills.pop(state, None)
+        self._slots.fill(key=group.key(state), nbytes=nbytes, source=source)
+
     def forget_states(self) -> None:
         """Drops every state; the optimizer begins anew."""
         self.drain()
@@ -258,10 +258,6 @@ class OptimizerStream:
         self._groups.clear()
 
     # -- the walk --------------------------------------------------------------------------------
-
-    @property
-    def _master_itemsize(self) -> int:
-        return self._tiles.shape.master_dtype.itemsize
 
     def _begins(self, group: SubGroup) -> range:
         return range(0, group.numel, self._tiles.shape.numel)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -235,15 +235,6 @@ class StagingSlots:
         else:
             self._reads.append((event, self._slot_of(staged)))
 
-    @contextmanager
-    def given_back_on_error(self, staged: torch.Tensor) -> Iterator[None]:
-        """Inside, an error gives a taken slot back."""
-        try:
-            yield
-        except BaseException:
-            self.give_back(staged)
-            raise
-
     def read_chunk(
         self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int
     ) -> torch.Tensor:
@@ -262,6 +253,58 @@ class StagingSlots:
             self.give_back(staged)
             raise
         return staged
+
+    def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
+        """The bytes of a key in order, as one slot after the other; each is lent until the next.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        ahead: deque[tuple[torch.Tensor, Ticket]] = deque()
+        rest = self.chunks(nbytes, 1)
+        try:
+            while True:
+                # One slot stays free: whoever consumes this may need one.
+                while len(ahead) < max(1, len(self._slots) - 1):
+                    begin, count = next(rest, (0, 0))
+                    if count == 0:
+                        break
+                    staged = self.take(count, torch.uint8)
+                    try:
+                        ahead.append((staged, self._read(key, staged, begin)))
+                    except BaseException:
+                        self.give_back(staged)
+                        raise
+                if not ahead:
+                    return
+                ahead[0][1].wait()
+                yield ahead[0][0]
+                self.give_back(ahead.popleft()[0])
+        finally:
+            for staged, ticket in ahead:  # an error is on its way up
+                _settle(ticket)
+                self.give_back(staged)
+
+    def fill(self, *, key: str, nbytes: int, source: Callable[[int, torch.Tensor], None]) -> None:
+        """Stores a key that has room, a slot at a time.
+
+        Args:
+            key: In the store.
+            nbytes: From its beginning on.
+            source: Fills a uint8 tensor with the bytes from an offset on.
+
+        Raises:
+            StoreError: A write failed.
+        """
+        for begin, count in self.chunks(nbytes, 1):
+            staged = self.take(count, torch.uint8)
+            try:
+                source(begin, staged)
+            except BaseException:
+                self.give_back(staged)
+                raise
+            self.submit(key, staged, begin)
+        self.wait_writes()
 
     # -- inner -----------------------------------------------------------------------------------
 

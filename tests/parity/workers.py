@@ -206,10 +206,13 @@ class Bench:
         nvme_path = self.new_nvme_path()
         config = deepspeed_json(case, backend, str(nvme_path))
         subject = case.oracle() if backend == "oracle" else case
+        if subject.resume_at:
+            folder = str(nvme_path / "checkpoints")
+            subject = dataclasses.replace(subject, checkpoint_folder=folder)
         facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s)
         shutil.rmtree(nvme_path, ignore_errors=True)
         if backend == "oracle":
-            self._oracles[subject] = facts
+            self._oracles[case.oracle()] = facts
         return facts
 
     def new_nvme_path(self) -> Path:
