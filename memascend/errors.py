@@ -58,6 +58,10 @@ class StoreFullError(StoreError):
     """The volume cannot hold what is to be reserved; raised before anything is written."""
 
 
+class TornStepError(MemAscendError, RuntimeError):
+    """An optimizer step ended half-way, so the values do not belong together any more."""
+
+
 class EngineUnavailableError(MemAscendError, OSError):
     """The I/O engine asked for by name cannot run here."""
 

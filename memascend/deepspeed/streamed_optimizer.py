@@ -171,6 +171,7 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self._stream.refresh(flat.ds_id, self._members(sub_group_id))
             self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         self._stream.drain()
+        self._stream.wholeness.mend()
 
     def _members(self, sub_group_id: int) -> list[Member]:
         """Where the parameters of a sub-group are."""

@@ -13,14 +13,21 @@ that a sub-group counts as one parameter, as it does when it is stepped whole.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from memascend.streaming.gradients import Factor, GradientSpool
 from memascend.streaming.staging import StagingSlots
-from memascend.streaming.sub_groups import Member, State, SubGroup
+from memascend.streaming.sub_groups import (
+    Member,
+    State,
+    SubGroup,
+    Wholeness,
+    clone,
+    is_state_tensor,
+    let_go,
+)
 from memascend.streaming.tiles import Tile, Tiles
 from memascend.tensors import RangeIO
 
@@ -46,6 +53,8 @@ class OptimizerStream:
         self._groups: dict[str, SubGroup] = {}
         self._coming: Iterator[tuple[SubGroup, int]] = iter(())
         self._reading: deque[Tile] = deque()
+        #: Whether all values belong to one step; `mend` it when all of them were replaced.
+        self.wholeness = Wholeness()
 
     # -- sub-groups ------------------------------------------------------------------------------
 
@@ -103,8 +112,13 @@ class OptimizerStream:
     # -- the step --------------------------------------------------------------------------------
 
     def begin(self, names: Sequence[str]) -> None:
-        """Starts a walk over sub-groups, which are then to be stepped in this order."""
+        """Starts a walk over sub-groups, which are then to be stepped in this order.
+
+        Raises:
+            TornStepError: The last walk ended half-way.
+        """
         self.drain()
+        self.wholeness.begin(len(names))
         groups = [self._groups[name] for name in names]
         self._coming = ((group, begin) for group in groups for begin in self._begins(group))
 
@@ -132,8 +146,27 @@ class OptimizerStream:
             StoreError: The drive failed.
         """
         group = self._groups[name]
+        try:
+            self._walk(group, parameter, state, update, factor, members)
+        finally:
+            let_go(parameter, state(), group)
+        group.fills.clear()
+        self._spool.note_factor(name, factor, parameter.dtype)
+        self.wholeness.note_stepped()
+
+    def _walk(
+        self,
+        group: SubGroup,
+        parameter: torch.Tensor,
+        state: Callable[[], State],
+        update: Callable[[], None],
+        factor: Factor,
+        members: Sequence[Member],
+    ) -> None:
+        """The tiles of one sub-group; arguments as in `step`."""
+        name = group.name
         makes_states = not group.states
-        scalars = _clone({k: v for k, v in state().items() if k not in group.states})
+        scalars = clone({k: v for k, v in state().items() if k not in group.states})
         for begin in self._begins(group):
             tile = self._next(group, begin)
             try:
@@ -145,17 +178,15 @@ class OptimizerStream:
                 values = state()
                 if makes_states:
                     values.clear()
-                values.update(_clone(scalars))
+                values.update(clone(scalars))
                 if not makes_states:
                     self._point_states(tile, group, values)
+                self.wholeness.note_change()
                 update()
                 self._collect_states(tile, group, state())
                 self._write_back(tile, group, members)
             finally:
                 self._tiles.retire(tile)
-        group.fills.clear()
-        _let_go(parameter, state(), group)
-        self._spool.note_factor(name, factor, parameter.dtype)
 
     def refresh(self, name: str, members: Sequence[Member]) -> None:
         """Gives every member the value of its master weights."""
@@ -206,7 +237,12 @@ class OptimizerStream:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Writes out what so far is one value, and waits until everything is in the store."""
+        """Writes out what so far is one value, and waits until everything is in the store.
+
+        Raises:
+            TornStepError: The last step ended half-way.
+        """
+        self.wholeness.check()
         self.drain()
         for group in self._groups.values():
             for state in list(group.fills):
@@ -234,6 +270,7 @@ class OptimizerStream:
         """
         group = self._groups[name]
         self.drain()
+        self.wholeness.note_change()
         nbytes = group.numel * dtype.itemsize
         self._store.reserve(key=group.key(state), nbytes=nbytes)
         if state is not None:
@@ -308,7 +345,7 @@ class OptimizerStream:
     def _collect_states(self, tile: Tile, group: SubGroup, values: State) -> None:
         """Finds states that the optimizer made or put elsewhere, and has them in the tile."""
         for name, value in values.items():
-            if not _is_elementwise(name, value, tile.numel):
+            if not is_state_tensor(name, value, tile.numel):
                 continue
             if name not in group.states:
                 nbytes = group.numel * value.element_size()
@@ -334,15 +371,17 @@ class OptimizerStream:
             if count <= 0:
                 continue
             source = tile.master.narrow(0, first - tile.begin, count)
-            if member.key is None:
-                if member.tensor is None:
-                    raise AssertionError(f"a member at {member.offset} lives nowhere")
-                member.tensor.narrow(0, first - member.offset, count).copy_(source)
-                continue
-            if member.dtype != source.dtype:
+            is_in_host = member.tensor is not None and member.tensor.device.type == "cpu"
+            if member.dtype != source.dtype and not is_in_host:
+                # A copy to a device that casts would make a host temporary of its own.
                 if tile.cast is None:
                     raise AssertionError(f"no room to cast {source.dtype} to {member.dtype}")
                 source = tile.cast.narrow(0, first - tile.begin, count).copy_(source)
+            if member.tensor is not None:
+                member.tensor.narrow(0, first - member.offset, count).copy_(source)
+                continue
+            if member.key is None:
+                raise AssertionError(f"a member at {member.offset} lives nowhere")
             offset_bytes = (first - member.offset) * source.element_size()
             self._tiles.write_part(tile, member.key, source, offset_bytes)
 
@@ -352,23 +391,3 @@ class OptimizerStream:
         for begin, count in self._slots.chunks(group.numel, dtype.itemsize):
             staged = self._slots.take(count, dtype).fill_(fill)
             self._slots.submit(group.key(state), staged, begin * dtype.itemsize)
-
-
-def _is_elementwise(name: str, value: object, numel: int) -> bool:
-    return isinstance(value, torch.Tensor) and name != "step" and value.shape == (numel,)
-
-
-def _clone(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in scalars.items()
-    }
-
-
-def _let_go(parameter: torch.Tensor, values: State, group: SubGroup) -> None:
-    """Takes the tile's memory away from a parameter and its states."""
-    parameter.grad = None
-    parameter.data = parameter.data.new_empty(0)
-    for name in group.states:
-        if isinstance(values.get(name), torch.Tensor):
-            values[name].data = values[name].data.new_empty(0)
