@@ -169,11 +169,16 @@ def _accounts(
         ds_config, world=args.world, is_checkpointing=not args.no_checkpointing
     )
     settings = StockSettings.from_deepspeed(ds_config)
+    limit_bytes = _limit(ds_config, args)
+    ours = request
+    if args.config is None or limit_bytes is not None:
+        # What the tutorials write for stock; under a limit it does not count.
+        ours = dataclasses.replace(request, max_in_cpu=0)
     return Accounts(
         shapes,
         stock(shapes, request=request, settings=settings),
         four_pieces(shapes, request=request, settings=settings),
-        derive(shapes, request=request, limit_bytes=_limit(ds_config, args)),
+        derive(shapes, request=ours, limit_bytes=limit_bytes),
     )
 
 
