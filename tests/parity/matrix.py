@@ -183,7 +183,7 @@ def resume_cases() -> list[Case]:
         replace(plain, saver="limit"),
         replace(plain, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES),
         replace(plain, saver="stock"),
-        replace(plain, saver="stock", sections=WHOLE, family="odd"),
+        replace(plain, saver="stock", sections=WHOLE),
         replace(plain, saver="cpu"),
         replace(plain, saver="cpu", sections=WHOLE, world=2),
         fp16,
