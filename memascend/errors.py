@@ -62,6 +62,10 @@ class TornStepError(MemAscendError, RuntimeError):
     """An optimizer step ended half-way, so the values do not belong together any more."""
 
 
+class WriteBudgetError(MemAscendError, RuntimeError):
+    """A run wrote more than the user allows; its checkpoint is complete."""
+
+
 class EngineUnavailableError(MemAscendError, OSError):
     """The I/O engine asked for by name cannot run here."""
 

@@ -15,7 +15,7 @@ import torch
 
 from memascend.allocator import HostAllocator, describe
 from memascend.budget import BudgetSlots
-from memascend.config import MemAscendConfig
+from memascend.config import MemAscendConfig, local_world_size
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.ledger import Ledger, LedgerRow, resident_memory
 from memascend.numa import preferred_node
@@ -28,6 +28,7 @@ from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
 from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.units import format_nbytes
+from memascend.wear import Wear, WearMeter
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,11 @@ class Runtime:
             )
         self._pool = self.parameter_slots or substitutes.pool or _make_pool(self.arena)
         self.overflow_check = _make_overflow_check(config)
+        self.wear = WearMeter(
+            endurance_bytes=config.wear.endurance,
+            budget_bytes=config.wear.write_budget,
+            ranks=local_world_size(),
+        )
 
     @property
     def io(self) -> TensorIO:
@@ -242,7 +248,20 @@ class Runtime:
             resident_bytes=resident_bytes,
             resident_bytes_peak=resident_bytes_peak,
             drive=self.store.stats() if self.store is not None else {},
+            wear=self.read_wear(),
         )
+
+    def read_wear(self) -> Wear | None:
+        """What has been written to the drives so far; None without a store."""
+        return self.wear.read(self._written_bytes) if self.store is not None else None
+
+    def note_step(self) -> Wear | None:
+        """Counts an optimizer step; the account, once, when the write budget is first exceeded."""
+        return self.wear.note_step(self._written_bytes) if self.store is not None else None
+
+    @property
+    def _written_bytes(self) -> int:
+        return 0 if self.store is None else int(self.store.stats()["bytes_written"])
 
     def describe(self) -> str:
         """One line for the log: what was really obtained."""

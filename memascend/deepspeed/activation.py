@@ -115,6 +115,22 @@ class Attachment:
         if plan is not None and dist.get_rank() == 0:
             log.info("memascend: host memory of this rank:\n%s", describe_plan(plan))
 
+    def note_step(self) -> None:
+        """Counts an optimizer step, and says on rank 0 when the write budget is first exceeded."""
+        wear = self.runtime.note_step()
+        if wear is not None and self._rank == 0:
+            stops = self.runtime.config.wear.over_budget == "stop"
+            after = "Training stops after the next checkpoint" if stops else "Training goes on"
+            log.warning(
+                "memascend: over memascend.wear.write_budget: %s. %s", wear.describe(), after
+            )
+
+    def is_to_stop(self) -> bool:
+        """Whether more was written than allowed, and the user wants to stop then."""
+        wear = self.runtime.read_wear()
+        stops = self.runtime.config.wear.over_budget == "stop"
+        return stops and wear is not None and wear.is_over_budget
+
     def finish(self) -> None:
         """Prints and writes what was measured, on rank 0, once."""
         if self._is_finished or self._rank != 0:

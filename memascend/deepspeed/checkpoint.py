@@ -31,7 +31,7 @@ from memascend.deepspeed.checkpoint_source import (
 from memascend.deepspeed.checkpoint_writer import write_rank
 from memascend.deepspeed.progress import ByteProgress
 from memascend.deepspeed.zero_optimizer import ZeroOptimizer
-from memascend.errors import CheckpointError, ConfigError
+from memascend.errors import CheckpointError, ConfigError, WriteBudgetError
 from memascend.manifest import manifest_name
 from memascend.saving_folder import SavingFolder, clean, write_latest
 
@@ -182,7 +182,21 @@ def _save(
         _together(engine, lambda: write_latest(save_dir, tag) if is_first else None)
     if leads:
         log.info("memascend: checkpoint %s is complete", folder.target)
+    _stop_over_budget(engine, optimizer, folder)
     return True
+
+
+def _stop_over_budget(engine: Any, optimizer: ZeroOptimizer, folder: SavingFolder) -> None:
+    """On every rank alike, after a checkpoint that makes it harmless."""
+    attachment = optimizer.attachment
+    stops = torch.tensor([attachment.is_to_stop()], dtype=torch.int32, device=engine.device)
+    dist.all_reduce(stops, op=dist.ReduceOp.MAX)
+    wear = attachment.runtime.read_wear()
+    if stops.item() and wear is not None:
+        raise WriteBudgetError(
+            f"stopped by memascend.wear.write_budget: {wear.describe()}. The checkpoint "
+            f"{folder.target} is complete. Raise the budget, or take it out, and resume from there"
+        )
 
 
 def _refuse(engine: Any) -> None:

@@ -288,6 +288,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
 
     def _post_step(self, timer_names: Any) -> None:
         self._finish_writes()
+        self.attachment.note_step()
         super()._post_step(timer_names)
 
     def _finish_writes(self) -> None:
