@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -93,7 +93,7 @@ class SummedFile:
 
 def drop_cache(descriptor: int) -> None:
     """Asks the kernel to forget the cached pages of a file; those not yet written stay."""
-    if hasattr(os, "posix_fadvise"):
+    with suppress(OSError):  # a hint, which not every file system takes
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
