@@ -110,6 +110,11 @@ TURN_OFF = r'turn memascend off with "memascend": \{"enabled": false\}'
             r"Remove zero_optimization\.offload_optimizer\.super_offload",
         ),
         (changed("aio.use_gds", True), r"aio\.use_gds", r"Remove aio\.use_gds"),
+        (
+            changed("checkpoint.writer.decoupled", True),
+            r"checkpoint\.writer\.decoupled",
+            r"Remove checkpoint\.writer\.decoupled",
+        ),
         (changed("compile.deepcompile", True), r"compile\.deepcompile", TURN_OFF),
     ],
 )

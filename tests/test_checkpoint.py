@@ -173,6 +173,14 @@ def test_stock_loads_our_weights_and_we_go_on_with_all_of_stocks(backends: Backe
     assert "saved without memascend" in by_us
 
 
+def test_the_weights_alone_can_be_loaded(backends: Backends) -> None:
+    ours, saved, _, _ = backends(1)
+    loaded = ours.run("weights")
+    assert masters(loaded, "loaded") == masters(saved, "saved")
+    assert losses(loaded)[0] == losses(saved)[2]
+    assert losses(loaded)[1] != losses(saved)[3]
+
+
 def test_a_tag_is_saved_again_and_again(backends: Backends, tmp_path: Path) -> None:
     ours, saved, _, _ = backends(1)
     checkpoint = tmp_path / "checkpoint"

@@ -79,6 +79,8 @@ def check_config(ds_config: Mapping[str, Any]) -> None:
             offload_optimizer.get("super_offload")
         ),
         "aio.use_gds": bool(_section(ds_config, "aio").get("use_gds")),
+        "checkpoint.writer.decoupled": "offload_optimizer" in on_drive
+        and bool(_section(_section(ds_config, "checkpoint"), "writer").get("decoupled")),
         "compile.deepcompile": bool(_section(ds_config, "compile").get("deepcompile")),
     }
     for key, is_set in refused.items():

@@ -105,6 +105,9 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if tag is None or optimizer is None:
             return load(tag, load_optimizer_states)
         with_states = load_optimizer_states and not load_module_only
+        if with_states and optimizer.use_muon:
+            log.warning("memascend: Muon's optimizer state starts anew, as in stock DeepSpeed")
+            with_states = False
         with (
             _opened(self, optimizer, str(load_dir), str(tag)) as source,
             optimizer.checkpointing(source, with_states=with_states),

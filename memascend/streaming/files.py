@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ import torch
 from memascend.errors import CheckpointError
 from memascend.streaming.staging import StagingSlots
 
-#: So many bytes may be in the page cache on their way to the drive.
+#: About so many bytes of a file may be in the page cache, on their way to the drive or from it.
 FLUSH_BYTES = 64 << 20
 
 #: Told how many bytes have been moved since it was last called.
@@ -93,7 +93,7 @@ class SummedFile:
 
 def drop_cache(descriptor: int) -> None:
     """Asks the kernel to forget the cached pages of a file; those not yet written stay."""
-    if hasattr(os, "posix_fadvise"):
+    with suppress(OSError):  # a hint, which not every file system takes
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -144,6 +144,8 @@ def sum_file(path: Path, slots: StagingSlots, advance: Advance) -> FileSum:
                 crc32 = zlib.crc32(view[:count], crc32)
                 nbytes += count
                 advance(count)
+                if nbytes % FLUSH_BYTES < count:
+                    drop_cache(file.fileno())
             drop_cache(file.fileno())
     finally:
         slots.give_back(staged)
@@ -169,6 +171,8 @@ class FileReader:
                 target[filled:].zero_()
                 return
             filled += count
+        if (begin_bytes + filled) % FLUSH_BYTES < filled:
+            drop_cache(self._file.fileno())
 
     def close(self) -> None:
         """Closes it, and lets its pages go."""

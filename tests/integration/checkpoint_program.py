@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("drive", type=Path)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("action", choices=["save", "killed", "load", "refused"])
+    parser.add_argument("action", choices=["save", "killed", "load", "weights", "refused"])
     parser.add_argument("--meet", type=Path, help="save when two runs are in this folder")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -129,7 +129,10 @@ def main() -> None:
         print_masters(engine, "after")
     else:
         print_drive(arguments.drive, "before")
-        path, _ = engine.load_checkpoint(str(arguments.checkpoint), tag="here")
+        has_states = arguments.action == "load"
+        path, _ = engine.load_checkpoint(
+            str(arguments.checkpoint), tag="here", load_optimizer_states=has_states
+        )
         assert path is not None
         print_masters(engine, "loaded")
     print_drive(arguments.drive, "after")

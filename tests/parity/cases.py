@@ -30,7 +30,7 @@ WHOLE = tuple(name for name in SECTIONS if not name.startswith("streaming."))
 # By name: a backend and what differs in its case.
 SAVERS: dict[str, tuple[Backend, dict[str, Any]]] = {
     "same": ("memascend", {}),
-    "whole": ("memascend", {"sections": WHOLE}),
+    "whole": ("memascend", {"sections": WHOLE, "limit_bytes": 0}),
     "streamed": ("memascend", {"sections": SECTIONS}),
     "other tiles": ("memascend", {"tile_bytes": 300_000}),
     "limit": ("memascend", {"limit_bytes": 300 << 20}),

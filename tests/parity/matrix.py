@@ -182,6 +182,7 @@ def resume_cases() -> list[Case]:
         replace(plain, saver="other tiles", accumulation=2),
         replace(plain, saver="limit"),
         replace(plain, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES),
+        replace(plain, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES, saver="whole"),
         replace(plain, saver="stock"),
         replace(plain, saver="stock", sections=WHOLE),
         replace(plain, saver="cpu"),
