@@ -1,4 +1,4 @@
-# Every target prepares what it needs first: on a fresh Debian or Ubuntu machine with Python 3.11,
+# Every target prepares what it needs first: on a fresh Debian or Ubuntu machine with Python 3.10+,
 # `make demo` or `make test` is the only command to type. Prepared once, the preparation is quick.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -4,6 +4,9 @@ Three training runs of the same model are alive side by side and take turns, one
 DeepSpeed's documentation configures it, stock pipelined with the buffers that takes, and memascend
 with an empty block. What is read and written is what the kernel counts for the process; all of them
 bypass the page cache. Ratios are to stock, within a round.
+
+In every round the drive is also timed with what memascend's optimizer step moves and nothing else
+(`transfers.py`): no step that moves these bytes can take less.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import harness
 from trainee import Model, Trainee, deepspeed_config, model_of
+from transfers import ELEMENT_BYTES, READ, WRITTEN, Transfers
 
 QUESTION = "Step: time and traffic of whole steps against stock"
 # parameters: rounds
@@ -28,6 +32,7 @@ CASES = {
 WARMUPS = 2
 TOKENS = 64
 STOCK, PIPELINED, OURS = "stock", "stock pipelined", "memascend"
+DRIVE = "the drive alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +80,19 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
         model = model_of(numel)
         steps = take_steps(model, directory, rounds)
         case = f"{round(model.numel / 1e6)}M"
-        losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
+        losses = {
+            tuple(step["loss"] for step in taken) for name, taken in steps.items() if name != DRIVE
+        }
         for name, taken in steps.items():
-            contender = CONTENDERS[name]
-            config = {
-                **training_config(model, contender.optimizer, directory),
-                "rounds": rounds,
-                "tokens": TOKENS,
-                "losses_equal": len(losses) == 1,
-            }
+            config: dict[str, Any] = {"rounds": rounds}
+            if name == DRIVE:
+                config |= {"element_bytes": ELEMENT_BYTES}
+            else:
+                config |= {
+                    **training_config(model, CONTENDERS[name].optimizer, directory),
+                    "tokens": TOKENS,
+                    "losses_equal": len(losses) == 1,
+                }
             yield harness.Row(
                 "step", case, name, figures(taken, steps[STOCK], model), config, circumstances
             )
@@ -91,7 +100,7 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
 
 def take_steps(model: Model, directory: Path, rounds: int) -> dict[str, list[dict[str, Any]]]:
     """The figures of each contender's steps but the first ones; they start in rotating order."""
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (*CONTENDERS, DRIVE)}
     with ExitStack() as stack:
         runs = [
             stack.enter_context(
@@ -106,13 +115,28 @@ def take_steps(model: Model, directory: Path, rounds: int) -> dict[str, list[dic
             )
             for name, contender in CONTENDERS.items()
         ]
+        transfers = stack.enter_context(Transfers(model.numel, directory))
         for index in range(WARMUPS + rounds):
             first = index % len(runs)
             for one in (*runs[first:], *runs[:first]):
                 step = one.step()
                 if index >= WARMUPS:
                     taken[one.name].append(step)
+            part = move(transfers, model)
+            if index >= WARMUPS:
+                taken[DRIVE].append({"optimizer": part})
     return taken
+
+
+def move(transfers: Transfers, model: Model) -> dict[str, float]:
+    """The figures of the optimizer step's transfers alone."""
+    sample = harness.measure(transfers.run)
+    return {
+        "wall_s": sample.wall_s,
+        "cpu_s": sample.cpu_s,
+        "read_bytes": model.numel * sum(READ.values()),
+        "written_bytes": model.numel * sum(WRITTEN.values()),
+    }
 
 
 def figures(
@@ -120,7 +144,7 @@ def figures(
 ) -> dict[str, Any]:
     """Spreads of one contender's steps, and of their ratios to stock's, round by round."""
     found: dict[str, Any] = {}
-    for part in ("training", "optimizer"):
+    for part in [part for part in ("training", "optimizer") if part in ours[0]]:
         nbytes = [moved_bytes(step[part]) for step in ours]
         found[f"{part}_bytes_per_parameter"] = harness.spread(nbytes).p50 / model.numel
         found[f"{part}_bytes_ratio"] = harness.spread(nbytes).p50 / (
@@ -157,6 +181,7 @@ def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
             },
         )
         for row in rows
+        if any(name.startswith(prefix) for name in row.figures)
     ]
 
 

@@ -78,20 +78,14 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def runtime_of(engine: Any) -> Any:
-    """What memascend wired for this model, or None in a stock run."""
-    attachment = getattr(engine.optimizer, "attachment", None)
-    return None if attachment is None else attachment.runtime
-
-
 def components(engine: Any) -> dict[str, int] | None:
     """Peak bytes of memascend's host memory by component; None in a stock run."""
-    runtime = runtime_of(engine)
-    if runtime is None:
+    attachment = getattr(engine, "memascend", None)
+    if attachment is None:
         return None
-    parts = runtime.arena.core.components()
-    found = {name: part.peak_bytes for name, part in sorted(parts.items())}
-    return found | {"all, held": runtime.arena.core.stats().peak_reserved_bytes}
+    ledger = attachment.ledger()
+    found = {row.component: row.peak_bytes for row in ledger.rows if row.peak_bytes}
+    return dict(sorted(found.items())) | {"all, held": ledger.held_bytes_peak}
 
 
 def step(engine: Any, ids: torch.Tensor, high_water: HighWater, device: DeviceBytes | None) -> None:

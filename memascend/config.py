@@ -131,6 +131,23 @@ class StreamingConfig(_Section):
     parameters: ParameterStreamConfig = ParameterStreamConfig()
 
 
+class WearConfig(_Section):
+    """What may be written to the drives, by all ranks of this machine together."""
+
+    endurance: int | None = Field(
+        None, ge=1, description="bytes they may still be written; the report then says what is left"
+    )
+    write_budget: int | None = Field(None, ge=1, description="bytes this run may write")
+    over_budget: Literal["warn", "stop"] = Field(
+        "warn", description="stop: once the next checkpoint is complete"
+    )
+
+    @field_validator("endurance", "write_budget", mode="before")
+    @classmethod
+    def _accept_units(cls, value: object) -> object:
+        return parse_nbytes(value) if isinstance(value, str) else value
+
+
 class MemAscendConfig(_Section):
     """The whole block. `{}` turns everything on."""
 
@@ -151,6 +168,7 @@ class MemAscendConfig(_Section):
     )
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
     streaming: StreamingConfig = StreamingConfig()
+    wear: WearConfig = WearConfig()
 
     @field_validator("host_memory_limit")
     @classmethod

@@ -58,5 +58,17 @@ class StoreFullError(StoreError):
     """The volume cannot hold what is to be reserved; raised before anything is written."""
 
 
+class TornStepError(MemAscendError, RuntimeError):
+    """An optimizer step ended half-way, so the values do not belong together any more."""
+
+
+class WriteBudgetError(MemAscendError, RuntimeError):
+    """A run wrote more than the user allows; its checkpoint is complete."""
+
+
 class EngineUnavailableError(MemAscendError, OSError):
     """The I/O engine asked for by name cannot run here."""
+
+
+class CheckpointError(MemAscendError, OSError):
+    """A checkpoint cannot be written, or is damaged, incomplete or of another model."""

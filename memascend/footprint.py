@@ -61,10 +61,11 @@ class Footprint:
         return sum(self.drive.values())
 
     def step_seconds(self, *, read_gb_s: float, write_gb_s: float, ranks: int = 1) -> float:
-        """Seconds of one optimizer step that no run can be below: computing costs nothing.
+        """Seconds of one optimizer step whose computing costs nothing.
 
-        Reads and writes are taken to overlap fully, but the passes and the optimizer do not: the
-        optimizer starts when the last gradient is there.
+        All planned bytes are moved; parameters that still lie in a slot make it less. Reads and
+        writes are taken to overlap fully, but the passes and the optimizer do not: the optimizer
+        starts when the last gradient is there.
 
         Args:
             read_gb_s: What the drive reads, in 10^9 bytes per second.

@@ -14,6 +14,7 @@ from typing import Any
 
 from memascend.plan import Plan
 from memascend.units import format_nbytes
+from memascend.wear import Wear
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Ledger:
         resident_bytes: The process's resident memory now.
         resident_bytes_peak: The most it ever was.
         drive: Counters of the store; empty without one.
+        wear: What was written by all ranks here; None without a store.
     """
 
     rows: Sequence[LedgerRow]
@@ -47,6 +49,7 @@ class Ledger:
     resident_bytes: int
     resident_bytes_peak: int
     drive: Mapping[str, int | float]
+    wear: Wear | None = None
 
     @property
     def planned_bytes(self) -> int:
@@ -103,13 +106,16 @@ class Ledger:
             ),
         ]
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        return "\n".join(
+        table = [
             f"  {line[0]:<{widths[0]}}"
             + "".join(
                 f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True)
             )
             for line in lines
-        )
+        ]
+        if self.wear is not None:
+            table.append(f"  {self.wear.describe()}")
+        return "\n".join(table)
 
 
 def describe_plan(plan: Plan) -> str:

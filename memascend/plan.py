@@ -18,6 +18,7 @@ from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
 from memascend.plan_knobs import (
     BOUNCE_BYTES,
     CACHE,
+    IN_CPU,
     SLOTS,
     Knobs,
     LimitTooSmallError,
@@ -97,14 +98,18 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
             f"offload_optimizer.device={request.optimizer_device!r}. Set one of them, or both, to "
             '"nvme"'
         )
-    knobs = choose_knobs(shapes, request, limit_bytes)
+    in_cpu_bytes = _in_cpu_bytes(shapes, request)
+    rest_bytes = None if limit_bytes is None else max(0, limit_bytes - in_cpu_bytes)
+    knobs = choose_knobs(shapes, request, rest_bytes)
     host = knobs.host(request)
     totals = _stream_bytes(shapes, request)
     resident: dict[str, int] = {}
     # Where something had to shrink, what is left over is less than a step of a knob.
-    if limit_bytes is not None and knobs == choose_knobs(shapes, request, None):
-        resident = _resident(totals, request, page_down(limit_bytes - sum(host.values())))
+    if rest_bytes is not None and knobs == choose_knobs(shapes, request, None):
+        resident = _resident(totals, request, page_down(rest_bytes - sum(host.values())))
     host[CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
+    if in_cpu_bytes:
+        host[IN_CPU] = in_cpu_bytes
     return Plan(
         model=shapes.name,
         request=request,
@@ -123,6 +128,14 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         host=host,
         **_traffic(shapes, request, totals, resident),
     )
+
+
+def _in_cpu_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
+    """DeepSpeed's buffer of parameters that stay in host memory, as large as the user says."""
+    if request.parameters_device != "nvme" or request.optimizer_device != "nvme":
+        return 0
+    learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
+    return min(request.max_in_cpu, learning) * request.param_itemsize
 
 
 def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:

@@ -34,6 +34,7 @@ REPEATED_COUNT_MIN = 3
 
 BOUNCE, STAGING, TILES = "bounce buffers", "staging slots", "optimizer tiles"
 SCRATCH, SLOTS, CACHE = "optimizer scratch", "parameter slots", "resident cache"
+IN_CPU = "parameters in cpu"
 
 
 class LimitTooSmallError(ConfigError):

@@ -97,6 +97,7 @@ class PlanRequest:
         is_checkpointing: Whether backward recomputes the forward pass, and reads parameters again.
         tile_bytes: fp32 weights of one tile, when the user fixed them.
         prefetch_bytes: Parameters read ahead, when the user fixed them.
+        max_in_cpu: Trainable elements that stay in host memory because the JSON says so.
         largest_sub_group_numel: Elements of one rank's part of it, where they are known for sure;
             None: derived from the shapes.
     """
@@ -115,6 +116,7 @@ class PlanRequest:
     is_checkpointing: bool = True
     tile_bytes: int | None = None
     prefetch_bytes: int | None = None
+    max_in_cpu: int = 0
     largest_sub_group_numel: int | None = None
 
     def __post_init__(self) -> None:
@@ -181,6 +183,10 @@ class PlanRequest:
         name = str(value(optimizer, "type", OPTIMIZER))
         block = parse_block(find_block(ds_config) or {})
         precision = _precision(ds_config)
+        parameters = section(zero, "offload_param")
+        parameters_device = str(value(parameters, "device", "none"))
+        # Under a limit the plan decides; DeepSpeed's own default does not count.
+        counts = parameters_device == "nvme" and block.host_memory_limit is None
         accumulation = value(section(ds_config, "data_types"), "grad_accum_dtype", precision)
         return cls(
             world=world,
@@ -191,7 +197,8 @@ class PlanRequest:
             state_count=state_count_of(name, section(optimizer, "params")),
             sub_group_size=whole(zero, "sub_group_size", SUB_GROUP_SIZE),
             has_decay_groups=has_decay_groups,
-            parameters_device=str(value(section(zero, "offload_param"), "device", "none")),
+            parameters_device=parameters_device,
+            max_in_cpu=whole(parameters, "max_in_cpu", 0) if counts else 0,
             optimizer_device=str(value(section(zero, "offload_optimizer"), "device", "none")),
             is_checkpointing=is_checkpointing,
             tile_bytes=block.streaming.optimizer.tile_bytes,

@@ -16,7 +16,7 @@ import torch
 
 from memascend.allocator import HostAllocator, describe
 from memascend.budget import BudgetSlots
-from memascend.config import MemAscendConfig
+from memascend.config import MemAscendConfig, local_world_size
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.ledger import Ledger, LedgerRow, resident_memory
 from memascend.numa import preferred_node
@@ -30,6 +30,7 @@ from memascend.streaming.staging import StagingSlots
 from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.units import format_nbytes
 from memascend.volumes import prepared, volume_paths
+from memascend.wear import Wear, WearMeter
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,11 @@ class Runtime:
             )
         self._pool = self.parameter_slots or substitutes.pool or _make_pool(self.arena)
         self.overflow_check = _make_overflow_check(config)
+        self.wear = WearMeter(
+            endurance_bytes=config.wear.endurance,
+            budget_bytes=config.wear.write_budget,
+            ranks=local_world_size(),
+        )
 
     @property
     def io(self) -> TensorIO:
@@ -187,6 +193,11 @@ class Runtime:
             self.store.revoke()
         if self.parameter_slots is not None:
             self.parameter_slots.resize(0, slot_bytes_max=0)
+        if self._staging is not None:
+            self._staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=0)
+        if self.arena is not None:
+            # Registered memory goes back in whole pieces only: before new blocks settle in them.
+            self.arena.core.trim()
         self.staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=plan.staging_slot_count)
         if self.parameter_slots is not None:
             self.parameter_slots.resize(
@@ -198,7 +209,10 @@ class Runtime:
         self.plan = plan
 
     def _within_arena(self, resident: dict[str, int]) -> dict[str, int]:
-        """Less where the arena must keep holes (registered memory): the tiles come after this."""
+        """Less where the arena must keep holes: the tiles come after this.
+
+        Holes are in registered pieces that are partly in use, and in explicit huge pages.
+        """
         if self.arena is None:
             return resident
         self.arena.core.trim()
@@ -236,7 +250,20 @@ class Runtime:
             resident_bytes=resident_bytes,
             resident_bytes_peak=resident_bytes_peak,
             drive=self.store.stats() if self.store is not None else {},
+            wear=self.read_wear(),
         )
+
+    def read_wear(self) -> Wear | None:
+        """What has been written to the drives so far; None without a store."""
+        return self.wear.read(self._written_bytes) if self.store is not None else None
+
+    def note_step(self) -> Wear | None:
+        """Counts an optimizer step; the account, once, when the write budget is first exceeded."""
+        return self.wear.note_step(self._written_bytes) if self.store is not None else None
+
+    @property
+    def _written_bytes(self) -> int:
+        return 0 if self.store is None else int(self.store.stats()["bytes_written"])
 
     def describe(self) -> str:
         """One line for the log: what was really obtained."""

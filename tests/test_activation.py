@@ -110,6 +110,11 @@ TURN_OFF = r'turn memascend off with "memascend": \{"enabled": false\}'
             r"Remove zero_optimization\.offload_optimizer\.super_offload",
         ),
         (changed("aio.use_gds", True), r"aio\.use_gds", r"Remove aio\.use_gds"),
+        (
+            changed("checkpoint.writer.decoupled", True),
+            r"checkpoint\.writer\.decoupled",
+            r"Remove checkpoint\.writer\.decoupled",
+        ),
         (changed("compile.deepcompile", True), r"compile\.deepcompile", TURN_OFF),
     ],
 )
@@ -258,3 +263,54 @@ def test_a_model_from_several_contexts_is_refused() -> None:
         param.nvme_swapper = second  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"2 deepspeed\.zero\.Init contexts"):
         _refuse_several_contexts(model)
+
+
+def test_a_model_without_a_trainable_parameter_is_refused() -> None:
+    """DeepSpeed fails with "max() arg is an empty sequence"."""
+    from memascend.deepspeed.zero_optimizer import ZeroOptimizer, _refuse_nothing_to_train
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    model[0].weight.requires_grad_(False)
+    _refuse_nothing_to_train(model, optimizer)
+    model[0].bias.requires_grad_(False)
+    told = r"of the 2 tensors given to AdamW none .* of the model's 4 tensors 2 do.*fix: "
+    with pytest.raises(ConfigError, match=told):
+        ZeroOptimizer(model, optimizer, {}, None, WORKING)
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("offload_optimizer", "fast_init", True), ("offload_param", "max_in_cpu", 10**6)],
+)
+def test_a_stated_key_that_is_ignored_is_warned_of_on_rank_0(
+    section: str,
+    key: str,
+    value: object,
+    rank: int,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from memascend.deepspeed import zero_optimizer
+
+    config = changed(f"zero_optimization.{section}.{key}", value)
+    config["memascend"] = {"host_memory_limit": "1GiB"}
+    optimizer: Any = zero_optimizer.ZeroOptimizer.__new__(
+        zero_optimizer.ZeroOptimizer, None, None, None, None, config
+    )
+    optimizer._ds_config = config
+    optimizer.params_in_nvme_and_cpu = True
+    optimizer.offload_optimizer_fast_init = key == "fast_init"
+    optimizer.max_params_in_cpu = 10**6
+    stock = zero_optimizer.DeepSpeedZeroOptimizer_Stage3
+    monkeypatch.setattr(stock, "_configure_offloading", lambda *arguments: None)
+    monkeypatch.setattr(zero_optimizer.dist, "get_rank", lambda: rank)
+    # As a script without logging leaves it: INFO is not shown.
+    with caplog.at_level(logging.WARNING, logger="memascend"):
+        optimizer._configure_offloading(None, None)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * count
+    assert caplog.text.count(f"zero_optimization.{section}.{key} is ignored") == count
+    assert optimizer.offload_optimizer_fast_init is False
+    assert optimizer.max_params_in_cpu == 0

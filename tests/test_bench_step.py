@@ -17,6 +17,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import bench_step  # noqa: E402
 import trainee  # noqa: E402
+import transfers  # noqa: E402
 
 
 def step_of(wall_s: float, moved_bytes: int) -> dict[str, Any]:
@@ -57,7 +58,19 @@ def test_every_run_starts_a_round_in_its_turn(
     names = list(bench_step.CONTENDERS)
     assert order[:3] == names
     assert order[3:6] == [*names[1:], names[0]]
-    assert {name: len(steps) for name, steps in taken.items()} == dict.fromkeys(names, 1)
+    expected = dict.fromkeys([*names, bench_step.DRIVE], 1)
+    assert {name: len(steps) for name, steps in taken.items()} == expected
+
+
+def test_the_drive_alone_moves_what_a_step_moves(tmp_path: Path) -> None:
+    numel = 2 * transfers.TILE_NUMEL + 3  # two whole tiles and a bit
+    with transfers.Transfers(numel, tmp_path) as moved:
+        before = moved.stats()
+        moved.run()
+        after = moved.stats()
+    assert after["bytes_read"] - before["bytes_read"] == 14 * numel
+    assert after["bytes_written"] - before["bytes_written"] == 14 * numel
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_fails_says_what_it_printed_and_leaves_nothing(
@@ -87,8 +100,11 @@ def test_memascend_moves_less_and_trains_the_same(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "step.json").read_text())
-    assert [row["contender"] for row in rows] == list(bench_step.CONTENDERS)
-    assert all(row["config"]["losses_equal"] for row in rows)
-    ours = rows[-1]["figures"]
+    *steps, drive = rows
+    assert [row["contender"] for row in steps] == list(bench_step.CONTENDERS)
+    assert all(row["config"]["losses_equal"] for row in steps)
+    assert drive["contender"] == bench_step.DRIVE
+    assert drive["figures"]["optimizer_wall_ratio"]["p50"] > 0
+    ours = steps[-1]["figures"]
     assert ours["training_bytes_ratio"] < 1
     assert ours["training_wall_ratio"]["p50"] > 0

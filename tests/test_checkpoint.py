@@ -1,7 +1,12 @@
-"""Checkpoints: stock's files, stock's meaning, and a drive that shows nothing before and after."""
+"""Checkpoints: stock's files, runs that go on exactly, and nothing of ours in sight.
+
+What is loaded is compared with the run that saved and went on. Most combinations of who saves and
+who loads are in tests/parity.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -140,26 +145,52 @@ def test_before_and_after_a_save_the_drive_shows_nothing(backends: Backends, wor
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_load_restores_the_master_weights_and_trains_on_as_stock(
-    backends: Backends, world: int
-) -> None:
-    ours, saved, stock, _ = backends(world)
+def test_a_resumed_run_goes_on_as_the_one_that_saved(backends: Backends, world: int) -> None:
+    ours, saved, _, _ = backends(world)
     loaded = ours.run("load")
     assert masters(loaded, "loaded") == masters(saved, "saved")
     assert len(masters(saved, "saved")) == 5
     assert visible(loaded, "before") == visible(loaded, "after") == []
-    stock_loaded = stock.run("load")
     assert len(losses(loaded)) == 2
-    assert losses(loaded) == losses(stock_loaded)
+    assert losses(loaded) == losses(saved)[2:]
 
 
-def test_stock_loads_our_checkpoint_and_we_load_stocks(backends: Backends) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_nothing_of_a_save_is_left_beside_the_checkpoint(backends: Backends, world: int) -> None:
+    ours, _, _, _ = backends(world)
+    names = {path.name for path in ours.checkpoint.iterdir() if path.suffix != ".py"}
+    assert names == {"here", "latest"}
+    assert (ours.checkpoint / "latest").read_text() == "here"
+
+
+def test_stock_loads_our_weights_and_we_go_on_with_all_of_stocks(backends: Backends) -> None:
     ours, saved, stock, stock_saved = backends(1)
     by_stock = stock.run("load", checkpoint=ours.checkpoint)
     assert masters(by_stock, "loaded") == masters(saved, "saved")
     by_us = ours.run("load", checkpoint=stock.checkpoint)
     assert masters(by_us, "loaded") == masters(stock_saved, "saved")
-    assert losses(by_us) == losses(by_stock)
+    assert losses(by_us) == losses(stock_saved)[2:]
+    assert "saved without memascend" in by_us
+
+
+def test_the_weights_alone_can_be_loaded(backends: Backends) -> None:
+    ours, saved, _, _ = backends(1)
+    loaded = ours.run("weights")
+    assert masters(loaded, "loaded") == masters(saved, "saved")
+    assert losses(loaded)[0] == losses(saved)[2]
+    assert losses(loaded)[1] != losses(saved)[3]
+
+
+def test_a_tag_is_saved_again_and_again(backends: Backends, tmp_path: Path) -> None:
+    ours, saved, _, _ = backends(1)
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(ours.checkpoint, checkpoint)
+    (checkpoint / "here" / "notes").write_text("mine")
+    again = ours.run("save", checkpoint=checkpoint)
+    assert losses(again) == losses(saved)
+    assert offloaded_files(checkpoint) == offloaded_files(ours.checkpoint)
+    assert (checkpoint / "here" / "notes").read_text() == "mine"
+    assert losses(ours.run("load", checkpoint=checkpoint)) == losses(saved)[2:]
 
 
 def test_two_runs_on_one_drive_save_without_touching_each_other(
@@ -182,15 +213,87 @@ def test_two_runs_on_one_drive_save_without_touching_each_other(
     assert list(ours.drive.iterdir()) == []
 
 
-def test_a_checkpoint_of_another_shape_is_refused(backends: Backends, tmp_path: Path) -> None:
-    ours, *_ = backends(1)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(ours.checkpoint, damaged)
-    # Master weights; a file of moments would not be read, as stock does not read them either.
-    name = min(name for name in offloaded_files(damaged) if "exp_avg" not in name)
-    path = damaged / "here" / "offloaded_tensors" / name
+def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(
+    backends: Backends, tmp_path: Path
+) -> None:
+    ours, saved, _, _ = backends(2)
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(ours.checkpoint, checkpoint)
+    killed = ours.start("killed", checkpoint=checkpoint)
+    assert killed.returncode != 0
+    assert (checkpoint / ".memascend-here.saving" / "offloaded_tensors").is_dir()
+    assert offloaded_files(checkpoint) == offloaded_files(ours.checkpoint)
+    assert losses(ours.run("load", checkpoint=checkpoint)) == losses(saved)[2:]
+    ours.run("save", checkpoint=checkpoint)
+    assert not list(checkpoint.glob(".memascend*"))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_zero_to_fp32_finds_the_master_weights(backends: Backends, world: int) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    ours, saved, _, _ = backends(world)
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(ours.checkpoint), tag="here")
+    digests = {
+        name: hashlib.sha256(weight.contiguous().numpy().tobytes()).hexdigest()
+        for name, weight in weights.items()
+    }
+    assert digests == dict(masters(saved, "saved"))
+
+
+def damaged_copy(runs: Runs, folder: Path) -> tuple[Path, Path]:
+    """A copy of a checkpoint, and a file of moments in it."""
+    checkpoint = folder / "damaged"
+    shutil.copytree(runs.checkpoint, checkpoint)
+    name = max(name for name in offloaded_files(checkpoint) if "exp_avg" in name)
+    return checkpoint, checkpoint / "here" / "offloaded_tensors" / name
+
+
+def truncate(path: Path) -> str:
+    os.truncate(path, path.stat().st_size - 4096)
+    return rf"{path.name} is damaged: expected \d+ bytes .* found \d+ bytes"
+
+
+def flip(path: Path) -> str:
     with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 4096)
-    done = ours.start("load", checkpoint=damaged)
-    assert done.returncode != 0
-    assert re.search(r"checkpoint file .* has \d+ bytes, the optimizer needs \d+", done.stdout)
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    return rf"{path.name} is damaged: expected \d+ bytes with crc32 \w{{8}}, found"
+
+
+def remove(path: Path) -> str:
+    path.unlink()
+    return rf"checkpoint file .*{path.name} is missing"
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, remove])
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(
+    backends: Backends, tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    ours, saved, _, _ = backends(2)
+    checkpoint, path = damaged_copy(ours, tmp_path)  # of the second rank
+    expected = damage(path)
+    output = ours.run("refused", checkpoint=checkpoint)
+    assert re.search(f"refused by rank 1: .*{expected}", output), output[-3000:]
+    assert re.search("refused by rank 0: .*failed on another rank", output)
+    before, after = masters(output, "before"), masters(output, "after")
+    assert before == after != masters(saved, "saved")
+
+
+def test_a_checkpoint_of_stock_with_a_short_file_is_refused(
+    backends: Backends, tmp_path: Path
+) -> None:
+    ours, _, stock, _ = backends(1)
+    checkpoint, path = damaged_copy(stock, tmp_path)
+    truncate(path)
+    output = ours.run("refused", checkpoint=checkpoint)
+    assert re.search(r"checkpoint file .* has \d+ bytes, the optimizer needs \d+", output)
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused(backends: Backends) -> None:
+    ours, *_ = backends(1)
+    other, *_ = backends(2)
+    output = ours.run("refused", checkpoint=other.checkpoint)
+    assert "was saved by 2 ranks and is loaded by 1" in output

@@ -193,3 +193,25 @@ def test_the_plan_needs_neither_torch_nor_deepspeed() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > GIB
+
+
+def test_parameters_that_the_user_keeps_in_memory_are_counted() -> None:
+    config: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "max_in_cpu": 1e9},
+            "offload_optimizer": {"device": "nvme"},
+        },
+    }
+    shapes = builtin("Llama-3.1-8B")
+    request = PlanRequest.from_deepspeed(config)
+    without = derive(shapes, request=dataclasses.replace(request, max_in_cpu=0))
+    plan = derive(shapes, request=request)
+    assert plan.host["parameters in cpu"] == 2 * 10**9
+    assert plan.host_bytes == without.host_bytes + 2 * 10**9
+    small = decoder(vocabulary=80_000)
+    assert derive(small, request=request).host["parameters in cpu"] == 2 * small.numel
+    # Under a limit the plan decides what stays in memory.
+    config["memascend"] = {"host_memory_limit": "4GiB"}
+    assert PlanRequest.from_deepspeed(config).max_in_cpu == 0

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,3 +267,18 @@ def test_a_report_is_written_once_and_by_rank_0_alone(
     assert json.loads((tmp_path / "ledger.json").read_text())["limit_bytes"] is None
     first.finish()
     assert count == 1
+
+
+def test_a_limit_that_nobody_set_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def derive(_: Any, *, request: Any, limit_bytes: int | None = None) -> Any:
+        if limit_bytes is None:
+            return SimpleNamespace(host_bytes=4 * GIB)
+        raise LimitTooSmallError("too small", limit_bytes=1, minimum_bytes=2, needed={"tiles": 2})
+
+    monkeypatch.setattr(planning, "derive", derive)
+    monkeypatch.setattr(planning, "_request", lambda *_: None)
+    monkeypatch.setattr(planning, "from_module", lambda _: None)
+    monkeypatch.setattr(planning, "memory_available", lambda: 2 * GIB)
+    with pytest.raises(LimitTooSmallError, match=r"host_memory_limit is not set.*too small") as it:
+        planning.plan_for(None, torch.nn.Linear(1, 1), CONFIG, None)
+    assert it.value.minimum_bytes == 2

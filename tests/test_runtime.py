@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, make_core
 from plan_models import decoder
 
+import memascend.runtime
 from memascend.allocator import HostAllocator
 from memascend.config import parse_block
 from memascend.errors import StoreError
@@ -22,7 +24,7 @@ from memascend.runtime import (
     stream_of,
 )
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import SubGroup
+from memascend.streaming.sub_groups import SubGroup
 
 SMALL: dict[str, Any] = {
     "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
@@ -229,6 +231,36 @@ def test_adopting_a_plan_takes_what_is_planned_and_no_more(tmp_path: Path, room_
     runtime.io.read(key="param.0", target=target).wait()
     assert torch.equal(target, torch.arange(3000))
     assert len(tiles) == 2
+    runtime.close()
+
+
+@pytest.mark.parametrize("room_bytes", [0, 4096, 5_000_000, 40 << 20, 1 << 30])
+def test_adopting_a_plan_fits_registered_memory_to_the_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int
+) -> None:
+    cuda = FakeCuda(tmp_path)
+
+    class RegisteringAllocator(HostAllocator):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.core = make_core(cuda, limit_bytes=options["limit_bytes"])
+
+    plan = plan_with(room_bytes)
+    assert plan.limit_bytes is not None
+    limit_bytes = min(plan.limit_bytes, plan.host_bytes)
+    monkeypatch.setattr(memascend.runtime, "HostAllocator", RegisteringAllocator)
+    runtime = build(tmp_path, parameter_budget_bytes=1 << 20, limit_bytes=limit_bytes)
+    runtime.io.write(key="param.0", source=torch.arange(3000)).wait()
+    assert runtime.parameter_slots is not None
+    for nbytes in (100_000, 4096, 200_000, 30_000):
+        assert runtime.parameter_slots.acquire(nbytes) is not None  # given back at once
+    assert runtime.staging is not None
+    runtime.adopt(plan)
+    tiles = take_tiles(runtime, plan)
+    assert len(tiles) == 2
+    live = {row.component: row.live_bytes for row in runtime.ledger().rows}
+    assert live == {name: nbytes for name, nbytes in plan.host.items() if nbytes}
+    assert sum(map(len, cuda.registrations())) == runtime.ledger().held_bytes
     runtime.close()
 
 

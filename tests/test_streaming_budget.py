@@ -142,11 +142,10 @@ def test_updates_of_any_number_stay_within_the_budget(bench: Bench) -> None:
 def test_copies_of_any_size_are_waited_for_before_a_shard_goes_without_a_slot(
     bench: Bench,
 ) -> None:
-    content = bench.put("a", torch.randn(PAGE))
     events = [FakeEvent() for _ in range(16)]
-    for event in events:
-        bench.fetch("a", content)
-        bench.stream.drop("a", event)
+    for number, event in enumerate(events):
+        bench.fetch(f"a{number}", bench.put(f"a{number}", torch.randn(PAGE)))
+        bench.stream.drop(f"a{number}", event)
     assert bench.pool.free_bytes == 0
     large = bench.put("b", torch.randn(LARGEST))
     assert torch.equal(bench.fetch("b", large), large)

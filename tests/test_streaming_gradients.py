@@ -7,6 +7,7 @@ or add to, and one fp32 buffer that finished sums are copied to and every step m
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -172,15 +173,84 @@ def test_a_gradient_may_be_overwritten_as_soon_as_it_was_put() -> None:
     assert same_bits(seen_by_tiles(spool, 50_000, 4096, torch.float32), expected)
 
 
+class OnceRefusing:
+    """A store that fails the next write; as after any failed write, the key is broken."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self.is_armed = False
+        self.broken: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def write(self, *, key: str, **keywords: Any) -> Any:
+        if self.is_armed:
+            self.is_armed = False
+            self.broken.add(key)
+            raise StoreError(5, f"write of {key} failed")
+        return self._store.write(key=key, **keywords)
+
+    def read(self, *, key: str, **keywords: Any) -> Any:
+        if key in self.broken:
+            raise StoreError(5, f"an earlier write of {key} failed")
+        return self._store.read(key=key, **keywords)
+
+    def discard(self, *, key: str) -> bool:
+        self.broken.discard(key)
+        return self._store.discard(key=key)
+
+
 def test_a_failed_write_is_raised_and_not_read_back_as_data() -> None:
-    spool, _, slots = open_spool(faults=MemoryFaults(seed=3, eio=0.2))
-
-    def put() -> None:
-        spool.put(GROUP, 0, torch.randn(50_000))
+    store: Any = OnceRefusing(memory_store(None))
+    slots = staging_slots(store, slot_count=3)
+    spool = GradientSpool(store=store, slots=slots, sum_of_squares=squares)
+    spool.put(GROUP, 0, torch.randn(50_000))
+    slots.wait_writes()
+    store.is_armed = True
+    spool.put(GROUP, 0, torch.randn(50_000))
+    with pytest.raises(StoreError, match="write of"):
         slots.wait_writes()
+    with pytest.raises(StoreError, match="an earlier write"):
+        spool.get(GROUP, 0, torch.empty(50_000))
+    # More is added to what was lost: that is lost too.
+    with pytest.raises(StoreError, match="an earlier write"):
+        spool.put(GROUP, 0, torch.randn(50_000), accumulate=True)
+    # A new window does not need it.
+    gradient = torch.randn(50_000)
+    spool.put(GROUP, 0, gradient)
+    slots.wait_writes()
+    found = torch.empty(50_000)
+    spool.get(GROUP, 0, found)
+    assert same_bits(found, gradient)
 
-    with pytest.raises(StoreError):
-        put()
+
+def test_errors_of_others_cost_no_slot() -> None:
+    """A training loop may catch a device's out-of-memory error and go on."""
+
+    def no_memory(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    spool, _, slots = open_spool(slot_count=3)
+    spool.put(GROUP, 0, torch.randn(5000))
+    for accumulate in (False, True) * 4:
+        with pytest.raises(torch.OutOfMemoryError):
+            spool.put(GROUP, 0, torch.randn(5000), accumulate=accumulate, consume=no_memory)
+    slots.resize(slot_bytes=slots.slot_bytes, slot_count=3)  # refuses while one is taken
+
+
+def test_what_was_set_over_a_stored_product_stays() -> None:
+    """The product of many factors lies where set() writes; it may be shorter than what is set."""
+    spool, _, slots = open_spool()
+    spool.put(GROUP, 0, torch.ones(900))
+    for _ in range(FACTOR_COUNT_MAX + 1):
+        spool.note_factor(GROUP, 0.5, torch.float32)
+    value = torch.randn(1000)
+    spool.set(GROUP, 0, value)
+    slots.wait_writes()
+    found = torch.empty(1000)
+    spool.get(GROUP, 0, found)
+    assert same_bits(found, value)
 
 
 def test_discarding_gives_the_space_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from nvme_memory import BOUNCE_BYTES, PageMemory
 from streaming_hosts import HostTensors, memory_store, staging_slots
 
-from memascend.errors import StoreError
+from memascend.errors import StoreError, TornStepError
 from memascend.nvme import MemoryFaults, TensorStore
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import Member, OptimizerStream
+from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.sub_groups import Member
 from memascend.streaming.tiles import Tiles, TileShape
 
 SIZES = {"0_3": 20_011, "4_4": 8192, "5_9": 3}
@@ -253,3 +255,80 @@ def test_discarding_gives_the_space_back() -> None:
     training.stream.discard()
     training.spool.discard()
     assert all(key.startswith("param.") for key in training.store.keys())  # noqa: SIM118
+
+
+# -- half a step -----------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """Ctrl-C, a device's error, a failed read: whatever comes in the middle."""
+
+
+def torn(after: int) -> tuple[Training, dict[str, torch.Tensor]]:
+    """A training whose second step ends after so many tiles were updated."""
+    training = Training(torch.optim.AdamW)
+    gradients = {name: torch.randn(numel).bfloat16() for name, numel in SIZES.items()}
+    training.step(gradients, 1.0)
+    calls = itertools.count()
+    step = training.optimizer.step
+
+    def interrupted() -> None:
+        if next(calls) == after:
+            raise Interrupted
+        step()
+
+    training.optimizer.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        training.step(gradients, 1.0)
+    training.optimizer.step = step  # type: ignore[method-assign]
+    return training, gradients
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_half_a_step_is_never_taken_for_a_whole_one(after: int) -> None:
+    """Stepped again, what was updated already would be updated twice."""
+    training, gradients = torn(after)
+    for parameter in training.parameters.values():
+        assert parameter.numel() == 0  # nothing points into a tile that others use now
+        assert parameter.grad is None
+    with pytest.raises(TornStepError, match="load a checkpoint"):
+        training.step(gradients, 1.0)
+    with pytest.raises(TornStepError):
+        training.stream.settle()
+    for name, numel in SIZES.items():
+        training.stream.load(name, state=None, dtype=torch.float32, source=lambda _, to: to.zero_())
+        training.stream.refresh(name, training.members[name])
+        assert torch.equal(training.master(name), torch.zeros(numel))
+    with pytest.raises(TornStepError):
+        training.step(gradients, 1.0)
+    training.stream.wholeness.mend()
+    training.step(gradients, 1.0)
+
+
+def test_an_error_before_the_first_update_leaves_the_step_to_be_repeated() -> None:
+    training = Training(torch.optim.AdamW)
+    expected = Training(torch.optim.AdamW)
+    gradients = {name: torch.randn(numel).bfloat16() for name, numel in SIZES.items()}
+    load = training.spool.load
+
+    def failing(*_: object) -> None:
+        raise Interrupted
+
+    training.spool.load = failing  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        training.step(gradients, 1.0)
+    training.spool.load = load  # type: ignore[method-assign]
+    training.step(gradients, 1.0)
+    expected.step(gradients, 1.0)
+    for name in SIZES:
+        assert torch.equal(training.master(name), expected.master(name))
+
+
+def test_no_tensor_of_the_step_was_not_planned() -> None:
+    """Every optimizer that makes its own states finds room in the tiles as they were made."""
+    make = functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True)
+    training = Training(make, state_count=3)
+    before = dict(training.memory.nbytes)
+    gradients = {name: torch.randn(numel).bfloat16() for name, numel in SIZES.items()}
+    training.step(gradients, 1.0)
+    assert dict(training.memory.nbytes) == before

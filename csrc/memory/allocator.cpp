@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "base/align.hpp"
 #include "base/check.hpp"
@@ -186,32 +187,44 @@ Allocator::Place Allocator::grow(std::uint64_t capacity_bytes, const std::string
   end = within_limit(run->offset, block_end, end, component);
   const bool fresh = free_.pieces(run->offset, block_end, true).empty();
   commit(run->offset, end);
-  // The kernel may have placed a whole huge page where the block needs a part. Where the rest is a
-  // hole, give it back, so that the process holds what stats() says.
-  const std::uint64_t surplus_end = std::min(align_up(end, kHugePageBytes), run_end);
-  for (const FreeRun& hole : free_.pieces(end, surplus_end, false)) {
-    arena_.drop_surplus(hole.offset, hole.nbytes);
-  }
+  drop_surplus(end, run_end);
   return {run->offset, fresh};
 }
 
-/// Adds a piece of its own at the end: a block must not straddle two registrations.
+/// Adds a piece. Where the limit, the system or the addresses forbid it, free pieces go first.
 Allocator::Place Allocator::grow_registered(std::uint64_t capacity_bytes,
                                             const std::string& component) {
-  const FreeRun run = free_.last();
-  const auto untouched = free_.pieces(run.offset, arena_.range_bytes(), false);
-  if (untouched.empty() || untouched.back().nbytes < capacity_bytes) {
+  try {
+    return add_piece(capacity_bytes, component);
+  } catch (const HostMemoryError&) {
+    if (!decommit_free(0, arena_.range_bytes())) throw;
+  }
+  return add_piece(capacity_bytes, component);
+}
+
+/// A piece in a hole of untouched addresses: a block must not straddle two registrations.
+Allocator::Place Allocator::add_piece(std::uint64_t capacity_bytes, const std::string& component) {
+  const auto run = free_.best_untouched(capacity_bytes);
+  if (!run) {
     throw HostMemoryError(
         join("no run of ", capacity_bytes, " free addresses is left in the arena"), capacity_bytes,
         arena_.reserved_bytes(), limit_bytes_);
   }
-  const std::uint64_t begin = untouched.back().offset;
+  const std::uint64_t run_end = run->offset + run->nbytes;
+  std::uint64_t begin = align_up(run->offset, kHugePageBytes);
+  if (begin + capacity_bytes > run_end) begin = run->offset;
   const std::uint64_t end_min = begin + capacity_bytes;
-  const std::uint64_t rounded = std::min(align_up(end_min, kHugePageBytes), arena_.range_bytes());
-  const std::uint64_t end = within_limit(begin, end_min, rounded, component);
+  // A tail serves small blocks. Under a limit there is none: others were promised the memory, and a
+  // tail can only go back together with the block.
+  const std::uint64_t rounded = std::min(align_up(end_min, kHugePageBytes), run_end);
+  const std::uint64_t end =
+      within_limit(begin, end_min, limit_bytes_ == 0 ? rounded : end_min, component);
+  arena_.commit(begin, end - begin);
   free_.add_boundary(begin);
   free_.add_boundary(end);
-  commit(begin, end);
+  free_.mark(begin, end - begin, true);
+  stats_.peak_reserved_bytes = std::max(stats_.peak_reserved_bytes, arena_.reserved_bytes());
+  drop_surplus(end, run_end);
   return {begin, true};
 }
 
@@ -236,10 +249,28 @@ void Allocator::commit(std::uint64_t begin, std::uint64_t end) {
   stats_.peak_reserved_bytes = std::max(stats_.peak_reserved_bytes, arena_.reserved_bytes());
 }
 
-void Allocator::decommit_free(std::uint64_t begin, std::uint64_t end) {
-  for (const FreeRun& hole : free_.pieces(begin, end, true)) {
-    if (arena_.decommit(hole.offset, hole.nbytes)) free_.mark(hole.offset, hole.nbytes, false);
+/// The kernel may have placed a whole huge page where only what lies before `end` was asked for.
+/// Where the rest is a hole, gives it back, so that the process holds what stats() says.
+void Allocator::drop_surplus(std::uint64_t end, std::uint64_t run_end) {
+  const std::uint64_t surplus_end = std::min(align_up(end, kHugePageBytes), run_end);
+  for (const FreeRun& hole : free_.pieces(end, surplus_end, false)) {
+    arena_.drop_surplus(hole.offset, hole.nbytes);
   }
+}
+
+/// Whether any memory went back.
+bool Allocator::decommit_free(std::uint64_t begin, std::uint64_t end) {
+  bool any = false;
+  for (const FreeRun& hole : free_.pieces(begin, end, true)) {
+    if (!arena_.decommit(hole.offset, hole.nbytes)) continue;
+    free_.mark(hole.offset, hole.nbytes, false);
+    // A neighbouring piece may still need the boundary.
+    for (const std::uint64_t offset : {hole.offset, hole.offset + hole.nbytes}) {
+      if (!arena_.is_boundary(offset)) free_.remove_boundary(offset);
+    }
+    any = true;
+  }
+  return any;
 }
 
 void Allocator::throw_limit(std::uint64_t needed_bytes, const std::string& component) const {
@@ -281,7 +312,30 @@ bool Allocator::is_valid_locked() const {
   if (stats_.block_count != used_.size()) return false;
   if (used_bytes + free_.free_bytes() != arena_.range_bytes()) return false;
   // Every byte with memory behind it is either used or a free piece that knows it.
-  return arena_.reserved_bytes() == used_bytes + free_.backed_bytes();
+  if (arena_.reserved_bytes() != used_bytes + free_.backed_bytes()) return false;
+  return are_pieces_valid();
+}
+
+/// Pieces are apart and hold all memory, their ends are the boundaries, no block straddles two.
+bool Allocator::are_pieces_valid() const {
+  if (!arena_.registers()) return free_.boundaries().empty();
+  std::set<std::uint64_t> boundaries;
+  std::uint64_t pieces_bytes = 0;
+  std::uint64_t end = 0;
+  auto used = used_.begin();
+  for (const auto& [offset, piece] : arena_.pieces()) {
+    if (offset < end) return false;
+    end = offset + piece.nbytes;
+    boundaries.insert({offset, end});
+    pieces_bytes += piece.nbytes;
+    for (; used != used_.end() && used->first < end; ++used) {
+      if (used->first < offset) return false;
+      if (used->first + used->second.capacity_bytes > end) return false;
+    }
+  }
+  if (used != used_.end()) return false;
+  if (pieces_bytes != arena_.reserved_bytes()) return false;
+  return boundaries == free_.boundaries();
 }
 
 }  // namespace memascend

@@ -5,8 +5,10 @@
 // most the bytes asked for by live blocks, plus one page per live block, plus the tail of the last
 // piece (less than 2 MiB). It keeps the promise by giving the memory of free holes back to the
 // system before it grows, since a hole's addresses can be backed again wherever a later block fits.
-// The promise does not hold where holes cannot be given back: memory registered with a device, and
-// explicit huge pages. There holes stay and are reused, so reserve() what a plan asks for at start.
+// The promise does not hold where holes cannot be given back: explicit huge pages, and memory
+// registered with a device. That comes in pieces which go back whole, once nothing in them is in
+// use, and only on trim() or where memory would be refused otherwise: registering costs time. Other
+// holes stay and are reused.
 //
 // Knows nothing of slots, tensors or devices. Thread-safe; growing holds the lock.
 #pragma once
@@ -105,12 +107,15 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
   };
   Place grow(std::uint64_t capacity_bytes, const std::string& component);
   Place grow_registered(std::uint64_t capacity_bytes, const std::string& component);
+  Place add_piece(std::uint64_t capacity_bytes, const std::string& component);
   std::uint64_t within_limit(std::uint64_t begin, std::uint64_t end_min, std::uint64_t end,
                              const std::string& component) const;
   void commit(std::uint64_t begin, std::uint64_t end);
-  void decommit_free(std::uint64_t begin, std::uint64_t end);
+  void drop_surplus(std::uint64_t end, std::uint64_t run_end);
+  bool decommit_free(std::uint64_t begin, std::uint64_t end);
   [[noreturn]] void throw_limit(std::uint64_t needed_bytes, const std::string& component) const;
   bool is_valid_locked() const;
+  bool are_pieces_valid() const;
 
   mutable std::mutex mutex_;
   std::uint64_t limit_bytes_;

@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "base/align.hpp"
 #include "base/check.hpp"
@@ -38,43 +39,76 @@ Arena::Arena(const ArenaOptions& options)
 }
 
 Arena::~Arena() {
-  for (const auto& [offset, nbytes] : registered_) {
-    driver_->unregister_memory(piece(offset, nbytes));
+  for (const auto& [offset, piece] : pieces_) {
+    if (piece.registered) driver_->unregister_memory(memory(offset, piece.nbytes));
   }
 }
 
 void Arena::commit(std::uint64_t offset, std::uint64_t nbytes) {
   MA_INVARIANT(offset + nbytes <= range_.nbytes());
-  const std::span<std::byte> memory = piece(offset, nbytes);
-  if (back_pages(memory, options_.pages, notes_) == Backing::kHugetlb) hugetlb_[offset] = nbytes;
+  const std::span<std::byte> added = memory(offset, nbytes);
+  if (back_pages(added, options_.pages, notes_) == Backing::kHugetlb) hugetlb_[offset] = nbytes;
   reserved_bytes_ += nbytes;
-  if (options_.pages.lock) lock_pages(memory, notes_);
-  if (driver_ == nullptr) return;
-  boundaries_.insert(offset);
-  boundaries_.insert(offset + nbytes);
-  const std::string failure = driver_->register_memory(memory);
+  if (options_.pages.lock) lock_pages(added, notes_);
+  if (!registers()) return;
+  const auto added_piece = pieces_.emplace(offset, Piece{nbytes, false}).first;
+  register_piece(offset, added_piece->second);
+}
+
+bool Arena::decommit(std::uint64_t offset, std::uint64_t nbytes) {
+  if (is_hugetlb(offset, nbytes)) return false;
+  if (registers()) {
+    const auto found = pieces_.find(offset);
+    if (found == pieces_.end() || found->second.nbytes != nbytes) return false;
+    if (!unregister_piece(offset, found->second)) return false;
+  }
+  if (!discard_pages(memory(offset, nbytes), notes_)) {
+    if (registers()) register_piece(offset, pieces_.at(offset));
+    return false;
+  }
+  pieces_.erase(offset);
+  reserved_bytes_ -= nbytes;
+  return true;
+}
+
+bool Arena::is_boundary(std::uint64_t offset) const {
+  const auto next = pieces_.lower_bound(offset);
+  if (next != pieces_.end() && next->first == offset) return true;
+  if (next == pieces_.begin()) return false;
+  const auto& [start, piece] = *std::prev(next);
+  return start + piece.nbytes == offset;
+}
+
+/// Best effort: a piece that the driver refuses serves as ordinary memory.
+void Arena::register_piece(std::uint64_t offset, Piece& piece) {
+  const std::string failure = driver_->register_memory(memory(offset, piece.nbytes));
   if (failure.empty()) {
-    registered_[offset] = nbytes;
-    registered_bytes_ += nbytes;
+    piece.registered = true;
+    registered_bytes_ += piece.nbytes;
   } else {
     notes_.add(join("host memory is not registered with CUDA, copies are slower: ", failure));
   }
 }
 
-bool Arena::decommit(std::uint64_t offset, std::uint64_t nbytes) {
-  if (registers()) return false;
-  if (is_hugetlb(offset, nbytes)) return false;
-  if (!discard_pages(piece(offset, nbytes), notes_)) return false;
-  reserved_bytes_ -= nbytes;
+/// False when memory that the driver still knows would be given away.
+bool Arena::unregister_piece(std::uint64_t offset, Piece& piece) {
+  if (!piece.registered) return true;
+  const std::string failure = driver_->try_unregister_memory(memory(offset, piece.nbytes));
+  if (!failure.empty()) {
+    notes_.add(join("free host memory stays, it could not be given back: ", failure));
+    return false;
+  }
+  piece.registered = false;
+  registered_bytes_ -= piece.nbytes;
   return true;
 }
 
 void Arena::drop_surplus(std::uint64_t offset, std::uint64_t nbytes) {
-  if (!is_hugetlb(offset, nbytes)) discard_pages(piece(offset, nbytes), notes_);
+  if (!is_hugetlb(offset, nbytes)) discard_pages(memory(offset, nbytes), notes_);
 }
 
 ArenaReport Arena::report() {
-  const PageUsage usage = measure_pages(piece(0, range_.nbytes()), notes_);
+  const PageUsage usage = measure_pages(memory(0, range_.nbytes()), notes_);
   ArenaReport report;
   report.reserved_bytes = reserved_bytes_;
   report.resident_bytes = usage.resident_bytes;

@@ -1,8 +1,8 @@
 // Arena: one reserved address range that gets its memory piece by piece.
 //
 // Addresses are contiguous over all pieces, so a block may lie across two of them and no tail is
-// lost in between. With device registration a block must lie within one piece (the driver refuses
-// a copy over two registrations): is_boundary() tells where pieces meet.
+// lost in between. With device registration each commit is a piece of its own. A block must lie
+// within one (the driver refuses a copy over two registrations), and a piece goes back whole.
 // Knows pages and the driver; never knows which bytes are in use. Not thread-safe: the allocator
 // that owns it holds a lock.
 #pragma once
@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -49,17 +48,23 @@ class Arena {
   std::byte* base() const noexcept { return range_.base(); }
   std::uint64_t range_bytes() const noexcept { return range_.nbytes(); }
   std::uint64_t reserved_bytes() const noexcept { return reserved_bytes_; }
-  /// Whether pieces are registered with a device. Then each commit is a piece of its own, and
-  /// decommit refuses.
+  /// Whether memory is registered with a device. Then each commit is a piece of its own.
   bool registers() const noexcept { return driver_ != nullptr; }
-  /// Whether two pieces that no block may straddle meet at `offset`.
-  bool is_boundary(std::uint64_t offset) const { return boundaries_.contains(offset); }
+  struct Piece {
+    std::uint64_t nbytes;
+    bool registered;  // false: the driver refused this one
+  };
+  /// By offset; empty unless registers().
+  const std::map<std::uint64_t, Piece>& pieces() const noexcept { return pieces_; }
+  /// Whether a piece begins or ends at `offset`.
+  bool is_boundary(std::uint64_t offset) const;
 
   /// Puts zeroed memory behind [offset, offset + nbytes), which has none. Both page multiples.
   /// Throws HostMemoryError, and then nothing has changed.
   void commit(std::uint64_t offset, std::uint64_t nbytes);
-  /// Gives the memory behind the range back. False when it must stay: registered with a device,
-  /// made of explicit huge pages (which cannot be given back in part), or refused by the kernel.
+  /// Gives the memory behind the range back. False when it must stay: not exactly one piece when
+  /// registers(), made of explicit huge pages (which cannot be given back in part), or refused by
+  /// the driver or the kernel, with a note. Then it is what it was.
   bool decommit(std::uint64_t offset, std::uint64_t nbytes);
   /// As decommit, for bytes that were never counted as committed but that a huge page may have
   /// brought along behind a neighbour.
@@ -69,10 +74,12 @@ class Arena {
   const std::vector<std::string>& notes() const noexcept { return notes_.list(); }
 
  private:
-  std::span<std::byte> piece(std::uint64_t offset, std::uint64_t nbytes) const {
+  std::span<std::byte> memory(std::uint64_t offset, std::uint64_t nbytes) const {
     return {range_.base() + offset, nbytes};
   }
   bool is_hugetlb(std::uint64_t offset, std::uint64_t nbytes) const;
+  void register_piece(std::uint64_t offset, Piece& piece);
+  bool unregister_piece(std::uint64_t offset, Piece& piece);
 
   ArenaOptions options_;
   Notes notes_;
@@ -80,9 +87,8 @@ class Arena {
   std::unique_ptr<CudaDriver> driver_;
   std::uint64_t reserved_bytes_ = 0;
   std::uint64_t registered_bytes_ = 0;
-  std::map<std::uint64_t, std::uint64_t> registered_;  // offset -> nbytes
-  std::map<std::uint64_t, std::uint64_t> hugetlb_;     // offset -> nbytes
-  std::set<std::uint64_t> boundaries_;
+  std::map<std::uint64_t, Piece> pieces_;
+  std::map<std::uint64_t, std::uint64_t> hugetlb_;  // offset -> nbytes
 };
 
 }  // namespace memascend

@@ -29,6 +29,15 @@ std::optional<FreeRun> FreeSpace::best_any(std::uint64_t nbytes) const {
   return best;
 }
 
+std::optional<FreeRun> FreeSpace::best_untouched(std::uint64_t nbytes) const {
+  std::optional<FreeRun> best;
+  for (const auto& [offset, piece] : pieces_) {
+    if (piece.backed || piece.nbytes < nbytes) continue;
+    if (!best || piece.nbytes < best->nbytes) best = FreeRun{offset, piece.nbytes};
+  }
+  return best;
+}
+
 FreeRun FreeSpace::last() const {
   FreeRun run{range_bytes_, 0};
   for (auto piece = pieces_.rbegin(); piece != pieces_.rend(); ++piece) {
@@ -69,6 +78,15 @@ void FreeSpace::mark(std::uint64_t offset, std::uint64_t nbytes, bool backed) {
   insert(offset, nbytes, backed);
 }
 
+void FreeSpace::remove_boundary(std::uint64_t offset) {
+  if (boundaries_.erase(offset) == 0) return;
+  const auto right = pieces_.find(offset);
+  if (right == pieces_.end()) return;
+  const Piece body = right->second;
+  erase(right);
+  insert(offset, body.nbytes, body.backed);
+}
+
 std::vector<FreeRun> FreeSpace::pieces(std::uint64_t begin, std::uint64_t end, bool backed) const {
   std::vector<FreeRun> found;
   auto piece = pieces_.upper_bound(begin);
@@ -94,6 +112,8 @@ bool FreeSpace::is_valid() const {
     const auto& [offset, body] = *piece;
     if (body.nbytes == 0) return false;
     if (offset + body.nbytes > range_bytes_) return false;
+    const auto boundary = boundaries_.upper_bound(offset);
+    if (boundary != boundaries_.end() && *boundary < offset + body.nbytes) return false;
     if (body.backed) {
       if (!backed_by_size_.contains({body.nbytes, offset})) return false;
       backed_bytes += body.nbytes;

@@ -29,6 +29,8 @@ class FreeSpace {
   std::optional<FreeRun> best_backed(std::uint64_t nbytes) const;
   /// Smallest free run, whatever is behind it, that holds `nbytes`. A linear search.
   std::optional<FreeRun> best_any(std::uint64_t nbytes) const;
+  /// Smallest free run without memory behind any of it that holds `nbytes`. A linear search.
+  std::optional<FreeRun> best_untouched(std::uint64_t nbytes) const;
   /// The free run at the end of the range, empty when the last byte is in use.
   FreeRun last() const;
 
@@ -39,16 +41,20 @@ class FreeSpace {
   void give(std::uint64_t offset, std::uint64_t nbytes);
   /// Records that free bytes now have memory behind them, or no longer.
   void mark(std::uint64_t offset, std::uint64_t nbytes, bool backed);
-  /// No run with memory behind it will extend over `offset`. Call before the bytes around it merge.
+  /// No run with memory behind it will extend over `offset`. Call before the bytes around it get
+  /// their memory.
   void add_boundary(std::uint64_t offset) { boundaries_.insert(offset); }
+  /// Free bytes around `offset` that are alike merge. Harmless where there is no boundary.
+  void remove_boundary(std::uint64_t offset);
+  const std::set<std::uint64_t>& boundaries() const noexcept { return boundaries_; }
 
   /// Free pieces with (or without) memory behind them inside [begin, end).
   std::vector<FreeRun> pieces(std::uint64_t begin, std::uint64_t end, bool backed) const;
   std::uint64_t free_bytes() const;
   std::uint64_t backed_bytes() const noexcept { return backed_bytes_; }
 
-  /// Every piece is non-empty, inside the range, apart from its neighbours and merged where it may
-  /// be; the index by size and the byte count agree.
+  /// Every piece is non-empty, inside the range, apart from its neighbours, merged where it may be
+  /// and over no boundary; the index by size and the byte count agree.
   bool is_valid() const;
   /// Whether [offset, offset + nbytes) holds no free byte.
   bool is_taken(std::uint64_t offset, std::uint64_t nbytes) const;

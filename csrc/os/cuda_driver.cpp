@@ -31,6 +31,7 @@ struct CudaDriver::Functions {
   int (*get_current)(void**) = nullptr;
   int (*push_current)(void*) = nullptr;
   int (*pop_current)(void**) = nullptr;
+  int (*synchronize)() = nullptr;
   int (*error_string)(int, const char**) = nullptr;
 
   std::string text(int code) const {
@@ -66,6 +67,7 @@ std::unique_ptr<CudaDriver> CudaDriver::open(const std::string& library, std::ui
   look_up(driver->library_, "cuCtxGetCurrent", functions.get_current, missing);
   look_up(driver->library_, "cuCtxPushCurrent_v2", functions.push_current, missing);
   look_up(driver->library_, "cuCtxPopCurrent_v2", functions.pop_current, missing);
+  look_up(driver->library_, "cuCtxSynchronize", functions.synchronize, missing);
   look_up(driver->library_, "cuGetErrorString", functions.error_string, missing);
   if (!missing.empty()) {
     reason = join(library, " has no ", missing);
@@ -111,6 +113,24 @@ void CudaDriver::unregister_memory(std::span<std::byte> range) const noexcept {
   functions_->unregister_chunks(range.data(), range.size(), chunk_bytes_);
   void* popped = nullptr;
   (void)functions_->pop_current(&popped);
+}
+
+std::string CudaDriver::try_unregister_memory(std::span<std::byte> range) const {
+  int code = functions_->push_current(context_);
+  if (code != kSuccess) return functions_->text(code);
+  std::uint64_t offset = 0;
+  code = functions_->synchronize();
+  while (code == kSuccess && offset < range.size()) {
+    code = functions_->unregister_host(range.data() + offset);
+    if (code == kSuccess) offset += chunk_bytes_;
+  }
+  void* popped = nullptr;
+  (void)functions_->pop_current(&popped);
+  if (code == kSuccess) return {};
+  std::string failure = join("cuMemHostUnregister: ", functions_->text(code));
+  const std::string restoring = register_memory(range.first(offset));
+  if (!restoring.empty()) failure += join("; only a part is registered now: ", restoring);
+  return failure;
 }
 
 }  // namespace memascend

@@ -34,6 +34,12 @@ class CudaDriver {
   /// process ends the driver may be gone first, and it drops the registrations by itself.
   void unregister_memory(std::span<std::byte> range) const noexcept;
 
+  /// As unregister_memory, for memory that the process will put to another use: waits until the
+  /// device is idle, as a copy may still be in flight. Returns an empty text, or what failed; then
+  /// the chunks that had already gone have been registered again, or the text says that this failed
+  /// too.
+  std::string try_unregister_memory(std::span<std::byte> range) const;
+
  private:
   struct Functions;
   CudaDriver() = default;

@@ -79,6 +79,8 @@ def check_config(ds_config: Mapping[str, Any]) -> None:
             offload_optimizer.get("super_offload")
         ),
         "aio.use_gds": bool(_section(ds_config, "aio").get("use_gds")),
+        "checkpoint.writer.decoupled": "offload_optimizer" in on_drive
+        and bool(_section(_section(ds_config, "checkpoint"), "writer").get("decoupled")),
         "compile.deepcompile": bool(_section(ds_config, "compile").get("deepcompile")),
     }
     for key, is_set in refused.items():
@@ -115,6 +117,22 @@ class Attachment:
         if plan is not None and dist.get_rank() == 0:
             log.info("memascend: host memory of this rank:\n%s", describe_plan(plan))
 
+    def note_step(self) -> None:
+        """Counts an optimizer step, and says on rank 0 when the write budget is first exceeded."""
+        wear = self.runtime.note_step()
+        if wear is not None and self._rank == 0:
+            stops = self.runtime.config.wear.over_budget == "stop"
+            after = "Training stops after the next checkpoint" if stops else "Training goes on"
+            log.warning(
+                "memascend: over memascend.wear.write_budget: %s. %s", wear.describe(), after
+            )
+
+    def is_to_stop(self) -> bool:
+        """Whether more was written than allowed, and the user wants to stop then."""
+        wear = self.runtime.read_wear()
+        stops = self.runtime.config.wear.over_budget == "stop"
+        return stops and wear is not None and wear.is_over_budget
+
     def finish(self) -> None:
         """Prints and writes what was measured, on rank 0, once."""
         if self._is_finished or self._rank != 0:
@@ -139,6 +157,8 @@ class Attachment:
         """A folder for DeepSpeed's optimizer files; this run's own when our store has the data."""
         if self.runtime.store is None:
             return os.path.join(nvme_path, "zero_stage_3")
+        # As stock, which makes its folders where there are none; it need not be the store's.
+        os.makedirs(nvme_path, mode=0o700, exist_ok=True)
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from memascend.budget import PAGE_BYTES
@@ -71,9 +72,9 @@ def parameter_budget(runtime: Runtime) -> Budget | None:
 
 def _note_inactive_streaming(config: MemAscendConfig) -> None:
     off = [name for name in ("buffer_pool", "direct_nvme") if not getattr(config, name).enabled]
-    if config.streaming.parameters.enabled and off:
-        log.info(
-            "memascend: streaming.parameters is inactive, since it works over %s, which %s off",
+    if config.streaming.parameters.enabled and off and dist.get_rank() == 0:
+        log.warning(
+            "memascend: streaming.parameters is not used: it works over %s, which %s off",
             " and ".join(off),
             "is" if len(off) == 1 else "are",
         )

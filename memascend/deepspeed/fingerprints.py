@@ -11,6 +11,18 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad.step": ("bc50202af56d3c60",),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam.step": ("69b73feaa1e770e2",),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion.step": ("baa4c821d83a6bad",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._get_ckpt_name": ("dde27c9c2babb90c",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._get_rank_zero_ckpt_name": ("1746fb3d2d0d245f",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._get_zero_ckpt_name": ("d88d1f252d253431",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._load_checkpoint": ("cbc95c0311716512",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._load_zero_checkpoint": ("38d46dbf7f811988",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._save_zero_checkpoint": ("c870e9b723128eee",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._zero3_consolidated_16bit_state_dict": (
+        "4ab14658f1d8426b",
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint": ("aba4062e507ce668",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint": ("f4b6b4383d73f0dc",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.zero_nvme_offload_optimizer": ("533190c4e05476e4",),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo": ("6ffc1e0eab0c90db",),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper": ("01a548a3190b0e27",),
     "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper.PartitionedOptimizerSwapper": (
@@ -33,6 +45,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": ("1d52aef714a7864f",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__init__": ("3016df5217657fff",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._clear_fp32_optimizer_param_groups": (
+        "3ebe429f954c6ac3",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading": (
         "ab5d45dfc2c19929",
     ),
@@ -79,6 +94,18 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._release_sub_group": (
         "623b452e8baaff28",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._restore_from_bit16_weights": (
+        "5243a92d74c6dd7f",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._rigid_load_state_dict": (
+        "d2383bc409ee0b2a",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._rigid_state_dict": (
+        "cdb03e6660ceaa55",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._set_fp32_optimizer_param_groups": (
+        "419d9ed9713fddfd",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer": (
         "902a16562dfcf0a3",
     ),
@@ -87,12 +114,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._writeback_swap_state": (
         "bd38f14746ee648d",
-    ),
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue": (
-        "c6c40c15c750a93e",
-    ),
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue": (
-        "123413058d0e4d5c",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload": (
         "cf83c30616baa179",

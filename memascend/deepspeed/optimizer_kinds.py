@@ -14,6 +14,8 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 
+from memascend.plan_request import state_count_of
+
 #: Exactly these classes; a subclass may do anything.
 ELEMENTWISE = (
     DeepSpeedCPUAdam,
@@ -27,9 +29,6 @@ ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.SGD,
 )
-#: State tensors per parameter, by words in the name of the class; others have two, as Adam.
-_STATE_COUNTS = {"Adagrad": 1, "SGD": 1}
-_STATE_COUNT_DEFAULT = 2
 
 
 def is_elementwise(optimizer: Any) -> bool:
@@ -38,12 +37,9 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def state_count(optimizer: Any) -> int:
-    """State tensors per parameter; a guess for classes that are not known."""
+    """State tensors per parameter, of the group that has most; a guess for unknown classes."""
     name = type(optimizer).__name__
-    count = next(
-        (count for known, count in _STATE_COUNTS.items() if known in name), _STATE_COUNT_DEFAULT
-    )
-    return count + any(group.get("amsgrad") for group in optimizer.param_groups)
+    return max(state_count_of(name, group) for group in optimizer.param_groups)
 
 
 def initial_state(

@@ -257,11 +257,13 @@ class ParameterSwapper:
     def drop_unused(self) -> None:
         """Lets every host copy go before a step changes the parameters.
 
-        A shard that was read ahead and not used would otherwise outlive its update.
+        A shard that was read ahead and not used, or kept after its use, would otherwise outlive its
+        update.
         """
         self._let_go_gathered()
         for key in self._stream.staged_keys():
             self._let_go(self._by_key[key])
+        self._stream.forget_all()
 
     def key(self, param: Parameter) -> str:
         """The store's name for a parameter's shard."""

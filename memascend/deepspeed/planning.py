@@ -18,6 +18,7 @@ from memascend.config import MemAscendConfig, local_world_size
 from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
 from memascend.limit import default_limit, memory_available, parse_limit
 from memascend.plan import Plan, PlanRequest, derive
+from memascend.plan_knobs import LimitTooSmallError
 from memascend.plan_request import is_elementwise as is_elementwise_name
 from memascend.shapes import ModelShapes, TensorShape, from_module
 
@@ -90,11 +91,18 @@ def plan_for(
     plan = derive(shapes, request=request)
     available = memory_available() // local_world_size()
     fallback = _least_of_ranks(default_limit(plan.host_bytes, available=available))
-    return (
-        plan
-        if fallback >= plan.host_bytes
-        else derive(shapes, request=request, limit_bytes=fallback)
-    )
+    if fallback >= plan.host_bytes:
+        return plan
+    try:
+        return derive(shapes, request=request, limit_bytes=fallback)
+    except LimitTooSmallError as error:
+        raise LimitTooSmallError(
+            "memascend.host_memory_limit is not set, so what this machine has free bounds it: "
+            f"{error}",
+            limit_bytes=error.limit_bytes,
+            minimum_bytes=error.minimum_bytes,
+            needed=error.needed,
+        ) from error
 
 
 def _request(optimizer: Any, ds_config: Mapping[str, Any]) -> PlanRequest:

@@ -84,6 +84,21 @@ def _replace_builder(original: Any) -> Any:
     return wrap_builder(original)
 
 
+def _replace_consolidate(original: Any) -> Any:
+    from memascend.deepspeed.export import wrap_consolidate
+
+    return wrap_consolidate(original)
+
+
+def _replace_in_checkpoint(name: str) -> Callable[[Any], Any]:
+    def replace(original: Any) -> Any:
+        from memascend.deepspeed import checkpoint
+
+        return getattr(checkpoint, f"wrap_{name.strip('_')}")(original)
+
+    return replace
+
+
 def _add_face(original: Any) -> Any:
     from memascend.deepspeed.activation import face_of
 
@@ -125,6 +140,28 @@ SEAMS: tuple[Seam, ...] = (
         "DeepSpeedEngine.memascend",
         "added: `engine.memascend.ledger()`",
         _add_face,
+    ),
+    Seam(
+        "consolidated weights",
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+        "the 16-bit model for saving is a file on the drive instead of host memory on rank 0",
+        _replace_consolidate,
+    ),
+    *(
+        Seam(
+            name.strip("_"),
+            "deepspeed.runtime.engine",
+            f"DeepSpeedEngine.{name}",
+            reason,
+            _replace_in_checkpoint(name),
+        )
+        for name, reason in (
+            ("save_checkpoint", "a save is atomic, and tensors go straight into it"),
+            ("load_checkpoint", "a load verifies first, and takes tensors straight back"),
+            ("zero_nvme_offload_optimizer", "false during both: no folder is copied"),
+            ("_load_zero_checkpoint", "upstream reads whole files into memory"),
+        )
     ),
     *(
         Seam(
@@ -177,9 +214,22 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "set_local_grad_for_param",
             "set_local_hp_param",
             "update_fp32_grad_for_param_vectorized",
-            "checkpoint_event_prologue",
-            "checkpoint_event_epilogue",
+            "_restore_from_bit16_weights",
+            "_rigid_state_dict",
+            "_rigid_load_state_dict",
+            "_set_fp32_optimizer_param_groups",
+            "_clear_fp32_optimizer_param_groups",
             "destroy",
+        )
+    ),
+    *(
+        ("deepspeed.runtime.engine", f"DeepSpeedEngine.{method}")
+        for method in (
+            "_load_checkpoint",
+            "_save_zero_checkpoint",
+            "_get_ckpt_name",
+            "_get_zero_ckpt_name",
+            "_get_rank_zero_ckpt_name",
         )
     ),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),

@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.optimizer_kinds import initial_state
-from memascend.streaming.optimizer import Member, OptimizerStream, State
+from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.sub_groups import Member, State
 
 
 class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -170,6 +171,7 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self._stream.refresh(flat.ds_id, self._members(sub_group_id))
             self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         self._stream.drain()
+        self._stream.wholeness.mend()
 
     def _members(self, sub_group_id: int) -> list[Member]:
         """Where the parameters of a sub-group are."""

@@ -6,8 +6,7 @@ bring a whole sub-group into memory.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,13 +18,9 @@ from memascend.streaming.optimizer import OptimizerStream
 class StreamedSwapper:
     """The surface of DeepSpeed's OptimizerSwapper that remains."""
 
-    def __init__(
-        self, *, stream: OptimizerStream, spool: GradientSpool, base_folder: str, rank: int
-    ) -> None:
+    def __init__(self, *, stream: OptimizerStream, spool: GradientSpool) -> None:
         self.stream = stream
         self.spool = spool
-        #: Where DeepSpeed's checkpoint code expects a file per optimizer tensor.
-        self.swap_folder = os.path.join(base_folder, "optimizer", f"rank{rank}")
 
     def is_swappable_tensor(self, tensor: Any = None, numel: int | None = None) -> bool:
         """Every sub-group is on the drive, however small."""
@@ -54,17 +49,6 @@ class StreamedSwapper:
     def purge_state(self) -> None:
         """Forgets optimizer state; master weights stay."""
         self.stream.forget_states()
-
-    def tensors(self) -> Iterator[tuple[str, str]]:
-        """File path and key of every tensor that belongs in a checkpoint."""
-        for group in self.stream.groups():
-            yield self._path(group.name), group.key()
-            for state in group.states:
-                if state not in group.fills:
-                    yield self._path(f"{state}-{group.name}"), group.key(state)
-
-    def _path(self, stem: str) -> str:
-        return os.path.join(self.swap_folder, f"{stem}.tensor.swp")
 
     def init_timers(self) -> None:
         """Nothing to time here: reads and writes overlap the step."""

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config import MemAscendConfig
+from memascend.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,11 @@ class OptimizerStreams:
 
 
 def streams_in_use(config: MemAscendConfig, optimizer: Any) -> OptimizerStreams:
-    """Decides for a ZeRO-3 optimizer that keeps its states on a drive."""
+    """Decides for a ZeRO-3 optimizer that keeps its states on a drive.
+
+    Raises:
+        ConfigError: A limit is stated, and a stream that it needs cannot serve.
+    """
     reasons = _reasons(config, optimizer)
     streaming = config.streaming
     wanted = {
@@ -35,6 +40,12 @@ def streams_in_use(config: MemAscendConfig, optimizer: Any) -> OptimizerStreams:
         "optimizer": streaming.optimizer.enabled,
     }
     for name, is_wanted in wanted.items():
+        if is_wanted and reasons[name] and config.host_memory_limit is not None:
+            raise ConfigError(
+                f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
+                f"streaming.{name} cannot serve, since {reasons[name]}. Change that, or leave the "
+                "limit out"
+            )
         if is_wanted and reasons[name] and dist.get_rank() == 0:
             log.warning(
                 "memascend: streaming.%s is not used: %s. Host memory grows with the model",

@@ -20,6 +20,7 @@ from memascend.config import active_config
 from memascend.deepspeed import optimizer_checkpoint
 from memascend.deepspeed.activation import Attachment, attach
 from memascend.deepspeed.build import parameter_budget
+from memascend.deepspeed.checkpointed_optimizer import CheckpointedOptimizer
 from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.host_buffers import AbsentBuffers
 from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 TILE_BYTES = 32 << 20
 
 
-class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
+class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer):
     """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
 
     # Upstream's attributes that are assigned to below.
@@ -80,6 +81,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         self._attachment: Attachment | None = None
         self._planned_module = module
         _refuse_several_contexts(module)
+        _refuse_nothing_to_train(module, init_optimizer)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
     # -- wiring ----------------------------------------------------------------------------------
@@ -115,7 +117,9 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         if self.offload_optimizer_fast_init:
             # Stock's shortcut needs a parameter buffer as large as a whole sub-group.
             self.offload_optimizer_fast_init = False
-            log.info("memascend: offload_optimizer.fast_init has no meaning here and is ignored")
+            _warn_ignored(
+                "offload_optimizer.fast_init", "no sub-group is loaded whole at the start"
+            )
 
     def _decide_parameters_in_cpu(self) -> None:
         """Keeps parameters in host memory only where the user says how many, and no limit binds.
@@ -129,7 +133,8 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         is_stated = "max_in_cpu" in offload
         if not is_stated or config.host_memory_limit is not None:
             if is_stated and self.max_params_in_cpu > 0:
-                log.info("memascend: offload_param.max_in_cpu is ignored under a limit")
+                limit = f"memascend.host_memory_limit={config.host_memory_limit!r}"
+                _warn_ignored("offload_param.max_in_cpu", f"{limit} decides what stays in memory")
             self.max_params_in_cpu = 0
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
@@ -148,7 +153,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         if streams.gradients:
             self._spool = spool
         if streams.optimizer and spool is not None:
-            self._configure_streaming(offload_optimizer_config, spool, streams.gradients)
+            self._configure_streaming(spool, streams.gradients)
         else:
             self._configure_whole_sub_groups(offload_optimizer_config, aio_config)
 
@@ -166,9 +171,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
             swapper.adopt_budget(parameter_budget(runtime))
         attachment.log_plan()
 
-    def _configure_streaming(
-        self, offload_optimizer_config: Any, spool: GradientSpool, gradients_as_they_arrive: bool
-    ) -> None:
+    def _configure_streaming(self, spool: GradientSpool, gradients_as_they_arrive: bool) -> None:
         runtime = self.attachment.runtime
         master_dtype = self.master_weights_and_grads_dtype
         largest_numel = max(self.fp16_partitioned_groups_flat_numel)
@@ -199,12 +202,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
         self._stream = OptimizerStream(
             store=runtime.ranges, tiles=tiles, slots=runtime.staging, spool=spool
         )
-        folder = self.attachment.staging_folder(str(offload_optimizer_config.nvme_path))
-        # Nothing is written there but checkpoints on their way; those make it anew.
-        shutil.rmtree(folder, ignore_errors=True)
-        self.optimizer_swapper = StreamedSwapper(
-            stream=self._stream, spool=spool, base_folder=folder, rank=dist.get_rank()
-        )
+        self.optimizer_swapper = StreamedSwapper(stream=self._stream, spool=spool)
 
     def _configure_whole_sub_groups(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         """DeepSpeed's own swapper, over our store and memory."""
@@ -290,6 +288,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
 
     def _post_step(self, timer_names: Any) -> None:
         self._finish_writes()
+        self.attachment.note_step()
         super()._post_step(timer_names)
 
     def _finish_writes(self) -> None:
@@ -299,22 +298,12 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def checkpoint_event_prologue(self) -> None:
-        """Upstream copies `swap_folder`; give it the store's optimizer tensors as files there."""
-        super().checkpoint_event_prologue()
-        if self.swap_optimizer and self.attachment.runtime.store is not None:
-            optimizer_checkpoint.export_files(self.optimizer_swapper, self.attachment.runtime.store)
-
-    def checkpoint_event_epilogue(self) -> None:
-        """Removes the files the prologue made."""
-        if self.swap_optimizer and self.attachment.runtime.store is not None:
-            optimizer_checkpoint.remove_files(self.optimizer_swapper)
-        super().checkpoint_event_epilogue()
+    def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
+        super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+        self._finish_writes()
 
     def reset_swap_buffers(self) -> None:
-        """Takes over the files that upstream copied from a checkpoint into `swap_folder`."""
-        if self.swap_optimizer and self.attachment.runtime.store is not None:
-            optimizer_checkpoint.import_files(self.optimizer_swapper, self.attachment.runtime.store)
+        """Gives the parameters the values of the master weights."""
         self._partition_all_parameters()
         super().reset_swap_buffers()
         self._finish_writes()
@@ -351,6 +340,12 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer):
             self.attachment.runtime.arena.core.trim()
 
 
+def _warn_ignored(key: str, reason: str) -> None:
+    """Says once that a stated key has no effect, also where INFO is not shown yet or at all."""
+    if dist.get_rank() == 0:
+        log.warning("memascend: zero_optimization.%s is ignored: %s", key, reason)
+
+
 def _refuse_several_contexts(module: torch.nn.Module) -> None:
     """DeepSpeed gives mixed lists of parameters to the swapper of the first one."""
     swappers = {id(swapper_of(param)) for param in module.parameters() if swapper_of(param)}
@@ -360,3 +355,19 @@ def _refuse_several_contexts(module: torch.nn.Module) -> None:
             "and DeepSpeed cannot swap parameters of several contexts together. Build the whole "
             "model in one, or outside of any and let deepspeed.initialize partition it"
         )
+
+
+def _refuse_nothing_to_train(module: torch.nn.Module, optimizer: Any) -> None:
+    """DeepSpeed takes the largest of all sub-groups, and fails obscurely where there are none."""
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.requires_grad for param in given):
+        return
+    of_model = [param.requires_grad for param in module.parameters()]
+    raise ConfigError(
+        f"there is nothing to train: of the {len(given)} tensors given to "
+        f"{type(optimizer).__name__} none requires a gradient, of the model's {len(of_model)} "
+        f"tensors {sum(of_model)} do. likely cause: all weights are frozen, or adapters were added "
+        "after the optimizer was made. fix: requires_grad_(True) on what is to be trained, before "
+        "deepspeed.initialize, and give it those parameters; to run without training, leave the "
+        "optimizer out"
+    )

@@ -14,6 +14,7 @@ drive and never overwrites what is seen. The sum of squares is found while the b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -138,20 +139,18 @@ class GradientSpool:
             StoreFullError: The drive is full.
         """
         shard = self._shard(group, offset)
-        target = self._target(shard, gradient, final=final)
+        target = self._target(shard, gradient, final=final, anew=not accumulate)
         squares: torch.Tensor | None = None
         for begin, count in self._slots.chunks(gradient.numel(), gradient.element_size()):
             piece = gradient.narrow(0, begin, count)
-            if accumulate:
-                staged, value = self._sum(shard.latest, begin, piece)
-            else:
-                staged, value = self._slots.take(count, gradient.dtype), piece
-                staged.copy_(piece, non_blocking=True)
-            if self._sum_of_squares is not None:
-                part = self._sum_of_squares(value)
-                squares = part if squares is None else squares + part
-            if consume is not None:
-                consume(begin, value)
+            staged = self._start_chunk(shard, begin, piece, accumulate=accumulate)
+            with self._given_back_on_error(staged):
+                value = _fill(staged, piece, accumulate=accumulate)
+                if self._sum_of_squares is not None:
+                    part = self._sum_of_squares(value)
+                    squares = part if squares is None else squares + part
+                if consume is not None:
+                    consume(begin, value)
             self._slots.submit(target.key, staged, begin * gradient.element_size())
         shard.latest, shard.squares = target, squares
         if final:
@@ -273,7 +272,7 @@ class GradientSpool:
         return shards[offset]
 
     def _target(
-        self, shard: GradientShard, gradient: torch.Tensor, *, final: bool
+        self, shard: GradientShard, gradient: torch.Tensor, *, final: bool, anew: bool
     ) -> StoredGradient:
         """Where the next value of a shard goes: never over what is seen, unless it takes over."""
         free = list(_SUM_PLACES)
@@ -285,39 +284,48 @@ class GradientSpool:
             # The sum is read and written by every micro-step; what is seen, most often never again.
             self._slots.submit_all()
             self._prefer(key=_key(shard, place), nbytes=gradient.nbytes, over=shard.seen.key)
-        return self._reserve(shard, place, gradient)
+        return self._reserve(shard, place, gradient, anew=anew)
 
-    def _reserve(self, shard: GradientShard, place: int, like: torch.Tensor) -> StoredGradient:
+    def _reserve(
+        self, shard: GradientShard, place: int, like: torch.Tensor, *, anew: bool = True
+    ) -> StoredGradient:
         key = _key(shard, place)
+        if anew and key in self._slots.failed:
+            # All of it is about to be written: a new place forgets what was lost in the old one.
+            self._slots.submit_all()
+            self._store.discard(key=key)
+            self._slots.failed.discard(key)
         self._store.reserve(key=key, nbytes=like.nbytes)
         return StoredGradient(key=key, place=place, numel=like.numel(), dtype=like.dtype)
 
-    def _sum(
-        self, latest: StoredGradient | None, begin: int, piece: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A slot with `latest` + `piece`, and the same value where `piece` lies.
+    def _start_chunk(
+        self, shard: GradientShard, begin: int, piece: torch.Tensor, *, accumulate: bool
+    ) -> torch.Tensor:
+        """A slot for a piece; with `accumulate` the latest value is in it."""
+        if not accumulate:
+            return self._slots.take(piece.numel(), piece.dtype)
+        if shard.latest is None:
+            return self._slots.take(piece.numel(), piece.dtype).zero_()
+        return self._slots.read_chunk(
+            key=shard.latest.key,
+            numel=piece.numel(),
+            dtype=shard.latest.dtype,
+            offset_bytes=begin * shard.latest.dtype.itemsize,
+        )
 
-        Added on the device as DeepSpeed does, in the gradient's dtype.
-        """
-        if latest is None:
-            staged = self._slots.take(piece.numel(), piece.dtype).zero_()
-        else:
-            staged = self._slots.read_chunk(
-                key=latest.key,
-                numel=piece.numel(),
-                dtype=latest.dtype,
-                offset_bytes=begin * latest.dtype.itemsize,
-            )
-        if piece.device.type == "cpu":
-            return staged, staged.add_(piece)
-        value = staged.to(piece.device, non_blocking=True).add_(piece)
-        staged.copy_(value, non_blocking=True)
-        return staged, value
+    @contextmanager
+    def _given_back_on_error(self, staged: torch.Tensor) -> Iterator[None]:
+        """Inside, an error of whomever gives a taken slot back."""
+        try:
+            yield
+        except BaseException:
+            self._slots.give_back(staged)
+            raise
 
     def _see(self, shard: GradientShard, value: StoredGradient | None) -> None:
         old, shard.seen = shard.seen, value
         shard.factors.clear()
-        if old is not None and old.place == _SET_PLACE and old != value:
+        if old is not None and old.place == _SET_PLACE and (value is None or old.key != value.key):
             self._slots.submit_all()
             self._store.discard(key=old.key)
 
@@ -333,11 +341,13 @@ class GradientSpool:
                 dtype=seen.dtype,
                 offset_bytes=begin * seen.dtype.itemsize,
             )
-            product = self._slots.take(count, dtype)
-            product.copy_(raw)
+            with self._given_back_on_error(raw):
+                product = self._slots.take(count, dtype)
+                with self._given_back_on_error(product):
+                    product.copy_(raw)
+                    for factor in factors:
+                        product.mul_(factor)
             self._slots.give_back(raw)
-            for factor in factors:
-                product.mul_(factor)
             self._slots.submit(key, product, begin * dtype.itemsize)
         self._see(shard, StoredGradient(key, _SET_PLACE, seen.numel, dtype))
 
@@ -353,6 +363,21 @@ class GradientSpool:
             )
             target.narrow(0, begin, count).copy_(staged)
             self._slots.give_back(staged)
+
+
+def _fill(staged: torch.Tensor, piece: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
+    """Puts a piece into a slot, or adds it to what is there; the same value where `piece` lies.
+
+    Added on the device as DeepSpeed does, in the gradient's dtype.
+    """
+    if not accumulate:
+        staged.copy_(piece, non_blocking=True)
+        return piece
+    if piece.device.type == "cpu":
+        return staged.add_(piece)
+    value = staged.to(piece.device, non_blocking=True).add_(piece)
+    staged.copy_(value, non_blocking=True)
+    return value
 
 
 def _key(shard: GradientShard, place: int) -> str:

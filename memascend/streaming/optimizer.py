@@ -13,59 +13,23 @@ that a sub-group counts as one parameter, as it does when it is stepped whole.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from memascend.streaming.gradients import Factor, GradientSpool
 from memascend.streaming.staging import StagingSlots
+from memascend.streaming.sub_groups import (
+    Member,
+    State,
+    SubGroup,
+    Wholeness,
+    clone,
+    is_state_tensor,
+    let_go,
+)
 from memascend.streaming.tiles import Tile, Tiles
 from memascend.tensors import RangeIO
-
-#: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
-State = MutableMapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A parameter's shard in a sub-group, and where its value goes after the update.
-
-    Attributes:
-        offset: First element in the sub-group.
-        numel: Elements.
-        dtype: The parameter's own.
-        key: Its name in the store; None when it lives in memory.
-        tensor: The shard in memory, flat, on any device; None when it is in the store.
-    """
-
-    offset: int
-    numel: int
-    dtype: torch.dtype
-    key: str | None = None
-    tensor: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class SubGroup:
-    """What the optimizer takes for one parameter.
-
-    Attributes:
-        name: Unique; its keys hold it.
-        numel: Elements on this rank.
-        states: Dtype of each state in the store, in the optimizer's order.
-        fills: States that have not been written yet: every element has this value.
-    """
-
-    name: str
-    numel: int
-    states: dict[str, torch.dtype] = field(default_factory=dict)
-    fills: dict[str, float] = field(default_factory=dict)
-
-    def key(self, state: str | None = None) -> str:
-        """The store's name for the master weights, or for a state."""
-        return f"state.{self.name}.{state}" if state else f"master.{self.name}"
 
 
 class OptimizerStream:
@@ -89,6 +53,8 @@ class OptimizerStream:
         self._groups: dict[str, SubGroup] = {}
         self._coming: Iterator[tuple[SubGroup, int]] = iter(())
         self._reading: deque[Tile] = deque()
+        #: Whether all values belong to one step; `mend` it when all of them were replaced.
+        self.wholeness = Wholeness()
 
     # -- sub-groups ------------------------------------------------------------------------------
 
@@ -104,7 +70,7 @@ class OptimizerStream:
             StoreFullError: The drive has no room for it.
         """
         group = SubGroup(name, numel)
-        self._store.reserve(key=group.key(), nbytes=numel * self._master_itemsize)
+        self._store.reserve(key=group.key(), nbytes=numel * self.master_dtype.itemsize)
         self._groups[name] = group
         for begin in self._begins(group):
             tile = self._tiles.take(name, begin, numel)
@@ -119,9 +85,14 @@ class OptimizerStream:
         """Whether there is such a sub-group."""
         return name in self._groups
 
-    def groups(self) -> Sequence[SubGroup]:
-        """All sub-groups, in the order of their creation."""
-        return tuple(self._groups.values())
+    def group(self, name: str) -> SubGroup:
+        """A sub-group."""
+        return self._groups[name]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of all master weights."""
+        return self._tiles.shape.master_dtype
 
     def has_states(self, name: str) -> bool:
         """Whether a sub-group has any state yet."""
@@ -141,8 +112,13 @@ class OptimizerStream:
     # -- the step --------------------------------------------------------------------------------
 
     def begin(self, names: Sequence[str]) -> None:
-        """Starts a walk over sub-groups, which are then to be stepped in this order."""
+        """Starts a walk over sub-groups, which are then to be stepped in this order.
+
+        Raises:
+            TornStepError: The last walk ended half-way.
+        """
         self.drain()
+        self.wholeness.begin(len(names))
         groups = [self._groups[name] for name in names]
         self._coming = ((group, begin) for group in groups for begin in self._begins(group))
 
@@ -170,8 +146,27 @@ class OptimizerStream:
             StoreError: The drive failed.
         """
         group = self._groups[name]
+        try:
+            self._walk(group, parameter, state, update, factor, members)
+        finally:
+            let_go(parameter, state(), group)
+        group.fills.clear()
+        self._spool.note_factor(name, factor, parameter.dtype)
+        self.wholeness.note_stepped()
+
+    def _walk(
+        self,
+        group: SubGroup,
+        parameter: torch.Tensor,
+        state: Callable[[], State],
+        update: Callable[[], None],
+        factor: Factor,
+        members: Sequence[Member],
+    ) -> None:
+        """The tiles of one sub-group; arguments as in `step`."""
+        name = group.name
         makes_states = not group.states
-        scalars = _clone({k: v for k, v in state().items() if k not in group.states})
+        scalars = clone({k: v for k, v in state().items() if k not in group.states})
         for begin in self._begins(group):
             tile = self._next(group, begin)
             try:
@@ -183,17 +178,15 @@ class OptimizerStream:
                 values = state()
                 if makes_states:
                     values.clear()
-                values.update(_clone(scalars))
+                values.update(clone(scalars))
                 if not makes_states:
                     self._point_states(tile, group, values)
+                self.wholeness.note_change()
                 update()
                 self._collect_states(tile, group, state())
                 self._write_back(tile, group, members)
             finally:
                 self._tiles.retire(tile)
-        group.fills.clear()
-        _let_go(parameter, state(), group)
-        self._spool.note_factor(name, factor, parameter.dtype)
 
     def refresh(self, name: str, members: Sequence[Member]) -> None:
         """Gives every member the value of its master weights."""
@@ -241,6 +234,50 @@ class OptimizerStream:
         self._slots.write(key=group.key(state), source=value, offset_bytes=offset)
         self._slots.wait_writes()
 
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Writes out what so far is one value, and waits until everything is in the store.
+
+        Raises:
+            TornStepError: The last step ended half-way.
+        """
+        self.wholeness.check()
+        self.drain()
+        for group in self._groups.values():
+            for state in list(group.fills):
+                self._write_out(group, state)
+        self._slots.wait_writes()
+
+    def load(
+        self,
+        name: str,
+        *,
+        state: str | None,
+        dtype: torch.dtype,
+        source: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Replaces the master weights, or a state that may be new, as a whole.
+
+        Args:
+            name: The sub-group.
+            state: None for the master weights.
+            dtype: Of the state.
+            source: Fills a uint8 tensor with the bytes from an offset on.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        group = self._groups[name]
+        self.drain()
+        self.wholeness.note_change()
+        nbytes = group.numel * dtype.itemsize
+        self._store.reserve(key=group.key(state), nbytes=nbytes)
+        if state is not None:
+            group.states[state] = dtype
+            group.fills.pop(state, None)
+        self._slots.fill(key=group.key(state), nbytes=nbytes, source=source)
+
     def forget_states(self) -> None:
         """Drops every state; the optimizer begins anew."""
         self.drain()
@@ -258,10 +295,6 @@ class OptimizerStream:
         self._groups.clear()
 
     # -- the walk --------------------------------------------------------------------------------
-
-    @property
-    def _master_itemsize(self) -> int:
-        return self._tiles.shape.master_dtype.itemsize
 
     def _begins(self, group: SubGroup) -> range:
         return range(0, group.numel, self._tiles.shape.numel)
@@ -312,7 +345,7 @@ class OptimizerStream:
     def _collect_states(self, tile: Tile, group: SubGroup, values: State) -> None:
         """Finds states that the optimizer made or put elsewhere, and has them in the tile."""
         for name, value in values.items():
-            if not _is_elementwise(name, value, tile.numel):
+            if not is_state_tensor(name, value, tile.numel):
                 continue
             if name not in group.states:
                 nbytes = group.numel * value.element_size()
@@ -338,15 +371,17 @@ class OptimizerStream:
             if count <= 0:
                 continue
             source = tile.master.narrow(0, first - tile.begin, count)
-            if member.key is None:
-                if member.tensor is None:
-                    raise AssertionError(f"a member at {member.offset} lives nowhere")
-                member.tensor.narrow(0, first - member.offset, count).copy_(source)
-                continue
-            if member.dtype != source.dtype:
+            is_in_host = member.tensor is not None and member.tensor.device.type == "cpu"
+            if member.dtype != source.dtype and not is_in_host:
+                # A copy to a device that casts would make a host temporary of its own.
                 if tile.cast is None:
                     raise AssertionError(f"no room to cast {source.dtype} to {member.dtype}")
                 source = tile.cast.narrow(0, first - tile.begin, count).copy_(source)
+            if member.tensor is not None:
+                member.tensor.narrow(0, first - member.offset, count).copy_(source)
+                continue
+            if member.key is None:
+                raise AssertionError(f"a member at {member.offset} lives nowhere")
             offset_bytes = (first - member.offset) * source.element_size()
             self._tiles.write_part(tile, member.key, source, offset_bytes)
 
@@ -356,23 +391,3 @@ class OptimizerStream:
         for begin, count in self._slots.chunks(group.numel, dtype.itemsize):
             staged = self._slots.take(count, dtype).fill_(fill)
             self._slots.submit(group.key(state), staged, begin * dtype.itemsize)
-
-
-def _is_elementwise(name: str, value: object, numel: int) -> bool:
-    return isinstance(value, torch.Tensor) and name != "step" and value.shape == (numel,)
-
-
-def _clone(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in scalars.items()
-    }
-
-
-def _let_go(parameter: torch.Tensor, values: State, group: SubGroup) -> None:
-    """Takes the tile's memory away from a parameter and its states."""
-    parameter.grad = None
-    parameter.data = parameter.data.new_empty(0)
-    for name in group.states:
-        if isinstance(values.get(name), torch.Tensor):
-            values[name].data = values[name].data.new_empty(0)

@@ -10,7 +10,8 @@ was released and the store has reaped every transfer on it.
 With a budget, host memory is bounded whatever the model is. A shard too large for a slot is
 assembled in device memory, chunk by chunk through the staging slots, and so is one that finds no
 room. Which keys are staged never depends on time or on where they found room, only on the calls:
-DeepSpeed decides by it what to gather, and every rank must decide alike.
+DeepSpeed decides by it what to gather, and every rank must decide alike. A slot whose shard was let
+go keeps its bytes until another shard needs the room; a read of the same key then takes them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
 from memascend.errors import StoreError
 from memascend.streaming.budget import Budget, derive_prefetch_bytes
+from memascend.streaming.returning import ReturningSlots, Staged
 from memascend.streaming.staging import StagingSlots
 from memascend.tensors import Event, Lease, SlotPool, TensorIO, Ticket
 
@@ -32,27 +33,6 @@ from memascend.tensors import Event, Lease, SlotPool, TensorIO, Ticket
 WRITE_BACK_COUNT_MAX = 4
 #: The same with a budget, which bounds their bytes: tiny shards must not wait for one another.
 WRITE_BACK_COUNT_MAX_IN_BUDGET = 64
-
-
-@dataclass(slots=True)
-class Staged:
-    """One shard in a slot, or in device memory when it has no lease.
-
-    `read` is its transfer from the drive while that is in flight. `tensor` is None while a shard
-    without a slot waits to be needed.
-    """
-
-    key: str
-    numel: int
-    dtype: torch.dtype
-    lease: Lease | None
-    tensor: torch.Tensor | None
-    read: Ticket | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the shard."""
-        return self.numel * self.dtype.itemsize
 
 
 class ParameterStream:
@@ -81,7 +61,7 @@ class ParameterStream:
         self._staged: dict[str, Staged] = {}
         self._reading: dict[str, Staged] = {}
         self._ahead: dict[str, None] = {}  # read ahead and not needed yet; last needed last
-        self._retired: deque[tuple[Event, Lease]] = deque()
+        self._returning = ReturningSlots()
         self._writes: deque[Ticket] = deque()
         self._nbytes_of: dict[str, int] = {}
         self._derived: tuple[int, int] = (-1, 0)  # for how many keys, prefetch bytes
@@ -121,11 +101,12 @@ class ParameterStream:
             dtype: Their type.
             ahead: It is not needed yet, and may be let go by `make_room`.
         """
-        staged = self._stage(key, numel, dtype)
+        kept = self._returning.take(key)
+        staged = self._stage(key, numel, dtype, kept)
         if ahead:
             self._ahead[key] = None
         try:
-            if staged.lease is not None and staged.tensor is not None:
+            if kept is None and staged.lease is not None and staged.tensor is not None:
                 self._wait_chunks(key)
                 hold = staged.lease.hold()
                 staged.read = self._store.read(key=key, target=staged.tensor, hold=hold)
@@ -154,6 +135,7 @@ class ParameterStream:
             except BaseException:
                 self.drop(key)
                 raise
+            staged.equals_store = True
             arrived.append(key)
         return arrived
 
@@ -223,6 +205,7 @@ class ParameterStream:
     def write(self, key: str) -> None:
         """Stores a staged key and lets it go. On return the bytes are in the store."""
         staged = self._staged[key]
+        staged.equals_store = False
         try:
             if staged.lease is None:
                 self.write_from(key, self.staged_tensor(key))
@@ -235,6 +218,7 @@ class ParameterStream:
 
     def write_from(self, key: str, source: torch.Tensor) -> None:
         """Stores a flat tensor of any device, chunk by chunk; on return it is in the store."""
+        self.forget(key)
         self._write_chunks(key, source, source.dtype)
         self._wait_chunks(key)
 
@@ -291,19 +275,35 @@ class ParameterStream:
         finally:
             # Device memory has its own order of use; a slot must wait for the copy.
             if staged.lease is not None:
-                if event is None:
-                    staged.lease.release()
-                else:
-                    self._retired.append((event, staged.lease))
+                staged.copied = event or staged.copied
+                self._returning.put(staged, keeps=self.budget is not None)
+
+    def forget(self, key: str) -> None:
+        """Drops a key, and has it read from the drive when it is needed again."""
+        self.drop(key)
+        self._returning.forget(key)
+
+    def forget_all(self) -> None:
+        """Drops and forgets every key; on return every slot is free but for writes.
+
+        For whoever is about to change keys in the store by another way than this stream.
+        """
+        for key in self.staged_keys():
+            self.drop(key)
+        self._returning.drain()
 
     # -- slots -----------------------------------------------------------------------------------
 
-    def _stage(self, key: str, numel: int, dtype: torch.dtype) -> Staged:
+    def _stage(
+        self, key: str, numel: int, dtype: torch.dtype, kept: Staged | None = None
+    ) -> Staged:
         if key in self._staged:
             raise AssertionError(f"{key} is staged already")
-        staged = Staged(key, numel, dtype, None, None)
+        if kept is None:
+            self.forget(key)
+        staged = kept or Staged(key, numel, dtype, None, None)
         self._nbytes_of[key] = staged.nbytes
-        lease = self._acquire(staged.nbytes)
+        lease = self._acquire(staged.nbytes) if kept is None else None
         if lease is not None:
             staged.lease, staged.tensor = lease, self._pool.view(lease, numel, dtype)
         self._staged[key] = staged
@@ -321,27 +321,21 @@ class ParameterStream:
             lease = self._pool.acquire(nbytes)
             if lease is not None:
                 return lease
+            if self._returning.free_oldest():
+                continue
             if not self._wait_for_one(nbytes):
                 if self.budget is not None:
                     return None
                 self._pool.grow(nbytes)
 
     def _release_passed(self) -> None:
-        while self._retired and self._retired[0][0].query():
-            self._retired.popleft()[1].release()
+        self._returning.free_passed()
         while self._writes and self._writes[0].done():
             self._writes.popleft().wait()
 
     def _wait_for_one(self, nbytes: int) -> bool:
         """Waits for the oldest copy or write that holds such a slot; False when there is none."""
-        # Within a budget a slot of any size gives room.
-        if any(
-            self.budget is not None or nbytes <= lease.slot_bytes < 2 * nbytes
-            for _, lease in self._retired
-        ):
-            event, lease = self._retired.popleft()
-            event.synchronize()
-            lease.release()
+        if self._returning.wait_for_one(nbytes if self.budget is None else None):
             return True
         if self._writes:
             self._writes.popleft().wait()

@@ -86,6 +86,8 @@ class StagingSlots:
         self._writes: deque[_Write] = deque()  # oldest first
         self._reads: deque[tuple[Event, torch.Tensor]] = deque()  # copied out, oldest first
         self._write_error: Exception | None = None  # the first since wait_writes
+        #: Keys of which a write failed. Whoever writes one anew as a whole takes it out.
+        self.failed: set[str] = set()
 
     def _take_memory(self, slot_count: int) -> None:
         for _ in range(slot_count):
@@ -252,6 +254,58 @@ class StagingSlots:
             raise
         return staged
 
+    def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
+        """The bytes of a key in order, as one slot after the other; each is lent until the next.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        ahead: deque[tuple[torch.Tensor, Ticket]] = deque()
+        rest = self.chunks(nbytes, 1)
+        try:
+            while True:
+                # One slot stays free: whoever consumes this may need one.
+                while len(ahead) < max(1, len(self._slots) - 1):
+                    begin, count = next(rest, (0, 0))
+                    if count == 0:
+                        break
+                    staged = self.take(count, torch.uint8)
+                    try:
+                        ahead.append((staged, self._read(key, staged, begin)))
+                    except BaseException:
+                        self.give_back(staged)
+                        raise
+                if not ahead:
+                    return
+                ahead[0][1].wait()
+                yield ahead[0][0]
+                self.give_back(ahead.popleft()[0])
+        finally:
+            for staged, ticket in ahead:  # an error is on its way up
+                _settle(ticket)
+                self.give_back(staged)
+
+    def fill(self, *, key: str, nbytes: int, source: Callable[[int, torch.Tensor], None]) -> None:
+        """Stores a key that has room, a slot at a time.
+
+        Args:
+            key: In the store.
+            nbytes: From its beginning on.
+            source: Fills a uint8 tensor with the bytes from an offset on.
+
+        Raises:
+            StoreError: A write failed.
+        """
+        for begin, count in self.chunks(nbytes, 1):
+            staged = self.take(count, torch.uint8)
+            try:
+                source(begin, staged)
+            except BaseException:
+                self.give_back(staged)
+                raise
+            self.submit(key, staged, begin)
+        self.wait_writes()
+
     # -- inner -----------------------------------------------------------------------------------
 
     def _read(self, key: str, staged: torch.Tensor, offset_bytes: int) -> Ticket:
@@ -315,6 +369,7 @@ class StagingSlots:
                 write.ticket.wait()
         except Exception as error:
             self._write_error = self._write_error or error
+            self.failed.add(write.key)
         # Not behind Ctrl-C: then the drive still reads the slot.
         self._writes.popleft()
         self._free.append(write.slot)

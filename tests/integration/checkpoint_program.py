@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import deepspeed
 import torch
 
-import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+import memascend.errors  # also does what the torch.backends entry point does in an installed copy
+from memascend.streaming.files import SummedFile
 
 WIDTH = 1024
 MEET_TIMEOUT_S = 120.0
@@ -83,28 +85,54 @@ def meet(folder: Path, count: int) -> None:
         time.sleep(0.05)
 
 
+def kill_in_the_middle_of_a_save() -> None:
+    """Has each rank kill itself when it begins its third file; one that lived would tidy up."""
+    create, left = SummedFile.create, [2]
+
+    def count(path: Path) -> Any:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return create(path)
+
+    SummedFile.create = count  # type: ignore[method-assign,assignment]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("drive", type=Path)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("action", choices=["save", "load"])
+    parser.add_argument("action", choices=["save", "killed", "load", "weights", "refused"])
     parser.add_argument("--meet", type=Path, help="save when two runs are in this folder")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     config = json.loads(arguments.config.read_text())
-    engine = build(config, seed=1 if arguments.action == "save" else 2)
-    if arguments.action == "save":
+    saves = arguments.action in ("save", "killed")
+    engine = build(config, seed=1 if saves else 2)
+    if saves:
+        if arguments.action == "killed":
+            kill_in_the_middle_of_a_save()
         train(engine, 0, 2)
         if arguments.meet is not None:
             meet(arguments.meet, 2)
         print_drive(arguments.drive, "before")
         engine.save_checkpoint(str(arguments.checkpoint), tag="here")
         print_masters(engine, "saved")
+    elif arguments.action == "refused":
+        print_masters(engine, "before")
+        try:
+            engine.load_checkpoint(str(arguments.checkpoint), tag="here")
+        except memascend.errors.CheckpointError as error:
+            print(f"refused by rank {deepspeed.comm.get_rank()}: {error}", flush=True)
+        print_masters(engine, "after")
     else:
         print_drive(arguments.drive, "before")
-        path, _ = engine.load_checkpoint(str(arguments.checkpoint), tag="here")
+        has_states = arguments.action == "load"
+        path, _ = engine.load_checkpoint(
+            str(arguments.checkpoint), tag="here", load_optimizer_states=has_states
+        )
         assert path is not None
         print_masters(engine, "loaded")
     print_drive(arguments.drive, "after")

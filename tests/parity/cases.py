@@ -26,6 +26,17 @@ SECTIONS = (
     "streaming.optimizer",
     "streaming.parameters",
 )
+WHOLE = tuple(name for name in SECTIONS if not name.startswith("streaming."))
+# By name: a backend and what differs in its case.
+SAVERS: dict[str, tuple[Backend, dict[str, Any]]] = {
+    "same": ("memascend", {}),
+    "whole": ("memascend", {"sections": WHOLE, "limit_bytes": 0}),
+    "streamed": ("memascend", {"sections": SECTIONS}),
+    "other tiles": ("memascend", {"tile_bytes": 300_000}),
+    "limit": ("memascend", {"limit_bytes": 300 << 20}),
+    "stock": ("stock", {"prefetch_numel": 0}),
+    "cpu": ("oracle", {"params": "cpu", "optimizer": "cpu"}),
+}
 SUB_GROUP_SMALL_NUMEL = 1_500_000
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 # By name: DeepSpeed's type and its parameters.
@@ -70,6 +81,10 @@ class Case:
     gather_all: bool = False  # gather every tensor at once in the middle of training
     second_model: bool = False  # train another model on the same path in the middle of training
     limit_bytes: int = 0  # host_memory_limit; 0 leaves the key out
+    scheduler: bool = False  # a learning rate that changes with every step
+    resume_at: int = 0  # save and load into a new engine after so many steps; 0: never
+    saver: str = "same"  # who trains until then: a key of SAVERS
+    checkpoint_folder: str = ""  # where that is saved
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
@@ -100,6 +115,8 @@ class Case:
         may show in the numbers. `sub_group_numel` stays: the norm is summed per sub-group, so it
         rounds differently with other sub-groups. So does `zero_init`: it makes a model's buffers,
         rotary frequencies for one, in 16 bit from the start, which rounds them differently.
+
+        It is never interrupted, but where stale gradients are used: a checkpoint has none.
         """
         kept = {
             "family",
@@ -118,12 +135,19 @@ class Case:
             "accessors",
             "modify_weights",
             "gather_all",
+            "scheduler",
             "steps",
         }
+        values = {name: getattr(self, name) for name in kept}
+        if self.resume_at and self.family == "alternating":
+            values |= {"resume_at": self.resume_at, "saver": "cpu"}
         inference = "absent" if self.optimizer == "absent" else "cpu"
-        return Case(
-            **{name: getattr(self, name) for name in kept}, params="cpu", optimizer=inference
-        )
+        return Case(**values, params="cpu", optimizer=inference)
+
+    def saver_case(self) -> tuple[Case, Backend]:
+        """What trains until the checkpoint: who saves may offload in another way than who loads."""
+        backend, changes = SAVERS[self.saver]
+        return dataclasses.replace(self, **changes), backend
 
     def within_stock(self) -> Case:
         """The same numbers asked of stock in the only way it survives.
@@ -183,6 +207,11 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
             "initial_scale_power": case.scale_power,
             "loss_scale_window": case.scale_window,
             "hysteresis": 1,
+        }
+    if case.scheduler:
+        config["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20, "warmup_type": "linear"},
         }
     if case.boundary == "stepped":
         config["managed_gradient_accumulation"] = False

@@ -11,6 +11,8 @@
 - The streams on what they could get wrong: scales that fall and grow, clipping that bites, sums
   over micro-batches however their end is announced, frozen and tied weights, optimizers of every
   kind, each stream without the others, and with each other section off.
+- Resuming: saved and loaded by every way of stepping, by stock and by CPU offload, and beyond the
+  step from which on CPU offload's own resumed run differs in the last bit (6, with these betas).
 - Inference apart, since it has neither optimizer nor gradients.
 """
 
@@ -22,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from .cases import SECTIONS, SUB_GROUP_LARGE_NUMEL, SUB_GROUP_SMALL_NUMEL, Case
+from .cases import SECTIONS, SUB_GROUP_LARGE_NUMEL, SUB_GROUP_SMALL_NUMEL, WHOLE, Case
 
 BILLION = 1_000_000_000
 LIMIT_SMALL_BYTES = 10 << 20
@@ -176,6 +178,38 @@ def inference_cases() -> list[Case]:
         replace(plain, world=2, family="mixtral"),
         replace(plain, family="qwen", dtype="fp32", gather_all=True, buffer_count=5),
         replace(plain, world=2, family="odd", modify_weights=True, zero_init=False),
+    ]
+
+
+def resume_cases() -> list[Case]:
+    plain = Case(resume_at=2, steps=4)
+    fp16 = replace(plain, dtype="fp16", resume_at=4, steps=8, scale_window=2, clipping=1.0)
+    return [
+        replace(plain, resume_at=7, steps=9, scheduler=True),
+        replace(plain, sections=WHOLE),
+        replace(plain, sections=WHOLE, pipeline=True, resume_at=7, steps=9),
+        replace(plain, sections=WHOLE, saver="streamed", world=2),
+        replace(plain, saver="whole", family="odd", world=2),
+        replace(plain, saver="other tiles", accumulation=2),
+        replace(plain, saver="limit"),
+        replace(plain, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES),
+        replace(plain, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES, saver="whole"),
+        replace(plain, saver="stock"),
+        replace(plain, saver="stock", sections=WHOLE),
+        replace(plain, saver="cpu"),
+        replace(plain, saver="cpu", sections=WHOLE, world=2),
+        fp16,
+        replace(fp16, saver="whole", accumulation=2, world=2),
+        replace(fp16, saver="stock"),
+        replace(plain, optimizer_type="TorchAdamW"),
+        replace(plain, optimizer_type="Lion", saver="whole"),
+        replace(plain, optimizer_type="Adagrad"),
+        replace(plain, params="cpu", dtype="fp32"),
+        replace(plain, optimizer="cpu"),
+        replace(plain, params="none", zero_init=False),
+        replace(plain, family="unused"),
+        replace(plain, family="alternating", resume_at=3, steps=5),
+        replace(plain, family="alternating", resume_at=3, steps=5, sections=WHOLE),
     ]
 
 

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 from . import accessors, models
-from .cases import Case
+from .cases import Case, deepspeed_json
 
 SEED = 20_250
 PAUSE_TIMEOUT_S = 400.0
@@ -40,8 +40,8 @@ INIT_DEFAULTS = {
 }
 
 
-def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
-    """Train `case` under `config`.
+def run_case(case: Case, config: dict[str, Any], *, save_to: str | None = None) -> dict[str, Any]:
+    """Train `case` under `config`, and save a checkpoint at the end if told where.
 
     Returns:
         Floats as hexadecimal text and tensors as SHA-256 digests, so that equality means equal
@@ -49,22 +49,32 @@ def run_case(case: Case, config: dict[str, Any]) -> dict[str, Any]:
     """
     for name, value in INIT_DEFAULTS.items():
         setattr(Init, name, value)
+    saved = checkpoint_of(case) if case.resume_at else {}
     torch.manual_seed(SEED)
-    model = build_model(case, config)
+    model = build_model(case, config, seed=SEED + (1 if saved else 0))
     client = None
     warnings = Warnings()
     if case.optimizer_type == "client":
         client = models.NormalisedDescent(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=client)
     try:
-        facts: dict[str, Any] = {"start": weight_digests(engine.module)}
+        facts: dict[str, Any] = {"start": saved.get("start") or weight_digests(engine.module)}
         if case.optimizer == "absent":
             facts["logits"] = infer(case, engine)
         else:
-            facts |= train(case, engine, config)
+            if saved:
+                path, client_state = engine.load_checkpoint(case.checkpoint_folder)
+                assert path is not None
+                assert client_state["mark"] == SEED
+            facts |= train(case, engine, config, first=case.resume_at)
+            for name in ("losses", "norms", "scales"):
+                facts[name] = saved.get(name, []) + facts[name]
+            if save_to is not None:
+                engine.save_checkpoint(save_to, client_state={"mark": SEED})
             facts["masters"] = master_digests(engine.module)
             facts["optimizer_class"] = qualified_name(engine.optimizer)
         facts["weights"] = weight_digests(engine.module)
+        facts["consolidated"] = consolidated_digests(engine)
         facts["placement"] = placement(engine.module)
         face = getattr(engine, "memascend", None)
         facts["ledger"] = face.ledger().as_dict() if face is not None else None
@@ -101,7 +111,19 @@ class Warnings(logging.Handler):
         super().close()
 
 
-def build_model(case: Case, config: dict[str, Any]) -> nn.Module:
+def checkpoint_of(case: Case) -> dict[str, Any]:
+    """Train the first steps of a case and save them, in an engine of their own."""
+    saver, backend = case.saver_case()
+    saver = dataclasses.replace(saver, steps=case.resume_at, resume_at=0)
+    folder = Path(case.checkpoint_folder)
+    (folder / "drive").mkdir(parents=True, exist_ok=True)
+    saver_config = deepspeed_json(saver, backend, str(folder / "drive"))
+    facts = run_case(saver, saver_config, save_to=case.checkpoint_folder)
+    deepspeed.comm.barrier()
+    return facts
+
+
+def build_model(case: Case, config: dict[str, Any], *, seed: int = SEED) -> nn.Module:
     """The model with its starting weights, built under zero.Init or handed over whole."""
     make = models.maker(case.family)
     if case.zero_init:
@@ -116,19 +138,19 @@ def build_model(case: Case, config: dict[str, Any]) -> nn.Module:
             torch.no_grad(),
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=case.zero_init),
         ):
-            models.set_weights(name, parameter.data, seed=SEED)
+            models.set_weights(name, parameter.data, seed=seed)
     if case.checkpointing != "off":
         reentrant = case.checkpointing == "reentrant"
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model
 
 
-def train(case: Case, engine: Any, config: dict[str, Any]) -> dict[str, Any]:
+def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) -> dict[str, Any]:
     losses, norms, scales = [], [], []
     extra: dict[str, Any] = {}
     rank = deepspeed.comm.get_rank()
-    micro_steps = itertools.count()
-    for step in range(case.steps):
+    micro_steps = itertools.count(first * case.accumulation)
+    for step in range(first, case.steps):
         if step == case.steps - 1:
             disturb(case, engine.module)
             if case.second_model:
@@ -205,6 +227,14 @@ def weight_digests(module: nn.Module) -> dict[str, str]:
         with deepspeed.zero.GatheredParameters([parameter]):
             digests[name] = digest(parameter.data)
     return digests
+
+
+def consolidated_digests(engine: Any) -> list[tuple[str, str]] | None:
+    """What every way of saving the 16-bit model asks the engine for; of rank 0 alone."""
+    state_dict = engine._zero3_consolidated_16bit_state_dict()
+    if state_dict is None:
+        return None
+    return [(name, digest(tensor)) for name, tensor in state_dict.items()]
 
 
 def master_digests(module: nn.Module) -> dict[str, str]:

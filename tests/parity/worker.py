@@ -12,6 +12,7 @@ import faulthandler
 import os
 import resource
 import signal
+import sys
 import traceback
 from multiprocessing.connection import Connection
 
@@ -27,6 +28,8 @@ def main() -> None:
     arguments = parser.parse_args()
     connection = Connection(arguments.socket)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Unwinds, so that torch removes its lock on an op that is being loaded.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     import deepspeed
     import torch

@@ -7,6 +7,7 @@ a new one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ START_TIMEOUT_S = 240.0  # the first start on a machine compiles DeepSpeed's com
 CASE_TIMEOUT_S = 150.0
 COMPILE_TIMEOUT_S = 450.0  # the first case of an optimizer whose op no start has loaded
 COMPILED = ("Lion", "Adagrad")
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 30.0  # to end by itself, and again after SIGTERM
+LOCK_RELEASE_S = 0.5
 STACK_DUMP_S = 1.0
 LOG_TAIL_LINES = 120
 # DeepSpeed keeps what destroyed engines held, so a rank grows from case to case; it starts anew
@@ -80,22 +83,37 @@ class WorkerGroup:
         return max(psutil.Process(process.pid).memory_info().rss for process in self._processes)
 
     def stop(self) -> None:
-        """End the ranks: a closed socket tells them to; one that does not listen is killed."""
+        """End the ranks: a closed socket tells them to, then SIGTERM, then SIGKILL.
+
+        A rank that is killed while it loads an op leaves a lock; SIGTERM lets it clean up.
+        """
         for connection in self._connections:
             connection.close()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        if not self._all_ended():
+            for process in self._processes:
+                process.terminate()
+            if not self._all_ended():
+                for process in self._processes:
+                    process.kill()
         for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()
         self._connections, self._processes = [], []
+
+    def _all_ended(self) -> bool:
+        """Whether every rank ends in time."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while None in self._exit_codes():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def _ensure_running(self) -> None:
         if self._processes and self._exit_codes() == [None] * self.world:
             return
         self.stop()
+        environment = worker_environment(rank=0, world=self.world, port=0)
+        remove_stale_locks(Path(environment["TORCH_EXTENSIONS_DIR"]))
         self._start_count += 1
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -188,10 +206,13 @@ class Bench:
         nvme_path = self.new_nvme_path()
         config = deepspeed_json(case, backend, str(nvme_path))
         subject = case.oracle() if backend == "oracle" else case
+        if subject.resume_at:
+            folder = str(nvme_path / "checkpoints")
+            subject = dataclasses.replace(subject, checkpoint_folder=folder)
         facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s)
         shutil.rmtree(nvme_path, ignore_errors=True)
         if backend == "oracle":
-            self._oracles[subject] = facts
+            self._oracles[case.oracle()] = facts
         return facts
 
     def new_nvme_path(self) -> Path:
@@ -219,11 +240,30 @@ def differences(subject: list[Facts], oracle: list[Facts]) -> list[str]:
     return found
 
 
-def _remove_stale_locks() -> None:
-    """A process killed while torch loads a compiled op leaves a lock that all others wait for."""
-    folder = Path(worker_environment(rank=0, world=1, port=0)["TORCH_EXTENSIONS_DIR"])
-    for lock in folder.glob("*/lock"):
-        lock.unlink(missing_ok=True)
+def remove_stale_locks(folder: Path) -> None:
+    """Remove the locks on compiled ops in `folder` that no living process can ever release.
+
+    Such a lock is left by a process that was killed while torch loaded an op; every other process
+    waits for it. torch keeps a lock open for as long as it holds it, and removes it right after it
+    has closed it.
+    """
+    stale = _not_open(folder.glob("*/lock"))
+    if stale:
+        time.sleep(LOCK_RELEASE_S)  # its owner may have been about to remove it
+        for lock in _not_open(stale):
+            lock.unlink(missing_ok=True)
+
+
+def _not_open(paths: Iterable[Path]) -> list[Path]:
+    """Those that exist and that no process has open, as far as this user can see."""
+    found = [path.resolve() for path in paths if path.exists()]
+    if not found:
+        return []
+    held = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            held.update(Path(file.path) for file in process.open_files())
+    return [path for path in found if path not in held]
 
 
 def worker_environment(*, rank: int, world: int, port: int) -> dict[str, str]:

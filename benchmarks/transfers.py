@@ -1,0 +1,105 @@
+"""What an optimizer step moves, and nothing else: the least time that a drive needs for it.
+
+The transfers of memascend's tiled step in their order, three tiles in flight: master weights, two
+states and gradients are read, all but the gradients are written back and the parameters with them.
+No arithmetic, no Python of DeepSpeed's, nothing that waits for a value. Knows the store alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from memascend import nvme
+from memascend.allocator import HostAllocator
+from memascend.nvme import Ticket
+
+#: Bytes of each element, by key.
+READ = {"master": 4, "exp_avg": 4, "exp_avg_sq": 4, "gradient": 2}
+WRITTEN = {"master": 4, "exp_avg": 4, "exp_avg_sq": 4, "parameter": 2}
+ELEMENT_BYTES = READ | WRITTEN
+TILE_NUMEL = (32 << 20) // 4  # memascend's, unless the config says otherwise
+TILE_COUNT = 3
+
+
+class Transfers:
+    """Tensors of a model's optimizer step on the drive. `run` moves them; `close` it."""
+
+    def __init__(self, numel: int, directory: Path) -> None:
+        """Writes all of it once.
+
+        Args:
+            numel: Parameters.
+            directory: On the drive; a folder there is made, and goes with this object.
+        """
+        self._numel = numel
+        self._stack = ExitStack()
+        folder = tempfile.TemporaryDirectory(prefix="memascend-bench-", dir=directory)
+        path = Path(self._stack.enter_context(folder))
+        allocator = HostAllocator()
+        self._store = nvme.TensorStore(
+            volumes=[path],
+            bounce=allocator.tensor(nvme.BOUNCE_BYTES, torch.uint8, component="bench"),
+        )
+        self._stack.callback(self._store.close)
+        self._tiles = [
+            {
+                key: allocator.tensor(TILE_NUMEL * size, torch.uint8, component="bench")
+                for key, size in ELEMENT_BYTES.items()
+            }
+            for _ in range(TILE_COUNT)
+        ]
+        for key, size in ELEMENT_BYTES.items():
+            self._store.reserve(key=key, nbytes=numel * size)
+        for begin in self._begins():
+            self._store.wait(self._start("write", ELEMENT_BYTES, begin, self._tiles[0]))
+
+    def run(self) -> None:
+        """Moves what one step moves."""
+        begins = list(self._begins())
+        reading: list[list[Ticket]] = []
+        writing: list[list[Ticket]] = [[] for _ in range(TILE_COUNT)]
+        for index in range(len(begins)):
+            for ahead in range(len(reading), min(index + TILE_COUNT - 1, len(begins))):
+                tile = ahead % TILE_COUNT
+                self._store.wait(writing[tile])
+                reading.append(self._start("read", READ, begins[ahead], self._tiles[tile]))
+            tile = index % TILE_COUNT
+            self._store.wait(reading[index])
+            writing[tile] = self._start("write", WRITTEN, begins[index], self._tiles[tile])
+        for tickets in writing:
+            self._store.wait(tickets)
+
+    def stats(self) -> dict[str, int | float]:
+        """The store's counters."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._stack.close()
+
+    def __enter__(self) -> Transfers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begins(self) -> range:
+        return range(0, self._numel, TILE_NUMEL)
+
+    def _start(
+        self, kind: str, keys: dict[str, int], begin: int, tile: dict[str, torch.Tensor]
+    ) -> list[Ticket]:
+        count = min(TILE_NUMEL, self._numel - begin)
+        tickets = []
+        for key, size in keys.items():
+            part = tile[key].narrow(0, 0, count * size)
+            offset = begin * size
+            if kind == "read":
+                tickets.append(self._store.read(key=key, target=part, offset_bytes=offset))
+            else:
+                tickets.append(self._store.write(key=key, source=part, offset_bytes=offset))
+        return tickets

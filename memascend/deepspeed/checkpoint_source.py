@@ -1,0 +1,290 @@
+"""A checkpoint as it lies in its folder: found, verified, and ready to be read tensor by tensor.
+
+Everything is looked at before anything of a running model changes: files against the manifest, and
+tensors against the sub-groups of the optimizer that wants them. A checkpoint without a manifest is
+stock DeepSpeed's; there only sizes can be compared. What stock keeps in memory, and all of what CPU
+offload does, is in `optim_states.pt`, which is mapped, not read.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
+from memascend.errors import CheckpointError
+from memascend.manifest import (
+    Manifest,
+    check_file,
+    check_nbytes,
+    missing_file,
+    read_manifest,
+)
+from memascend.streaming.files import Advance, FileReader, Reader, TensorReader, sum_file
+from memascend.streaming.staging import StagingSlots
+
+_FILE_NAME = re.compile(r"(?:(?P<state>.+)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp")
+
+
+#: By sub-group and state.
+Files = Mapping[tuple[int, str | None], Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's part of a checkpoint lies.
+
+    Attributes:
+        folder: That of the tag.
+        rank: Whose part.
+        world: How many ranks there are now.
+        states: Its optim_states.pt.
+    """
+
+    folder: Path
+    rank: int
+    world: int
+    states: Path
+
+    @property
+    def tensors(self) -> Path:
+        """The folder of the tensors' files."""
+        return self.folder / "offloaded_tensors" / f"rank{self.rank:02d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the optimizer looks like that is to be restored.
+
+    Attributes:
+        names: DeepSpeed's name of each sub-group.
+        numels: Elements of each.
+        group_count: Parameter groups.
+        kind: Name of the optimizer's class.
+        master_dtype: Of the master weights.
+    """
+
+    names: Sequence[str]
+    numels: Sequence[int]
+    group_count: int
+    kind: str
+    master_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """A verified checkpoint.
+
+    Attributes:
+        zero_states: What DeepSpeed's ZeRO optimizer saved of itself.
+        optimizer_states: What the base optimizer did, its tensors without elements.
+        tensors: Of every sub-group.
+    """
+
+    zero_states: Mapping[str, Any]
+    optimizer_states: dict[str, Any]
+    tensors: list[LoadedTensor]
+
+    def weights(self) -> list[LoadedTensor]:
+        """The master weights alone."""
+        return [tensor for tensor in self.tensors if tensor.state is None]
+
+    def close(self) -> None:
+        """Closes every file."""
+        for tensor in self.tensors:
+            tensor.reader.close()
+
+
+def verify(place: Place, slots: StagingSlots, advance: Advance) -> Manifest | None:
+    """Compares every file of a rank with the manifest; reads each of them once.
+
+    Raises:
+        CheckpointError: Names the file, what is expected, what was found, and what to do.
+    """
+    if not place.folder.is_dir():
+        known = sorted(path.name for path in place.folder.parent.glob("*") if path.is_dir())
+        raise CheckpointError(
+            f"there is no checkpoint {place.folder}. Likely cause: another tag or folder is meant. "
+            f"In {place.folder.parent} there is: {', '.join(known[:8]) or 'nothing'}"
+        )
+    manifest = read_manifest(place.folder, place.rank)
+    if manifest is None:
+        if not place.states.is_file():
+            raise missing_file(place.states)
+        return None
+    if manifest.world != place.world:
+        raise _other_world(place, manifest.world)
+    for entry in manifest.files:
+        path = place.folder / entry.name
+        if not path.is_file():
+            raise missing_file(path)
+        nbytes = path.stat().st_size
+        if nbytes != entry.nbytes:
+            check_file(place.folder, entry, nbytes, 0)
+    for entry in manifest.files:
+        found = sum_file(place.folder / entry.name, slots, advance)
+        check_file(place.folder, entry, found.nbytes, found.crc32)
+    return manifest
+
+
+def open_source(place: Place, manifest: Manifest | None, wanted: Wanted) -> CheckpointSource:
+    """Finds every tensor that an optimizer wants.
+
+    Raises:
+        CheckpointError: It is that of another model or configuration, or incomplete.
+    """
+    whole = _load_mapped(place.states)
+    zero_states = whole["optimizer_state_dict"]
+    saved = zero_states["optimizer_state_dict"]
+    if manifest is not None:
+        found = [group.numel for group in manifest.sub_groups]
+        if found != list(wanted.numels):
+            raise _other_model(place, f"sub-groups of {found}", list(wanted.numels))
+        if manifest.optimizer != wanted.kind:
+            raise _other_model(place, f"optimizer {manifest.optimizer}", wanted.kind)
+        files: Files = {
+            (tensor.sub_group, tensor.state): place.folder / tensor.file
+            for tensor in manifest.tensors
+        }
+    else:
+        _check_world(place, zero_states)
+        files = _stock_files(place.tensors, wanted.names)
+    groups = saved["param_groups"]
+    count = sum(len(group["params"]) for group in groups)
+    if (len(groups), count) != (wanted.group_count, len(wanted.numels)):
+        raise _other_model(
+            place,
+            f"{len(groups)} parameter groups with {count} sub-groups",
+            f"{wanted.group_count} with {len(wanted.numels)}",
+        )
+    source = CheckpointSource(zero_states, {"param_groups": groups, "state": {}}, [])
+    try:
+        for sub_group in range(len(wanted.numels)):
+            _add_sub_group(source, place, wanted, files, sub_group, manifest is not None)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def _add_sub_group(
+    source: CheckpointSource,
+    place: Place,
+    wanted: Wanted,
+    files: Files,
+    sub_group: int,
+    is_verified: bool,
+) -> None:
+    numel, name = wanted.numels[sub_group], wanted.names[sub_group]
+    masters = source.zero_states["fp32_flat_groups"]
+    values: dict[str | None, torch.Tensor] = {None: masters[sub_group].detach()}
+    values |= source.zero_states["optimizer_state_dict"]["state"].get(sub_group, {})
+    scalars: dict[str, Any] = {}
+    for state, value in values.items():
+        path = files.get((sub_group, state))
+        if path is None and state is not None:
+            is_tensor = _is_elementwise(state, value, numel)
+            # No file of a verified checkpoint is missing: such a state had not begun.
+            if not is_tensor or (is_verified and value.numel() == 0):
+                scalars[state] = value
+                continue
+        if value.dtype != wanted.master_dtype and state is None:
+            raise _other_model(place, f"master weights in {value.dtype}", wanted.master_dtype)
+        dtype = str(value.dtype).removeprefix("torch.")
+        reader: Reader
+        if path is not None:
+            check_nbytes(path, path.stat().st_size, numel, dtype)
+            reader = FileReader(path)
+        elif value.numel() == numel:
+            reader = TensorReader(value)
+        else:
+            what = f"{state}-{name}" if state else name
+            raise missing_file(place.tensors / f"{what}.tensor.swp")
+        source.tensors.append(LoadedTensor(sub_group, state, value.dtype, reader))
+        if state is not None:
+            scalars[state] = torch.empty(0, dtype=value.dtype)
+    if scalars:
+        source.optimizer_states["state"][sub_group] = scalars
+
+
+def _is_elementwise(state: str, value: object, numel: int) -> bool:
+    """Whether it is of a sub-group's shape, or stands for a tensor that is in a file."""
+    if not isinstance(value, torch.Tensor) or state == "step":
+        return False
+    return value.shape in ((numel,), (0,))
+
+
+def _load_mapped(path: Path) -> dict[str, Any]:
+    """Tensors of the file are mapped; a file in torch's old format is read into memory."""
+    try:
+        is_mapped = zipfile.is_zipfile(path)
+        whole = torch.load(path, map_location="cpu", mmap=is_mapped or None, weights_only=False)
+        whole["optimizer_state_dict"]["fp32_flat_groups"]
+        whole["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged, "
+            "or of another ZeRO stage. Copy the checkpoint again, or load another tag"
+        ) from error
+    return dict(whole)
+
+
+def _stock_files(folder: Path, names: Sequence[str]) -> Files:
+    """Stock's files by what they hold.
+
+    They are named by the ids of a sub-group's first and last parameter, which count on from model
+    to model in a process; so the saved ids may differ from the present ones by a constant.
+    """
+    found: dict[tuple[int, int], dict[str | None, Path]] = {}
+    for path in folder.glob("*.tensor.swp"):
+        match = _FILE_NAME.fullmatch(path.name)
+        if match is not None and "gradient" not in path.name:
+            ids = int(match["first"]), int(match["last"])
+            found.setdefault(ids, {})[match["state"]] = path
+    if not found:
+        return {}
+    present = {tuple(map(int, name.split("_"))): index for index, name in enumerate(names)}
+    first = min(found)
+    shifts = sorted((ids[0] - first[0] for ids in present), key=abs)
+    for shift in shifts:
+        moved = {(begin + shift, end + shift): paths for (begin, end), paths in found.items()}
+        if moved.keys() <= present.keys():
+            return {
+                (present[ids], state): path
+                for ids, paths in moved.items()
+                for state, path in paths.items()
+            }
+    saved = ", ".join(f"{begin}_{end}" for begin, end in sorted(found)[:4])
+    raise CheckpointError(
+        f"checkpoint folder {folder} has files of other sub-groups: {saved}, the optimizer has "
+        f"{', '.join(names[:4])}. Likely cause: it was saved with another model, sub_group_size or "
+        "number of ranks. Load it with the configuration that saved it"
+    )
+
+
+def _check_world(place: Place, zero_states: Mapping[str, Any]) -> None:
+    saved = zero_states.get("partition_count", place.world)
+    saved = max(saved) if isinstance(saved, list) else int(saved)
+    if saved != place.world:
+        raise _other_world(place, saved)
+
+
+def _other_world(place: Place, world: int) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {place.folder} was saved by {world} ranks and is loaded by {place.world}. The "
+        f"optimizer's shards cannot be divided anew. Load it with {world} ranks"
+    )
+
+
+def _other_model(place: Place, saved: object, wanted: object) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {place.folder} has {saved}, the optimizer has {wanted}. Likely cause: it was "
+        "saved with another model, optimizer or sub_group_size. Load it with the configuration "
+        "that saved it"
+    )

@@ -1,0 +1,101 @@
+"""Checkpoint hooks of the ZeRO-3 optimizer: what DeepSpeed saves of it, and what it loads.
+
+The engine's functions are in checkpoint.py; they open a checkpoint and hand it over here while
+DeepSpeed's own loading is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from memascend.deepspeed import optimizer_checkpoint
+from memascend.deepspeed.checkpoint_source import CheckpointSource
+
+
+class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """Overrides while the engine saves or loads; upstream's own otherwise."""
+
+    # Upstream's attributes that are assigned to below.
+    loss_scaler: Any
+    dynamic_loss_scale: bool
+    overflow: bool
+    #: Whether DeepSpeed is saving or loading this optimizer.
+    is_checkpointing = False
+    _source: CheckpointSource | None = None
+    _loads_states = True
+
+    @contextmanager
+    def checkpointing(
+        self, source: CheckpointSource | None = None, *, with_states: bool = True
+    ) -> Iterator[None]:
+        """Inside, DeepSpeed saves this optimizer, or loads `source`, as one that is not on NVMe.
+
+        Args:
+            source: What is loaded; None for a save.
+            with_states: Whether all of it is, or the weights alone.
+        """
+        self.is_checkpointing = True
+        self._source, self._loads_states = source, with_states
+        try:
+            yield
+        finally:
+            self.is_checkpointing = False
+            self._source = None
+
+    def restore_checkpoint(self) -> None:
+        """Takes over the checkpoint that is being loaded; once, however often DeepSpeed asks.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        source, self._source = self._source, None
+        if source is None:
+            return
+        optimizer_states: dict[str, Any] = {}
+        tensors = source.weights()
+        if self._loads_states:
+            self._take_over(source.zero_states)
+            optimizer_states, tensors = source.optimizer_states, source.tensors
+        optimizer_checkpoint.restore(self, optimizer_states, tensors)
+        self.reset_swap_buffers()
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Upstream asks for this where it loads weights alone: a checkpoint has exact ones."""
+        if self.is_checkpointing:
+            self.restore_checkpoint()
+        else:
+            super()._restore_from_bit16_weights()
+
+    def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
+        """As upstream, also where parameters are on a drive and the optimizer is not.
+
+        Upstream takes it for granted that those parameters are in host memory too.
+        """
+        if self.swap_optimizer or all(flat is not None for flat in self._flats):
+            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+            return
+        self._take_over(state_dict)
+        if load_optimizer_states:
+            self._set_fp32_optimizer_param_groups()
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+            self._clear_fp32_optimizer_param_groups()
+        saved_groups = state_dict["fp32_flat_groups"]
+        pairs = zip(self.fp32_partitioned_groups_flat, saved_groups, strict=True)
+        for sub_group_id, (current, saved) in enumerate(pairs):
+            current.data.copy_(saved.data)
+            self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+
+    @property
+    def _flats(self) -> list[Any]:
+        """The 16-bit weights of each sub-group; None where they are on a drive."""
+        return list(self.fp16_partitioned_groups_flat)
+
+    def _take_over(self, zero_states: Any) -> None:
+        """What the ZeRO optimizer knows beside the base optimizer."""
+        self.loss_scaler = zero_states["loss_scaler"]
+        self.dynamic_loss_scale = zero_states["dynamic_loss_scale"]
+        self.overflow = zero_states["overflow"]

@@ -1,0 +1,200 @@
+"""What a rank's part of a checkpoint consists of: a JSON file beside the files it names.
+
+Read before anything else of a checkpoint is. It is not trusted: names stay inside the checkpoint's
+folder, sizes are compared with the files before they are used. Standard library and pydantic only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from memascend.errors import CheckpointError
+
+FORMAT = "memascend checkpoint"
+VERSION = 1
+#: A larger manifest is not read: that of a model with a thousand sub-groups has a megabyte.
+MANIFEST_BYTES_MAX = 256 << 20
+#: DeepSpeed rounds files up to what its I/O wants, which is less than this.
+PADDING_BYTES_MAX = 1 << 20
+
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+ITEMSIZES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+Count = Annotated[int, Field(ge=0, strict=True)]
+Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileEntry(_Entry):
+    """A file: its place in the checkpoint's folder, its bytes, their CRC-32."""
+
+    name: str
+    nbytes: Count
+    crc32: Checksum
+
+
+class SubGroupEntry(_Entry):
+    """A sub-group: DeepSpeed's name of it when it was saved, and its elements on this rank."""
+
+    name: str
+    numel: Count
+
+
+class TensorEntry(_Entry):
+    """A tensor in a file of its own: master weights (no state), or a state of the optimizer."""
+
+    sub_group: Count
+    state: str | None
+    dtype: Dtype
+    numel: Count
+    file: str
+
+
+class Manifest(_Entry):
+    """One rank's part of a checkpoint."""
+
+    format: Literal["memascend checkpoint"] = "memascend checkpoint"
+    version: Literal[1] = 1
+    memascend: str
+    rank: Count
+    world: Count
+    global_step: Count
+    optimizer: str
+    optimizer_step: Count | None
+    sub_groups: tuple[SubGroupEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...]
+
+    def text(self) -> str:
+        """As it is stored."""
+        return self.model_dump_json(indent=1) + "\n"
+
+
+def manifest_name(rank: int) -> str:
+    """File name of a rank's manifest in the checkpoint's folder."""
+    return f"memascend-rank{rank:02d}.json"
+
+
+def read_manifest(folder: Path, rank: int) -> Manifest | None:
+    """The manifest of a rank, or None where nobody wrote any: a checkpoint of stock DeepSpeed.
+
+    Raises:
+        CheckpointError: It is missing among others, damaged, or of a later memascend.
+    """
+    path = folder / manifest_name(rank)
+    if not path.is_file():
+        others = sorted(other.name for other in folder.glob("memascend-rank*.json"))
+        if not others:
+            return None
+        raise CheckpointError(
+            f"checkpoint {folder} has no {path.name}, but {', '.join(others[:4])}. Likely cause: "
+            f"it was saved by {len(others)} ranks, or was not copied completely. Load it with as "
+            "many ranks as saved it, or copy it again"
+        )
+    nbytes = path.stat().st_size
+    if nbytes > MANIFEST_BYTES_MAX:
+        raise _damaged(path, f"it has {nbytes} bytes, expected at most {MANIFEST_BYTES_MAX}")
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise _damaged(path, f"it is not JSON ({error})") from error
+    version = content.get("version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        raise CheckpointError(
+            f"checkpoint {folder} has format version {version}, this memascend knows {VERSION}. "
+            "It was saved by a later memascend; install that one"
+        )
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _damaged(path, f"{where}: {first['msg']}, found {first['input']!r:.80}") from error
+    _check(path, manifest, rank)
+    return manifest
+
+
+def _check(path: Path, manifest: Manifest, rank: int) -> None:
+    """What the types alone do not say."""
+    if manifest.rank != rank:
+        raise _damaged(path, f"it is that of rank {manifest.rank}, expected {rank}")
+    sizes = {}
+    for file in manifest.files:
+        check_name(path, file.name)
+        if file.name in sizes:
+            raise _damaged(path, f"{file.name!r} is named twice")
+        sizes[file.name] = file.nbytes
+    seen = set()
+    for tensor in manifest.tensors:
+        if tensor.file not in sizes:
+            raise _damaged(path, f"{tensor.file!r} belongs to a tensor and is no file of it")
+        if tensor.sub_group >= len(manifest.sub_groups):
+            raise _damaged(path, f"{tensor.file!r} is of sub-group {tensor.sub_group}: no such")
+        if (tensor.sub_group, tensor.state) in seen:
+            raise _damaged(path, f"{tensor.file!r} is the second file of one tensor")
+        seen.add((tensor.sub_group, tensor.state))
+        if tensor.numel != manifest.sub_groups[tensor.sub_group].numel:
+            raise _damaged(path, f"{tensor.file!r} has not as many elements as its sub-group")
+        check_nbytes(path.parent / tensor.file, sizes[tensor.file], tensor.numel, tensor.dtype)
+
+
+def check_name(path: Path, name: str) -> None:
+    """Refuses a name that leads out of the checkpoint's folder.
+
+    Raises:
+        CheckpointError: It is absolute, empty, or goes up.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts:
+        raise _damaged(path, f"the file name {name!r} leads out of the checkpoint's folder")
+
+
+def check_nbytes(path: Path, nbytes: int, numel: int, dtype: str) -> None:
+    """Refuses a file that cannot be that of a tensor.
+
+    Raises:
+        CheckpointError: It is too short, or longer than rounding explains.
+    """
+    expected = numel * ITEMSIZES[dtype]
+    if not expected <= nbytes < expected + PADDING_BYTES_MAX:
+        raise CheckpointError(
+            f"checkpoint file {path} has {nbytes} bytes, the optimizer needs {expected} ({numel} "
+            f"elements of {dtype}). Likely cause: it was saved with another model, sub_group_size "
+            "or number of ranks, or is damaged. Load it with the configuration that saved it"
+        )
+
+
+def check_file(folder: Path, entry: FileEntry, nbytes: int, crc32: int) -> None:
+    """Compares a file with its entry.
+
+    Raises:
+        CheckpointError: Names the file, what is expected and what was found.
+    """
+    if nbytes == entry.nbytes and f"{crc32:08x}" == entry.crc32:
+        return
+    raise CheckpointError(
+        f"checkpoint file {folder / entry.name} is damaged: expected {entry.nbytes} bytes with "
+        f"crc32 {entry.crc32}, found {nbytes} bytes with crc32 {crc32:08x}. Likely cause: it was "
+        "not copied completely, or the drive changed it. Copy it again, or load another tag"
+    )
+
+
+def missing_file(path: Path) -> CheckpointError:
+    """The error for a file that should be there."""
+    return CheckpointError(
+        f"checkpoint file {path} is missing. Likely cause: the checkpoint was not copied "
+        "completely. Copy it again, or load another tag"
+    )
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint manifest {path} cannot be used: {what}. Likely cause: the file is damaged. "
+        "Copy the checkpoint again, or load another tag"
+    )

@@ -1,0 +1,216 @@
+"""A checkpoint's folder appears at once or not at all, whenever the machine stops.
+
+It is written under a working name beside its place, made durable, and renamed when it is complete;
+`latest` follows after that. Where the tag exists already the two folders change places in one step,
+so that there is no moment without a complete one. What a killed save left behind is removed by the
+next. Standard library only; one process (the leader) calls for all ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from memascend.errors import CheckpointError
+
+_PREFIX = ".memascend-"
+_WORKING, _REPLACED = ".saving", ".replaced"
+#: What belongs to a checkpoint and is replaced with it; anything else in a tag's folder is kept.
+_CHECKPOINT_FILES = ("*_states.pt", "*optim_states.pt", "memascend-rank*.json", "offloaded_tensors")
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class SavingFolder:
+    """The working folder of one save."""
+
+    def __init__(self, save_dir: str, tag: str) -> None:
+        """Nothing is done yet.
+
+        Raises:
+            CheckpointError: The tag leads out of `save_dir`.
+        """
+        parts = Path(tag).parts
+        if not parts or os.path.isabs(tag) or ".." in parts or "\0" in tag:
+            raise CheckpointError(
+                f"cannot save under tag {tag!r}: it is empty or leads out of save_dir. Use a plain "
+                "name"
+            )
+        self._save_dir = Path(save_dir)
+        self.target = self._save_dir / tag
+        self._parent = self.target.parent
+        self.path = self._parent / f"{_PREFIX}{self.target.name}{_WORKING}"
+        #: What to save under instead of the tag.
+        self.tag = str(self.path.relative_to(self._save_dir))
+        self._lock: int | None = None
+
+    def begin(self) -> None:
+        """Removes what killed saves left, and makes the working folder.
+
+        Raises:
+            CheckpointError: Another run is saving under this tag.
+            OSError: The folder cannot be made.
+        """
+        self._parent.mkdir(parents=True, exist_ok=True)
+        clean(self._parent)
+        try:
+            self.path.mkdir()
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"cannot save to {self.target}: {self.path} exists. Likely cause: another run is "
+                "saving there. Give each run a folder of its own; if there is no other, remove it"
+            ) from error
+        self._lock = _try_lock(self.path)
+
+    def publish(self) -> None:
+        """Makes the folders durable and puts the checkpoint in its place. Files are durable.
+
+        Raises:
+            OSError: The file system refused; the checkpoint that was there before still is.
+        """
+        for folder, _, _ in os.walk(self.path):
+            sync(Path(folder))
+        if self.target.is_dir():
+            self._keep_others()
+            self._change_places()
+        else:
+            os.rename(self.path, self.target)
+            sync(self._parent)
+        self._unlock()
+
+    def abandon(self) -> None:
+        """Removes the working folder if the save did not come to its end."""
+        if self._lock is not None or self.path.is_dir():
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _keep_others(self) -> None:
+        """What others put into the tag's folder stays there."""
+        for other in self.target.iterdir():
+            is_ours = any(fnmatch(other.name, pattern) for pattern in _CHECKPOINT_FILES)
+            place = self.path / other.name
+            if is_ours or place.exists():
+                continue
+            if other.is_dir() and not other.is_symlink():
+                shutil.copytree(other, place, symlinks=True, copy_function=_link)
+            else:
+                _link(other, place)
+        sync(self.path)
+
+    def _change_places(self) -> None:
+        if _exchange(self.path, self.target):
+            sync(self._parent)
+            shutil.rmtree(self.path)
+            return
+        # Between these two `clean` knows what to do.
+        replaced = self._parent / f"{_PREFIX}{self.target.name}{_REPLACED}"
+        os.rename(self.target, replaced)
+        os.rename(self.path, self.target)
+        sync(self._parent)
+        shutil.rmtree(replaced)
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def clean(parent: Path) -> None:
+    """Removes what killed saves left in a folder; what a living one writes stays.
+
+    A checkpoint that was moved away and whose successor did not arrive is put back.
+    """
+    for left in _left(parent, _REPLACED):
+        target = parent / left.name[len(_PREFIX) : -len(_REPLACED)]
+        if target.exists():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            os.rename(left, target)
+            sync(parent)
+    for left in _left(parent, _WORKING):
+        lock = _try_lock(left)
+        if lock is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+
+
+def write_latest(save_dir: str, tag: str) -> None:
+    """Points `latest` to a tag, in one step."""
+    folder = Path(save_dir)
+    working = folder / f"{_PREFIX}latest"
+    with working.open("w", encoding="utf-8") as file:
+        file.write(tag)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(working, folder / "latest")
+    sync(folder)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Makes a file of text that is on the drive on return."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Makes a file, or the entries of a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no fsync of a folder.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _left(parent: Path, ending: str) -> Iterator[Path]:
+    yield from (path for path in list(parent.glob(f"{_PREFIX}*{ending}")) if path.is_dir())
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock; None while a living process does.
+
+    Where locks do not work nobody can tell, and the folder is left alone.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _link(source: str | Path, place: str | Path) -> None:
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, place, follow_symlinks=False)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Lets two folders change places in one step; False where the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))

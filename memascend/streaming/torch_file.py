@@ -1,0 +1,154 @@
+"""Writes what `torch.save` writes, with tensors that need not be in memory.
+
+A file of torch's is a zip archive without compression: a pickle in which each tensor refers to a
+storage by number, and a record with the bytes of each storage. Here some tensors are stand-ins
+whose bytes come while the file is being written, in a stream. `torch.load` reads it, mapped or not.
+Knows torch and the file system; never DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from memascend.streaming.files import SummedFile
+
+#: torch aligns records so that mapped tensors are aligned for any arithmetic.
+_ALIGNMENT = 64
+#: Header of the extra field of a zip record that holds the padding: "FB" as torch writes it.
+_PADDING_ID = b"FB"
+_EXTRA_HEADER = struct.Struct("<2sH")
+_LOCAL_HEADER_BYTES = 30
+_ZIP64_EXTRA_BYTES = 20
+_PROTOCOL = 2
+_VERSION = b"3\n"
+
+#: Appends the bytes of a tensor to a file.
+Write = Callable[[Any], None]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StreamedTensor:
+    """Stands for a flat tensor whose bytes `write` hands over, piece by piece, when asked."""
+
+    numel: int
+    dtype: torch.dtype
+    write: Callable[[Write], None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its storage."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _StorageOf:
+    """What the pickle refers to instead of a tensor's storage."""
+
+    tensor: StreamedTensor
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles as torch does, and collects the storages it meets."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self.storages: list[torch.UntypedStorage | StreamedTensor] = []
+        self._numbers: dict[int, str] = {}
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, StreamedTensor):
+            rebuild = torch._utils._rebuild_tensor_v2
+            shape, strides = (value.numel,), (1,)
+            return rebuild, (_StorageOf(value), 0, shape, strides, False, OrderedDict())
+        return NotImplemented
+
+    def persistent_id(self, value: object) -> Any:
+        if isinstance(value, _StorageOf):
+            tensor = value.tensor
+            kind = getattr(torch, _STORAGE_KINDS[tensor.dtype])
+            return "storage", kind, self._number(id(tensor), tensor), "cpu", tensor.numel
+        if isinstance(value, torch.storage.TypedStorage):
+            storage = value._untyped_storage
+            kind = getattr(torch, value._pickle_storage_type())  # type: ignore[no-untyped-call]
+            number = self._number(storage._cdata, storage)
+            return "storage", kind, number, "cpu", value._size()  # type: ignore[no-untyped-call]
+        if isinstance(value, torch.UntypedStorage):
+            number = self._number(value._cdata, value)
+            return "storage", torch.UntypedStorage, number, "cpu", value.nbytes()
+        return None
+
+    def _number(self, identity: int, storage: torch.UntypedStorage | StreamedTensor) -> str:
+        if identity not in self._numbers:
+            self._numbers[identity] = str(len(self.storages))
+            self.storages.append(storage)
+        return self._numbers[identity]
+
+
+_STORAGE_KINDS = {
+    torch.float32: "FloatStorage",
+    torch.float64: "DoubleStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+}
+
+
+def save_streamed(content: object, file: SummedFile) -> None:
+    """Writes `content`, in which any StreamedTensor stands for a tensor.
+
+    Args:
+        content: Anything torch.save takes, with tensors in host memory.
+        file: A new one; nothing else is to be written to it.
+
+    Raises:
+        ValueError: A StreamedTensor handed over another number of bytes than it has.
+    """
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(content)
+    # SummedFile knows no seek, so sizes follow each record, as in torch's own files.
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+        _add(archive, file, "data.pkl", lambda append: append(pickled.getbuffer()))
+        _add(archive, file, "byteorder", lambda append: append(sys.byteorder.encode()))
+        for number, storage in enumerate(pickler.storages):
+            if isinstance(storage, StreamedTensor):
+                count = _add(archive, file, f"data/{number}", storage.write)
+                if count != storage.nbytes:
+                    raise ValueError(f"a tensor of {storage.nbytes} bytes handed over {count}")
+            else:
+                _add(archive, file, f"data/{number}", _write_of(storage))
+        _add(archive, file, "version", lambda append: append(_VERSION))
+
+
+def _add(
+    archive: zipfile.ZipFile, file: SummedFile, name: str, write: Callable[[Write], Any]
+) -> int:
+    """Appends a record whose bytes are aligned; gives their count."""
+    record = zipfile.ZipInfo(f"archive/{name}")
+    begin = file.nbytes + _LOCAL_HEADER_BYTES + len(record.filename) + _ZIP64_EXTRA_BYTES
+    padding_bytes = -(begin + _EXTRA_HEADER.size) % _ALIGNMENT
+    record.extra = _EXTRA_HEADER.pack(_PADDING_ID, padding_bytes) + bytes(padding_bytes)
+    with archive.open(record, "w", force_zip64=True) as target:
+        data_begin = file.nbytes
+        if data_begin % _ALIGNMENT:
+            raise AssertionError(f"record {name} begins at byte {data_begin}")
+        write(cast(Write, target.write))
+        return file.nbytes - data_begin
+
+
+def _write_of(storage: torch.UntypedStorage) -> Callable[[Write], None]:
+    def write(append: Write) -> None:
+        flat = torch.empty(0, dtype=torch.uint8)
+        if storage.nbytes():
+            append(flat.set_(storage).numpy())
+
+    return write

@@ -1,0 +1,63 @@
+"""What the worker groups do around the cases."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import workers
+
+
+def test_a_lock_that_no_process_holds_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "LOCK_RELEASE_S", 0.0)
+    stale, held = tmp_path / "cpu_adam" / "lock", tmp_path / "async_io" / "lock"
+    for lock in (stale, held):
+        lock.parent.mkdir()
+    stale.touch()
+    # As torch does it.
+    code = f"import os, sys; os.open({str(held)!r}, os.O_CREAT | os.O_EXCL); print(flush=True); "
+    code += "sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        workers.remove_stale_locks(tmp_path)
+        assert (stale.exists(), held.exists()) == (False, True)
+        holder.stdin.close()
+    workers.remove_stale_locks(tmp_path)
+    assert not held.exists()
+
+
+def test_without_locks_no_process_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.psutil, "process_iter", None)
+    workers.remove_stale_locks(tmp_path / "never built")
+
+
+def test_a_rank_is_asked_to_end_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "STOP_TIMEOUT_S", 1.0)
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, {}); print(flush=True); "
+    code += "time.sleep(100)"
+    group = workers.WorkerGroup(world=2, folder=tmp_path)
+    for answer in ("lambda *_: sys.exit(3)", "signal.SIG_IGN"):
+        command = [sys.executable, "-c", code.format(answer)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        group._processes.append(process)
+    ranks = list(group._processes)
+    group.stop()
+    assert [rank.wait() for rank in ranks] == [3, -9]
+    for rank in ranks:
+        assert rank.stdout is not None
+        rank.stdout.close()

@@ -1,0 +1,148 @@
+"""Finding a checkpoint's tensors: by the manifest, by stock's names, in optim_states.pt."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import torch
+
+from memascend.deepspeed.checkpoint_source import Place, Wanted, open_source, verify
+from memascend.deepspeed.progress import ByteProgress
+from memascend.errors import CheckpointError
+
+NUMELS = [300, 7]
+
+
+def states(masters: list[Any], moments: list[dict[str, Any]]) -> dict[str, Any]:
+    groups = [{"lr": 0.1, "params": [0, 1]}]
+    return {
+        "optimizer_state_dict": {
+            "partition_count": 1,
+            "fp32_flat_groups": masters,
+            "optimizer_state_dict": {"state": dict(enumerate(moments)), "param_groups": groups},
+        }
+    }
+
+
+def place(folder: Path) -> Place:
+    return Place(folder=folder, rank=0, world=1, states=folder / "optim_states.pt")
+
+
+def wanted(names: list[str]) -> Wanted:
+    return Wanted(names, NUMELS, group_count=1, kind="Adam", master_dtype=torch.float32)
+
+
+def contents(source: Any) -> dict[tuple[int, str | None], list[float]]:
+    found = {}
+    for tensor in source.tensors:
+        target = torch.empty(NUMELS[tensor.sub_group] * 4, dtype=torch.uint8)
+        tensor.reader.fill(0, target)
+        found[tensor.sub_group, tensor.state] = target.view(torch.float32).tolist()
+    source.close()
+    return found
+
+
+def save_as_stock(folder: Path) -> dict[tuple[int, str | None], list[float]]:
+    """The first sub-group in files, the second, being small, in optim_states.pt."""
+    tensors = folder / "offloaded_tensors" / "rank00"
+    tensors.mkdir(parents=True)
+    expected: dict[tuple[int, str | None], list[float]] = {}
+    small = [torch.randn(NUMELS[1]) for _ in range(3)]
+    for state, value in zip((None, "exp_avg", "exp_avg_sq"), small, strict=True):
+        large = torch.randn(NUMELS[0])
+        name = f"{state}-10_14" if state else "10_14"
+        padded = torch.cat([large, torch.zeros(84)])  # stock rounds up
+        (tensors / f"{name}.tensor.swp").write_bytes(padded.numpy().tobytes())
+        (tensors / f"10_14_gradient_0_{large.numel()}.tensor.swp").touch()
+        expected |= {(0, state): large.tolist(), (1, state): value.tolist()}
+    empty = torch.empty(0)
+    moments = [
+        {"step": 3, "exp_avg": empty, "exp_avg_sq": empty},
+        {"step": 3, "exp_avg": small[1], "exp_avg_sq": small[2]},
+    ]
+    torch.save(states([empty, small[0]], moments), folder / "optim_states.pt")
+    return expected
+
+
+@pytest.mark.parametrize("shift", [0, 25, -10])
+def test_stocks_files_are_found_though_ids_are_others(tmp_path: Path, shift: int) -> None:
+    expected = save_as_stock(tmp_path)
+    names = [f"{10 + shift}_{14 + shift}", f"{15 + shift}_{15 + shift}"]
+    source = open_source(place(tmp_path), None, wanted(names))
+    assert contents(source) == expected
+    assert source.optimizer_states["state"][0]["step"] == 3
+    assert source.optimizer_states["state"][0]["exp_avg"].numel() == 0
+
+
+def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
+    save_as_stock(tmp_path)
+    with pytest.raises(CheckpointError, match="files of other sub-groups: 10_14"):
+        open_source(place(tmp_path), None, wanted(["10_13", "14_15"]))
+
+
+@pytest.mark.parametrize("name", ["10_14", "exp_avg-10_14"])
+def test_a_file_of_stocks_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
+    save_as_stock(tmp_path)
+    path = tmp_path / "offloaded_tensors" / "rank00" / f"{name}.tensor.swp"
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{name}.*is missing|other sub-groups"):
+        open_source(place(tmp_path), None, wanted(["10_14", "15_15"]))
+
+
+def test_all_of_cpu_offloads_checkpoint_is_in_one_file(tmp_path: Path) -> None:
+    values = [torch.randn(count) for count in NUMELS]
+    moments = [{"step": torch.tensor(2.0), "exp_avg": value * 2} for value in values]
+    torch.save(states(values, moments), tmp_path / "optim_states.pt")
+    source = open_source(place(tmp_path), None, wanted(["0_3", "4_4"]))
+    found = contents(source)
+    for sub_group, value in enumerate(values):
+        assert found[sub_group, None] == value.tolist()
+        assert found[sub_group, "exp_avg"] == (value * 2).tolist()
+    assert source.optimizer_states["state"][1]["step"] == torch.tensor(2.0)
+
+
+def test_a_file_that_torch_cannot_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "optim_states.pt").write_bytes(b"PK no")
+    with pytest.raises(CheckpointError, match=r"optim_states\.pt cannot be read"):
+        open_source(place(tmp_path), None, wanted(["0_3", "4_4"]))
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    slots: Any = None
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*missing.* there is: other"):
+        verify(place(tmp_path / "missing"), slots, lambda _: None)
+
+
+# -- progress ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_a_bar_on_a_terminal_and_a_line_in_the_log(
+    is_terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with (
+        caplog.at_level(logging.INFO),
+        ByteProgress("saving x", 2_000_000_000, leads=True) as progress,
+    ):
+        progress.advance(2_000_000_000)
+    assert "saving x: 2.00 GB in" in caplog.text
+    assert ("2.0/2.0 GB" in capsys.readouterr().err) == is_terminal
+
+
+def test_other_ranks_show_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), ByteProgress("x", 1, leads=False) as progress:
+        progress.advance(1)
+    assert caplog.text == ""
