@@ -128,6 +128,7 @@ def volume_cases() -> list[Case]:
         several,
         replace(several, world=2, family="gpt2", accumulation=4, dtype="fp16", steps=5),
         replace(several, engine="threads", family="mixtral"),
+        replace(several, resume_at=2, steps=4),
         replace(several, world=2, limit_bytes=LIMIT_SMALL_BYTES, modify_weights=True),
     ]
 
