@@ -1,5 +1,7 @@
 """The whole surface of the native core; a test compares this file with dir(_core)."""
 
+from collections.abc import Sequence
+
 # --- memory -------------------------------------------------------------------------------------
 
 class ArenaReport:
@@ -155,6 +157,47 @@ class MemoryFaults:
     def seed(self) -> int: ...
     paused: bool
     """While true, nothing completes."""
+    paused_volume: int
+    """Nothing of the volume with this index completes; -1 for none."""
+
+class VolumeOptions:
+    """A volume of a store; where a list of them is wanted a path alone does, too.
+
+    With `descriptor` it is an opened block device, of which bytes from `start_bytes` on are used;
+    the store duplicates the descriptor.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        weight: float = 1.0,
+        capacity_bytes: int = (1 << 64) - 1,
+        descriptor: int = -1,
+        start_bytes: int = 0,
+    ) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def start_bytes(self) -> int: ...
+
+class VolumeStats:
+    """A volume and what of it is taken."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def available_bytes(self) -> int: ...
 
 class Ticket:
     """What to wait on for one read or write."""
@@ -176,7 +219,7 @@ class Store:
     def __init__(
         self,
         *,
-        directories: list[str],
+        volumes: Sequence[str | VolumeOptions],
         engine: str = "auto",
         queue_depth: int = 64,
         chunk_bytes: int = 1 << 20,
@@ -184,6 +227,7 @@ class Store:
         sqpoll: bool = False,
         iopoll: bool = False,
         grow_bytes: int = 1 << 28,
+        stripe_bytes: int = 0,
         watchdog_seconds: float = 60.0,
         bounce_address: int,
         bounce_nbytes: int,
@@ -223,6 +267,7 @@ class Store:
 
         reserved_bytes, used_bytes, available_bytes, key_count, in_flight_count, wait_seconds.
         """
+    def volume_stats(self) -> list[VolumeStats]: ...
     def register_buffer(self, *, address: int, nbytes: int) -> bool: ...
     def unregister_buffer(self, *, address: int, nbytes: int) -> None: ...
     def close(self) -> None: ...

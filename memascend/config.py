@@ -9,11 +9,21 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
+from memascend.config_volumes import VolumeConfig, accept_paths, check_together
 from memascend.errors import ConfigError
 from memascend.limit import parse_limit
 from memascend.units import parse_nbytes
@@ -63,9 +73,11 @@ class DirectNvmeConfig(_Section):
     engine: Literal["uring", "threads"] | None = Field(
         None, description="left out: io_uring where it works, else threads"
     )
-    queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight")
+    queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight on each drive")
     chunk_bytes: int = Field(1 << 20, ge=64 << 10, le=64 << 20, description="bytes of one request")
-    threads: int = Field(8, ge=1, le=256, description="workers of the threads engine")
+    threads: int = Field(
+        8, ge=1, le=256, description="workers of the threads engine, for each drive"
+    )
     sqpoll: bool = Field(False, description="kernel thread polls for submissions; needs a core")
     iopoll: bool = Field(False, description="poll for completions; needs NVMe poll queues")
 
@@ -151,6 +163,9 @@ class MemAscendConfig(_Section):
     allocator: AllocatorConfig = AllocatorConfig()
     buffer_pool: BufferPoolConfig = BufferPoolConfig()
     direct_nvme: DirectNvmeConfig = DirectNvmeConfig()
+    volumes: tuple[VolumeConfig, ...] | None = Field(
+        None, description="the drives that tensors are striped over; left out: `nvme_path`"
+    )
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
     streaming: StreamingConfig = StreamingConfig()
     wear: WearConfig = WearConfig()
@@ -159,6 +174,21 @@ class MemAscendConfig(_Section):
     @classmethod
     def _check_limit(cls, value: int | float | str | None) -> int | float | str | None:
         parse_limit(value, available=1)  # what it is a fraction of is not known here
+        return value
+
+    @field_validator("volumes", mode="before")
+    @classmethod
+    def _accept_paths(cls, value: object) -> object:
+        return accept_paths(value)
+
+    @field_validator("volumes")
+    @classmethod
+    def _check_volumes(
+        cls, value: tuple[VolumeConfig, ...] | None, info: ValidationInfo
+    ) -> tuple[VolumeConfig, ...] | None:
+        direct_nvme = info.data.get("direct_nvme")  # missing where it is wrong itself
+        if value is not None:
+            check_together(value, direct_nvme=direct_nvme is None or direct_nvme.enabled)
         return value
 
     @property
@@ -170,6 +200,23 @@ class MemAscendConfig(_Section):
             *(name for name in names if getattr(self, name).enabled),
             *(f"streaming.{name}" for name in streams if getattr(self.streaming, name).enabled),
         )
+
+
+def local_rank() -> int:
+    """This process among the ranks on this machine, as the launcher says; 0 where it does not."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdigit() else 0
+
+
+def cache_directory() -> Path:
+    """Where measurements of this machine are kept between runs; may not exist, or be no folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base, "memascend")
+    try:
+        return Path.home() / ".cache" / "memascend"
+    except RuntimeError:  # a user without a home; a folder that others can write would not do
+        return Path(os.devnull, "memascend")
 
 
 def local_world_size() -> int:
@@ -239,26 +286,38 @@ def active_config(ds_config: object) -> MemAscendConfig | None:
     return config if config.enabled and config.sections_enabled else None
 
 
-def _section_at(path: tuple[str, ...]) -> type[BaseModel]:
+def _section_at(path: tuple[str | int, ...]) -> type[BaseModel]:
     section: type[BaseModel] = MemAscendConfig
     for name in path:
+        if isinstance(name, int):
+            continue  # the place in a list, whose elements are what the key before it says
         field = section.model_fields.get(name)
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        inner = section_in(field.annotation) if field else None
+        if inner is None:
             break
-        section = annotation
+        section = inner
     return section
 
 
-def _allowed(path: tuple[str, ...]) -> str:
+def section_in(annotation: object) -> type[BaseModel] | None:
+    """The model that a key's type is, or has a list of; None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (section_in(part) for part in typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def _allowed(path: tuple[str | int, ...]) -> str:
     """Says what a key takes, from the model itself so that it cannot go stale."""
-    field = _section_at(path[:-1]).model_fields.get(path[-1])
+    field = _section_at(path[:-1]).model_fields.get(str(path[-1]))
     if field is None:
         return ""
     bounds = []
     for rule in field.metadata:
         if getattr(rule, "ge", None) is not None:
             bounds.append(f"at least {rule.ge}")
+        if getattr(rule, "gt", None) is not None:
+            bounds.append(f"above {rule.gt}")
         if getattr(rule, "le", None) is not None:
             bounds.append(f"at most {rule.le}")
     annotation = field.annotation
@@ -267,17 +326,29 @@ def _allowed(path: tuple[str, ...]) -> str:
     return f"Allowed: {kind}" + (f", {' and '.join(bounds)}" if bounds else "")
 
 
+def _dotted(path: tuple[str | int, ...]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return BLOCK_KEY + "".join(parts)
+
+
 def _explain(entry: dict[str, Any]) -> str:
-    path = tuple(str(part) for part in entry["loc"])
-    dotted = ".".join((BLOCK_KEY, *path))
+    path: tuple[str | int, ...] = entry["loc"]
+    dotted = _dotted(path)
+    name = str(path[-1]) if path else ""
+    fields = _section_at(path[:-1]).model_fields
     if entry["type"] == "extra_forbidden":
-        known = sorted(_section_at(path[:-1]).model_fields)
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        known = sorted(fields)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return f"{dotted}: unknown key. Known: {', '.join(known)}.{hint}"
-    default = _section_at(path[:-1]).model_fields.get(path[-1]) if path else None
-    advice = " Leave the key out for automatic." if default is not None else ""
+    if entry["type"] == "missing":
+        return f"{dotted} is missing in {entry['input']!r}. {_allowed(path)}."
     reason = str(entry["msg"]).removeprefix("Value error, ")
     if reason.startswith(dotted):
         return reason  # says it all already
+    if path and isinstance(path[-1], int):
+        return (
+            f"{dotted}: {entry['input']!r} is not allowed. Allowed: a path, or an object with one."
+        )
+    advice = " Leave the key out for automatic." if name in fields else ""
     return f"{dotted}: {entry['input']!r} is not allowed ({reason}). {_allowed(path)}.{advice}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,8 +65,9 @@ def node_of_block_device(name: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def node_of_path(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> int | None:
-    """The node of the drive that holds a file or directory; None when unknown (tmpfs, network)."""
-    device = os.stat(path).st_dev
+    """The node of a block device, or of the drive below a directory; None when unknown (tmpfs)."""
+    state = os.stat(path)
+    device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
     link = sysfs / "dev/block" / f"{os.major(device)}:{os.minor(device)}"
     return node_of_block_device(link.resolve().name, sysfs) if link.exists() else None
 

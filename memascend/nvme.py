@@ -2,13 +2,14 @@
 
 A thin, typed face of `_core.Store`, which documents the rules: a write without an offset is the
 whole key, transfers on one key keep their order where they overlap, and memory in flight must stay
-alive (pass its owner as `hold`). Knows torch tensors and directories; nothing of parameters, pools
+alive (pass its owner as `hold`). Knows torch tensors and volumes; nothing of parameters, pools
 or DeepSpeed.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 BOUNCE_BYTES = 4 * 1024 * 1024
 
 Ticket = _core.Ticket
+VolumeOptions = _core.VolumeOptions
+VolumeStats = _core.VolumeStats
 MemoryFaults = _core.MemoryFaults
 
 
@@ -51,7 +54,7 @@ class TensorStore:
     def __init__(
         self,
         *,
-        directories: Sequence[str | Path],
+        volumes: Sequence[str | Path | VolumeOptions],
         bounce: Memory | torch.Tensor,
         engine: str = "auto",
         queue_depth: int = 64,
@@ -62,16 +65,17 @@ class TensorStore:
         watchdog_seconds: float = 60.0,
         faults: MemoryFaults | None = None,
     ) -> None:
-        """Opens one anonymous file in each directory, and the engine.
+        """Opens one anonymous file in each volume's directory, and the engine.
 
         Args:
-            directories: Where to keep the data; created (mode 0700) where missing.
+            volumes: Directories to keep the data in; created (mode 0700) where missing. With
+                several, tensors are striped over them in proportion to their weights.
             bounce: Page-aligned host memory for unaligned heads and tails, best of `BOUNCE_BYTES`;
                 belongs to the store until it is closed.
             engine: "auto", "uring" or "threads" ("memory" in tests).
-            queue_depth: Requests in flight at once.
+            queue_depth: Requests in flight at once on each volume.
             chunk_bytes: Bytes of one request.
-            threads: Workers of the threads engine.
+            threads: Workers of the threads engine for each volume.
             sqpoll: Let a kernel thread take io_uring submissions (a core for it, less latency).
             iopoll: Let io_uring poll the device (needs polled queues).
             watchdog_seconds: Silence of the device before it is reported on stderr.
@@ -81,14 +85,12 @@ class TensorStore:
             StoreError: A directory is missing and cannot be made, or cannot be written.
             EngineUnavailableError: The engine asked for cannot run here.
         """
-        paths = [str(directory) for directory in directories]
-        if engine != "memory":
-            for path in paths:
-                _make_directory(path)
+        options = [as_options(volume, is_memory=engine == "memory") for volume in volumes]
+        paths = [volume.path for volume in options]
         address, nbytes = _span(bounce)
         try:
             self._core = _core.Store(
-                directories=paths,
+                volumes=options,
                 engine=engine,
                 queue_depth=queue_depth,
                 chunk_bytes=chunk_bytes,
@@ -218,6 +220,10 @@ class TensorStore:
         """Counters since the store was opened, and its space; names as in `_core.Store.stats`."""
         return self._core.stats()
 
+    def volume_stats(self) -> list[VolumeStats]:
+        """Each volume, and what of it is taken."""
+        return self._core.volume_stats()
+
     def register(self, memory: Memory | torch.Tensor) -> bool:
         """Offers memory to the engine for registration; False where it does without."""
         address, nbytes = _span(memory)
@@ -237,6 +243,26 @@ class TensorStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def as_options(volume: str | Path | VolumeOptions, *, is_memory: bool = False) -> VolumeOptions:
+    """What the core is told of a volume, whose directory is made where it is missing.
+
+    A path may be a symbolic link; the core follows none, so that nobody can turn it elsewhere
+    between here and there.
+
+    Raises:
+        StoreError: The directory is missing and cannot be made.
+    """
+    if is_memory:
+        return volume if isinstance(volume, VolumeOptions) else VolumeOptions(str(volume))
+    if isinstance(volume, VolumeOptions):
+        return volume
+    try:
+        make_directory(os.path.abspath(volume))
+    except OSError as error:
+        raise _directory_error("create", str(volume), error) from error
+    return VolumeOptions(os.path.realpath(volume))
 
 
 def _span(memory: Memory | torch.Tensor) -> tuple[int, int]:
@@ -261,18 +287,29 @@ def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _make_directory(path: str) -> None:
-    try:
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise _directory_error("create", path, error) from error
+def make_directory(path: str) -> None:
+    """Makes a directory and what is missing above it, for its owner alone; keeps one that is there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(directory):  # another rank was faster
+                raise
 
 
 def _directory_error(verb: str, path: str, cause: OSError) -> StoreError:
     error = StoreError(
         cause.errno,
         f"cannot {verb} the store's directory {path}: {cause.strerror}\n"
-        "likely cause: nvme_path is misspelt, not mounted, or belongs to another user\n"
+        "likely cause: nvme_path or memascend.volumes is misspelt, not mounted, or another user's\n"
         "fix: name a writable directory on a local disk",
     )
     error.volume = path

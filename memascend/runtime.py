@@ -8,6 +8,7 @@ never DeepSpeed: what stands in for a section that is switched off is given by t
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
 from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.units import format_nbytes
+from memascend.volumes import prepared, volume_paths
 from memascend.wear import Wear, WearMeter
 
 log = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class Runtime:
 
         Args:
             config: The validated block.
-            directory: On the drive.
+            directory: On the drive; for a block without `volumes`.
             page_lock: Whether host memory is locked where the block does not say.
             register_device: Whether it is registered with CUDA.
             pci_address: Of the device, for the choice of a NUMA node.
@@ -311,7 +313,10 @@ def _make_arena(
         huge_pages=section.huge_pages or "auto",
         lock=page_lock if section.page_lock is None else section.page_lock,
         register_device=register_device,
-        numa_node=preferred_node([directory], pci_address=pci_address),
+        numa_node=preferred_node(
+            [path for path in volume_paths(config, directory) if os.path.exists(path)],
+            pci_address=pci_address,
+        ),
         prefault_threads=section.prefault_threads,
         limit_bytes=limit_bytes or 0,
     )
@@ -320,16 +325,17 @@ def _make_arena(
 def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> ResidentStore:
     section = config.direct_nvme
     bounce = memory.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")
-    store = TensorStore(
-        directories=[directory],
-        bounce=bounce,
-        engine=section.engine or "auto",
-        queue_depth=section.queue_depth,
-        chunk_bytes=section.chunk_bytes,
-        threads=section.threads,
-        sqpoll=section.sqpoll,
-        iopoll=section.iopoll,
-    )
+    with prepared(config, directory) as volumes:
+        store = TensorStore(
+            volumes=volumes,
+            bounce=bounce,
+            engine=section.engine or "auto",
+            queue_depth=section.queue_depth,
+            chunk_bytes=section.chunk_bytes,
+            threads=section.threads,
+            sqpoll=section.sqpoll,
+            iopoll=section.iopoll,
+        )
     return ResidentStore(store, stream_of=stream_of)
 
 

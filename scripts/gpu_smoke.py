@@ -193,7 +193,7 @@ def two_shards(folder: Path) -> Iterator[SimpleNamespace]:
 
     allocator = device_allocator()
     bounce = allocator.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")
-    with TensorStore(directories=[folder], bounce=bounce) as store:
+    with TensorStore(volumes=[folder], bounce=bounce) as store:
         pool = ParameterPool(allocator=allocator, component="parameter pool")
         stream = ParameterStream(store=store, pool=ArenaSlots(pool))
         swapper = ParameterSwapper(

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from memascend.config import MemAscendConfig
+from memascend.config import MemAscendConfig, section_in
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN = "<!-- config-table: written by scripts/update_readme.py -->"
@@ -35,21 +36,24 @@ def _rows(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield f"**`{prefix}{name}`**", "section", "on", (inner.__doc__ or "").strip()
             yield from _rows(inner, f"{prefix}{name}.")
-        else:
-            meaning = field.description or ""
-            yield f"`{prefix}{name}`", _takes(name, field), _default(field.default), meaning
+            continue
+        element = section_in(inner)
+        takes = _takes(name, field) if element is None else "list of paths or objects"
+        yield f"`{prefix}{name}`", takes, _default(field.default), field.description or ""
+        if element is not None:
+            yield from _rows(element, f"{prefix}{name}[].")
 
 
 def _takes(name: str, field: FieldInfo) -> str:
     kinds = [_kind(kind) for kind in _alternatives(field.annotation) if kind is not type(None)]
     bounds = []
     for rule in field.metadata:
-        for attribute, words in (("ge", "at least"), ("le", "at most")):
+        for attribute, words in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
             if getattr(rule, attribute, None) is not None:
                 bounds.append(f"{words} {getattr(rule, attribute)}")
     text = ", ".join([*kinds, *bounds])
     # A validator of these keys takes units too.
-    return f'{text}; or text, "1MiB"' if name.endswith("_bytes") else text
+    return f'{text}; or text, "1MiB"' if name.endswith("_bytes") or name == "capacity" else text
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -66,6 +70,8 @@ def _kind(annotation: Any) -> str:
 def _default(value: Any) -> str:
     if value is None:
         return "automatic"
+    if value is PydanticUndefined:
+        return "required"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -46,12 +46,15 @@ def uring_refusal() -> str:
 
 def open_store(directory: Path, engine: str, **options: object) -> _core.Store:
     bounce = PageMemory(BOUNCE_BYTES)
-    settings: dict[str, object] = {"chunk_bytes": 128 * 1024, "grow_bytes": 8 << 20}
+    settings: dict[str, object] = {
+        "volumes": [str(directory)],
+        "chunk_bytes": 128 * 1024,
+        "grow_bytes": 8 << 20,
+    }
     if engine == "memory":
         settings["faults"] = _core.MemoryFaults()
     settings.update(options)
     return _core.Store(
-        directories=[str(directory)],
         engine=engine,
         bounce_address=bounce.address,
         bounce_nbytes=bounce.nbytes,

@@ -34,7 +34,7 @@ class HostTensors:
 
 def memory_store(faults: MemoryFaults | None = None) -> TensorStore:
     return TensorStore(
-        directories=["(memory)"],
+        volumes=["(memory)"],
         bounce=PageMemory(BOUNCE_BYTES),
         engine="memory",
         faults=faults or MemoryFaults(),

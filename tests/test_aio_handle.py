@@ -24,7 +24,7 @@ def faults() -> MemoryFaults:
 @pytest.fixture
 def store(faults: MemoryFaults) -> Iterator[TensorStore]:
     with TensorStore(
-        directories=["(memory)"], bounce=PageMemory(BOUNCE_BYTES), engine="memory", faults=faults
+        volumes=["(memory)"], bounce=PageMemory(BOUNCE_BYTES), engine="memory", faults=faults
     ) as opened:
         yield opened
         faults.paused = False

@@ -137,3 +137,20 @@ def test_the_environment_can_disable(
     monkeypatch.setenv(config.DISABLE_VARIABLE, value)
     assert config.is_disabled() is disabled
     assert (config.active_config({"memascend": {}}) is None) is disabled
+
+
+def test_measurements_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert str(config.cache_directory()) == "/cache/memascend"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert str(config.cache_directory()) == "/home/somebody/.cache/memascend"
+
+
+def test_the_launcher_says_which_rank_of_the_machine_this_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert config.local_rank() == 3
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    assert config.local_rank() == 0

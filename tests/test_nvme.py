@@ -6,13 +6,11 @@ import gc
 import os
 import random
 import threading
-import time
 import weakref
 
 import pytest
 from nvme_memory import PageMemory, open_store, read, uring_refusal, write
 
-from memascend import _core
 from memascend.errors import StoreError, StoreFullError
 
 MIB = 1 << 20
@@ -265,36 +263,3 @@ def test_two_stores_on_one_directory_do_not_see_each_other(tmp_path):
     assert os.listdir(tmp_path) == []
     first.close()
     assert read(second, "k", 5) == b"other"
-
-
-def test_keys_spread_over_several_directories(tmp_path):
-    bounce = PageMemory(65536)
-    directories = [str(tmp_path / name) for name in ("a", "b")]
-    faults = _core.MemoryFaults(capacity_bytes=1 << 20)
-    store = _core.Store(
-        directories=directories,
-        engine="memory",
-        chunk_bytes=65536,
-        grow_bytes=65536,
-        faults=faults,
-        bounce_address=bounce.address,
-        bounce_nbytes=bounce.nbytes,
-        bounce_hold=bounce,
-    )
-    for name in ("k0", "k1"):
-        write(store, name, name.encode() * 350_000).wait()
-    for name in ("k0", "k1"):
-        assert read(store, name, 700_000) == name.encode() * 350_000
-    with pytest.raises(StoreFullError):
-        store.reserve(key="k2", nbytes=700_000)
-
-
-@pytest.mark.skipif(bool(uring_refusal()), reason="needs io_uring")
-def test_a_kernel_thread_may_take_the_submissions(tmp_path):
-    store = open_store(tmp_path, "uring", sqpoll=True)
-    assert "kernel submission polling" in store.engine_description
-    content = os.urandom(3 * MIB + 5)
-    for _ in range(5):
-        write(store, "k", content).wait()
-        time.sleep(0.06)  # longer than the kernel thread stays awake
-        assert read(store, "k", len(content)) == content

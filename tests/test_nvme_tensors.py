@@ -18,7 +18,7 @@ from memascend.nvme import MemoryFaults, TensorStore
 
 @pytest.fixture
 def store(tmp_path):
-    with TensorStore(directories=[tmp_path], bounce=PageMemory(BOUNCE_BYTES)) as opened:
+    with TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES)) as opened:
         yield opened
 
 
@@ -53,7 +53,7 @@ def test_a_tensor_elsewhere_is_refused(store):
 def test_the_tensor_and_what_it_lies_in_are_kept_until_the_io_is_over():
     faults = MemoryFaults()
     store = TensorStore(
-        directories=["(memory)"], bounce=PageMemory(BOUNCE_BYTES), engine="memory", faults=faults
+        volumes=["(memory)"], bounce=PageMemory(BOUNCE_BYTES), engine="memory", faults=faults
     )
     faults.paused = True
     tensor, lease = torch.ones(1000), PageMemory(1)
@@ -70,7 +70,7 @@ def test_the_tensor_and_what_it_lies_in_are_kept_until_the_io_is_over():
 
 def test_waiting_for_several_tickets_ends_all_before_the_first_error():
     store = TensorStore(
-        directories=["(memory)"],
+        volumes=["(memory)"],
         bounce=PageMemory(BOUNCE_BYTES),
         engine="memory",
         faults=MemoryFaults(seed=3, eio=0.5),
@@ -84,7 +84,7 @@ def test_waiting_for_several_tickets_ends_all_before_the_first_error():
 def test_one_line_says_what_was_obtained(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "memascend.nvme"):
         TensorStore(
-            directories=[tmp_path], bounce=PageMemory(BOUNCE_BYTES), engine="threads", threads=3
+            volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES), engine="threads", threads=3
         ).close()
     (line,) = caplog.messages
     assert line.startswith("nvme: engine threads (asked for; pread and pwrite by 3 threads")
@@ -93,38 +93,38 @@ def test_one_line_says_what_was_obtained(tmp_path, caplog):
 
 def test_missing_directories_are_made_for_their_owner_only(tmp_path):
     directory = tmp_path / "a" / "b"
-    TensorStore(directories=[directory], bounce=PageMemory(BOUNCE_BYTES)).close()
+    TensorStore(volumes=[directory], bounce=PageMemory(BOUNCE_BYTES)).close()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert os.listdir(directory) == []
 
 
 def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot create the store's directory") as caught:
-        TensorStore(directories=[tmp_path / "file"], bounce=PageMemory(BOUNCE_BYTES))
+    with pytest.raises(StoreError, match="cannot use the store's directory") as caught:
+        TensorStore(volumes=[tmp_path / "file"], bounce=PageMemory(BOUNCE_BYTES))
     assert caught.value.volume == str(tmp_path / "file")
     assert "fix: name a writable directory" in str(caught.value)
 
 
 def test_a_file_system_that_takes_no_files_is_a_clear_error():
     with pytest.raises(StoreError, match="cannot use the store's directory /proc"):
-        TensorStore(directories=["/proc"], bounce=PageMemory(BOUNCE_BYTES))
+        TensorStore(volumes=["/proc"], bounce=PageMemory(BOUNCE_BYTES))
 
 
 def test_an_engine_that_cannot_run_is_not_called_a_directory_error(tmp_path):
     with pytest.raises(EngineUnavailableError, match="no polled queues"):
         TensorStore(
-            directories=["/dev/shm"], bounce=PageMemory(BOUNCE_BYTES), engine="uring", iopoll=True
+            volumes=["/dev/shm"], bounce=PageMemory(BOUNCE_BYTES), engine="uring", iopoll=True
         )
 
 
 def test_bounce_memory_that_is_too_small_is_refused(tmp_path):
     with pytest.raises(ValueError, match="bounce buffers need at least"):
-        TensorStore(directories=[tmp_path], bounce=PageMemory(100))
+        TensorStore(volumes=[tmp_path], bounce=PageMemory(100))
 
 
 def test_a_store_that_nobody_holds_is_closed(tmp_path):
-    store = TensorStore(directories=[tmp_path], bounce=PageMemory(BOUNCE_BYTES))
+    store = TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES))
     core = store.core
     del store
     gc.collect()

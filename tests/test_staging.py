@@ -324,7 +324,7 @@ def real_store(request: pytest.FixtureRequest) -> Iterator[TensorStore]:
     memory = HostAllocator(lock=False, huge_pages="off")
     often = 0.3 if request.param == "with faults" else 0.0
     with TensorStore(
-        directories=["unused"],
+        volumes=["unused"],
         bounce=memory.tensor(64 << 10, torch.uint8, component="bounce buffers"),
         engine="memory",
         chunk_bytes=64 << 10,
@@ -353,7 +353,7 @@ def test_the_real_store_keeps_every_byte(real_store: TensorStore) -> None:
 def test_a_broken_drive_is_told_and_no_slot_is_lost() -> None:
     memory = HostAllocator(lock=False, huge_pages="off")
     with TensorStore(
-        directories=["unused"],
+        volumes=["unused"],
         bounce=memory.tensor(64 << 10, torch.uint8, component="bounce buffers"),
         engine="memory",
         faults=MemoryFaults(seed=3, eio=0.2),

@@ -37,19 +37,20 @@ std::shared_ptr<void> hold_object(const py::object& object) {
   });
 }
 
-std::shared_ptr<Store> open_store(std::vector<std::string> directories, std::string engine,
+std::shared_ptr<Store> open_store(std::vector<VolumeOptions> volumes, std::string engine,
                                   std::size_t queue_depth, std::uint64_t chunk_bytes,
                                   std::size_t threads, bool sqpoll, bool iopoll,
-                                  std::uint64_t grow_bytes, double watchdog_seconds,
-                                  std::uintptr_t bounce_address, std::size_t bounce_nbytes,
-                                  const py::object& bounce_hold,
+                                  std::uint64_t grow_bytes, std::uint64_t stripe_bytes,
+                                  double watchdog_seconds, std::uintptr_t bounce_address,
+                                  std::size_t bounce_nbytes, const py::object& bounce_hold,
                                   std::shared_ptr<MemoryFaults> faults) {
   MA_EXPECT(watchdog_seconds > 0, "watchdog_seconds must be positive, got ", watchdog_seconds);
   StoreOptions options;
-  options.directories = std::move(directories);
+  options.volumes = std::move(volumes);
   options.engine = std::move(engine);
   options.engine_options = {queue_depth, threads, sqpoll, iopoll, std::move(faults)};
   options.grow_bytes = grow_bytes;
+  options.stripe_bytes = stripe_bytes;
   options.transfer.chunk_bytes = chunk_bytes;
   options.transfer.bounce = as_span(bounce_address, bounce_nbytes);
   options.transfer.watchdog =
@@ -122,7 +123,10 @@ void bind_faults(py::module_& module) {
       .def_readonly("seed", &MemoryFaults::seed)
       .def_property(
           "paused", [](const MemoryFaults& faults) { return faults.paused.load(); },
-          [](MemoryFaults& faults, bool paused) { faults.paused = paused; });
+          [](MemoryFaults& faults, bool paused) { faults.paused = paused; })
+      .def_property(
+          "paused_volume", [](const MemoryFaults& faults) { return faults.paused_volume.load(); },
+          [](MemoryFaults& faults, int index) { faults.paused_volume = index; });
 }
 
 py::dict stats_dict(Store& store) {
@@ -164,14 +168,15 @@ void bind_store(py::module_& module) {
   const StoreOptions defaults;
   py::class_<Store, std::shared_ptr<Store>>(module, "Store",
                                             "Named byte ranges on SSD; see nvme/store.hpp.")
-      .def(py::init(&open_store), py::kw_only(), py::arg("directories"),
+      .def(py::init(&open_store), py::kw_only(), py::arg("volumes"),
            py::arg("engine") = defaults.engine,
            py::arg("queue_depth") = defaults.engine_options.queue_depth,
            py::arg("chunk_bytes") = defaults.transfer.chunk_bytes,
            py::arg("threads") = defaults.engine_options.thread_count, py::arg("sqpoll") = false,
            py::arg("iopoll") = false, py::arg("grow_bytes") = defaults.grow_bytes,
-           py::arg("watchdog_seconds") = 60.0, py::arg("bounce_address"), py::arg("bounce_nbytes"),
-           py::arg("bounce_hold"), py::arg("faults") = nullptr)
+           py::arg("stripe_bytes") = defaults.stripe_bytes, py::arg("watchdog_seconds") = 60.0,
+           py::arg("bounce_address"), py::arg("bounce_nbytes"), py::arg("bounce_hold"),
+           py::arg("faults") = nullptr)
       .def("reserve", &Store::reserve, py::kw_only(), py::arg("key"), py::arg("nbytes"),
            WithoutGil())
       .def("write", &start_write, py::kw_only(), py::arg("key"), py::arg("address"),
@@ -187,6 +192,7 @@ void bind_store(py::module_& module) {
       .def("nbytes", &Store::nbytes, py::kw_only(), py::arg("key"), WithoutGil())
       .def("keys", &Store::keys, WithoutGil())
       .def("stats", &stats_dict)
+      .def("volume_stats", &Store::volume_stats, WithoutGil())
       .def(
           "register_buffer",
           [](Store& store, std::uintptr_t address, std::size_t nbytes) {
@@ -211,6 +217,27 @@ void bind_store(py::module_& module) {
                              [](const Store& store) { return store.alignment().memory_bytes; });
 }
 
+void bind_volumes(py::module_& module) {
+  const VolumeOptions defaults;
+  py::class_<VolumeOptions>(module, "VolumeOptions", "A volume of a store; a path alone does, too.")
+      .def(py::init<std::string, double, std::uint64_t, int, std::uint64_t>(), py::arg("path"),
+           py::kw_only(), py::arg("weight") = defaults.weight,
+           py::arg("capacity_bytes") = defaults.capacity_bytes,
+           py::arg("descriptor") = defaults.descriptor,
+           py::arg("start_bytes") = defaults.start_bytes)
+      .def_readonly("path", &VolumeOptions::path)
+      .def_readonly("weight", &VolumeOptions::weight)
+      .def_readonly("capacity_bytes", &VolumeOptions::capacity_bytes)
+      .def_readonly("descriptor", &VolumeOptions::descriptor)
+      .def_readonly("start_bytes", &VolumeOptions::start_bytes);
+  py::implicitly_convertible<py::str, VolumeOptions>();
+  py::class_<VolumeStats>(module, "VolumeStats", "A volume and what of it is taken.")
+      .def_readonly("path", &VolumeStats::path)
+      .def_readonly("weight", &VolumeStats::weight)
+      .def_readonly("used_bytes", &VolumeStats::used_bytes)
+      .def_readonly("available_bytes", &VolumeStats::available_bytes);
+}
+
 void bind_ticket(py::module_& module) {
   py::class_<StoreTicket>(module, "Ticket", "What to wait on for one read or write.")
       .def("wait", [](const StoreTicket& ticket) { wait_for(*ticket.store, ticket); })
@@ -225,6 +252,7 @@ void bind_nvme(py::module_& module) {
   py::register_exception_translator(&translate);
   bind_faults(module);
   bind_ticket(module);
+  bind_volumes(module);
   bind_store(module);
 }
 

@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::size_t kProbeBytes = 8192;
 constexpr std::chrono::seconds kProbePatience{10};  // per look; the probe itself waits to the end
-constexpr std::size_t kQueueDepthMax = 4096;
 
 std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& options) {
   if (name == "uring") {
@@ -38,8 +37,9 @@ void run_one(Engine& engine, const Request& request, const char* what) {
 
 // Writes, reads back and compares with a throw-away engine: an engine keeps the thread that started
 // it as its issuer, and that is not this one.
-void probe(const std::string& name, const EngineOptions& options, const std::string& directory) {
-  Volume volume = Volume::open_anonymous(directory);
+void probe(const std::string& name, const EngineOptions& options, const VolumeOptions& place) {
+  const Volume volume = open_volume(place);
+  const std::uint64_t offset = volume.start_bytes();
   const std::unique_ptr<void, decltype(&std::free)> memory(
       std::aligned_alloc(kProbeBytes, 2 * kProbeBytes), &std::free);
   if (memory == nullptr) throw std::bad_alloc();
@@ -50,8 +50,9 @@ void probe(const std::string& name, const EngineOptions& options, const std::str
   const std::unique_ptr<Engine> engine = construct(name, options);
   const int index = engine->attach(volume);
   engine->start();
-  run_one(*engine, {Operation::kWrite, index, 0, kProbeBytes, source, 1}, "write a probe block");
-  run_one(*engine, {Operation::kRead, index, 0, kProbeBytes, target, 2}, "read a probe block");
+  run_one(*engine, {Operation::kWrite, index, offset, kProbeBytes, source, 1},
+          "write a probe block");
+  run_one(*engine, {Operation::kRead, index, offset, kProbeBytes, target, 2}, "read a probe block");
   if (std::memcmp(source, target, kProbeBytes) != 0) {
     throw SystemCallError(EIO, "read a probe block: it is not what was written");
   }
@@ -92,7 +93,7 @@ std::string short_cause(const std::string& name, const SystemCallError& error) {
 }  // namespace
 
 EngineChoice make_engine(const std::string& name, const EngineOptions& options,
-                         const std::string& directory) {
+                         const VolumeOptions& volume) {
   MA_EXPECT(options.queue_depth > 0, "queue_depth must be positive, got ", options.queue_depth);
   MA_EXPECT(options.queue_depth <= kQueueDepthMax, "queue_depth must be at most ", kQueueDepthMax,
             ", got ", options.queue_depth);
@@ -102,10 +103,10 @@ EngineChoice make_engine(const std::string& name, const EngineOptions& options,
   }
   if (name == "uring" || name == "threads") {
     try {
-      probe(name, options, directory);
+      probe(name, options, volume);
       return {construct(name, options), "asked for"};
     } catch (const SystemCallError& error) {
-      throw EngineUnavailableError(join("engine \"", name, "\" cannot run in ", directory,
+      throw EngineUnavailableError(join("engine \"", name, "\" cannot run in ", volume.path,
                                         " (queue_depth=", options.queue_depth, "): ", error.what(),
                                         "\n", cause_and_fix(name, options, error.code())),
                                    error.code());
@@ -116,14 +117,14 @@ EngineChoice make_engine(const std::string& name, const EngineOptions& options,
   int code = 0;
   for (const char* candidate : {"uring", "threads"}) {
     try {
-      probe(candidate, options, directory);
+      probe(candidate, options, volume);
       return {construct(candidate, options), passed_over.empty() ? "first choice" : passed_over};
     } catch (const SystemCallError& error) {
       passed_over += join(passed_over.empty() ? "" : "; ", short_cause(candidate, error));
       code = error.code();
     }
   }
-  throw EngineUnavailableError(join("no engine can run in ", directory, ": ", passed_over, "\n",
+  throw EngineUnavailableError(join("no engine can run in ", volume.path, ": ", passed_over, "\n",
                                     cause_and_fix("threads", options, code)),
                                code);
 }

@@ -6,12 +6,15 @@
 
 #include "nvme/engine.hpp"
 #include "nvme/engine_memory.hpp"
+#include "nvme/volumes.hpp"
 
 namespace memascend {
 
+inline constexpr std::size_t kQueueDepthMax = 4096;
+
 struct EngineOptions {
   std::size_t queue_depth = 64;
-  std::size_t thread_count = 8;          // threads engine
+  std::size_t thread_count = 8;          // threads engine, for each volume
   bool sqpoll = false;                   // uring engine: a kernel thread takes submissions
   bool iopoll = false;                   // uring engine: the device is polled
   std::shared_ptr<MemoryFaults> faults;  // memory engine
@@ -23,10 +26,10 @@ struct EngineChoice {
 };
 
 /// Makes the engine called `name`: "uring", "threads", "memory", or "auto" for the first of uring
-/// and threads that can write a few KiB to an anonymous file in `directory` and read them back.
+/// and threads that can write a few KiB to `volume`, on which nothing is yet, and read them back.
 /// Throws EngineUnavailableError when an engine asked for by name, or every engine, fails that
 /// probe; std::invalid_argument for an unknown name.
 EngineChoice make_engine(const std::string& name, const EngineOptions& options,
-                         const std::string& directory);
+                         const VolumeOptions& volume);
 
 }  // namespace memascend

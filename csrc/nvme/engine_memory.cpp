@@ -33,19 +33,30 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions, std::size_t co
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::size_t count = 0;
   while (count < completions.size()) {
-    if (in_flight_.empty() || faults_->paused || happens(faults_->delay)) {
+    const std::vector<std::size_t> candidates = ready();
+    if (candidates.empty() || happens(faults_->delay)) {
       // Polled: whoever clears the paused flag tells nobody. A test's engine may be this lazy.
       const bool over = std::chrono::steady_clock::now() >= deadline;
       if (count >= count_min || over || wait(std::chrono::milliseconds(1))) break;
       continue;
     }
-    std::size_t index = 0;
-    if (happens(faults_->reorder)) index = random_() % in_flight_.size();
+    std::size_t index = candidates.front();
+    if (happens(faults_->reorder)) index = candidates[random_() % candidates.size()];
     const Request request = in_flight_[index];
     in_flight_.erase(in_flight_.begin() + static_cast<std::ptrdiff_t>(index));
     completions[count++] = {request.tag, run(request)};
   }
   return count;
+}
+
+// Places in in_flight_ of the requests that may complete.
+std::vector<std::size_t> MemoryEngine::ready() const {
+  std::vector<std::size_t> result;
+  if (faults_->paused) return result;
+  for (std::size_t index = 0; index < in_flight_.size(); ++index) {
+    if (in_flight_[index].volume_index != faults_->paused_volume) result.push_back(index);
+  }
+  return result;
 }
 
 bool MemoryEngine::wait(std::chrono::milliseconds timeout) {

@@ -15,7 +15,7 @@
 
 namespace memascend {
 
-/// What goes wrong, each with a probability from 0 to 1 per request. The paused flag may be changed
+/// What goes wrong, each with a probability from 0 to 1 per request. What is paused may be changed
 /// by any thread while the engine runs; the rest is fixed.
 struct MemoryFaults {
   std::uint64_t seed = 0;
@@ -27,6 +27,7 @@ struct MemoryFaults {
   double delay = 0;    // this reap() gives nothing though something is in flight
   std::uint64_t capacity_bytes = std::uint64_t{1} << 30;  // per volume
   std::atomic<bool> paused = false;                       // while true, nothing completes
+  std::atomic<int> paused_volume = -1;                    // nothing of this volume completes
 };
 
 class MemoryEngine final : public Engine {
@@ -52,6 +53,7 @@ class MemoryEngine final : public Engine {
   };
 
   bool happens(double probability);
+  std::vector<std::size_t> ready() const;
   std::int64_t run(const Request& request);
   bool wait(std::chrono::milliseconds timeout);
 

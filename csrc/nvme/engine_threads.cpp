@@ -10,39 +10,51 @@
 
 namespace memascend {
 
+ThreadsEngine::Lane::Lane(int descriptor) : file(descriptor) {
+  MA_SYSCALL(::sem_init(&work_count, 0, 0), "sem_init");
+}
+
 ThreadsEngine::ThreadsEngine(const ThreadsOptions& options) : options_(options) {
   MA_EXPECT(options.thread_count > 0, "threads must be positive, got ", options.thread_count);
-  MA_SYSCALL(::sem_init(&work_count_, 0, 0), "sem_init");
 }
 
 ThreadsEngine::~ThreadsEngine() {
-  for (std::size_t count = workers_.size(); count > 0; --count) ::sem_post(&work_count_);
+  for (const auto& lane : lanes_) {
+    for (std::size_t count = options_.thread_count; count > 0; --count) {
+      ::sem_post(&lane->work_count);
+    }
+  }
   for (std::thread& worker : workers_) worker.join();
-  ::sem_destroy(&work_count_);
 }
 
 std::string ThreadsEngine::description() const {
-  return join("pread and pwrite by ", options_.thread_count, " threads, depth ",
-              options_.queue_depth);
+  return join("pread and pwrite by ", options_.thread_count, " threads",
+              lanes_.size() > 1 ? " per volume" : "", ", depth ", options_.queue_depth);
 }
 
 int ThreadsEngine::attach(const Volume& volume) {
-  files_.push_back(volume.descriptor());
-  return static_cast<int>(files_.size()) - 1;
+  lanes_.push_back(std::make_unique<Lane>(volume.descriptor()));
+  return static_cast<int>(lanes_.size()) - 1;
 }
 
 void ThreadsEngine::start() {
-  while (workers_.size() < options_.thread_count) {
-    workers_.push_back(start_thread("memascend-io", [this] { work(); }));
+  for (const auto& lane : lanes_) {
+    for (std::size_t count = options_.thread_count; count > 0; --count) {
+      workers_.push_back(start_thread("memascend-io", [this, own = lane.get()] { work(own); }));
+    }
   }
 }
 
 void ThreadsEngine::submit(std::span<const Request> requests) {
   {
     const std::lock_guard lock(mutex_);
-    requests_.insert(requests_.end(), requests.begin(), requests.end());
+    for (const Request& request : requests) {
+      lanes_[static_cast<std::size_t>(request.volume_index)]->requests.push_back(request);
+    }
   }
-  for (std::size_t count = requests.size(); count > 0; --count) ::sem_post(&work_count_);
+  for (const Request& request : requests) {
+    ::sem_post(&lanes_[static_cast<std::size_t>(request.volume_index)]->work_count);
+  }
 }
 
 std::size_t ThreadsEngine::reap(std::span<Completion> completions, std::size_t count_min,
@@ -69,20 +81,19 @@ void ThreadsEngine::wake() noexcept {
   result_ready_.notify_one();
 }
 
-void ThreadsEngine::work() {
+void ThreadsEngine::work(Lane* lane) {
   for (;;) {
-    while (::sem_wait(&work_count_) != 0) {  // EINTR
+    while (::sem_wait(&lane->work_count) != 0) {  // EINTR
     }
     std::unique_lock lock(mutex_);
-    if (requests_.empty()) return;  // posted by the destructor
-    const Request request = requests_.front();
-    requests_.pop_front();
+    if (lane->requests.empty()) return;  // posted by the destructor
+    const Request request = lane->requests.front();
+    lane->requests.pop_front();
     lock.unlock();
-    const int file = files_[static_cast<std::size_t>(request.volume_index)];
     const auto offset = static_cast<off_t>(request.offset);
     const ssize_t moved = request.operation == Operation::kRead
-                              ? ::pread(file, request.data, request.nbytes, offset)
-                              : ::pwrite(file, request.data, request.nbytes, offset);
+                              ? ::pread(lane->file, request.data, request.nbytes, offset)
+                              : ::pwrite(lane->file, request.data, request.nbytes, offset);
     const std::int64_t result = moved < 0 ? -errno : moved;
     lock.lock();
     completions_.push_back({request.tag, result});

@@ -1,11 +1,13 @@
 // What can go wrong above the operating system: the C++ side of StoreError, StoreFullError and
-// EngineUnavailableError in memascend/errors.py. Values only.
+// EngineUnavailableError in memascend/errors.py.
 #pragma once
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "nvme/request.hpp"
 
 namespace memascend {
 
@@ -17,6 +19,9 @@ struct ErrorPlace {
   std::uint64_t nbytes = 0;
   int code = 0;  // errno, 0 when the device ended early
 };
+
+/// What a failed transfer means to the user: what failed, with what values, why, and what to do.
+std::string describe(Operation operation, const ErrorPlace& place);
 
 /// A read or write of the store failed.
 class StoreError : public std::runtime_error {

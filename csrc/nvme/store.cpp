@@ -71,32 +71,10 @@ class Store::Section {
   std::unique_lock<std::mutex> lock_;
 };
 
-namespace {
-
-std::string describe(Operation operation, const ErrorPlace& place) {
-  const char* verb = operation == Operation::kRead ? "read" : "write";
-  const char* cause = "the device or its file system failed; see dmesg";
-  if (place.code == 0) cause = "the file is shorter than it was made: something truncated it";
-  if (place.code == ENOSPC) cause = "the file system is full though the space was reserved";
-  if (place.code == EFAULT) cause = "the memory of the transfer was unmapped before it ended";
-  return join(
-      "cannot ", verb, " \"", place.key, "\" in ", place.volume, ": ",
-      place.code == 0 ? "the device ended early" : std::strerror(place.code),
-      " (errno=", place.code, ", offset=", place.offset, ", nbytes=", place.nbytes,
-      ")\nlikely cause: ", cause,
-      "\nfix: check the device, or name another directory; the key's contents are lost if it "
-      "was a write");
-}
-
-}  // namespace
-
 std::shared_ptr<Store> Store::open(StoreOptions options) {
-  std::vector<Volume> volumes;
-  for (const std::string& directory : options.directories) {
-    volumes.push_back(options.engine == "memory" && options.engine_options.faults != nullptr
-                          ? Volume::open_in_memory(options.engine_options.faults->capacity_bytes)
-                          : Volume::open_anonymous(directory));
-  }
+  const bool in_memory = options.engine == "memory";
+  std::vector<Volume> volumes =
+      open_volumes(options.volumes, in_memory ? options.engine_options.faults.get() : nullptr);
   // A forked child has neither the store's thread nor its place in the ring: its copy is left as it
   // is, for the process's end to clean up.
   return std::shared_ptr<Store>(new Store(std::move(options), std::move(volumes)),
@@ -107,13 +85,19 @@ std::shared_ptr<Store> Store::open(StoreOptions options) {
 
 Store::Store(StoreOptions options, std::vector<Volume> volumes)
     : owner_process_(::getpid()),
-      space_(std::move(volumes), options.grow_bytes),
+      space_(std::move(volumes), {options.grow_bytes,
+                                  options.stripe_bytes > 0 ? options.stripe_bytes
+                                                           : std::max(SpaceOptions().stripe_bytes,
+                                                                      options.transfer.chunk_bytes),
+                                  weights_of(options.volumes)}),
       bounce_hold_(std::move(options.bounce_hold)),
       direct_(std::all_of(space_.volumes().begin(), space_.volumes().end(),
                           [](const Volume& volume) { return volume.direct(); })),
       block_bytes_(space_.alignment().offset_bytes) {
+  std::size_t& depth = options.engine_options.queue_depth;
+  if (depth <= kQueueDepthMax) depth = std::min(kQueueDepthMax, depth * options.volumes.size());
   EngineChoice choice =
-      make_engine(options.engine, options.engine_options, options.directories.front());
+      make_engine(options.engine, options.engine_options, options.volumes.front());
   engine_name_ = choice.engine->name();
   engine_reason_ = choice.reason;
   queue_ = std::make_shared<TransferQueue>(
@@ -342,6 +326,18 @@ StoreStats Store::stats() {
           entries_.size(),
           job_count_,
           std::chrono::duration<double>(wait_time_).count()};
+}
+
+std::vector<VolumeStats> Store::volume_stats() {
+  Section section(*this);
+  section.expect_open();
+  std::vector<VolumeStats> result;
+  for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
+    const Volume& volume = space_.volumes()[index];
+    result.push_back({volume.directory(), space_.weights()[index], space_.used_bytes(index),
+                      space_.available_bytes(index)});
+  }
+  return result;
 }
 
 bool Store::register_buffer(std::span<std::byte> memory) {

@@ -23,14 +23,17 @@
 #include "nvme/errors.hpp"
 #include "nvme/space.hpp"
 #include "nvme/transfer.hpp"
+#include "nvme/volumes.hpp"
 
 namespace memascend {
 
 struct StoreOptions {
-  std::vector<std::string> directories;  // one volume in each
+  std::vector<VolumeOptions> volumes;
   std::string engine = "auto";
-  EngineOptions engine_options;
-  std::uint64_t grow_bytes = std::uint64_t{256} << 20;  // steps of the volumes' files
+  EngineOptions engine_options;                          // the depth is that of each volume
+  std::uint64_t grow_bytes = SpaceOptions().grow_bytes;  // steps of the volumes' files
+  // Of keys over several volumes; 0: a request's size, at least a mebibyte.
+  std::uint64_t stripe_bytes = 0;
   TransferQueue::Options transfer;
   std::shared_ptr<void> bounce_hold;  // owner of transfer.bounce, kept as long as the store
 };
@@ -52,6 +55,14 @@ class Ticket {
   std::optional<ErrorPlace> error_;   // written before done_
   std::condition_variable finished_;  // with the store's mutex
   std::size_t waiter_count_ = 0;
+};
+
+/// A volume and what of it is taken.
+struct VolumeStats {
+  std::string path;
+  double weight;
+  std::uint64_t used_bytes;
+  std::uint64_t available_bytes;
 };
 
 struct StoreStats {
@@ -111,6 +122,7 @@ class Store {
   std::uint64_t nbytes(const std::string& key);
   std::vector<std::string> keys();
   StoreStats stats();
+  std::vector<VolumeStats> volume_stats();
 
   bool register_buffer(std::span<std::byte> memory);
   void unregister_buffer(std::span<std::byte> memory);

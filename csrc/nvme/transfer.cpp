@@ -15,7 +15,7 @@ namespace {
 // EAGAIN, EINTR or no whole block moved, in a row, before a chunk is given up.
 constexpr unsigned kRetryCountMax = 64;
 // With many requests in flight the thread wakes for an eighth of them at a time: fewer turns, and
-// the device's queue stays nearly full.
+// the devices' queues stay nearly full.
 constexpr std::size_t kReapFraction = 8;
 // The device's silence is looked at a moment after it has become too long.
 constexpr std::chrono::milliseconds kTick{1};
@@ -39,11 +39,18 @@ TransferQueue::TransferQueue(std::unique_ptr<Engine> engine, std::span<const Vol
   MA_EXPECT(options_.chunk_bytes <= std::uint64_t{1} << 30, "chunk_bytes must be at most 1 GiB");
   MA_EXPECT(is_aligned(options_.bounce.data(), std::max(alignment.memory_bytes, block)),
             "the bounce buffers' address must be a multiple of ", block);
-  bounce_bytes_ = std::min(options_.chunk_bytes, align_down(options_.bounce.size(), block));
-  MA_EXPECT(bounce_bytes_ > 0, "the bounce buffers need at least ", block, " bytes, got ",
-            options_.bounce.size());
+  MA_EXPECT(engine_->queue_depth() >= volumes.size(),
+            "queue_depth must be at least one for each of ", volumes.size(), " volumes, got ",
+            engine_->queue_depth());
+  lane_depth_ = engine_->queue_depth() / volumes.size();
+  lanes_.resize(volumes.size());
+  bounce_bytes_ =
+      std::min(options_.chunk_bytes, align_down(options_.bounce.size() / lanes_.size(), block));
+  MA_EXPECT(bounce_bytes_ > 0, "the bounce buffers need at least ", block, " bytes for each of ",
+            lanes_.size(), " volumes, got ", options_.bounce.size());
   for (std::uint64_t end = bounce_bytes_; end <= options_.bounce.size(); end += bounce_bytes_) {
-    free_bounces_.push_back(options_.bounce.data() + (end - bounce_bytes_));
+    Lane& lane = lanes_[(end / bounce_bytes_ - 1) % lanes_.size()];
+    lane.free_bounces.push_back(options_.bounce.data() + (end - bounce_bytes_));
   }
   if (!options_.report) options_.report = report_on_stderr;
   chunks_.resize(engine_->queue_depth());
@@ -118,22 +125,23 @@ void TransferQueue::run(std::promise<void>* started) {
 
 bool TransferQueue::turn() {
   if (!take_inbox()) return false;
-  // The device's silence begins with the first request: this thread may have slept, or run an
-  // action, for longer than the watchdog's patience.
-  if (free_chunks_.size() == chunks_.size()) heard_at_ = std::chrono::steady_clock::now();
+  // A device's silence begins with its first request: this thread may have slept, or run an action,
+  // for longer than the watchdog's patience.
+  const auto now = std::chrono::steady_clock::now();
+  for (Lane& lane : lanes_) {
+    if (lane.in_flight_count == 0) lane.heard_at = now;
+  }
   fill_batch();
   if (!batch_.empty()) {
     counters_.requests += batch_.size();
     engine_->submit(batch_);
     batch_.clear();
   }
-  const std::size_t in_flight = chunks_.size() - free_chunks_.size();
   // Pieces of a failed transfer may have been dropped without any request: report before sleeping.
-  const std::size_t wanted =
-      finished_.empty() ? std::max<std::size_t>(1, in_flight / kReapFraction) : 0;
+  const std::size_t wanted = finished_.empty() ? wanted_count() : 0;
   const std::size_t count = engine_->reap(completions_, wanted, options_.watchdog + kTick);
   for (std::size_t index = 0; index < count; ++index) complete(completions_[index]);
-  watch(count);
+  watch();
   if (!finished_.empty()) {
     finished_callback_(finished_);
     finished_.clear();
@@ -150,7 +158,8 @@ bool TransferQueue::take_inbox() {
     for (Transfer* transfer : inbox_) {
       transfer->pieces_left = transfer->pieces.size();
       for (const Piece& piece : transfer->pieces) {
-        (piece.bounced ? bounced_ : direct_).push_back({transfer, &piece, piece.offset});
+        Lane& lane = lane_of(piece);
+        (piece.bounced ? lane.bounced : lane.direct).push_back({transfer, &piece, piece.offset});
       }
     }
     inbox_.clear();
@@ -161,23 +170,41 @@ bool TransferQueue::take_inbox() {
   return true;
 }
 
-void TransferQueue::fill_batch() {
-  // Bounced pieces first: there are few bounce buffers, so they never crowd out the direct ones.
-  while (!free_chunks_.empty() && !free_bounces_.empty() && open_chunk(&bounced_, bounce_bytes_)) {
+TransferQueue::Lane& TransferQueue::lane_of(const Piece& piece) {
+  return lanes_[static_cast<std::size_t>(piece.volume_index)];
+}
+
+// Completions to sleep for: few enough that any busy lane alone can give them, so that none waits
+// for a slower one.
+std::size_t TransferQueue::wanted_count() const {
+  std::size_t wanted = chunks_.size();
+  for (const Lane& lane : lanes_) {
+    if (lane.in_flight_count > 0) wanted = std::min(wanted, lane.in_flight_count / kReapFraction);
   }
-  while (!free_chunks_.empty() && open_chunk(&direct_, options_.chunk_bytes)) {
+  return free_chunks_.size() == chunks_.size() ? 1 : std::max<std::size_t>(1, wanted);
+}
+
+void TransferQueue::fill_batch() {
+  for (Lane& lane : lanes_) {
+    // Bounced pieces first: there are few bounce buffers, so they never crowd out the direct ones.
+    while (!lane.free_bounces.empty() && open_chunk(&lane, &lane.bounced, bounce_bytes_)) {
+    }
+    while (open_chunk(&lane, &lane.direct, options_.chunk_bytes)) {
+    }
   }
 }
 
-// Turns the next part of the first piece into a request; false when there is no piece.
-bool TransferQueue::open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes_max) {
+// Turns the next part of the first piece into a request; false when there is no piece, or the lane
+// is full.
+bool TransferQueue::open_chunk(Lane* lane, std::deque<Cursor>* cursors, std::uint64_t nbytes_max) {
   while (!cursors->empty() && cursors->front().transfer->error) {
     Transfer* transfer = cursors->front().transfer;
     cursors->pop_front();
     --transfer->pieces_left;
     close_if_over(transfer);
   }
-  if (cursors->empty()) return false;
+  if (cursors->empty() || lane->in_flight_count == lane_depth_) return false;
+  ++lane->in_flight_count;
   Cursor& cursor = cursors->front();
   const std::size_t index = free_chunks_.back();
   free_chunks_.pop_back();
@@ -190,7 +217,7 @@ bool TransferQueue::open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes
   chunk.nbytes = std::min(nbytes_max, cursor.piece->end - cursor.next);
   chunk.serial = ++serial_;
   if (cursor.piece->bounced) {
-    begin_bounced(&chunk);
+    begin_bounced(lane, &chunk);
   } else {
     chunk.data = cursor.piece->data + (chunk.offset - cursor.piece->wanted_offset);
   }
@@ -221,9 +248,9 @@ Wanted wanted_part(const Piece& piece, std::uint64_t offset, std::uint64_t nbyte
 
 }  // namespace
 
-void TransferQueue::begin_bounced(Chunk* chunk) {
-  chunk->bounce = free_bounces_.back();
-  free_bounces_.pop_back();
+void TransferQueue::begin_bounced(Lane* lane, Chunk* chunk) {
+  chunk->bounce = lane->free_bounces.back();
+  lane->free_bounces.pop_back();
   chunk->data = chunk->bounce;
   counters_.bytes_bounced += chunk->nbytes;
   if (chunk->operation == Operation::kRead) return;
@@ -247,6 +274,7 @@ void TransferQueue::push_request(const Chunk& chunk) {
 
 void TransferQueue::complete(const Completion& completion) {
   Chunk& chunk = chunks_[completion.tag];
+  lane_of(*chunk.piece).heard = true;
   const std::uint64_t asked = chunk.nbytes - chunk.done_bytes;
   if (completion.result < 0) {
     const int code = static_cast<int>(-completion.result);
@@ -304,7 +332,9 @@ void TransferQueue::fail(Chunk* chunk, int code) {
 
 void TransferQueue::close(Chunk* chunk) {
   Transfer* transfer = chunk->transfer;
-  if (chunk->bounce != nullptr) free_bounces_.push_back(chunk->bounce);
+  Lane& lane = lane_of(*chunk->piece);
+  if (chunk->bounce != nullptr) lane.free_bounces.push_back(chunk->bounce);
+  --lane.in_flight_count;
   *chunk = {};
   free_chunks_.push_back(static_cast<std::size_t>(chunk - chunks_.data()));
   --transfer->chunks_left;
@@ -315,29 +345,33 @@ void TransferQueue::close_if_over(Transfer* transfer) {
   if (transfer->pieces_left == 0 && transfer->chunks_left == 0) finished_.push_back(transfer);
 }
 
-// Says once which request the device does not answer, and goes on waiting.
-void TransferQueue::watch(std::size_t completion_count) {
+// Says once which request a device does not answer, and goes on waiting.
+void TransferQueue::watch() {
   const auto now = std::chrono::steady_clock::now();
-  const bool idle = free_chunks_.size() == chunks_.size();
-  if (completion_count > 0 || idle) {
-    heard_at_ = now;
-    stall_reported_ = false;
-    return;
+  for (std::size_t index = 0; index < lanes_.size(); ++index) {
+    Lane& lane = lanes_[index];
+    if (std::exchange(lane.heard, false) || lane.in_flight_count == 0) {
+      lane.heard_at = now;
+      lane.stall_reported = false;
+    } else if (!lane.stall_reported && now - lane.heard_at >= options_.watchdog) {
+      lane.stall_reported = true;
+      ++counters_.stalls;
+      report_stall(static_cast<int>(index));
+    }
   }
-  if (stall_reported_ || now - heard_at_ < options_.watchdog) return;
-  stall_reported_ = true;
-  ++counters_.stalls;
+}
+
+void TransferQueue::report_stall(int volume_index) {
   const Chunk* oldest = nullptr;
   for (const Chunk& chunk : chunks_) {
-    if (chunk.transfer == nullptr) continue;
+    if (chunk.transfer == nullptr || chunk.piece->volume_index != volume_index) continue;
     if (oldest == nullptr || chunk.serial < oldest->serial) oldest = &chunk;
   }
-  const auto volume = static_cast<std::size_t>(oldest->piece->volume_index);
-  options_.report(join("no answer from the device for ",
-                       std::chrono::duration<double>(options_.watchdog).count(),
-                       " s: ", oldest->operation == Operation::kRead ? "read" : "write", " of \"",
-                       oldest->transfer->key, "\" (", oldest->nbytes, " bytes at offset ",
-                       oldest->offset, " in ", volumes_[volume].directory(), "); still waiting"));
+  options_.report(join(
+      "no answer from the device for ", std::chrono::duration<double>(options_.watchdog).count(),
+      " s: ", oldest->operation == Operation::kRead ? "read" : "write", " of \"",
+      oldest->transfer->key, "\" (", oldest->nbytes, " bytes at offset ", oldest->offset, " in ",
+      volumes_[static_cast<std::size_t>(volume_index)].directory(), "); still waiting"));
 }
 
 }  // namespace memascend

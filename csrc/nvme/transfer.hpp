@@ -6,6 +6,9 @@
 // thread of the caller computes, a batch is whatever gathered since the last system call, and
 // io_uring's completion work lands on a thread of ours. Knows volumes; never knows what keys mean,
 // who waits, or which transfers must follow each other.
+//
+// Each volume has a lane: a queue of its own, an equal share of the engine's depth and of the
+// bounce buffers, and a watchdog. A drive that is slow, or silent, fills its own lane and no other.
 #pragma once
 
 #include <atomic>
@@ -45,7 +48,7 @@ class TransferQueue {
  public:
   struct Options {
     std::uint64_t chunk_bytes = std::uint64_t{1} << 20;  // of one request; a multiple of the block
-    std::span<std::byte> bounce;                         // at least one block; aligned
+    std::span<std::byte> bounce;                         // a block per volume or more; aligned
     std::chrono::milliseconds watchdog{60'000};      // silence of the device before it is reported
     std::function<void(const std::string&)> report;  // default: a line on stderr
   };
@@ -64,7 +67,8 @@ class TransferQueue {
   };
 
   /// Attaches `volumes` (which outlive the queue) to the engine and starts the thread. Throws
-  /// SystemCallError when the engine cannot start, std::invalid_argument for unusable options.
+  /// SystemCallError when the engine cannot start, std::invalid_argument for unusable options or a
+  /// depth that is less than one request per volume.
   TransferQueue(std::unique_ptr<Engine> engine, std::span<const Volume> volumes,
                 const Alignment& alignment, Options options, Finished finished);
   /// Pre: every transfer has been reported.
@@ -98,13 +102,23 @@ class TransferQueue {
     unsigned retry_count = 0;
     std::uint64_t serial = 0;
   };
+  /// What waits for one volume, and what is in flight there.
+  struct Lane {
+    std::deque<Cursor> direct;
+    std::deque<Cursor> bounced;
+    std::vector<std::byte*> free_bounces;
+    std::size_t in_flight_count = 0;
+    bool heard = false;                              // a completion since the last watch()
+    std::chrono::steady_clock::time_point heard_at;  // the last completion, or idle until then
+    bool stall_reported = false;
+  };
 
   void run(std::promise<void>* started);
   bool turn();
   bool take_inbox();
   void fill_batch();
-  bool open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes_max);
-  void begin_bounced(Chunk* chunk);
+  bool open_chunk(Lane* lane, std::deque<Cursor>* cursors, std::uint64_t nbytes_max);
+  void begin_bounced(Lane* lane, Chunk* chunk);
   void push_request(const Chunk& chunk);
   void complete(const Completion& completion);
   void retry(Chunk* chunk, std::atomic<std::uint64_t>* counter, int code);
@@ -112,7 +126,10 @@ class TransferQueue {
   void fail(Chunk* chunk, int code);
   void close(Chunk* chunk);
   void close_if_over(Transfer* transfer);
-  void watch(std::size_t completion_count);
+  Lane& lane_of(const Piece& piece);
+  std::size_t wanted_count() const;
+  void watch();
+  void report_stall(int volume_index);
 
   std::unique_ptr<Engine> engine_;
   std::span<const Volume> volumes_;
@@ -122,19 +139,16 @@ class TransferQueue {
   Counters counters_;
 
   // The queue's thread only.
-  std::deque<Cursor> direct_;
-  std::deque<Cursor> bounced_;
-  std::vector<Chunk> chunks_;  // the index is the request's tag
+  std::vector<Lane> lanes_;     // of the volume with the same index
+  std::size_t lane_depth_ = 0;  // requests in flight in one lane
+  std::vector<Chunk> chunks_;   // the index is the request's tag
   std::vector<std::size_t> free_chunks_;
   std::uint64_t bounce_bytes_ = 0;  // of one bounce buffer
-  std::vector<std::byte*> free_bounces_;
   std::vector<Request> batch_;
   std::vector<Completion> completions_;
   std::vector<Transfer*> finished_;
   std::vector<std::function<void()>> actions_;
   std::uint64_t serial_ = 0;
-  std::chrono::steady_clock::time_point heard_at_;  // the last completion, or idle until then
-  bool stall_reported_ = false;
 
   std::mutex mutex_;  // what follows
   std::vector<Transfer*> inbox_;

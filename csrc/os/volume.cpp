@@ -1,6 +1,8 @@
 #include "os/volume.hpp"
 
 #include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -37,8 +39,10 @@ constexpr unsigned kStatxDioAlign = 0x2000;
 // file and then refuses O_DIRECT would leave the file behind.
 int open_nameless(const std::string& directory) {
   const int descriptor =
-      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, kOwnerOnly);
+      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL | O_NOFOLLOW, kOwnerOnly);
   if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
+  // Of no use to anybody else between its making and its unlinking: mkostemp makes it anew, never
+  // through a symbolic link, and for its owner alone.
   std::string path = directory + "/.memascend-XXXXXX";
   const int named = ::mkostemp(path.data(), O_CLOEXEC);  // mode 0600
   if (named >= 0) ::unlink(path.c_str());
@@ -47,20 +51,45 @@ int open_nameless(const std::string& directory) {
 
 }  // namespace
 
-Volume Volume::open_anonymous(const std::string& directory) {
+Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_bytes) {
   Volume volume;
   volume.directory_ = directory;
+  volume.limit_bytes_ = limit_bytes;
   volume.descriptor_ = open_nameless(directory);
   MA_SYSCALL(volume.descriptor_, "open an anonymous file in ", directory);
+  struct stat state{};
+  MA_SYSCALL(::fstat(volume.descriptor_, &state), "look at the file in ", directory);
+  volume.device_ = state.st_dev;
   volume.find_alignment();
   volume.direct_ = volume.set_direct(true) && volume.direct_write_works();
   if (!volume.direct_) volume.set_direct(false);
   return volume;
 }
 
-Volume Volume::open_in_memory(std::uint64_t limit_bytes) {
+Volume Volume::adopt_device(int descriptor, const std::string& path, std::uint64_t start_bytes,
+                            std::uint64_t limit_bytes) {
+  MA_INVARIANT(start_bytes > 0);
   Volume volume;
-  volume.directory_ = "(memory)";
+  volume.directory_ = path;
+  volume.descriptor_ =
+      static_cast<int>(MA_SYSCALL(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0), "use ", path));
+  struct stat state{};
+  MA_SYSCALL(::fstat(volume.descriptor_, &state), "look at ", path);
+  if (!S_ISBLK(state.st_mode)) throw SystemCallError(ENOTBLK, join("use ", path));
+  const auto device_bytes = static_cast<std::uint64_t>(
+      MA_SYSCALL(::lseek(volume.descriptor_, 0, SEEK_END), "ask for the size of ", path));
+  volume.find_alignment();
+  if (!volume.set_direct(true)) throw SystemCallError(errno, join("set O_DIRECT on ", path));
+  volume.direct_ = true;
+  volume.start_bytes_ = start_bytes;
+  volume.capacity_bytes_ = start_bytes;
+  volume.limit_bytes_ = std::min(device_bytes, limit_bytes);
+  return volume;
+}
+
+Volume Volume::open_in_memory(std::uint64_t limit_bytes, const std::string& name) {
+  Volume volume;
+  volume.directory_ = name;
   volume.descriptor_ =
       static_cast<int>(MA_SYSCALL(::memfd_create("memascend", MFD_CLOEXEC), "memfd_create"));
   volume.direct_ = true;
@@ -76,28 +105,47 @@ Volume& Volume::operator=(Volume&& other) noexcept {
   std::swap(directory_, other.directory_);
   std::swap(direct_, other.direct_);
   std::swap(alignment_, other.alignment_);
+  std::swap(start_bytes_, other.start_bytes_);
   std::swap(capacity_bytes_, other.capacity_bytes_);
   std::swap(limit_bytes_, other.limit_bytes_);
+  std::swap(device_, other.device_);
   return *this;
 }
 
 Volume::~Volume() {
-  if (descriptor_ >= 0) ::close(descriptor_);
+  if (descriptor_ < 0) return;
+  discard();
+  ::close(descriptor_);
+}
+
+// Tells a device that what was stored is of no use any more: the drive writes faster for it, and
+// the next reader finds nothing where it then gives zeros. Best effort; not every device can.
+void Volume::discard() const noexcept {
+  if (start_bytes_ == 0 || capacity_bytes_ == start_bytes_) return;
+  std::uint64_t range[2] = {start_bytes_, capacity_bytes_ - start_bytes_};
+  (void)::ioctl(descriptor_, BLKDISCARD, range);
 }
 
 std::uint64_t Volume::available_bytes() const {
+  return std::min(limit_bytes_left(), device_bytes_left());
+}
+
+std::uint64_t Volume::limit_bytes_left() const {
   std::uint64_t available = limit_bytes_ - std::min(limit_bytes_, capacity_bytes_);
-  if (limit_bytes_ == UINT64_MAX) {
-    struct statvfs state{};
-    MA_SYSCALL(::fstatvfs(descriptor_, &state), "ask for the free space of ", directory_);
-    available = static_cast<std::uint64_t>(state.f_bavail) * state.f_frsize;
-  }
+  if (start_bytes_ > 0) return available;  // RLIMIT_FSIZE is about files
   struct rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     available = std::min<std::uint64_t>(available,
                                         limit.rlim_cur - std::min(limit.rlim_cur, capacity_bytes_));
   }
   return available;
+}
+
+std::uint64_t Volume::device_bytes_left() const {
+  if (device_ == 0) return UINT64_MAX;
+  struct statvfs state{};
+  MA_SYSCALL(::fstatvfs(descriptor_, &state), "ask for the free space of ", directory_);
+  return static_cast<std::uint64_t>(state.f_bavail) * state.f_frsize;
 }
 
 void Volume::grow(std::uint64_t capacity_bytes) {
@@ -112,6 +160,10 @@ void Volume::grow(std::uint64_t capacity_bytes) {
   // Asked before, too: fallocate may fill the disk for minutes before it fails, and growth beyond
   // RLIMIT_FSIZE sends SIGXFSZ.
   if (needed > available) throw full();
+  if (start_bytes_ > 0) {  // a device has its bytes already
+    capacity_bytes_ = capacity_bytes;
+    return;
+  }
   int result = 0;
   do {
     result = ::fallocate(descriptor_, 0, static_cast<off_t>(capacity_bytes_),

@@ -1,9 +1,12 @@
-// Volume: an opened file (later: block device) with its alignment rules and capacity.
+// Volume: an opened file or block device with its alignment rules and capacity.
 //
-// The file is anonymous: it never has a name that another process could open. So two runs, or two
+// A file is anonymous: it never has a name that another process could open. So two runs, or two
 // models in one process, cannot touch each other's bytes, and the kernel takes the space back when
 // the last descriptor closes, however the process ends: return, exception, SIGTERM or SIGKILL. That
 // is stronger than a lock file plus a clean-up by the next run, and it needs no code that must run.
+//
+// A block device comes opened, locked and looked at (memascend/volume_device.py). What lies before
+// its first byte for us, a header, is never written here.
 //
 // Knows the kernel's file interface; never knows keys, extents or engines. grow() belongs to one
 // thread at a time; the other const methods may run beside it on any thread.
@@ -45,12 +48,20 @@ class Volume {
   /// where the file system has no O_TMPFILE. Where the file system refuses O_DIRECT (at open, or
   /// for a first block really written), the file is used buffered and direct() is false; the owner
   /// then calls drop_cache() behind every transfer.
-  /// Throws SystemCallError naming the directory.
-  static Volume open_anonymous(const std::string& directory);
+  /// Throws SystemCallError naming the directory; a symbolic link in its place is refused.
+  /// The file never grows beyond `limit_bytes`.
+  static Volume open_anonymous(const std::string& directory,
+                               std::uint64_t limit_bytes = UINT64_MAX);
+
+  /// The block device behind `descriptor`, which is duplicated: claim and lock stay with it. Bytes
+  /// from `start_bytes` on, up to `limit_bytes`, are used, past the page cache; those used are
+  /// discarded in the end. Pre: start_bytes is positive. Throws SystemCallError.
+  static Volume adopt_device(int descriptor, const std::string& path, std::uint64_t start_bytes,
+                             std::uint64_t limit_bytes);
 
   /// A volume in RAM (memfd) that can grow to `limit_bytes`, with the alignment rules of a strict
   /// device. For tests.
-  static Volume open_in_memory(std::uint64_t limit_bytes);
+  static Volume open_in_memory(std::uint64_t limit_bytes, const std::string& name = "(memory)");
 
   Volume(Volume&& other) noexcept;
   Volume& operator=(Volume&& other) noexcept;
@@ -59,15 +70,25 @@ class Volume {
   ~Volume();
 
   int descriptor() const noexcept { return descriptor_; }
-  /// The directory as given to open_anonymous, or "(memory)".
+  /// The directory as given to open_anonymous, the device's path, or the name of one in memory.
   const std::string& directory() const noexcept { return directory_; }
   bool direct() const noexcept { return direct_; }
   /// From statx(STATX_DIOALIGN) where the kernel tells, else one 4 KiB block for both.
   Alignment alignment() const noexcept { return alignment_; }
+  /// Where the part begins that is ours: 0 but for a device. capacity_bytes() starts from there.
+  std::uint64_t start_bytes() const noexcept { return start_bytes_; }
   std::uint64_t capacity_bytes() const noexcept { return capacity_bytes_; }
-  /// Bytes by which an unprivileged user may still grow the file: what statvfs and RLIMIT_FSIZE
-  /// leave. An estimate, since others use the same file system; grow() is what decides.
+  /// Bytes by which an unprivileged user may still grow the file: the least of the two below. An
+  /// estimate, since others use the same file system; grow() is what decides.
   std::uint64_t available_bytes() const;
+  /// What the volume's own limit and RLIMIT_FSIZE leave.
+  std::uint64_t limit_bytes_left() const;
+  /// What the file system has (statvfs).
+  std::uint64_t device_bytes_left() const;
+  /// Both are files of one file system.
+  bool shares_device(const Volume& other) const noexcept {
+    return device_ != 0 && device_ == other.device_;
+  }
   /// Preallocates up to `capacity_bytes` (fallocate; where that is not supported, the space is
   /// compared with available_bytes() and the file is extended). Throws VolumeFullError when the
   /// space is not there: nothing changed.
@@ -79,6 +100,7 @@ class Volume {
  private:
   Volume() = default;
   void find_alignment();
+  void discard() const noexcept;
   bool set_direct(bool direct) const;
   bool direct_write_works() const;
 
@@ -86,8 +108,10 @@ class Volume {
   std::string directory_;
   bool direct_ = false;
   Alignment alignment_{4096, 4096};
+  std::uint64_t start_bytes_ = 0;
   std::uint64_t capacity_bytes_ = 0;
-  std::uint64_t limit_bytes_ = UINT64_MAX;  // of capacity_bytes_; below the maximum in memory only
+  std::uint64_t limit_bytes_ = UINT64_MAX;  // of capacity_bytes_
+  std::uint64_t device_ = 0;                // of the file system; 0: none that others could fill
 };
 
 }  // namespace memascend

@@ -290,7 +290,7 @@ def _trial(path: Path) -> Check:
         source.write(os.urandom(TRIAL_BYTES))
         try:
             store = _core.Store(
-                directories=[str(path)],
+                volumes=[str(path.resolve())],
                 bounce_address=_address(bounce),
                 bounce_nbytes=TRIAL_BYTES,
                 bounce_hold=None,

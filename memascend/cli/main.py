@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from memascend.cli.compare import compare_command_parser
 from memascend.cli.doctor import doctor_command_parser
 from memascend.cli.plan import plan_command_parser
+from memascend.cli.volume import volume_command_parser
 from memascend.errors import MemAscendError
 from memascend.version import __version__
 
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compare_command_parser(commands)
     doctor_command_parser(commands)
     plan_command_parser(commands)
+    volume_command_parser(commands)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)

@@ -90,6 +90,7 @@ class Case:
     sections: tuple[str, ...] = SECTIONS
     tile_bytes: int | None = 1 << 20  # several tiles to a sub-group, also in small models
     engine: str | None = None  # None leaves the key out, which means automatic
+    volumes: tuple[str, ...] = ()  # weights of as many directories; () leaves the key out
 
     def __post_init__(self) -> None:
         unknown = set(self.sections) - set(SECTIONS)
@@ -159,13 +160,18 @@ class Case:
         )
 
 
-def memascend_block(case: Case) -> dict[str, Any]:
+def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
     block: dict[str, Any] = {"streaming": {}}
     for name in SECTIONS:
         parent, _, child = name.rpartition(".")
         (block[parent] if parent else block)[child] = {"enabled": name in case.sections}
     if case.engine is not None:
         block["direct_nvme"]["engine"] = case.engine
+    if case.volumes:
+        block["volumes"] = [
+            {"path": f"{nvme_path}/volume{index}", "weight": float(weight)}
+            for index, weight in enumerate(case.volumes)
+        ]
     if case.limit_bytes:
         block["host_memory_limit"] = case.limit_bytes
         del block["streaming"]["optimizer"]  # the plan's tiles, not the case's
@@ -212,7 +218,7 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
     if case.gradients_in_fp32:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if backend == "memascend":
-        config["memascend"] = memascend_block(case)
+        config["memascend"] = memascend_block(case, nvme_path)
     return config
 
 

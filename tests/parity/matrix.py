@@ -7,6 +7,7 @@
 - Every section alone, all together and none, on both engines, on two quite different trainings.
 - Limits so small that embeddings and layer tensors travel in chunks, and so large that a part of
   the tensors, or all, stays in memory.
+- Tensors striped over several directories of different weights.
 - The streams on what they could get wrong: scales that fall and grow, clipping that bites, sums
   over micro-batches however their end is announced, frozen and tied weights, optimizers of every
   kind, each stream without the others, and with each other section off.
@@ -118,6 +119,16 @@ def limit_cases() -> list[Case]:
         replace(resident, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, modify_weights=True),
         replace(resident, family="alternating", accumulation=4, clipping=1.0, modify_weights=True),
         replace(resident, world=2, family="gpt2", dtype="fp16", steps=5, zero_init=False),
+    ]
+
+
+def volume_cases() -> list[Case]:
+    several = Case(volumes=("3", "1", "2"))
+    return [
+        several,
+        replace(several, world=2, family="gpt2", accumulation=4, dtype="fp16", steps=5),
+        replace(several, engine="threads", family="mixtral"),
+        replace(several, world=2, limit_bytes=LIMIT_SMALL_BYTES, modify_weights=True),
     ]
 
 

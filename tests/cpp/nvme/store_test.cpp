@@ -22,7 +22,7 @@ alignas(4096) std::byte bounce[256 * 1024];
 
 std::shared_ptr<Store> open_store(const std::string& engine, std::uint64_t seed, double eio) {
   StoreOptions options;
-  options.directories = {"."};
+  options.volumes = {{"."}};
   options.engine = engine;
   options.engine_options.queue_depth = 16;
   options.engine_options.faults = std::make_shared<MemoryFaults>();

@@ -30,7 +30,7 @@ struct alignas(kBlockBytes) Block {
 
 std::shared_ptr<Store> open_store(const std::string& engine, Block* bounce) {
   StoreOptions options;
-  options.directories = {"."};
+  options.volumes = {{"."}};
   options.engine = engine;
   options.engine_options.queue_depth = 8;
   options.grow_bytes = std::uint64_t{1} << 20;

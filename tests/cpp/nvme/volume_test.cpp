@@ -71,6 +71,16 @@ void memory_has_its_limit() {
   MA_INVARIANT(is_full([&] { volume.grow((1 << 20) + 4096); }));
 }
 
+void what_is_no_device_is_not_adopted() {
+  const Volume file = Volume::open_anonymous(".");
+  try {
+    Volume::adopt_device(file.descriptor(), "no device", 1 << 20, UINT64_MAX);
+    MA_INVARIANT(false && "adopted");
+  } catch (const SystemCallError& error) {
+    MA_INVARIANT(error.code() == ENOTBLK);
+  }
+}
+
 void a_directory_that_is_not_there_is_named() {
   try {
     Volume::open_anonymous("./no such directory");
@@ -87,6 +97,7 @@ void a_directory_that_is_not_there_is_named() {
 int main() {
   memascend::a_file_has_no_name_and_grows();
   memascend::memory_has_its_limit();
+  memascend::what_is_no_device_is_not_adopted();
   memascend::a_directory_that_is_not_there_is_named();
   memascend::growth_that_does_not_fit_changes_nothing();  // last: it lowers a limit
   return 0;

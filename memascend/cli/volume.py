@@ -1,0 +1,136 @@
+"""`memascend volume`: measure drives, and prepare raw devices. Each action is in its own file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from memascend.errors import ConfigError
+from memascend.units import MIB, parse_nbytes
+
+BENCH_EPILOG = """\
+example:
+  memascend volume bench /mnt/nvme0 /mnt/nvme1
+
+First a sweep over sizes and numbers of requests, on all drives at the same time, finds the setting;
+then each drive is measured with it alone, and all of them together. The data goes to nameless files
+that are gone when the command ends. What else uses the drives meanwhile shows in the figures.
+Exit status: 0 when everything was measured, 1 otherwise."""
+
+
+def volume_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Adds the sub-command and its own sub-commands."""
+    parser = commands.add_parser(
+        "volume",
+        help="measure drives; prepare raw block devices",
+        description="The drives that tensors go to: measure them, or prepare raw devices.",
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    _add_bench(actions)
+    _add_format(actions)
+    show = actions.add_parser("show", help="what is on a device, and who uses it; changes nothing")
+    show.add_argument("device", metavar="DEVICE", help="a block device, such as /dev/nvme1n1")
+    show.add_argument("--json", action="store_true", help="machine-readable output")
+    show.set_defaults(run=_device_action, action="show")
+    wipe = actions.add_parser("wipe", help="give a formatted device back, with nothing on it")
+    wipe.add_argument("device", metavar="DEVICE", help="one with memascend's header")
+    wipe.add_argument("--yes", action="store_true", help="do not ask")
+    wipe.set_defaults(run=_device_action, action="wipe")
+
+
+def _add_format(actions: argparse._SubParsersAction[Any]) -> None:
+    parser = actions.add_parser(
+        "format",
+        help="make a raw volume of a block device; destroys what is on it",
+        description="Make a raw volume of a block device. Destroys what is on it. A device that "
+        "carries a partition table, a file system or the like, or is in use, is refused.",
+    )
+    parser.add_argument("device", metavar="DEVICE", help="a block device, such as /dev/nvme1n1")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--owner",
+        type=int,
+        metavar="UID",
+        help="user whose runs may use it (default: you; with sudo: who called it)",
+    )
+    parser.set_defaults(run=_device_action, action="format")
+
+
+def _add_bench(actions: argparse._SubParsersAction[Any]) -> None:
+    bench = actions.add_parser(
+        "bench",
+        help="read, write and mixed speed, and the best request size and depth",
+        description="How fast drives are, through the engine that training uses.",
+        epilog=BENCH_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="folder on a drive, or raw volume"
+    )
+    bench.add_argument("--json", action="store_true", help="machine-readable output")
+    bench.add_argument(
+        "--seconds", type=_seconds, default=1.0, help="of each measurement (default: 1)"
+    )
+    bench.add_argument(
+        "--span",
+        type=_span_bytes,
+        default=1024 * MIB,
+        metavar="BYTES",
+        help='written and read over and over on each drive (default: "1GiB")',
+    )
+    bench.add_argument(
+        "--engine", choices=("auto", "uring", "threads"), default="auto", help="(default: auto)"
+    )
+    bench.add_argument("--chunk", type=_sizes, metavar="LIST", help='sizes to try: "512KiB,1MiB"')
+    bench.add_argument("--depth", type=_depths, metavar="LIST", help='depths to try: "16,32,64"')
+    bench.add_argument("--no-fio", action="store_true", help="do not compare with fio")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from memascend.cli.volume_bench import volume_bench_command
+
+    return volume_bench_command(args)
+
+
+def _device_action(args: argparse.Namespace) -> int:
+    from memascend.cli.volume_device import volume_device_command
+
+    return volume_device_command(args)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.01 <= seconds <= 600:
+        raise argparse.ArgumentTypeError(f"{text}: from 0.01 to 600")
+    return seconds
+
+
+def _span_bytes(text: str) -> int:
+    nbytes = _nbytes(text)
+    if nbytes < 16 * MIB:
+        raise argparse.ArgumentTypeError(f"{text}: at least 16MiB")
+    return nbytes
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [_nbytes(part) for part in text.split(",")]
+    for size in sizes:
+        if size % 4096 or not 64 << 10 <= size <= 64 << 20:
+            raise argparse.ArgumentTypeError(f"{text}: multiples of 4KiB from 64KiB to 64MiB")
+    return sizes
+
+
+def _depths(text: str) -> list[int]:
+    depths = [int(part) for part in text.split(",")]
+    if any(not 1 <= depth <= 4096 for depth in depths):
+        raise argparse.ArgumentTypeError(f"{text}: from 1 to 4096")
+    return depths
+
+
+def _nbytes(text: str) -> int:
+    try:
+        return parse_nbytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

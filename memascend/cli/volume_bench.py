@@ -1,0 +1,269 @@
+"""`memascend volume bench`: what each drive gives, alone and beside the others, and with what.
+
+Measures through `volume_speed`, the load that training puts on a drive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from memascend import _core
+from memascend.cli import volume_fio
+from memascend.config import DirectNvmeConfig
+from memascend.config_volumes import VolumeConfig
+from memascend.errors import StoreError
+from memascend.units import KIB, MIB, format_nbytes
+from memascend.version import __version__
+from memascend.volume_speed import Bench, Load, Mode
+from memascend.volume_weights import identity, weights_of
+from memascend.volumes import look_at, on_device
+
+MODES: tuple[Mode, ...] = ("read", "write", "mixed")
+CHUNKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
+DEPTHS = (8, 16, 32, 64)
+#: A setting this close to the best is as good; the smallest such is chosen, for it waits least.
+GOOD_ENOUGH = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One setting of the sweep.
+
+    Attributes:
+        chunk_bytes: Of one request.
+        queue_depth: Requests in flight on each drive.
+        rate: Bytes per second of all drives together, mixed.
+    """
+
+    chunk_bytes: int
+    queue_depth: int
+    rate: float
+
+
+def volume_bench_command(args: argparse.Namespace) -> int:
+    """Measures, prints, and gives the exit status."""
+    with contextlib.ExitStack() as claims:
+        volumes = [_open(str(path), claims) for path in args.paths]
+        report = measure(volumes, args)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    return 0
+
+
+def _open(path: str, claims: contextlib.ExitStack) -> _core.VolumeOptions:
+    """A folder, or a formatted device, claimed until `claims` is closed."""
+    if os.path.exists(path) and stat.S_ISBLK(os.stat(path).st_mode):
+        return claims.enter_context(on_device(VolumeConfig(path=path, raw=True)))
+    return look_at(VolumeConfig(path=path))
+
+
+def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured, by name."""
+    chunks, depths = args.chunk or list(CHUNKS), args.depth or list(DEPTHS)
+    fio = None if args.no_fio else volume_fio.find()
+    mode_count = len(MODES) * (len(volumes) + (len(volumes) > 1))
+    step_count = len(chunks) * len(depths) + mode_count
+    if fio is not None:
+        step_count += len(MODES) * len(volumes)
+    with _progress(step_count) as progress:
+        samples = sweep(volumes, chunks, depths, args, progress)
+        chosen = choose(samples)
+        load = _load(args, chosen.chunk_bytes, chosen.queue_depth)
+        drives = []
+        for volume in volumes:
+            [rates], engine = _measure([volume], load, args.seconds, progress, volume.path)
+            drive: dict[str, Any] = {"path": volume.path, "drive": identity(volume.path), **rates}
+            if fio is not None:
+                drive["fio"] = _fio(fio, volume, load, engine, args.seconds, progress)
+            drives.append(drive)
+        together: list[dict[str, float]] = []
+        if len(volumes) > 1:
+            together, _ = _measure(volumes, load, args.seconds, progress, "all together")
+    report: dict[str, Any] = {
+        "version": __version__,
+        "kernel": platform.release(),
+        "engine": engine,
+        "chosen": {"chunk_bytes": chosen.chunk_bytes, "queue_depth": chosen.queue_depth},
+        "sweep": [dataclasses.asdict(sample) for sample in samples],
+        "drives": drives,
+        "together": together,
+        "fio": _fio_state(args, fio),
+    }
+    if together:
+        report["weights"] = weights_of([rates["mixed"] for rates in together])
+    return report
+
+
+def sweep(
+    volumes: Sequence[_core.VolumeOptions],
+    chunks: Sequence[int],
+    depths: Sequence[int],
+    args: argparse.Namespace,
+    progress: Progress,
+) -> list[Sample]:
+    """Mixed speed of all drives together with every setting."""
+    samples = []
+    for chunk_bytes in chunks:
+        for queue_depth in depths:
+            name = f"sweep: {format_nbytes(chunk_bytes)} x {queue_depth}"
+            progress.update(progress.task_ids[0], description=name)
+            with Bench(volumes, _load(args, chunk_bytes, queue_depth)) as bench:
+                rates = bench.run("mixed", args.seconds)
+            samples.append(Sample(chunk_bytes, queue_depth, sum(rates)))
+            progress.advance(progress.task_ids[0])
+    return samples
+
+
+def choose(samples: Sequence[Sample]) -> Sample:
+    """The setting with the least in flight among those about as fast as the fastest."""
+    best = max(sample.rate for sample in samples)
+    good = [sample for sample in samples if sample.rate >= best * GOOD_ENOUGH]
+    return min(good, key=lambda sample: (sample.chunk_bytes * sample.queue_depth, -sample.rate))
+
+
+def _load(args: argparse.Namespace, chunk_bytes: int, queue_depth: int) -> Load:
+    return Load(
+        chunk_bytes=chunk_bytes, queue_depth=queue_depth, engine=args.engine, span_bytes=args.span
+    )
+
+
+def _measure(
+    volumes: Sequence[_core.VolumeOptions],
+    load: Load,
+    seconds: float,
+    progress: Progress,
+    name: str,
+) -> tuple[list[dict[str, float]], str]:
+    """Bytes per second of each drive by mode, all of them at the same time; and the engine."""
+    found: list[dict[str, float]] = [{} for _ in volumes]
+    with Bench(volumes, load) as bench:
+        for mode in MODES:
+            progress.update(progress.task_ids[0], description=f"{name}: {mode}")
+            for rates, rate in zip(found, bench.run(mode, seconds), strict=True):
+                rates[mode] = rate
+            progress.advance(progress.task_ids[0])
+        return found, bench.engine
+
+
+def _fio(
+    program: str,
+    volume: _core.VolumeOptions,
+    load: Load,
+    engine: str,
+    seconds: float,
+    progress: Progress,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        progress.update(progress.task_ids[0], description=f"{volume.path}: fio {mode}")
+        try:
+            found[mode] = volume_fio.run(
+                program, volume, mode=mode, load=load, engine=engine, seconds=seconds
+            )
+        except StoreError as error:
+            found["error"] = str(error)
+        progress.advance(progress.task_ids[0])
+    return found
+
+
+def _fio_state(args: argparse.Namespace, fio: str | None) -> str:
+    if args.no_fio:
+        return "not asked"
+    return "not installed" if fio is None else fio
+
+
+@contextlib.contextmanager
+def _progress(step_count: int) -> Iterator[Progress]:
+    """A bar on a terminal, nothing elsewhere; on stderr, so that --json stays clean."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        bar.add_task("preparing", total=step_count)
+        yield bar
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console()
+    chosen = report["chosen"]
+    _print_sweep(console, report)
+    table = Table(title=f"GB/s, {_setting(chosen)}, engine {report['engine']}")
+    table.add_column("drive", overflow="fold")
+    for mode in MODES:
+        table.add_column(mode, justify="right")
+    for drive in report["drives"]:
+        table.add_row(drive["path"], *(_rate(drive[mode]) for mode in MODES))
+        if "fio" in drive:
+            values = (drive["fio"].get(mode) for mode in MODES)
+            table.add_row("  fio, the same size and depth", *map(_rate, values))
+    if report["together"]:
+        for drive, rates in zip(report["drives"], report["together"], strict=True):
+            table.add_row(f"{drive['path']}, beside the others", *(_rate(rates[m]) for m in MODES))
+        totals = (sum(rates[mode] for rates in report["together"]) for mode in MODES)
+        table.add_row("all together", *map(_rate, totals))
+    console.print(table)
+    for drive in report["drives"]:
+        if "error" in drive.get("fio", {}):
+            console.print(drive["fio"]["error"], markup=False, style="yellow", soft_wrap=True)
+    if report["fio"] == "not installed":
+        console.print("fio is not installed: no comparison (apt-get install fio)")
+    defaults = DirectNvmeConfig()
+    if (chosen["chunk_bytes"], chosen["queue_depth"]) != (
+        defaults.chunk_bytes,
+        defaults.queue_depth,
+    ):
+        console.print(f'"memascend": {{"direct_nvme": {json.dumps(chosen)}}}', highlight=False)
+    if "weights" in report:
+        stated = [
+            {"path": drive["path"], "weight": weight}
+            for drive, weight in zip(report["drives"], report["weights"], strict=True)
+        ]
+        text = f'"memascend": {{"volumes": {json.dumps(stated)}}}'
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_sweep(console: Console, report: dict[str, Any]) -> None:
+    samples = [Sample(**sample) for sample in report["sweep"]]
+    depths = sorted({sample.queue_depth for sample in samples})
+    table = Table(title="GB/s of all drives together, mixed: request size by depth")
+    table.add_column("size")
+    for depth in depths:
+        table.add_column(str(depth), justify="right")
+    chosen = (report["chosen"]["chunk_bytes"], report["chosen"]["queue_depth"])
+    for chunk_bytes in sorted({sample.chunk_bytes for sample in samples}):
+        rates = {s.queue_depth: s.rate for s in samples if s.chunk_bytes == chunk_bytes}
+        cells = [
+            f"[bold]{_rate(rates[d])}[/bold]" if (chunk_bytes, d) == chosen else _rate(rates[d])
+            for d in depths
+        ]
+        table.add_row(format_nbytes(chunk_bytes), *cells)
+    console.print(table)
+
+
+def _setting(chosen: dict[str, int]) -> str:
+    return f"{format_nbytes(chosen['chunk_bytes'])} x {chosen['queue_depth']}"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e9:.2f}"

@@ -1,0 +1,358 @@
+"""Raw block devices as volumes: looked at, claimed, formatted and wiped.
+
+Nothing here writes to a device that carries anything but our own header, or that anybody uses. The
+looking happens on the descriptor that then stays open: O_EXCL keeps mounts, RAID, LVM and other
+claims away from then on, flock other runs of memascend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from memascend.errors import StoreError
+from memascend.units import format_nbytes
+from memascend.volume_header import (
+    DEVICE_BYTES_MIN,
+    HEADER_BYTES,
+    START_BYTES,
+    Header,
+    HeaderError,
+    new_header,
+    parse,
+)
+from memascend.volume_signatures import ask_blkid, find_signatures
+
+SYSFS = Path("/sys")
+PROC = Path("/proc")
+_BLKROGET, _BLKSSZGET, _BLKDISCARD = 0x125E, 0x1268, 0x1277
+_LOCK_SECONDS = 2.0  # udev looks at a device for a moment whenever it was closed
+_SECTOR_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An opened block device.
+
+    Attributes:
+        path: With symbolic links resolved.
+        descriptor: Open while the context that gave it lasts.
+        size_bytes: Of the device.
+    """
+
+    path: str
+    descriptor: int
+    size_bytes: int
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the device; fewer at its end."""
+        return os.pread(self.descriptor, nbytes, offset)
+
+    def header(self) -> Header | None:
+        """Our header, None where there is none.
+
+        Raises:
+            StoreError: There is one, and something in it is wrong.
+        """
+        try:
+            return parse(self.read(0, HEADER_BYTES), device_bytes=self.size_bytes)
+        except HeaderError as error:
+            raise refusal(
+                self.path,
+                errno.EINVAL,
+                str(error),
+                f"if nothing on it is needed: wipefs --all {self.path}; then memascend volume "
+                f"format {self.path}",
+            ) from error
+
+    def discard(self) -> bool:
+        """Tells the device that nothing on it is needed; False where it cannot be told."""
+        try:
+            fcntl.ioctl(self.descriptor, _BLKDISCARD, struct.pack("=QQ", 0, self.size_bytes))
+        except OSError:
+            return False
+        return True
+
+    def erase(self, header: bytes) -> None:
+        """Puts zeros where other programs would look for a signature, then writes the header."""
+        self._write(START_BYTES, bytes(START_BYTES))
+        self._write(self.size_bytes - START_BYTES, bytes(START_BYTES))
+        self._write(0, header.ljust(START_BYTES, b"\0"))
+        os.fsync(self.descriptor)
+
+    def _write(self, offset: int, content: bytes) -> None:
+        while content:
+            written = os.pwrite(self.descriptor, content, offset)
+            content, offset = content[written:], offset + written
+
+
+@contextlib.contextmanager
+def claimed(path: str) -> Iterator[Device]:
+    """Opens a device for this process alone.
+
+    Raises:
+        StoreError: It is no block device, in use, read-only, too small, or somebody else's.
+    """
+    path = os.path.realpath(path)
+    users = find_users(path)
+    if users:
+        raise _busy(path, "; ".join(users))
+    flags = os.O_RDWR | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    with _opened(path, flags) as device:
+        _lock(device)
+        read_only, sector = (
+            struct.unpack("i", fcntl.ioctl(device.descriptor, request, bytes(4)))[0]
+            for request in (_BLKROGET, _BLKSSZGET)
+        )
+        if read_only:
+            raise refusal(path, errno.EROFS, "it is read-only", f"blockdev --setrw {path}")
+        if sector > _SECTOR_BYTES_MAX:
+            raise refusal(
+                path, errno.EINVAL, f"its sectors have {sector} bytes", "use a directory on it"
+            )
+        if device.size_bytes < DEVICE_BYTES_MIN:
+            raise refusal(
+                path,
+                errno.ENOSPC,
+                f"it has {format_nbytes(device.size_bytes)}, less than "
+                f"{format_nbytes(DEVICE_BYTES_MIN)}",
+                "name a larger device",
+            )
+        yield device
+
+
+@contextlib.contextmanager
+def formatted(path: str, *, needed_bytes: int = 0) -> Iterator[tuple[Device, Header]]:
+    """A device with our header, for a run of this process alone.
+
+    Args:
+        path: Of the device.
+        needed_bytes: What it has to hold.
+
+    Raises:
+        StoreError: As `claimed`; or it has no header of ours, is another user's, or too small.
+    """
+    with claimed(path) as device:
+        header = device.header()
+        if header is None:
+            found = signatures(device)
+            cause = "it has no header of memascend"
+            if found:
+                cause += f", but {', '.join(found)}"
+            raise refusal(device.path, errno.EINVAL, cause, _how_to_format(device.path, found))
+        if os.geteuid() not in (0, header.owner_uid):
+            raise refusal(
+                device.path,
+                errno.EPERM,
+                f"it was formatted for user {header.owner_uid}, and this is {os.geteuid()}",
+                f"as its owner: memascend volume wipe {device.path}; then format it anew",
+            )
+        if header.size_bytes - START_BYTES < needed_bytes:
+            raise refusal(
+                device.path,
+                errno.ENOSPC,
+                f"it holds {header.size_bytes - START_BYTES} bytes, less than the {needed_bytes} "
+                "wanted",
+                "state a smaller capacity, or name a larger device",
+            )
+        yield device, header
+
+
+def format_device(device: Device, *, owner_uid: int) -> Header:
+    """Makes a volume of a claimed device that carries nothing, or our own header.
+
+    Raises:
+        StoreError: It carries something else; nothing was changed.
+    """
+    if device.header() is None and (found := signatures(device)):
+        raise refusal(
+            device.path,
+            errno.EEXIST,
+            f"it carries {', '.join(found)}",
+            _how_to_format(device.path, found),
+        )
+    header = new_header(device_bytes=device.size_bytes, owner_uid=owner_uid)
+    device.discard()
+    device.erase(header.pack())
+    return header
+
+
+def wipe_device(device: Device) -> bool:
+    """Removes our header from a claimed device, and all data where the device can be told so.
+
+    Returns:
+        False where the data is still there, to be overwritten.
+
+    Raises:
+        StoreError: It has no header of ours; nothing was changed.
+    """
+    if device.header() is None:
+        raise refusal(
+            device.path, errno.EINVAL, "it has no header of memascend", "nothing is to be done"
+        )
+    discarded = device.discard()
+    device.erase(b"")
+    return discarded
+
+
+@contextlib.contextmanager
+def looked_at(path: str) -> Iterator[Device]:
+    """Opens a device for reading, whoever uses it.
+
+    Raises:
+        StoreError: It is no block device or cannot be read.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    with _opened(os.path.realpath(path), flags) as device:
+        yield device
+
+
+def signatures(device: Device) -> list[str]:
+    """What else is on it."""
+    return find_signatures(device.read, device.size_bytes) + ask_blkid(device.path)
+
+
+def find_users(path: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> list[str]:
+    """Who uses a device or one of its partitions: mounts, swap, and devices built on them.
+
+    Args:
+        path: Of the device.
+        sysfs: Root of sysfs, for tests.
+        proc: Root of procfs, for tests.
+    """
+    try:
+        state = os.stat(path)
+    except OSError:
+        return []  # opening it will say
+    if not stat.S_ISBLK(state.st_mode):
+        return []
+    number = f"{os.major(state.st_rdev)}:{os.minor(state.st_rdev)}"
+    return users_of(number, sysfs=sysfs, proc=proc)
+
+
+def users_of(number: str, *, sysfs: Path, proc: Path) -> list[str]:
+    """As `find_users`, for a device number such as "259:0"."""
+    folder = (sysfs / "dev/block" / number).resolve()
+    folders = [folder, *sorted(path.parent for path in folder.glob("*/partition"))]
+    numbers = {_line(part / "dev"): part.name for part in folders}
+    numbers[number] = folder.name
+    names = {part.name for part in folders}
+    users = []
+    for line in _lines(proc / "self/mountinfo"):
+        mount, _, kind = line.partition(" - ")
+        words, source = mount.split(), kind.split()[1:2]
+        if len(words) < 5:
+            continue
+        # Some file systems (btrfs) have a device number of their own, but name their source.
+        name = numbers.get(words[2]) or _device_name(source[0] if source else "")
+        if name in names:
+            users.append(f"{name} is mounted on {_unescaped(words[4])}")
+    for line in _lines(proc / "swaps")[1:]:
+        name = _device_name(line.split()[0])
+        if name in names:
+            users.append(f"{name} is used as swap")
+    for part in folders:
+        holders = sorted(path.name for path in (part / "holders").glob("*"))
+        if holders:
+            users.append(f"{part.name} is part of {', '.join(holders)}")
+    return users
+
+
+def refusal(path: str, code: int, cause: str, fix: str) -> StoreError:
+    """The error for a device that is left alone."""
+    error = StoreError(code, f"cannot use {path} as a raw volume: {cause}\nfix: {fix}")
+    error.volume = path
+    return error
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int) -> Iterator[Device]:
+    try:
+        # Looked at first: opening something else, a tape say, may do something.
+        if not stat.S_ISBLK(os.stat(path, follow_symlinks=False).st_mode):
+            raise _no_device(path)
+        descriptor = os.open(path, flags)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise _not_opened(path, error) from error
+    try:
+        if not stat.S_ISBLK(os.fstat(descriptor).st_mode):
+            raise _no_device(path)
+        yield Device(path, descriptor, os.lseek(descriptor, 0, os.SEEK_END))
+    finally:
+        os.close(descriptor)
+
+
+def _no_device(path: str) -> StoreError:
+    cause = "it is no block device"
+    return refusal(path, errno.ENOTBLK, cause, "leave raw out for a directory; lsblk lists devices")
+
+
+def _not_opened(path: str, error: OSError) -> StoreError:
+    if error.errno == errno.EBUSY:
+        return _busy(path, "the kernel says so: a mount, RAID, LVM, or another run of memascend")
+    code = error.errno or errno.EIO
+    if code in (errno.EACCES, errno.EPERM):
+        fix = f"give this user the right to read and write it: setfacl -m u:$USER:rw {path}"
+    else:
+        fix = "name a block device that is there; lsblk lists them"
+    return refusal(path, code, f"it cannot be opened: {error.strerror}", fix)
+
+
+def _busy(path: str, users: str) -> StoreError:
+    fix = "stop or unmount what uses it, or name another device; lsblk shows both"
+    return refusal(path, errno.EBUSY, f"it is in use ({users})", fix)
+
+
+def _lock(device: Device) -> None:
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(device.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise _busy(device.path, "another process has locked it") from None
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _how_to_format(path: str, found: list[str]) -> str:
+    if found:
+        return (
+            f"look at it with lsblk --fs {path}; if nothing on it is needed: wipefs --all {path}; "
+            f"then memascend volume format {path}"
+        )
+    return f"memascend volume format {path} (destroys what is on it)"
+
+
+def _device_name(source: str) -> str:
+    """The kernel's name of a device that is named by a path, symbolic links resolved."""
+    return os.path.basename(os.path.realpath(_unescaped(source))) if source else ""
+
+
+def _unescaped(text: str) -> str:
+    """The kernel writes blanks and backslashes in octal."""
+    for code in ("040", "011", "012", "134"):
+        text = text.replace(f"\\{code}", chr(int(code, 8)))
+    return text
+
+
+def _line(path: Path) -> str:
+    return "".join(_lines(path)[:1]).strip()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

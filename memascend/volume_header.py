@@ -1,0 +1,94 @@
+"""The header of a raw volume: one block at the start of a device that says it is memascend's.
+
+Pure: bytes to values and back. Whoever can write to the device may have written it, so nothing in
+it is believed before everything in it has been checked; and it decides nothing but whether the
+device may be used, and how much of it.
+"""
+
+from __future__ import annotations
+
+import struct
+import uuid
+import zlib
+from dataclasses import dataclass
+
+HEADER_BYTES = 4096
+#: Where data begins: behind whatever other programs look for at a device's start.
+START_BYTES = 1 << 20
+#: The smallest device worth the name.
+DEVICE_BYTES_MIN = 64 << 20
+VERSION = 1
+UID_MAX = (1 << 32) - 2  # the last number means "no user"
+
+_MAGIC = b"memascend volume"
+_FIELDS = struct.Struct("<16sII16sQI")  # magic, version, header bytes, uuid, size, owner
+_CRC = struct.Struct("<I")
+_SIZE_MULTIPLE = 4096
+
+
+class HeaderError(ValueError):
+    """The block begins like a header of ours but cannot be one; says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header says.
+
+    Attributes:
+        uuid: Made when the device was formatted.
+        size_bytes: Of the device that belong to memascend, header included.
+        owner_uid: The user whose runs may use it; root may, too.
+    """
+
+    uuid: uuid.UUID
+    size_bytes: int
+    owner_uid: int
+
+    def pack(self) -> bytes:
+        """The block, as it is on the device."""
+        fields = _FIELDS.pack(
+            _MAGIC, VERSION, HEADER_BYTES, self.uuid.bytes, self.size_bytes, self.owner_uid
+        )
+        body = fields.ljust(HEADER_BYTES - _CRC.size, b"\0")
+        return body + _CRC.pack(zlib.crc32(body))
+
+
+def new_header(*, device_bytes: int, owner_uid: int) -> Header:
+    """A header for a whole device."""
+    size_bytes = device_bytes // _SIZE_MULTIPLE * _SIZE_MULTIPLE
+    return Header(uuid=uuid.uuid4(), size_bytes=size_bytes, owner_uid=owner_uid)
+
+
+def parse(block: bytes, *, device_bytes: int) -> Header | None:
+    """Reads a header; None for a block that does not even begin like one.
+
+    Args:
+        block: The first `HEADER_BYTES` of the device.
+        device_bytes: Size of the device.
+
+    Raises:
+        HeaderError: It begins like one, and something in it is wrong.
+    """
+    if not block.startswith(_MAGIC):
+        return None
+    if len(block) != HEADER_BYTES:
+        raise HeaderError(f"the header has {len(block)} bytes instead of {HEADER_BYTES}")
+    body, crc = block[: -_CRC.size], _CRC.unpack(block[-_CRC.size :])[0]
+    if zlib.crc32(body) != crc:
+        raise HeaderError("the header's checksum is wrong")
+    _, version, header_bytes, identifier, size_bytes, owner_uid = _FIELDS.unpack_from(body)
+    if version != VERSION:
+        raise HeaderError(f"the header is of version {version}; this memascend knows {VERSION}")
+    if header_bytes != HEADER_BYTES:
+        raise HeaderError(f"the header says it has {header_bytes} bytes, not {HEADER_BYTES}")
+    if any(body[_FIELDS.size :]):
+        raise HeaderError("the header has something where nothing should be")
+    if not DEVICE_BYTES_MIN <= size_bytes <= device_bytes or size_bytes % _SIZE_MULTIPLE:
+        raise HeaderError(
+            f"the header says the volume has {size_bytes} bytes, on a device of {device_bytes}"
+        )
+    if owner_uid > UID_MAX:
+        raise HeaderError(f"the header names no user as its owner, but {owner_uid}")
+    if identifier == bytes(16):
+        raise HeaderError("the header has no uuid")
+    return Header(uuid=uuid.UUID(bytes=identifier), size_bytes=size_bytes, owner_uid=owner_uid)

@@ -1,0 +1,218 @@
+"""How fast volumes are, all of them at the same time, through the engine that training uses.
+
+Every volume gets a store of its own and a thread that keeps it full of reads, writes or both, with
+the real size and number of requests. So what is measured is what the drives give beside each other:
+drives behind one switch share its lanes. The memory is two buffers, whatever the number of drives.
+
+Needs the native core and nothing else of ours; each call opens and closes all it uses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from memascend import _core
+from memascend.units import MIB
+
+Mode = Literal["read", "write", "mixed"]
+
+#: Least bytes of one ticket: several requests, so that Python is not what limits a fast drive.
+TICKET_BYTES_MIN = 4 * MIB
+_KEY = "speed"
+_BOUNCE_BYTES = MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of each volume.
+
+    Attributes:
+        chunk_bytes: Of one request.
+        queue_depth: Requests in flight on each volume.
+        engine: "auto", "uring" or "threads".
+        threads: Workers of the threads engine, for each volume.
+        span_bytes: Of each volume that are written and read, over and over.
+        fill_seconds: Most time to write the span once before anything is measured; what has been
+            written by then is the span.
+    """
+
+    chunk_bytes: int
+    queue_depth: int
+    engine: str = "auto"
+    threads: int = 8
+    span_bytes: int = 256 * MIB
+    fill_seconds: float = 10.0
+
+
+class Bench:
+    """Volumes under one load; `run` as often as wanted. Belongs to one thread."""
+
+    def __init__(self, volumes: Sequence[_core.VolumeOptions], load: Load) -> None:
+        """Opens a store on each volume and writes the span, on all of them at once.
+
+        Raises:
+            OSError: A volume cannot be opened, written, or has less room than two tickets.
+            ValueError: The load is not one the engine can run.
+        """
+        ticket_bytes = max(TICKET_BYTES_MIN, load.chunk_bytes)
+        self._memory = [_Pages(ticket_bytes), _Pages(ticket_bytes), _Pages(_BOUNCE_BYTES)]
+        # What compresses would flatter drives that do.
+        self._memory[0].map.write(os.urandom(ticket_bytes))
+        self._lanes: list[_Lane] = []
+        try:
+            for volume in volumes:
+                self._lanes.append(_Lane(volume, load, *self._memory))
+            _together(self._lanes, lambda lane: lane.fill(load.fill_seconds))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that runs."""
+        return self._lanes[0].store.engine_name
+
+    def run(self, mode: Mode, seconds: float) -> list[float]:
+        """Bytes per second of each volume, all of them busy at the same time.
+
+        Counted from when the queues are full, which takes at most `seconds` more.
+
+        Raises:
+            StoreError: A transfer failed.
+        """
+        return _together(self._lanes, lambda lane: lane.run(mode, seconds))
+
+    def close(self) -> None:
+        """Ends the I/O and gives the space back."""
+        for lane in self._lanes:
+            lane.store.close()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Pages:
+    """Page-aligned memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.nbytes = nbytes
+        self._view = ctypes.c_char.from_buffer(self.map)
+        self.address = ctypes.addressof(self._view)
+
+
+class _Lane:
+    """One volume: its store and the part of it that is written and read."""
+
+    def __init__(
+        self,
+        volume: _core.VolumeOptions,
+        load: Load,
+        source: _Pages,
+        target: _Pages,
+        bounce: _Pages,
+    ) -> None:
+        self._source, self._target = source, target
+        self.store = _core.Store(
+            volumes=[volume],
+            engine=load.engine,
+            queue_depth=load.queue_depth,
+            chunk_bytes=load.chunk_bytes,
+            threads=load.threads,
+            bounce_address=bounce.address,
+            bounce_nbytes=bounce.nbytes,
+            bounce_hold=None,
+        )
+        try:
+            available_bytes = int(self.store.stats()["available_bytes"])
+            span_bytes = min(load.span_bytes, available_bytes // 2)
+            self._count = max(2, span_bytes // source.nbytes)
+            self.store.reserve(key=_KEY, nbytes=self._count * source.nbytes)
+        except BaseException:
+            self.store.close()
+            raise
+        in_flight_bytes = load.queue_depth * load.chunk_bytes
+        self._in_flight_max = min(self._count, 2 + in_flight_bytes // source.nbytes)
+
+    def fill(self, seconds: float) -> float:
+        """Writes the span once; what is not written within the time is no longer part of it.
+
+        Reads of what was only reserved would be answered without the drive.
+        """
+        end = time.monotonic() + seconds
+        tickets: deque[_core.Ticket] = deque()
+        written = 0
+        while written < self._count and (written < 2 or time.monotonic() < end):
+            if len(tickets) == self._in_flight_max:
+                tickets.popleft().wait()
+            tickets.append(self._start(written, writes=True))
+            written += 1
+        for ticket in tickets:
+            ticket.wait()
+        self._count = written
+        self._in_flight_max = min(self._in_flight_max, written)
+        return 0.0
+
+    def run(self, mode: Mode, seconds: float) -> float:
+        tickets: deque[_core.Ticket] = deque()
+        done_bytes, done_count, turn = 0, 0, 0
+        start = now = time.monotonic()
+        is_warm = False
+        while not is_warm or now - start < seconds:
+            while len(tickets) < self._in_flight_max:
+                # Never twice the same place in flight, where transfers would follow each other.
+                writes = mode == "write" or (mode == "mixed" and turn % 2 == 0)
+                tickets.append(self._start(turn % self._count, writes=writes))
+                turn += 1
+            ticket = tickets.popleft()
+            ticket.wait()
+            done_bytes += ticket.nbytes
+            done_count += 1
+            now = time.monotonic()
+            if not is_warm and (done_count >= self._in_flight_max or now - start >= seconds):
+                # The queue was empty at first: what came back until now says little.
+                is_warm, start, done_bytes = True, now, 0
+        for ticket in tickets:  # not counted: the other volumes may have ended before
+            ticket.wait()
+        return done_bytes / (now - start)
+
+    def _start(self, place: int, *, writes: bool) -> _core.Ticket:
+        memory = self._source if writes else self._target
+        transfer = self.store.write if writes else self.store.read
+        return transfer(
+            key=_KEY, address=memory.address, nbytes=memory.nbytes, offset=place * memory.nbytes
+        )
+
+
+def _together(lanes: Sequence[_Lane], action: Callable[[_Lane], float]) -> list[float]:
+    """Runs an action on all lanes at the same time; raises the first error among them."""
+    results = [0.0] * len(lanes)
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(lanes))
+
+    def work(index: int) -> None:
+        barrier.wait()
+        try:
+            results[index] = action(lanes[index])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(lanes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

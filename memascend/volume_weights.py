@@ -1,0 +1,200 @@
+"""The weights of several volumes: stated by the user, or measured once and remembered.
+
+Measured means: about a second of mixed reads and writes on all volumes at the same time.
+What was measured is kept in a small file of the user's, by what identifies the drives, their sizes,
+the kernel and the size and number of requests. The weights decide where bytes lie and nothing else:
+whatever the file says, results are the same, and ranks need not agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import platform
+import stat
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from memascend import _core
+from memascend.units import MIB
+from memascend.volume_speed import Bench, Load
+
+log = logging.getLogger(__name__)
+
+CACHE_FILE = "volume-weights.json"
+SYSFS = Path("/sys")
+#: Most time for writing what is then read, and time of each of the measurements, of which the
+#: median counts: other programs may use a drive for a moment.
+PROBE_SECONDS = 0.2
+PROBE_COUNT = 3
+PROBE_SPAN_BYTES = 256 * MIB
+#: Drives this close are alike: a short measurement on a busy machine tells no smaller difference.
+ALIKE_RATIO = 1.25
+#: How long a rank waits for another that is measuring.
+LOCK_SECONDS = 20.0
+_ENTRY_COUNT_MAX = 64
+_FILE_BYTES_MAX = 1 * MIB
+
+
+def measured_weights(
+    volumes: Sequence[_core.VolumeOptions], *, load: Load, cache: Path
+) -> list[float]:
+    """Weights of two or more volumes, from the cache or by measuring now; says so in one log line.
+
+    Where measuring fails, all volumes count alike, with a warning: opening the store will tell what
+    is wrong with it.
+
+    Args:
+        volumes: As the store will open them.
+        load: Of the training: request size, depth, engine.
+        cache: Folder for the file; created (mode 0700) where missing.
+    """
+    identities = [identity(volume.path) for volume in volumes]
+    if len(set(identities)) == 1:
+        log.info("volumes: all count alike, for all are on one drive (%s)", identities[0])
+        return [1.0] * len(volumes)
+    key = json.dumps([*identities, _context(load)])
+    with _locked(cache):
+        known = _read(cache / CACHE_FILE)
+        weights = _checked(known.get(key), len(volumes))
+        if weights is not None:
+            log.info("volumes: weights %s, measured before, in %s", _text(volumes, weights), cache)
+            return weights
+        try:
+            with Bench(volumes, load) as bench:
+                rounds = [bench.run("mixed", PROBE_SECONDS) for _ in range(PROBE_COUNT)]
+        except (OSError, ValueError) as error:
+            log.warning("volumes: not measured, all count alike: %s", error)
+            return [1.0] * len(volumes)
+        rates = [statistics.median(of_volume) for of_volume in zip(*rounds, strict=True)]
+        weights = weights_of(rates)
+        log.info(
+            "volumes: weights %s, measured now: %s mixed reads and writes, all at the same time",
+            _text(volumes, weights),
+            ", ".join(f"{rate / 1e9:.2f} GB/s" for rate in rates),
+        )
+        known[key] = weights
+        _write(cache / CACHE_FILE, dict(list(known.items())[-_ENTRY_COUNT_MAX:]))
+    return weights
+
+
+def weights_of(rates: Sequence[float]) -> list[float]:
+    """Weights for measured rates: the slowest has 1, and drives that are about alike are alike.
+
+    Args:
+        rates: Bytes per second of each volume.
+    """
+    slowest = min(rates)
+    if slowest <= 0:
+        return [1.0] * len(rates)
+    if max(rates) < slowest * ALIKE_RATIO:
+        return [1.0] * len(rates)
+    return [min(1000.0, round(rate / slowest, 2)) for rate in rates]
+
+
+def identity(path: str, sysfs: Path = SYSFS) -> str:
+    """What stays the same about a drive: its serial number where sysfs has one, and its size.
+
+    Args:
+        path: Directory, or block device.
+        sysfs: Root of sysfs, for tests.
+    """
+    state = os.stat(path)
+    device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    block = sysfs / "dev/block" / number
+    if not block.exists():
+        system = os.statvfs(path)
+        return f"device {number}, {system.f_blocks * system.f_frsize} bytes"
+    size = _text_of(block / "size")
+    for folder in (block, block.resolve().parent):  # a partition's parent is its drive
+        for name in ("wwid", "device/wwid", "serial", "device/serial"):  # wwid: of a namespace
+            serial = _text_of(folder / name)
+            if serial:
+                return f"{os.path.basename(name)} {serial}, {size} sectors"
+    return f"device {number}, {size} sectors"
+
+
+def _context(load: Load) -> str:
+    return f"Linux {platform.release()}, {load.engine}, {load.chunk_bytes} x {load.queue_depth}"
+
+
+def _text(volumes: Sequence[_core.VolumeOptions], weights: Sequence[float]) -> str:
+    return ", ".join(
+        f"{volume.path}={weight:g}" for volume, weight in zip(volumes, weights, strict=True)
+    )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _checked(value: object, count: int) -> list[float] | None:
+    """The weights of an entry, None unless they are what this module writes."""
+    if not isinstance(value, list) or len(value) != count:
+        return None
+    if any(isinstance(item, bool) or not isinstance(item, int | float) for item in value):
+        return None
+    weights = [float(item) for item in value]
+    usable = all(math.isfinite(weight) and 0 < weight <= 1000 for weight in weights)
+    return weights if usable else None
+
+
+def _read(path: Path) -> dict[str, object]:
+    """What is in the file; nothing for one that is missing, too large or damaged."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            found = json.loads(file.read(_FILE_BYTES_MAX))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, entries: dict[str, object]) -> None:
+    """Replaces the file at once; a cache that cannot be written is done without."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(staged, flags, 0o600)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(entries, file, indent=1)
+            staged.replace(path)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        log.debug("volumes: cannot keep the weights in %s: %s", path, error)
+
+
+@contextlib.contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """One rank measures at a time; the others find what it wrote. Best effort."""
+    descriptor = -1
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(cache / f"{CACHE_FILE}.lock", flags, 0o600)
+        end = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
+    except OSError as error:
+        log.debug("volumes: no lock in %s: %s", cache, error)
+    try:
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)

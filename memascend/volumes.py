@@ -1,0 +1,235 @@
+"""The volumes of a store, from what the configuration says: looked at, weighed, ready to open.
+
+Knows directories, devices, the configuration and the core; nothing of tensors or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from memascend import _core
+from memascend.config import MemAscendConfig, cache_directory, local_rank, local_world_size
+from memascend.config_volumes import KEY, VolumeConfig
+from memascend.errors import ConfigError, StoreError
+from memascend.nvme import make_directory
+from memascend.volume_device import formatted
+from memascend.volume_header import START_BYTES
+from memascend.volume_speed import Load
+from memascend.volume_weights import PROBE_SECONDS, PROBE_SPAN_BYTES, measured_weights
+
+log = logging.getLogger(__name__)
+
+
+def volume_paths(config: MemAscendConfig, fallback: str) -> list[str]:
+    """The paths that will be used.
+
+    Args:
+        config: The validated block.
+        fallback: DeepSpeed's nvme_path, for a block without `volumes`.
+    """
+    return [volume.path for volume in config.volumes] if config.volumes else [fallback]
+
+
+@contextlib.contextmanager
+def prepared(
+    config: MemAscendConfig, fallback: str, *, cache: Path | None = None
+) -> Iterator[list[_core.VolumeOptions]]:
+    """Makes the directories that are missing, claims raw devices, and weighs all of them.
+
+    A device stays claimed for as long as the context lasts, and from then on by the store that was
+    opened on it.
+
+    Args:
+        config: The validated block.
+        fallback: DeepSpeed's nvme_path, for a block without `volumes`.
+        cache: Folder where measured weights are kept; None: the user's.
+
+    Raises:
+        ConfigError: Two paths are one directory or device, or no device is left for this rank.
+        StoreError: A directory cannot be made or written, or a device must be left alone.
+    """
+    if not config.volumes:
+        yield [_directory(VolumeConfig(path=fallback))]
+        return
+    mine = share_of_rank(config.volumes, rank=local_rank(), rank_count=local_world_size())
+    with contextlib.ExitStack() as claims:
+        for volume in mine:
+            if not volume.raw:
+                _directory(volume)
+        _check_apart(mine)
+        opened = [
+            claims.enter_context(on_device(volume)) if volume.raw else _directory(volume)
+            for volume in mine
+        ]
+        yield _weighed(config, opened, cache or cache_directory())
+
+
+def share_of_rank(
+    volumes: Sequence[VolumeConfig], *, rank: int, rank_count: int
+) -> list[VolumeConfig]:
+    """The volumes of one rank: every directory, and the raw devices that are its own.
+
+    Each rank has a store of its own. Files of several live beside each other; a device has one
+    user, so devices are given to the ranks in turn.
+
+    Args:
+        volumes: All of them.
+        rank: Of this process on this machine.
+        rank_count: Ranks on this machine.
+
+    Raises:
+        ConfigError: Nothing is left for this rank.
+    """
+    devices = [volume for volume in volumes if volume.raw]
+    own = devices[rank % rank_count :: rank_count]
+    mine = [volume for volume in volumes if not volume.raw or volume in own]
+    if not mine:
+        raise ConfigError(
+            f"{KEY}: {len(devices)} raw devices for {rank_count} ranks on this machine. A raw "
+            "device belongs to one rank: name at least as many (partitions will do), or a directory"
+        )
+    return mine
+
+
+def _weighed(
+    config: MemAscendConfig, opened: list[_core.VolumeOptions], cache: Path
+) -> list[_core.VolumeOptions]:
+    if len(opened) == 1:
+        return opened
+    if config.volumes and config.volumes[0].weight is not None:
+        stated = ", ".join(f"{volume.path}={volume.weight:g}" for volume in opened)
+        log.info("volumes: weights %s, as stated in %s", stated, KEY)
+        return opened
+    section = config.direct_nvme
+    load = Load(
+        chunk_bytes=section.chunk_bytes,
+        queue_depth=section.queue_depth,
+        engine=section.engine or "auto",
+        threads=section.threads,
+        span_bytes=PROBE_SPAN_BYTES,
+        fill_seconds=PROBE_SECONDS,
+    )
+    weights = measured_weights(opened, load=load, cache=cache)
+    return [_with_weight(volume, weight) for volume, weight in zip(opened, weights, strict=True)]
+
+
+@contextlib.contextmanager
+def on_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
+    """A raw device with our header, claimed.
+
+    Raises:
+        StoreError: It must be left alone.
+    """
+    with formatted(volume.path, needed_bytes=volume.capacity or 0) as (device, header):
+        room_bytes = header.size_bytes - START_BYTES
+        yield _core.VolumeOptions(
+            device.path,
+            weight=1.0 if volume.weight is None else volume.weight,
+            capacity_bytes=room_bytes if volume.capacity is None else volume.capacity,
+            descriptor=device.descriptor,
+            start_bytes=START_BYTES,
+        )
+
+
+def _directory(volume: VolumeConfig) -> _core.VolumeOptions:
+    """A volume in a directory that is there and can be written. Follows symbolic links, once.
+
+    Raises:
+        StoreError: It is not, or cannot.
+    """
+    path = os.path.realpath(volume.path)
+    if path.startswith("/dev/") and not os.path.lexists(path):  # a folder there would be memory
+        raise refused(volume.path, "use", errno.ENOENT, cause="a device that is not there")
+    try:
+        make_directory(path)
+    except OSError as error:
+        raise refused(volume.path, "make", error.errno or errno.EIO) from error
+    return look_at(volume)
+
+
+def look_at(volume: VolumeConfig) -> _core.VolumeOptions:
+    """The same for a directory that has to be there."""
+    path = os.path.realpath(volume.path)
+    try:
+        state = os.stat(path)
+    except OSError as error:
+        raise refused(volume.path, "use", error.errno or errno.EIO) from error
+    if stat.S_ISBLK(state.st_mode):
+        raise refused(
+            volume.path,
+            "use",
+            errno.ENOTDIR,
+            cause="it is a block device",
+            fix=f'name a directory on it, or say {{"path": "{volume.path}", "raw": true}}, which '
+            "destroys what is on it",
+        )
+    if not stat.S_ISDIR(state.st_mode):
+        raise refused(volume.path, "use", errno.ENOTDIR)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise refused(volume.path, "write in", errno.EACCES)
+    return _options(path, volume)
+
+
+def _options(path: str, volume: VolumeConfig) -> _core.VolumeOptions:
+    weight = 1.0 if volume.weight is None else volume.weight
+    if volume.capacity is None:
+        return _core.VolumeOptions(path, weight=weight)
+    return _core.VolumeOptions(path, weight=weight, capacity_bytes=volume.capacity)
+
+
+def _with_weight(volume: _core.VolumeOptions, weight: float) -> _core.VolumeOptions:
+    return _core.VolumeOptions(
+        volume.path,
+        weight=weight,
+        capacity_bytes=volume.capacity_bytes,
+        descriptor=volume.descriptor,
+        start_bytes=volume.start_bytes,
+    )
+
+
+def _check_apart(volumes: Sequence[VolumeConfig]) -> None:
+    """Refuses one directory or device under two names; warns of two directories on one drive."""
+    seen: dict[tuple[int, int], str] = {}
+    drives: dict[int, str] = {}
+    for volume in volumes:
+        path = os.path.realpath(volume.path)
+        if volume.raw and not os.path.exists(path):
+            continue  # opening it will say
+        state = os.stat(path)
+        place = (state.st_dev, state.st_ino)
+        if place in seen:
+            raise ConfigError(
+                f"{KEY}: {seen[place]} and {volume.path} are the same. Name each drive once; a "
+                "larger weight gives it more of the bytes"
+            )
+        seen[place] = volume.path
+        if volume.raw:
+            continue
+        if state.st_dev in drives:
+            log.warning(
+                "%s: %s and %s are on one file system: that drive gets both shares and is no "
+                "faster for it. Name one directory on each drive",
+                KEY,
+                drives[state.st_dev],
+                path,
+            )
+        drives.setdefault(state.st_dev, path)
+
+
+def refused(path: str, verb: str, code: int, *, cause: str = "", fix: str = "") -> StoreError:
+    """The error for a volume that cannot be used."""
+    cause = cause or f"{KEY} or nvme_path is misspelt, not mounted, or belongs to another user"
+    error = StoreError(
+        code,
+        f"cannot {verb} the volume {path}: {os.strerror(code)}\n"
+        f"likely cause: {cause}\n"
+        f"fix: {fix or 'name a directory on a local disk that you can write'}",
+    )
+    error.volume = path
+    return error

@@ -1,0 +1,174 @@
+"""Measured weights: what rates mean, what is remembered, and that a bad cache does no harm."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memascend import _core, volume_weights
+from memascend.errors import StoreError
+from memascend.units import MIB
+from memascend.volume_speed import Bench, Load
+from memascend.volume_weights import CACHE_FILE, identity, measured_weights, weights_of
+
+LOAD = Load(chunk_bytes=1 << 20, queue_depth=4, engine="threads", span_bytes=16 * MIB)
+
+
+class FakeBench:
+    rates = (1e9, 3e9)
+    opened = 0
+
+    def __init__(self, volumes, load):
+        type(self).opened += 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, mode, seconds):
+        assert mode == "mixed"
+        return list(self.rates)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    FakeBench.opened = 0
+    monkeypatch.setattr(volume_weights, "Bench", FakeBench)
+    return FakeBench
+
+
+@pytest.fixture
+def volumes(tmp_path, monkeypatch):
+    """Two directories that pass for two drives."""
+    monkeypatch.setattr(volume_weights, "identity", lambda path: path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return [_core.VolumeOptions(str(tmp_path / name)) for name in ("a", "b")]
+
+
+def test_the_slowest_has_one_and_those_about_alike_are_alike():
+    assert weights_of([1e9, 2e9, 3.333e9]) == [1.0, 2.0, 3.33]
+    assert weights_of([1e9, 1.2e9]) == [1.0, 1.0]
+    assert weights_of([0.0, 1e9]) == [1.0, 1.0]
+    assert weights_of([1.0, 1e9]) == [1.0, 1000.0]
+
+
+def test_what_was_measured_is_remembered_and_said(tmp_path, volumes, bench, caplog):
+    caplog.set_level(logging.INFO, logger="memascend")
+    cache = tmp_path / "cache"
+    assert measured_weights(volumes, load=LOAD, cache=cache) == [1.0, 3.0]
+    assert measured_weights(volumes, load=LOAD, cache=cache) == [1.0, 3.0]
+    assert bench.opened == 1
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "measured now: 1.00 GB/s, 3.00 GB/s" in first
+    assert "measured before" in second
+    assert (cache / CACHE_FILE).stat().st_mode & 0o777 == 0o600
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert {path.name for path in cache.iterdir()} == {CACHE_FILE, f"{CACHE_FILE}.lock"}
+
+
+def test_directories_on_one_drive_are_not_measured(tmp_path, volumes, bench, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="memascend")
+    monkeypatch.setattr(volume_weights, "identity", lambda path: "one drive")
+    assert measured_weights(volumes, load=LOAD, cache=tmp_path) == [1.0, 1.0]
+    assert bench.opened == 0
+    assert "all are on one drive" in caplog.text
+
+
+def test_a_moment_of_other_work_does_not_count(tmp_path, volumes, bench, monkeypatch):
+    rates = iter([[1e9, 3e9], [0.1e9, 3e9], [1e9, 3e9]])
+    monkeypatch.setattr(bench, "run", lambda self, mode, seconds: next(rates))
+    assert measured_weights(volumes, load=LOAD, cache=tmp_path) == [1.0, 3.0]
+
+
+def test_another_load_is_measured_anew(tmp_path, volumes, bench):
+    measured_weights(volumes, load=LOAD, cache=tmp_path)
+    other = Load(chunk_bytes=1 << 20, queue_depth=8, engine="threads")
+    measured_weights(volumes, load=other, cache=tmp_path)
+    assert bench.opened == 2
+    assert len(json.loads((tmp_path / CACHE_FILE).read_text())) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "[" * 5000, '{"KEY": [1]}', '{"KEY": [1, "2"]}', '{"KEY": [1, 0]}',
+     '{"KEY": [1, NaN]}', '{"KEY": [true, 2]}', '{"KEY": [1, 1e999]}', '{"KEY": null}'],
+)  # fmt: skip
+def test_a_damaged_cache_is_measured_over(tmp_path, volumes, bench, content):
+    measured_weights(volumes, load=LOAD, cache=tmp_path)
+    key = next(iter(json.loads((tmp_path / CACHE_FILE).read_text())))
+    (tmp_path / CACHE_FILE).write_text(content.replace('"KEY"', json.dumps(key)))
+    assert measured_weights(volumes, load=LOAD, cache=tmp_path) == [1.0, 3.0]
+    assert bench.opened == 2
+    assert json.loads((tmp_path / CACHE_FILE).read_text())[key] == [1.0, 3.0]
+
+
+@given(st.binary(max_size=200))
+def test_no_content_of_the_cache_is_an_error(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_bytes(content)
+    assert isinstance(volume_weights._read(path), dict)
+
+
+def test_a_cache_that_is_a_link_or_a_fifo_is_not_followed(tmp_path, volumes, bench):
+    (tmp_path / "victim").write_text("{}")
+    (tmp_path / CACHE_FILE).symlink_to("victim")
+    measured_weights(volumes, load=LOAD, cache=tmp_path)
+    assert (tmp_path / "victim").read_text() == "{}"
+    (tmp_path / CACHE_FILE).unlink()
+    os.mkfifo(tmp_path / CACHE_FILE)
+    measured_weights(volumes, load=LOAD, cache=tmp_path)
+    assert (tmp_path / CACHE_FILE).is_file()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, volumes, bench):
+    (tmp_path / "file").touch()
+    assert measured_weights(volumes, load=LOAD, cache=tmp_path / "file") == [1.0, 3.0]
+
+
+def test_a_drive_that_cannot_be_measured_makes_all_alike(tmp_path, volumes, monkeypatch, caplog):
+    def broken(volumes, load):
+        raise StoreError(5, "broken")
+
+    monkeypatch.setattr(volume_weights, "Bench", broken)
+    assert measured_weights(volumes, load=LOAD, cache=tmp_path) == [1.0, 1.0]
+    assert "not measured, all count alike" in caplog.text
+    assert not (tmp_path / CACHE_FILE).exists()
+
+
+def test_a_partition_is_known_by_the_serial_of_its_drive(tmp_path):
+    device = os.stat(tmp_path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    drive = tmp_path / "devices/pci/nvme0n1"
+    (drive / "nvme0n1p1").mkdir(parents=True)
+    (drive / "device").mkdir()
+    (drive / "device/serial").write_text("S4EVNX0R  \n")
+    (drive / "nvme0n1p1/size").write_text("4096\n")
+    (tmp_path / "dev/block").mkdir(parents=True)
+    (tmp_path / "dev/block" / number).symlink_to(drive / "nvme0n1p1")
+    assert identity(str(tmp_path), tmp_path) == "serial S4EVNX0R, 4096 sectors"
+    assert "bytes" in identity(str(tmp_path), Path("/nowhere"))
+
+
+def test_volumes_are_really_measured_side_by_side(tmp_path, volumes):
+    with Bench(volumes, LOAD) as bench:
+        assert bench.engine == "threads"
+        for mode in ("read", "write", "mixed"):
+            rates = bench.run(mode, 0.05)
+            assert len(rates) == 2
+            assert all(rate > 0 for rate in rates)
+    assert os.listdir(tmp_path / "a") == []
+
+
+def test_a_volume_too_small_to_measure_says_so(volumes):
+    small = [_core.VolumeOptions(volumes[0].path, capacity_bytes=1 << 20)]
+    with pytest.raises(StoreError, match="cannot reserve"):
+        Bench(small, LOAD)
