@@ -316,8 +316,6 @@ def _allowed(path: tuple[str | int, ...]) -> str:
     for rule in field.metadata:
         if getattr(rule, "ge", None) is not None:
             bounds.append(f"at least {rule.ge}")
-        if getattr(rule, "gt", None) is not None:
-            bounds.append(f"above {rule.gt}")
         if getattr(rule, "le", None) is not None:
             bounds.append(f"at most {rule.le}")
     annotation = field.annotation

@@ -23,7 +23,7 @@ class VolumeConfig(BaseModel):
     path: str = Field(min_length=1, description="directory on the drive; with `raw` its device")
     weight: float | None = Field(
         None,
-        gt=0,
+        ge=0.001,
         le=1000,
         description="share of the bytes, against the other drives'; left out: measured at start",
     )

@@ -53,8 +53,15 @@ class Device:
     size_bytes: int
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the device; fewer at its end."""
-        return os.pread(self.descriptor, nbytes, offset)
+        """Bytes of the device; fewer at its end.
+
+        Raises:
+            StoreError: The device failed.
+        """
+        try:
+            return os.pread(self.descriptor, nbytes, offset)
+        except OSError as error:
+            raise _failed(self.path, "read", error) from error
 
     def header(self) -> Header | None:
         """Our header, None where there is none.
@@ -82,11 +89,18 @@ class Device:
         return True
 
     def erase(self, header: bytes) -> None:
-        """Puts zeros where other programs would look for a signature, then writes the header."""
-        self._write(START_BYTES, bytes(START_BYTES))
-        self._write(self.size_bytes - START_BYTES, bytes(START_BYTES))
-        self._write(0, header.ljust(START_BYTES, b"\0"))
-        os.fsync(self.descriptor)
+        """Puts zeros where other programs would look for a signature, then writes the header.
+
+        Raises:
+            StoreError: The device failed.
+        """
+        try:
+            self._write(START_BYTES, bytes(START_BYTES))
+            self._write(self.size_bytes - START_BYTES, bytes(START_BYTES))
+            self._write(0, header.ljust(START_BYTES, b"\0"))
+            os.fsync(self.descriptor)
+        except OSError as error:
+            raise _failed(self.path, "written", error) from error
 
     def _write(self, offset: int, content: bytes) -> None:
         while content:
@@ -290,6 +304,11 @@ def _opened(path: str, flags: int) -> Iterator[Device]:
         yield Device(path, descriptor, os.lseek(descriptor, 0, os.SEEK_END))
     finally:
         os.close(descriptor)
+
+
+def _failed(path: str, verb: str, error: OSError) -> StoreError:
+    cause = f"it cannot be {verb}: {error.strerror}"
+    return refusal(path, error.errno or errno.EIO, cause, "look at dmesg; name another device")
 
 
 def _no_device(path: str) -> StoreError:

@@ -48,7 +48,7 @@ def _takes(name: str, field: FieldInfo) -> str:
     kinds = [_kind(kind) for kind in _alternatives(field.annotation) if kind is not type(None)]
     bounds = []
     for rule in field.metadata:
-        for attribute, words in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
+        for attribute, words in (("ge", "at least"), ("le", "at most")):
             if getattr(rule, attribute, None) is not None:
                 bounds.append(f"{words} {getattr(rule, attribute)}")
     text = ", ".join([*kinds, *bounds])

@@ -60,7 +60,7 @@ def test_a_wrong_key_is_named_with_its_place_and_the_nearest_one():
 def test_a_weight_out_of_range_names_value_and_range(wrong):
     text = refusal([{"path": "/a", "weight": wrong}])
     assert f"memascend.volumes[0].weight: {wrong!r} is not allowed" in text
-    assert "above 0 and at most 1000" in text
+    assert "at least 0.001 and at most 1000" in text
 
 
 def test_a_volume_without_a_path_is_refused():

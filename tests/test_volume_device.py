@@ -342,6 +342,18 @@ def test_users_are_found_by_number_partitions_included(tmp_path):
     assert users_of("8:0", sysfs=sysfs, proc=proc) == []
 
 
+def test_a_device_that_fails_is_a_clear_error(device, monkeypatch):
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    assert "it cannot be read: Input/output error" in refusal(device)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "pwrite", broken)
+    with claimed(device) as opened, pytest.raises(StoreError, match="cannot be written"):
+        format_device(opened, owner_uid=0)
+
+
 def test_an_error_names_the_device_and_a_code(device):
     with pytest.raises(StoreError) as caught, formatted(device):
         pass

@@ -30,7 +30,7 @@ namespace memascend {
 struct StoreOptions {
   std::vector<VolumeOptions> volumes;
   std::string engine = "auto";
-  EngineOptions engine_options;                          // the depth is that of each volume
+  EngineOptions engine_options;  // the depth is each volume's, at most 4096 in all
   std::uint64_t grow_bytes = SpaceOptions().grow_bytes;  // steps of the volumes' files
   // Of keys over several volumes; 0: a request's size, at least a mebibyte.
   std::uint64_t stripe_bytes = 0;
