@@ -204,6 +204,7 @@ bool TransferQueue::open_chunk(Lane* lane, std::deque<Cursor>* cursors, std::uin
     close_if_over(transfer);
   }
   if (cursors->empty() || lane->in_flight_count == lane_depth_) return false;
+  MA_INVARIANT(!free_chunks_.empty());  // the lanes' depths together are no more than the engine's
   ++lane->in_flight_count;
   Cursor& cursor = cursors->front();
   const std::size_t index = free_chunks_.back();
