@@ -8,6 +8,7 @@ BIN := .venv/bin
 SAN ?= plain
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+KILL_ARGS ?=
 
 DEMO_OUT ?= demo-out
 DEMO_CONFIG ?= configs/nvme_cpu.json
@@ -23,7 +24,7 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step clean
+.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step kill-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -60,6 +61,9 @@ bench-memory: environment ## peak memory of training as the model grows, against
 
 bench-step: environment ## time and drive traffic of training steps, against stock
 	$(BIN)/python benchmarks/bench_step.py $(BENCH_ARGS)
+
+kill-test: environment ## runs killed at random moments, and resumed
+	$(BIN)/python tests/integration/kill_runs.py $(KILL_ARGS)
 
 clean: ## what was built, not the environment
 	rm -rf build dist memascend/_core*.so demo-out

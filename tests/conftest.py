@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+#: Ranks that start look for each other's by name, and wait for ever for one that is gone.
+STARTING_S = 30.0
+
 
 @pytest.fixture(autouse=True)
-def _no_shared_memory_left() -> Iterator[None]:
+def _little_shared_memory_left() -> Iterator[None]:
     """DeepSpeed's CPU collectives leave 66 MiB of shared memory per rank behind, for good.
 
-    Ranks that still live have it mapped and do not need its name.
+    Ranks that have started have it mapped and do not need its name, whosoever they are.
     """
-    folder, pattern = Path("/dev/shm"), "deepspeed_allreduce_buffer_*"
-    before = set(folder.glob(pattern))
     yield
-    for path in set(folder.glob(pattern)) - before:
+    remove_shared_memory(older_than_s=STARTING_S)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_shared_memory_left() -> Iterator[None]:
+    """What the last tests left."""
+    before = set(shared_memory())
+    yield
+    for path in set(shared_memory()) - before:
         path.unlink(missing_ok=True)
+
+
+def shared_memory() -> Iterator[Path]:
+    """What DeepSpeed made, of this or of other runs."""
+    return Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")
+
+
+def remove_shared_memory(*, older_than_s: float) -> None:
+    now = time.time()
+    for path in shared_memory():
+        with suppress(OSError):  # another run was faster, or it is another user's
+            if now - path.stat().st_ctime > older_than_s:
+                path.unlink()

@@ -55,6 +55,14 @@ def test_within_a_limit_training_gives_the_bits_of_cpu_offload(bench: Bench, cas
         assert (ledger["drive"]["resident_bytes_read"] > 0) == stays
 
 
+@pytest.mark.parametrize("case", matrix.resume_cases(), ids=case_name)
+def test_a_resumed_run_gives_the_bits_of_one_never_interrupted(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    for rank in facts:
+        assert rank["optimizer_class"].startswith("memascend.")
+
+
 @pytest.mark.parametrize("case", matrix.volume_cases(), ids=case_name)
 def test_over_several_drives_training_gives_the_bits_of_cpu_offload(
     bench: Bench, case: Case
@@ -62,14 +70,6 @@ def test_over_several_drives_training_gives_the_bits_of_cpu_offload(
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
     assert_memascend_did_it(case, facts)
-
-
-@pytest.mark.parametrize("case", matrix.resume_cases(), ids=case_name)
-def test_a_resumed_run_gives_the_bits_of_one_never_interrupted(bench: Bench, case: Case) -> None:
-    facts = bench.run(case, "memascend")
-    assert differences(facts, bench.run(case, "oracle")) == []
-    for rank in facts:
-        assert rank["optimizer_class"].startswith("memascend.")
 
 
 @pytest.mark.parametrize("case", matrix.streaming_cases(), ids=case_name)
