@@ -65,5 +65,5 @@ bench-step: environment ## time and drive traffic of training steps, against sto
 kill-test: environment ## runs killed at random moments, and resumed
 	$(BIN)/python tests/integration/kill_runs.py $(KILL_ARGS)
 
-clean: ## what was built, not the environment
-	rm -rf build dist memascend/_core*.so demo-out
+clean: ## what was built, and what the demo left on the drive; not the environment
+	rm -rf build dist memascend/_core*.so demo-out nvme_swap

@@ -26,7 +26,7 @@ def parse_limit(value: object, *, available: int) -> int | None:
     Args:
         value: None for no stated limit; a number of bytes; text such as "6GiB"; or a fraction of
             `available`, above 0 and up to 1. A bare 1 is the fraction: nobody means one byte.
-        available: Bytes this process can have, from `memory_available`.
+        available: Bytes there are, from `memory_total`.
 
     Raises:
         ConfigError: Anything else; names the key, the value and what is allowed.
@@ -80,7 +80,24 @@ def memory_available(root: Path = Path("/")) -> int:
     Raises:
         ConfigError: The kernel's files say nothing; set the limit in bytes instead.
     """
-    found = [*_machine(root), *_groups(root)]
+    return _least([*_machine(root, "MemTotal", "MemAvailable"), *_groups(root)], root)
+
+
+def memory_total(root: Path = Path("/")) -> int:
+    """Bytes there are, in use or not: the least of the machine's and what its groups allow.
+
+    What a limit is a fraction of, so that the same configuration means the same on every day.
+
+    Args:
+        root: As in `memory_available`.
+
+    Raises:
+        ConfigError: As in `memory_available`.
+    """
+    return _least([*_machine(root, "MemTotal"), *_groups(root)], root)
+
+
+def _least(found: list[int], root: Path) -> int:
     if not found:
         raise ConfigError(
             f"cannot find out how much memory there is: neither {root / 'proc/meminfo'} nor a "
@@ -89,11 +106,11 @@ def memory_available(root: Path = Path("/")) -> int:
     return min(found)
 
 
-def _machine(root: Path) -> Iterator[int]:
+def _machine(root: Path, *names: str) -> Iterator[int]:
     with contextlib.suppress(OSError):
         for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(":")
-            if name in ("MemTotal", "MemAvailable"):
+            if name in names:
                 with contextlib.suppress(ValueError, IndexError):
                     yield int(value.split()[0]) * KIB
 
@@ -133,6 +150,6 @@ def _memberships(root: Path) -> Iterator[tuple[Path, PurePosixPath, str]]:
 def _refused(value: object, reason: str) -> ConfigError:
     return ConfigError(
         f"{KEY}: {value!r} is not allowed: {reason}. Allowed: bytes as a whole number, text such "
-        'as "6GiB" or "500 MB", or a fraction of the memory available, above 0 and up to 1. '
+        'as "6GiB" or "500 MB", or a fraction of the memory there is, above 0 and up to 1. '
         "Leave it out for the default: what the plan needs, at most half of what is free"
     )

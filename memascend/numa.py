@@ -6,6 +6,7 @@ moves memory: binding is done by the native core. Every function takes the sysfs
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -142,3 +143,14 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def filesystem_of(path: Path) -> str:
+    """Kind of the file system that holds a path, such as "ext4"."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            if line.split()[2] == wanted:
+                return line.partition(" - ")[2].split()[0]
+    return "unknown file system"

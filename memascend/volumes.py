@@ -17,6 +17,7 @@ from memascend import _core
 from memascend.config import MemAscendConfig, cache_directory, local_rank, local_world_size
 from memascend.config_volumes import KEY, VolumeConfig
 from memascend.errors import ConfigError, StoreError
+from memascend.numa import filesystem_of
 from memascend.nvme import make_directory
 from memascend.volume_device import formatted
 from memascend.volume_header import START_BYTES
@@ -24,6 +25,8 @@ from memascend.volume_speed import Load
 from memascend.volume_weights import PROBE_SECONDS, PROBE_SPAN_BYTES, measured_weights
 
 log = logging.getLogger(__name__)
+
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def volume_paths(config: MemAscendConfig, fallback: str) -> list[str]:
@@ -150,6 +153,12 @@ def _directory(volume: VolumeConfig) -> _core.VolumeOptions:
         make_directory(path)
     except OSError as error:
         raise refused(volume.path, "make", error.errno or errno.EIO) from error
+    if filesystem_of(Path(path)) in _IN_MEMORY and local_rank() == 0:
+        log.warning(
+            "memascend: %s is in memory: what is offloaded there takes host memory beyond every "
+            "limit. Name a folder on an SSD",
+            path,
+        )
     return look_at(volume)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from memascend.cli import doctor
 from memascend.cli.main import main
+from memascend.numa import filesystem_of
 from memascend.version import __version__
 
 CHECKS = ["system", "torch", "deepspeed", "activation", "io_uring", "page lock", "huge pages"]
@@ -66,7 +67,7 @@ def test_a_folder_that_does_not_exist_is_a_problem(
 
 def test_memory_is_not_accepted_as_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     memory = Path("/dev/shm")
-    if not memory.is_dir() or doctor._filesystem(memory) != "tmpfs":
+    if not memory.is_dir() or filesystem_of(memory) != "tmpfs":
         pytest.skip("/dev/shm is not a tmpfs here")
     status, checks = diagnose(memory, capsys)
     assert status == 1

@@ -98,7 +98,7 @@ def test_a_limit_is_kept(capsys: pytest.CaptureFixture[str], limit: str) -> None
 def test_a_limit_may_be_a_fraction_of_what_is_available(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memascend.cli.plan.memory_available", lambda: 8 * GIB)
+    monkeypatch.setattr("memascend.cli.plan.memory_total", lambda: 8 * GIB)
     found = as_json(capsys, "Llama-3.1-8B", "--limit", "0.25")["memascend"]
     assert found["limit_bytes"] == 2 * GIB
 

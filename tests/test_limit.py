@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memascend.errors import ConfigError
-from memascend.limit import default_limit, memory_available, parse_limit
+from memascend.limit import default_limit, memory_available, memory_total, parse_limit
 from memascend.units import GIB, KIB
 
 UNLIMITED_V1 = 9223372036854771712
@@ -111,3 +111,13 @@ def test_nothing_to_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> Non
 
 def test_this_machine_has_some() -> None:
     assert 0 < memory_available() < 1 << 60
+
+
+def test_what_there_is_does_not_depend_on_what_is_free(tmp_path: Path) -> None:
+    """A fraction of it means the same on every day."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 1024 kB\n")
+    assert memory_total(tmp_path) == 4096 * 1024
+    assert memory_available(tmp_path) == 1024 * 1024
+    with pytest.raises(ConfigError):
+        memory_total(tmp_path / "nothing")

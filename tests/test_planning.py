@@ -60,7 +60,7 @@ def test_a_limit_in_bytes_is_per_rank_and_needs_nothing_known(
     def unknown() -> int:
         raise AssertionError("not asked for")
 
-    monkeypatch.setattr(planning, "memory_available", unknown)
+    monkeypatch.setattr(planning, "memory_total", unknown)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert planning.stated_limit(parse_block({"host_memory_limit": value})) == nbytes
 
@@ -69,7 +69,7 @@ def test_a_limit_in_bytes_is_per_rank_and_needs_nothing_known(
 def test_a_fraction_is_one_of_each_ranks_share(
     ranks: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "memory_available", lambda: 8 * GIB)
+    monkeypatch.setattr(planning, "memory_total", lambda: 8 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert planning.stated_limit(parse_block({"host_memory_limit": 0.5})) == nbytes
 
@@ -82,7 +82,7 @@ def test_all_ranks_take_the_smallest_of_their_limits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(planning.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(planning.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(planning.dist, "all_reduce", least)
-    monkeypatch.setattr(planning, "memory_available", lambda: 8 * GIB)
+    monkeypatch.setattr(planning, "memory_total", lambda: 8 * GIB)
     assert planning.stated_limit(parse_block({"host_memory_limit": 0.5})) == 3 * GIB
 
 
@@ -282,3 +282,29 @@ def test_a_limit_that_nobody_set_is_explained(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LimitTooSmallError, match=r"host_memory_limit is not set.*too small") as it:
         planning.plan_for(None, torch.nn.Linear(1, 1), CONFIG, None)
     assert it.value.minimum_bytes == 2
+
+
+# -- where the report goes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["no/such/dir/report.json", "."])
+def test_a_report_that_cannot_be_written_is_refused_at_the_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"memascend\.report=.* cannot be written"):
+        activation._check_report(parse_block({"report": name}))
+    activation._check_report(parse_block({"report": "report.json"}))
+    activation._check_report(parse_block({}))
+
+
+def test_a_limit_beyond_the_machine_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = parse_block({"host_memory_limit": "900GiB"})
+    monkeypatch.setattr(activation, "memory_total", lambda: 32 * GIB)
+    activation._warn_of_memory(config, 16 * GIB)
+    assert caplog.text == ""
+    activation._warn_of_memory(config, 900 * GIB)
+    assert "host_memory_limit='900GiB'" in caplog.text
+    assert "32.00 GiB" in caplog.text

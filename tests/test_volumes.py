@@ -165,3 +165,17 @@ def test_a_rank_without_a_device_is_an_error():
     assert share_of_rank(volumes, rank=0, rank_count=2) == list(volumes)
     with pytest.raises(ConfigError, match="1 raw devices for 2 ranks"):
         share_of_rank(volumes, rank=1, rank_count=2)
+
+
+@pytest.mark.parametrize(("kind", "is_warned"), [("tmpfs", True), ("ext4", False)])
+def test_a_folder_in_memory_is_warned_of(
+    kind: str,
+    is_warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(volumes_module, "filesystem_of", lambda _: kind)
+    with prepared(parse_block({}), str(tmp_path)):
+        pass
+    assert ("is in memory" in caplog.text) is is_warned

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from memascend.numa import filesystem_of
 from memascend.units import GIB, MIB, format_nbytes
 
 TRIAL_BYTES = MIB
@@ -228,7 +229,7 @@ def _libaio() -> Check:
 
 def _free_space(path: Path) -> Check:
     free = shutil.disk_usage(path).free
-    kind = _filesystem(path)
+    kind = filesystem_of(path)
     found = f"{format_nbytes(free)} free on {path.resolve()} ({kind})"
     if kind in ("tmpfs", "ramfs"):
         return Check("disk", "problem", f"{found}: this is memory", "choose a folder on an SSD")
@@ -236,16 +237,6 @@ def _free_space(path: Path) -> Check:
         fix = "plan for 18 bytes per parameter: weights, master weights, Adam's states, gradients"
         return Check("disk", "note", found, fix)
     return Check("disk", "ok", found)
-
-
-def _filesystem(path: Path) -> str:
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            if line.split()[2] == wanted:
-                return line.partition(" - ")[2].split()[0]
-    return "unknown file system"
 
 
 def _direct_io(path: Path) -> Check:

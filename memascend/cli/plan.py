@@ -22,7 +22,7 @@ from rich.table import Table
 from memascend.config import find_block
 from memascend.errors import ConfigError
 from memascend.footprint import Footprint
-from memascend.limit import memory_available, parse_limit
+from memascend.limit import memory_total, parse_limit
 from memascend.plan import Plan, PlanRequest, derive
 from memascend.plan_stock import StockPlan, StockSettings, four_pieces, stock
 from memascend.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
@@ -190,7 +190,7 @@ def _limit(ds_config: Mapping[str, Any], args: argparse.Namespace) -> int | None
         with contextlib.suppress(ValueError):  # "1.5GiB" stays text
             value = float(args.limit)
     is_fraction = isinstance(value, int | float) and value <= 1
-    return parse_limit(value, available=memory_available() if is_fraction else 0)
+    return parse_limit(value, available=memory_total() // args.world if is_fraction else 0)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

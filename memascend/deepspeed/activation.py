@@ -13,6 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
-from memascend.config import MemAscendConfig, active_config, parse_block
+from memascend.config import MemAscendConfig, active_config, local_world_size, parse_block
 from memascend.deepspeed.aio_handle import serving
 from memascend.deepspeed.host_buffers import HostBuffers
 from memascend.deepspeed.planning import building_sizes, check_smallest, stated_limit
@@ -32,7 +33,10 @@ from memascend.deepspeed.stock_memory import (
 )
 from memascend.errors import ConfigError
 from memascend.ledger import Ledger, describe_plan
+from memascend.limit import memory_total
+from memascend.nvme import make_directory
 from memascend.runtime import Runtime, Substitutes
+from memascend.units import format_nbytes
 from memascend.version import __version__
 
 log = logging.getLogger(__name__)
@@ -141,7 +145,14 @@ class Attachment:
         ledger = self.ledger()
         log.info("memascend: host memory of this rank, measured:\n%s", ledger.describe())
         if self.runtime.config.report is not None:
-            ledger.write(self.runtime.config.report)
+            try:
+                ledger.write(self.runtime.config.report)
+            except OSError as error:
+                log.error(
+                    "memascend: cannot write memascend.report=%r: %s. The table above has it all",
+                    self.runtime.config.report,
+                    error.strerror or error,
+                )
 
     def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
         """Inside, host buffers that DeepSpeed creates come from the arena; not with None."""
@@ -158,7 +169,7 @@ class Attachment:
         if self.runtime.store is None:
             return os.path.join(nvme_path, "zero_stage_3")
         # As stock, which makes its folders where there are none; it need not be the store's.
-        os.makedirs(nvme_path, mode=0o700, exist_ok=True)
+        make_directory(nvme_path)
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
 
 
@@ -192,11 +203,13 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
     if config is None:
         raise AssertionError("attach needs an active block")
     _check_limit(config, ds_config)
+    _check_report(config)
     limit_bytes = stated_limit(config)
     check_smallest(ds_config, limit_bytes)
     directory = os.path.abspath(str(nvme_path))
-    os.makedirs(directory, mode=0o700, exist_ok=True)
+    make_directory(directory)
     _show_log_lines()
+    _warn_of_memory(config, limit_bytes)
     accelerator = get_accelerator()
     on_cuda = accelerator.device_name() == "cuda"
     runtime = Runtime(
@@ -234,6 +247,32 @@ def _check_limit(config: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
                 f'zero_optimization.{name}.device is "cpu", which holds it all in host memory. '
                 'Set it to "nvme", or leave the limit out'
             )
+
+
+def _check_report(config: MemAscendConfig) -> None:
+    """Before hours of training, not after them."""
+    if config.report is None:
+        return
+    path = Path(config.report)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"memascend.report={config.report!r} cannot be written: {path.absolute().parent} is no "
+            "folder that this user can write, or a folder has that name. Make it, or name another "
+            "file"
+        )
+
+
+def _warn_of_memory(config: MemAscendConfig, limit_bytes: int | None) -> None:
+    total = memory_total() if limit_bytes is not None else 0
+    if limit_bytes is None or limit_bytes * local_world_size() <= total or dist.get_rank() != 0:
+        return
+    log.warning(
+        "memascend: memascend.host_memory_limit=%r for each of %d rank(s) is more than the %s that "
+        "this machine or control group has. A large model will use all of it; lower the limit",
+        config.host_memory_limit,
+        local_world_size(),
+        format_nbytes(total),
+    )
 
 
 def _pci_address() -> str | None:

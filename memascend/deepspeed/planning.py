@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.config import MemAscendConfig, local_world_size
 from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
-from memascend.limit import default_limit, memory_available, parse_limit
+from memascend.limit import default_limit, memory_available, memory_total, parse_limit
 from memascend.plan import Plan, PlanRequest, derive
 from memascend.plan_knobs import LimitTooSmallError
 from memascend.plan_request import is_elementwise as is_elementwise_name
@@ -41,7 +41,7 @@ def stated_limit(config: MemAscendConfig) -> int | None:
     if value is None:
         return None
     is_fraction = not isinstance(value, str) and value <= 1
-    available = memory_available() // local_world_size() if is_fraction else 0
+    available = memory_total() // local_world_size() if is_fraction else 0
     limit = parse_limit(value, available=available)
     return None if limit is None else _least_of_ranks(limit)
 
