@@ -14,8 +14,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 from nvme_memory import CANARY, PageMemory, open_store, read, write
+from nvme_model import KEYS, SHIFTS, StoreModel
 
 from memascend import _core
 from memascend.errors import StoreError, StoreFullError
@@ -26,57 +27,27 @@ def open_faulty(**faults: float) -> tuple[_core.Store, _core.MemoryFaults]:
     return open_store("(memory)", "memory", faults=chosen), chosen
 
 
-class StoreAgainstDict(RuleBasedStateMachine):
+class StoreAgainstDict(StoreModel):
     """The store, with short transfers, retries and reordering, does what a dict of bytes does."""
-
-    keys = st.sampled_from(["a", "b", "c", "d"])
 
     @initialize(seed=st.integers(0, 2**32))
     def open(self, seed: int) -> None:
         note(f"faults of seed {seed}")
-        self.store, _ = open_faulty(seed=seed, short=0.3, again=0.1, reorder=0.5, delay=0.2)
-        self.model: dict[str, bytes] = {}
-        self.serial = 0
+        store, _ = open_faulty(seed=seed, short=0.3, again=0.1, reorder=0.5, delay=0.2)
+        self.begin(store)
 
-    def fresh(self, nbytes: int) -> bytes:
-        self.serial += 1
-        return (self.serial.to_bytes(4, "little") * (nbytes // 4 + 1))[:nbytes]
-
-    @rule(key=keys, nbytes=st.integers(0, 300_000), shift=st.integers(0, 600))
+    @rule(key=KEYS, nbytes=st.integers(0, 300_000), shift=SHIFTS)
     def write_whole(self, key: str, nbytes: int, shift: int) -> None:
         self.model[key] = self.fresh(nbytes)
         write(self.store, key, self.model[key], shift=shift)
-
-    @rule(key=keys, start=st.floats(0, 1), stop=st.floats(0, 1), shift=st.integers(0, 600))
-    def write_part(self, key: str, start: float, stop: float, shift: int) -> None:
-        if key not in self.model:
-            return
-        old = self.model[key]
-        offset, end = sorted((int(start * len(old)), int(stop * len(old))))
-        part = self.fresh(end - offset)
-        self.model[key] = old[:offset] + part + old[end:]
-        write(self.store, key, part, offset=offset, shift=shift)
-
-    @rule(key=keys, start=st.floats(0, 1), stop=st.floats(0, 1), shift=st.integers(0, 600))
-    def read_part(self, key: str, start: float, stop: float, shift: int) -> None:
-        if key not in self.model:
-            return
-        content = self.model[key]
-        offset, end = sorted((int(start * len(content)), int(stop * len(content))))
-        assert read(self.store, key, end - offset, offset, shift) == content[offset:end]
-
-    @rule(key=keys)
-    def discard(self, key: str) -> None:
-        assert self.store.discard(key=key) == (self.model.pop(key, None) is not None)
 
     @invariant()
     def keys_agree(self) -> None:
         assert self.store.keys() == sorted(self.model)
 
     def teardown(self) -> None:
-        if hasattr(self, "store"):
-            for key, content in self.model.items():
-                assert read(self.store, key, len(content)) == content
+        if self.store is not None:
+            self.end()
             self.store.close()
 
 

@@ -8,8 +8,9 @@ import os
 import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 from nvme_memory import open_store, read, write
+from nvme_model import KEYS, SHIFTS, StoreModel
 
 from memascend import _core
 from memascend.errors import StoreError, StoreFullError
@@ -28,10 +29,8 @@ def used_bytes(store: _core.Store) -> list[int]:
     return [volume.used_bytes for volume in store.volume_stats()]
 
 
-class StripedStoreAgainstDict(RuleBasedStateMachine):
+class StripedStoreAgainstDict(StoreModel):
     """One to four volumes of any capacity and weight hold what a dict of bytes holds."""
-
-    keys = st.sampled_from(["a", "b", "c", "d", "e"])
 
     @initialize(
         seed=st.integers(0, 2**32),
@@ -41,7 +40,7 @@ class StripedStoreAgainstDict(RuleBasedStateMachine):
     )
     def open(self, seed: int, volumes: list[tuple[int, float]]) -> None:
         note(f"faults of seed {seed}, volumes {volumes}")
-        self.store = open_volumes(
+        store = open_volumes(
             *(
                 _core.VolumeOptions(str(index), weight=weight, capacity_bytes=blocks * BLOCK)
                 for index, (blocks, weight) in enumerate(volumes)
@@ -49,16 +48,11 @@ class StripedStoreAgainstDict(RuleBasedStateMachine):
             chunk_bytes=32 << 10,
             faults=_core.MemoryFaults(seed=seed, short=0.2, again=0.1, reorder=0.5, delay=0.1),
         )
-        self.available_bytes = self.store.stats()["available_bytes"]
+        self.begin(store)
+        self.available_bytes = store.stats()["available_bytes"]
         assert self.available_bytes == sum(blocks * BLOCK for blocks, _ in volumes)
-        self.model: dict[str, bytes] = {}
-        self.serial = 0
 
-    def fresh(self, nbytes: int) -> bytes:
-        self.serial += 1
-        return (self.serial.to_bytes(4, "little") * (nbytes // 4 + 1))[:nbytes]
-
-    @rule(key=keys, nbytes=st.integers(0, 500_000), shift=st.integers(0, 600))
+    @rule(key=KEYS, nbytes=st.integers(0, 500_000), shift=SHIFTS)
     def write_whole(self, key: str, nbytes: int, shift: int) -> None:
         content = self.fresh(nbytes)
         available = self.store.stats()["available_bytes"]
@@ -72,41 +66,19 @@ class StripedStoreAgainstDict(RuleBasedStateMachine):
         else:
             self.model[key] = content
 
-    @rule(key=keys, start=st.floats(0, 1), stop=st.floats(0, 1), shift=st.integers(0, 600))
-    def write_part(self, key: str, start: float, stop: float, shift: int) -> None:
-        if key not in self.model:
-            return
-        old = self.model[key]
-        offset, end = sorted((int(start * len(old)), int(stop * len(old))))
-        part = self.fresh(end - offset)
-        self.model[key] = old[:offset] + part + old[end:]
-        write(self.store, key, part, offset=offset, shift=shift)
-
-    @rule(key=keys, start=st.floats(0, 1), stop=st.floats(0, 1), shift=st.integers(0, 600))
-    def read_part(self, key: str, start: float, stop: float, shift: int) -> None:
-        if key not in self.model:
-            return
-        content = self.model[key]
-        offset, end = sorted((int(start * len(content)), int(stop * len(content))))
-        assert read(self.store, key, end - offset, offset, shift) == content[offset:end]
-
-    @rule(key=keys)
-    def discard(self, key: str) -> None:
-        assert self.store.discard(key=key) == (self.model.pop(key, None) is not None)
-
     @invariant()
     def space_is_accounted_for(self) -> None:
-        if not hasattr(self, "store"):
+        if self.store is None:
             return
         taken = sum(-(-len(content) // BLOCK) * BLOCK for content in self.model.values())
         assert sum(used_bytes(self.store)) == taken
         assert self.store.stats()["available_bytes"] == self.available_bytes - taken
 
     def teardown(self) -> None:
-        if not hasattr(self, "store"):
+        if self.store is None:
             return
-        for key, content in self.model.items():
-            assert read(self.store, key, len(content)) == content
+        self.end()
+        for key in self.model:
             self.store.discard(key=key)
         assert self.store.stats()["available_bytes"] == self.available_bytes
         assert self.store.stats()["used_bytes"] == 0

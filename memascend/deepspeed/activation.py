@@ -251,7 +251,7 @@ def _check_limit(config: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
 
 def _check_report(config: MemAscendConfig) -> None:
     """Before hours of training, not after them."""
-    if config.report is None:
+    if config.report is None or dist.get_rank() != 0:  # rank 0 writes it, maybe on another machine
         return
     path = Path(config.report)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
