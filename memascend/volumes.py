@@ -180,7 +180,8 @@ def look_at(volume: VolumeConfig) -> _core.VolumeOptions:
         )
     if not stat.S_ISDIR(state.st_mode):
         raise refused(volume.path, "use", errno.ENOTDIR)
-    if not os.access(path, os.W_OK | os.X_OK):
+    # With the identity that will open the files: a launcher may have changed user or capabilities.
+    if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
         raise refused(volume.path, "write in", errno.EACCES)
     return _options(path, volume)
 

@@ -254,7 +254,11 @@ def _check_report(config: MemAscendConfig) -> None:
     if config.report is None or dist.get_rank() != 0:  # rank 0 writes it, maybe on another machine
         return
     path = Path(config.report)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    if (
+        path.is_dir()
+        or not path.parent.is_dir()
+        or not os.access(path.parent, os.W_OK, effective_ids=True)
+    ):
         raise ConfigError(
             f"memascend.report={config.report!r} cannot be written: {path.absolute().parent} is no "
             "folder that this user can write, or a folder has that name. Make it, or name another "

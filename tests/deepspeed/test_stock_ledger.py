@@ -182,6 +182,8 @@ def main(folder: Path, gradient_dtype: str) -> None:
         "pageable": log.pageable,
     }
     print(json.dumps(measured))
+    # A thread of the process group that wakes while the interpreter ends would abort the process.
+    deepspeed.comm.destroy_process_group()
 
 
 def stock_config(nvme_path: str, gradient_dtype: str) -> dict[str, Any]:
