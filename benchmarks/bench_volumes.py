@@ -54,9 +54,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if os.geteuid() != 0 or not BLKIO.is_dir():
         sys.exit(f"needs root, for loop devices, and a control group at {BLKIO}")
-    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        with throttled_devices(Path(folder), options.mb_s) as devices:
-            speeds = run(devices, Path(folder), options)
+    with (
+        tempfile.TemporaryDirectory(dir=options.directory) as folder,
+        throttled_devices(Path(folder), options.mb_s) as devices,
+    ):
+        speeds = run(devices, Path(folder), options)
     report(speeds, options)
 
 
@@ -117,9 +119,7 @@ def run(
     return speeds
 
 
-def measure(
-    volumes: Sequence[dict[str, Any]], folder: Path, options: argparse.Namespace
-) -> Speed:
+def measure(volumes: Sequence[dict[str, Any]], folder: Path, options: argparse.Namespace) -> Speed:
     """Writes and reads one large tensor through a new store, as training does."""
     config = parse_block({"volumes": list(volumes), "direct_nvme": {"engine": options.engine}})
     nbytes = options.mib * MIB
