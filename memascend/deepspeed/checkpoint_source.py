@@ -27,8 +27,7 @@ from memascend.manifest import (
     check_nbytes,
     missing_file,
 )
-from memascend.streaming.files import Advance, FileReader, Reader, TensorReader, sum_file
-from memascend.streaming.staging import StagingSlots
+from memascend.streaming.files import Advance, FileReader, Reader, Slots, TensorReader, sum_file
 
 _FILE_NAME = re.compile(r"(?:(?P<state>.+)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp")
 
@@ -124,9 +123,7 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def verify(
-    folder: Path, entries: Sequence[FileEntry], slots: StagingSlots, advance: Advance
-) -> None:
+def verify(folder: Path, entries: Sequence[FileEntry], slots: Slots, advance: Advance) -> None:
     """Compares files with their entries in manifests; reads each of them once.
 
     Raises:

@@ -134,7 +134,21 @@ def write_file(
     file.write(bytes(padded_bytes - nbytes))
 
 
-def sum_file(path: Path, slots: StagingSlots, advance: Advance) -> FileSum:
+class Slots(Protocol):
+    """Memory for pieces of a file, lent for a while."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest piece."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A piece to work in."""
+
+    def give_back(self, staged: torch.Tensor) -> None:
+        """Ends what `take` began."""
+
+
+def sum_file(path: Path, slots: Slots, advance: Advance) -> FileSum:
     """Reads a file once.
 
     Raises:
