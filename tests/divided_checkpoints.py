@@ -55,7 +55,7 @@ def write(
     world: int,
     in_files: bool,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
-    step: int = 3,
+    step: int | torch.Tensor = 3,
 ) -> Saved:
     """Writes what each rank would have saved.
 

@@ -58,6 +58,17 @@ def test_parameter_groups_keep_their_settings(tmp_path: Path) -> None:
         open_divided(saved, wanted(groups, 1), rank=0, world=1)
 
 
+def test_sub_groups_made_of_one_count_their_steps_apart(tmp_path: Path) -> None:
+    groups = sub_groups(MODEL, "a b c d")
+    step = torch.tensor(3.0)  # torch's optimizers count in place
+    saved = write(tmp_path / "x", values_of(MODEL), groups, world=1, in_files=False, step=step)
+    wants = wanted(sub_groups(MODEL, "a b", "c d"), 1)
+    source = open_divided(saved, wants, rank=0, world=1)
+    steps = [state["step"] for state in source.optimizer_states["state"].values()]
+    steps[0] += 1
+    assert steps == [4, 3]
+
+
 def test_which_parameters_a_sub_group_had_is_read_from_model_states(tmp_path: Path) -> None:
     groups = sub_groups(MODEL, "c", "a b")
     write(tmp_path / "x", values_of(MODEL), groups, world=1, in_files=False)

@@ -77,6 +77,16 @@ def test_any_number_of_ranks_reads_what_was_converted(tmp_path: Path, in_files: 
             assert states["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]
 
 
+def test_sub_groups_count_their_steps_apart(tmp_path: Path) -> None:
+    step = torch.tensor(3.0)  # torch's optimizers count in place
+    write(tmp_path / "x", values_of(MODEL), GROUPS, world=1, in_files=False, step=step)
+    main(["checkpoint", "to-universal", str(tmp_path / "x")])
+    source = open_universal(tmp_path / "x_universal", wanted(GROUPS, 1), rank=0, world=1)
+    steps = [state["step"] for state in source.optimizer_states["state"].values()]
+    steps[0] += 1
+    assert steps == [4, 3]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write(tmp_path / "x", values_of(MODEL), GROUPS, world=1, in_files=True)

@@ -8,7 +8,6 @@ every rank has found everything nothing of the model changes.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from memascend.deepspeed.checkpoint_source import (
     Place,
     Wanted,
     check_folder,
+    load_mapped,
     open_source,
     verify,
 )
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from memascend.deepspeed.zero_optimizer import ZeroOptimizer
 
 log = logging.getLogger(__name__)
-
-_RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?optim_states\.pt")
 
 
 @contextmanager
@@ -148,20 +146,19 @@ class _Opener:
         return not self.engine.use_node_local_storage() and self.engine.mp_world_size == 1
 
     def _saved_world(self) -> int:
-        """How many ranks saved the checkpoint."""
-        first = read_manifest(self.folder, 0 if self._may_divide else rank_of(self.engine))
-        if first is not None:
-            return first.world
-        if not self._may_divide:
-            return self.world
-        found = [
-            int(match[1])
-            for path in self.folder.glob("*optim_states.pt")
-            if (match := _RANK.fullmatch(path.name))
-        ]
-        if not found:
+        """How many ranks saved the checkpoint, as this rank's part says, or that of the first."""
+        own = rank_of(self.engine)
+        has_own = (self.folder / manifest_name(own)).is_file()
+        manifest = read_manifest(self.folder, own if has_own or not self._may_divide else 0)
+        if manifest is not None:
+            return manifest.world
+        path = self._states(self.rank)
+        if not path.is_file() and self._may_divide:
+            path = self._states(0)
+        if not path.is_file():
             raise missing_file(self._states(self.rank))
-        return max(found) + 1
+        count = load_mapped(path)["optimizer_state_dict"].get("partition_count", self.world)
+        return max(count) if isinstance(count, list) else int(count)
 
     def _verify(self, places: Sequence[Place], manifests: Sequence[Manifest | None]) -> None:
         """Reads this rank's share of all files that have a checksum."""

@@ -228,18 +228,41 @@ def _is_elementwise(state: str, value: object, numel: int) -> bool:
     return value.shape in ((numel,), (0,))
 
 
-def load_mapped(path: Path) -> dict[str, Any]:
-    """Tensors of the file are mapped; a file in torch's old format is read into memory."""
+def read_torch_file(path: Path) -> Any:
+    """Its tensors are mapped, not read; of a file in torch's old format they are in memory.
+
+    Raises:
+        CheckpointError: It is missing, or cannot be read.
+    """
+    if not path.is_file():
+        raise missing_file(path)
     try:
         is_mapped = zipfile.is_zipfile(path)
-        whole = torch.load(path, map_location="cpu", mmap=is_mapped or None, weights_only=False)
+        return torch.load(path, map_location="cpu", mmap=is_mapped or None, weights_only=False)
+    except Exception as error:
+        raise unreadable_file(path, error) from error
+
+
+def unreadable_file(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file that is not what it should be."""
+    return CheckpointError(
+        f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged, or "
+        "of another ZeRO stage. Copy the checkpoint again, or load another tag"
+    )
+
+
+def load_mapped(path: Path) -> dict[str, Any]:
+    """An optim_states.pt.
+
+    Raises:
+        CheckpointError: It is missing, cannot be read, or is of another ZeRO stage.
+    """
+    whole = read_torch_file(path)
+    try:
         whole["optimizer_state_dict"]["fp32_flat_groups"]
         whole["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
     except Exception as error:
-        raise CheckpointError(
-            f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged, "
-            "or of another ZeRO stage. Copy the checkpoint again, or load another tag"
-        ) from error
+        raise unreadable_file(path, error) from error
     return dict(whole)
 
 
@@ -271,8 +294,8 @@ def _stock_files(folder: Path, names: Sequence[str]) -> Files:
     saved = ", ".join(f"{begin}_{end}" for begin, end in sorted(found)[:4])
     raise CheckpointError(
         f"checkpoint folder {folder} has files of other sub-groups: {saved}, the optimizer has "
-        f"{', '.join(names[:4])}. Likely cause: it was saved with another model, sub_group_size or "
-        "number of ranks. Load it with the configuration that saved it"
+        f"{', '.join(names[:4])}. Likely cause: it was saved with another model. Load it with the "
+        "configuration that saved it"
     )
 
 

@@ -6,6 +6,7 @@ rank knows where in whose files the elements lie that are its own now, and reads
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,13 @@ from typing import Any
 
 import torch
 
-from memascend.deepspeed.checkpoint_source import CheckpointSource, Place, Wanted, open_source
+from memascend.deepspeed.checkpoint_source import (
+    CheckpointSource,
+    Place,
+    Wanted,
+    open_source,
+    read_torch_file,
+)
 from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
 from memascend.deepspeed.shard_layout import (
     Division,
@@ -24,7 +31,7 @@ from memascend.deepspeed.shard_layout import (
     sub_group_numel,
 )
 from memascend.errors import CheckpointError
-from memascend.manifest import Manifest, missing_file
+from memascend.manifest import Manifest
 from memascend.streaming.pieces import PieceReader, Segment
 
 _Tensors = Mapping[tuple[int, str | None], LoadedTensor]
@@ -51,18 +58,10 @@ def read_parameters(path: Path) -> SubGroups | None:
     """Which parameters each sub-group had, out of a model_states.pt; None where it does not say.
 
     Raises:
-        CheckpointError: The file cannot be read.
+        CheckpointError: The file is missing or cannot be read.
     """
-    try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        shapes = content.get("param_shapes")
-    except FileNotFoundError as error:
-        raise missing_file(path) from error
-    except Exception as error:
-        raise CheckpointError(
-            f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged, "
-            "or not of DeepSpeed. Copy the checkpoint again, or load another tag"
-        ) from error
+    content = read_torch_file(path)
+    shapes = content.get("param_shapes") if isinstance(content, dict) else None
     if not shapes:
         return None
     return tuple(
@@ -128,7 +127,8 @@ def open_divided(saved: Saved, wanted: Wanted, *, rank: int, world: int) -> Chec
         scalars = _scalars(place, common, origins)
         if scalars or len(states) > 1:
             empty = {s: torch.empty(0, dtype=d) for s, d in states.items() if s is not None}
-            source.optimizer_states["state"][index] = scalars | empty
+            # A count that is a tensor would be counted up once for each sub-group that shares it.
+            source.optimizer_states["state"][index] = copy.deepcopy(scalars) | empty
     return source
 
 

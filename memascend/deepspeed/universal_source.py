@@ -7,6 +7,7 @@ itself puts into its files.
 
 from __future__ import annotations
 
+import copy
 import functools
 import zipfile
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memascend.deepspeed.checkpoint_source import CheckpointSource, Wanted
+from memascend.deepspeed.checkpoint_source import CheckpointSource, Wanted, read_torch_file
 from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
 from memascend.deepspeed.shard_layout import NamedParameter, Run, runs
 from memascend.errors import CheckpointError
@@ -85,7 +86,7 @@ def open_universal(folder: Path, wanted: Wanted, *, rank: int, world: int) -> Ch
         CheckpointError: It is that of another model or configuration, or incomplete.
     """
     path = folder / "zero" / "optimizer_state.pt"
-    zero_states = _load(path)
+    zero_states = read_torch_file(path)
     try:
         saved = zero_states["optimizer_state_dict"]
         groups, first = saved["param_groups"], saved["state"][0]
@@ -122,7 +123,8 @@ def open_universal(folder: Path, wanted: Wanted, *, rank: int, world: int) -> Ch
             name = None if state == _MASTER else state
             source.tensors.append(LoadedTensor(index, name, dtype, PieceReader(segments)))
         empty = {state: torch.empty(0) for state in states if state != _MASTER}
-        source.optimizer_states["state"][index] = scalars | empty
+        # A count that is a tensor would be counted up once for each sub-group that shares it.
+        source.optimizer_states["state"][index] = copy.deepcopy(scalars) | empty
     return source
 
 
@@ -166,7 +168,7 @@ def _tensor(path: Path, parameter: NamedParameter) -> torch.Tensor:
 
 def _content(path: Path) -> torch.Tensor:
     """The tensor of a file, mapped; upstream wraps it in a dictionary for some models."""
-    content = _load(path)
+    content = read_torch_file(path)
     is_expert = isinstance(content, dict) and content.get("is_expert_param", False)
     tensor = content.get("param") if isinstance(content, dict) else content
     if is_expert or not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
@@ -176,18 +178,6 @@ def _content(path: Path) -> torch.Tensor:
             '"cpu"'
         )
     return tensor
-
-
-def _load(path: Path) -> Any:
-    if not path.is_file():
-        raise missing_file(path)
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    except Exception as error:
-        raise CheckpointError(
-            f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged. "
-            "Copy the checkpoint again, or convert it again"
-        ) from error
 
 
 def _is_scalar(value: object) -> bool:

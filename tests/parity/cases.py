@@ -89,6 +89,7 @@ class Case:
     is_universal: bool = False  # that one is a universal checkpoint
     first_step: int = 0
     save_to: str = ""  # a folder: save a checkpoint there at the end
+    is_portable: bool = True  # one that DeepSpeed's tools read
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
@@ -175,6 +176,8 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         (block[parent] if parent else block)[child] = {"enabled": name in case.sections}
     if case.engine is not None:
         block["direct_nvme"]["engine"] = case.engine
+    if not case.is_portable:
+        block["checkpoint"] = {"portable": False}
     if case.volumes:
         block["volumes"] = [
             {"path": f"{nvme_path}/volume{index}", "weight": float(weight)}

@@ -149,6 +149,22 @@ def test_what_stock_saved_is_loaded_by_other_ranks(
     assert bench.run(loads, "memascend")[0]["loaded"] == found.states
 
 
+def test_without_what_deepspeeds_tools_need_a_checkpoint_is_smaller_and_as_good(
+    bench: Bench, saved: Callable[[int], Saved], tmp_path: Path
+) -> None:
+    portable = saved(1)
+    found = save(bench, tmp_path, dataclasses.replace(SAVERS[1], is_portable=False), "memascend")
+    assert found.states == portable.states
+    nbytes = [
+        sum(path.stat().st_size for path in each.tag.rglob("*") if path.is_file())
+        for each in (found, portable)
+    ]
+    numel = sum(path.stat().st_size for path in found.tag.rglob("exp_avg-*")) // 4
+    assert nbytes[1] - nbytes[0] == pytest.approx(8 * numel, rel=0.01)
+    loads = found.later(world=2, steps=STEPS)
+    assert bench.run(loads, "memascend")[0]["loaded"] == found.states
+
+
 def test_from_cpu_offload_to_ours_and_back_nothing_is_lost(bench: Bench, tmp_path: Path) -> None:
     case = Case(family="odd", steps=STEPS)
     stock = save(bench, tmp_path / "stock", case, "oracle")
