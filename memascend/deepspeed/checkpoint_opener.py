@@ -116,6 +116,9 @@ class _Opener:
         return self._open_divided(wanted, parameters, world)
 
     def _open_divided(self, wanted: Wanted, parameters: SubGroups, world: int) -> CheckpointSource:
+        # Before any work is done for as many ranks as a file happens to say.
+        if not self._states(world - 1).is_file():
+            raise missing_file(self._states(world - 1))
         places = [self._place(rank, rank, world) for rank in range(world)]
         manifests = [read_manifest(self.folder, place.rank) for place in places]
         self._verify(places, manifests)
@@ -151,14 +154,14 @@ class _Opener:
         has_own = (self.folder / manifest_name(own)).is_file()
         manifest = read_manifest(self.folder, own if has_own or not self._may_divide else 0)
         if manifest is not None:
-            return manifest.world
+            return max(1, manifest.world)
         path = self._states(self.rank)
         if not path.is_file() and self._may_divide:
             path = self._states(0)
         if not path.is_file():
             raise missing_file(self._states(self.rank))
         count = load_mapped(path)["optimizer_state_dict"].get("partition_count", self.world)
-        return max(count) if isinstance(count, list) else int(count)
+        return int(max(count) if isinstance(count, list) else count)
 
     def _verify(self, places: Sequence[Place], manifests: Sequence[Manifest | None]) -> None:
         """Reads this rank's share of all files that have a checksum."""
