@@ -149,6 +149,16 @@ class WearConfig(_Section):
         return parse_nbytes(value) if isinstance(value, str) else value
 
 
+class CheckpointConfig(_Section):
+    """What is in a checkpoint beside stock's files."""
+
+    portable: bool = Field(
+        True,
+        description="optimizer states in `*_optim_states.pt` too, where `ds_to_universal.py` and "
+        "CPU offload look for them; with Adam 8 more bytes per parameter",
+    )
+
+
 class MemAscendConfig(_Section):
     """The whole block. `{}` turns everything on."""
 
@@ -170,6 +180,7 @@ class MemAscendConfig(_Section):
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
     streaming: StreamingConfig = StreamingConfig()
     wear: WearConfig = WearConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @field_validator("host_memory_limit", mode="before")
     @classmethod

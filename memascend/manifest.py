@@ -94,8 +94,8 @@ def read_manifest(folder: Path, rank: int) -> Manifest | None:
             return None
         raise CheckpointError(
             f"checkpoint {folder} has no {path.name}, but {', '.join(others[:4])}. Likely cause: "
-            f"it was saved by {len(others)} ranks, or was not copied completely. Load it with as "
-            "many ranks as saved it, or copy it again"
+            "it was not copied completely, or has its ranks' files on several machines. Copy all "
+            "of them into one folder"
         )
     nbytes = path.stat().st_size
     if nbytes > MANIFEST_BYTES_MAX:
@@ -165,8 +165,8 @@ def check_nbytes(path: Path, nbytes: int, numel: int, dtype: str) -> None:
     if not expected <= nbytes < expected + PADDING_BYTES_MAX:
         raise CheckpointError(
             f"checkpoint file {path} has {nbytes} bytes, the optimizer needs {expected} ({numel} "
-            f"elements of {dtype}). Likely cause: it was saved with another model, sub_group_size "
-            "or number of ranks, or is damaged. Load it with the configuration that saved it"
+            f"elements of {dtype}). Likely cause: it was saved with another model, or is damaged. "
+            "Load it with the configuration that saved it"
         )
 
 

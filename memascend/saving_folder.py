@@ -142,15 +142,15 @@ def clean(parent: Path) -> None:
             os.close(lock)
 
 
-def write_latest(save_dir: str, tag: str) -> None:
-    """Points `latest` to a tag, in one step."""
+def write_latest(save_dir: str, tag: str, *, name: str = "latest") -> None:
+    """Points the file `name` to a tag, in one step."""
     folder = Path(save_dir)
-    working = folder / f"{_PREFIX}latest"
+    working = folder / f"{_PREFIX}{name}"
     with working.open("w", encoding="utf-8") as file:
         file.write(tag)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(working, folder / "latest")
+    os.replace(working, folder / name)
     sync(folder)
 
 

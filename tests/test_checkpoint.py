@@ -292,8 +292,14 @@ def test_a_checkpoint_of_stock_with_a_short_file_is_refused(
     assert re.search(r"checkpoint file .* has \d+ bytes, the optimizer needs \d+", output)
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_refused(backends: Backends) -> None:
-    ours, *_ = backends(1)
-    other, *_ = backends(2)
-    output = ours.run("refused", checkpoint=other.checkpoint)
-    assert "was saved by 2 ranks and is loaded by 1" in output
+def test_another_number_of_ranks_loads_every_ranks_part(backends: Backends, tmp_path: Path) -> None:
+    one, *_ = backends(1)
+    two, saved, *_ = backends(2)
+    loaded = one.run("load", checkpoint=two.checkpoint)
+    assert masters(loaded, "loaded") == masters(saved, "saved")
+    assert len(losses(loaded)) == 2
+    checkpoint, path = damaged_copy(two, tmp_path)  # of the second rank
+    expected = flip(path)
+    output = one.run("refused", checkpoint=checkpoint)
+    assert re.search(f"refused by rank 0: .*{expected}", output), output[-3000:]
+    assert masters(output, "before") == masters(output, "after") != masters(saved, "saved")

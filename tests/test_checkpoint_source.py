@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed")
 
 import torch
 
-from memascend.deepspeed.checkpoint_source import Place, Wanted, open_source, verify
+from memascend.deepspeed.checkpoint_source import Place, Wanted, check_folder, open_source
 from memascend.deepspeed.progress import ByteProgress
 from memascend.errors import CheckpointError
 
@@ -116,9 +116,8 @@ def test_a_file_that_torch_cannot_read_is_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    slots: Any = None
     with pytest.raises(CheckpointError, match=r"no checkpoint .*missing.* there is: other"):
-        verify(place(tmp_path / "missing"), slots, lambda _: None)
+        check_folder(tmp_path / "missing")
 
 
 # -- progress ------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_a_folder_without_any_manifest_is_stocks(tmp_path: Path) -> None:
 
 def test_a_manifest_that_is_missing_among_others_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, content())
-    with pytest.raises(CheckpointError, match=r"no memascend-rank01\.json.*saved by 1 ranks"):
+    with pytest.raises(CheckpointError, match=r"no memascend-rank01\.json.*not copied completely"):
         read_manifest(tmp_path, 1)
 
 

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from memascend.cli.checkpoint import checkpoint_command_parser
 from memascend.cli.compare import compare_command_parser
 from memascend.cli.doctor import doctor_command_parser
 from memascend.cli.plan import plan_command_parser
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"memascend {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    checkpoint_command_parser(commands)
     compare_command_parser(commands)
     doctor_command_parser(commands)
     plan_command_parser(commands)

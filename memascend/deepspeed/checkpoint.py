@@ -13,31 +13,21 @@ from __future__ import annotations
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
-from memascend.deepspeed.checkpoint_source import (
-    CheckpointSource,
-    Place,
-    Wanted,
-    open_source,
-    verify,
-)
+from memascend.deepspeed.checkpoint_opener import opened
 from memascend.deepspeed.checkpoint_writer import write_rank
-from memascend.deepspeed.progress import ByteProgress
+from memascend.deepspeed.every_rank import rank_of, together
 from memascend.deepspeed.zero_optimizer import ZeroOptimizer
 from memascend.errors import CheckpointError, ConfigError, WriteBudgetError
-from memascend.manifest import manifest_name
-from memascend.saving_folder import SavingFolder, clean, write_latest
+from memascend.saving_folder import SavingFolder, write_latest
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 # -- seams ---------------------------------------------------------------------------------------
@@ -99,7 +89,8 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             )
 
         optimizer = _optimizer_of(self)
-        latest = Path(load_dir) / "latest"
+        is_universal = self.load_universal_checkpoint()
+        latest = Path(load_dir) / ("latest_universal" if is_universal else "latest")
         if tag is None and latest.is_file() and optimizer is not None:
             tag = latest.read_text(encoding="utf-8").strip()
         if tag is None or optimizer is None:
@@ -108,8 +99,9 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if with_states and optimizer.use_muon:
             log.warning("memascend: Muon's optimizer state starts anew, as in stock DeepSpeed")
             with_states = False
+        _refuse(self)
         with (
-            _opened(self, optimizer, str(load_dir), str(tag)) as source,
+            opened(self, optimizer, str(load_dir), str(tag)) as source,
             optimizer.checkpointing(source, with_states=with_states),
         ):
             # Without optimizer states upstream would gather all weights in fp32 on every rank.
@@ -145,6 +137,18 @@ def wrap_load_zero_checkpoint(original: Callable[..., bool]) -> Callable[..., bo
     return _load_zero_checkpoint
 
 
+def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Replaces `DeepSpeedEngine._get_all_ckpt_names`, which names a file for each rank there is."""
+
+    @functools.wraps(original)
+    def _get_all_ckpt_names(self: Any, *arguments: Any, **keywords: Any) -> list[str]:
+        optimizer = _optimizer_of(self)
+        path = None if optimizer is None else optimizer.model_states
+        return original(self, *arguments, **keywords) if path is None else [str(path)]
+
+    return _get_all_ckpt_names
+
+
 def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
     """The optimizer whose states are in our store, None where upstream's way is to be taken."""
     optimizer = engine.optimizer
@@ -166,23 +170,23 @@ def _save(
     optimizer: ZeroOptimizer = engine.optimizer
     _refuse(engine)
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    rank = _rank_of(engine)
+    rank = rank_of(engine)
     leads = rank == 0
     folder = SavingFolder(save_dir, tag)
     _check_same_tag(engine, tag)
-    _together(engine, lambda: folder.begin() if leads else None)
+    together(engine, lambda: folder.begin() if leads else None)
     try:
         with optimizer.checkpointing():
             save_as(folder.tag, False)
-        _together(engine, lambda: write_rank(engine, folder, rank, leads=leads))
-        _together(engine, lambda: folder.publish() if leads else None)
+        together(engine, lambda: write_rank(engine, folder, rank, leads=leads))
+        together(engine, lambda: folder.publish() if leads else None)
     except BaseException:
         if leads:
             folder.abandon()
         raise
     if save_latest:
         is_first = engine.global_rank == 0
-        _together(engine, lambda: write_latest(save_dir, tag) if is_first else None)
+        together(engine, lambda: write_latest(save_dir, tag) if is_first else None)
     if leads:
         log.info("memascend: checkpoint %s is complete", folder.target)
     _stop_over_budget(engine, optimizer, folder)
@@ -226,110 +230,3 @@ def _check_same_tag(engine: Any, tag: str) -> None:
             f"cannot save: the tag is {tag!r} on rank {engine.global_rank} and another one "
             "elsewhere. Give save_checkpoint the same tag on every rank"
         )
-
-
-# -- loading -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _opened(
-    engine: Any, optimizer: ZeroOptimizer, load_dir: str, tag: str
-) -> Iterator[CheckpointSource]:
-    """A checkpoint that every rank found sound; nothing of the model has been changed so far."""
-    _refuse(engine)
-    if engine.load_universal_checkpoint():
-        raise ConfigError(
-            "checkpoint.load_universal cannot be combined with offload_optimizer.device nvme: "
-            'DeepSpeed would load no optimizer state. Set offload_optimizer.device to "cpu"'
-        )
-    rank = _rank_of(engine)
-    folder = Path(load_dir) / tag
-    place = Place(
-        folder=folder,
-        rank=rank,
-        world=dist.get_world_size(group=optimizer.dp_process_group),
-        states=_states_path(engine, load_dir, tag),
-    )
-    parameters = optimizer.fp32_partitioned_groups_flat
-    wanted = Wanted(
-        names=[parameter.ds_id for parameter in parameters],
-        numels=list(optimizer.fp16_partitioned_groups_flat_numel),
-        group_count=len(optimizer.optimizer.param_groups),
-        kind=type(optimizer.optimizer).__name__,
-        master_dtype=optimizer.master_weights_and_grads_dtype,
-    )
-
-    def put_back() -> None:
-        # Of a save that was killed while it replaced this tag on a simple file system.
-        if rank == 0 and not folder.is_dir() and folder.parent.is_dir():
-            clean(folder.parent)
-
-    def open_verified() -> CheckpointSource:
-        slots = optimizer.attachment.runtime.staging
-        sized = [path for path in (place.states, *place.tensors.glob("*")) if path.is_file()]
-        nbytes = sum(path.stat().st_size for path in sized)
-        title = f"verifying checkpoint {folder}"
-        with ByteProgress(title, nbytes, leads=rank == 0) as progress:
-            manifest = verify(place, slots, progress.advance)
-        if manifest is None and rank == 0:
-            log.warning(
-                "memascend: %s has no %s: it was saved without memascend, and only the sizes of "
-                "its files can be checked",
-                folder,
-                manifest_name(rank),
-            )
-        return open_source(place, manifest, wanted)
-
-    _together(engine, put_back)
-    source = _together(engine, open_verified)
-    try:
-        yield source
-    finally:
-        source.close()
-
-
-def _states_path(engine: Any, load_dir: str, tag: str) -> Path:
-    """This rank's optim_states.pt, also one that was saved in the other 16-bit format."""
-    rank = dist.get_rank(group=engine.optimizer.dp_process_group)
-    is_bf16 = engine.bfloat16_enabled()
-    paths = [
-        Path(
-            engine._get_rank_zero_ckpt_name(
-                load_dir, tag, engine.checkpoint_mp_rank, rank, bf16_mode
-            )
-        )
-        for bf16_mode in (is_bf16, not is_bf16)
-    ]
-    return next((path for path in paths if path.is_file()), paths[0])
-
-
-# -- every rank ----------------------------------------------------------------------------------
-
-
-def _rank_of(engine: Any) -> int:
-    """The number under which upstream saves a rank's tensors."""
-    return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank)
-
-
-def _together(engine: Any, action: Callable[[], Result]) -> Result:
-    """Does something on every rank; an error of one is an error of all, and nobody waits forever.
-
-    Raises:
-        CheckpointError: It failed on another rank.
-    """
-    error: BaseException | None = None
-    result: Any = None
-    try:
-        result = action()
-    except Exception as raised:
-        error = raised
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=engine.device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if error is not None:
-        raise error
-    if failed.item():
-        raise CheckpointError(
-            "the checkpoint failed on another rank, whose own message says why; this rank gave up "
-            "with it"
-        )
-    return result  # type: ignore[no-any-return]

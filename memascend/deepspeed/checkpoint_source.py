@@ -11,23 +11,23 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
+from memascend.deepspeed.shard_layout import SubGroups
 from memascend.errors import CheckpointError
 from memascend.manifest import (
+    FileEntry,
     Manifest,
     check_file,
     check_nbytes,
     missing_file,
-    read_manifest,
 )
-from memascend.streaming.files import Advance, FileReader, Reader, TensorReader, sum_file
-from memascend.streaming.staging import StagingSlots
+from memascend.streaming.files import Advance, FileReader, Reader, Slots, TensorReader, sum_file
 
 _FILE_NAME = re.compile(r"(?:(?P<state>.+)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp")
 
@@ -43,7 +43,7 @@ class Place:
     Attributes:
         folder: That of the tag.
         rank: Whose part.
-        world: How many ranks there are now.
+        world: How many ranks saved it.
         states: Its optim_states.pt.
     """
 
@@ -64,10 +64,13 @@ class Wanted:
 
     Attributes:
         names: DeepSpeed's name of each sub-group.
-        numels: Elements of each.
+        numels: Elements of each on this rank.
         group_count: Parameter groups.
         kind: Name of the optimizer's class.
         master_dtype: Of the master weights.
+        parameters: Those of each sub-group.
+        groups: Index of each sub-group's parameter group.
+        ids: DeepSpeed's number of each parameter, by its name.
     """
 
     names: Sequence[str]
@@ -75,6 +78,9 @@ class Wanted:
     group_count: int
     kind: str
     master_dtype: torch.dtype
+    parameters: SubGroups = ()
+    groups: Sequence[int] = ()
+    ids: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +91,13 @@ class CheckpointSource:
         zero_states: What DeepSpeed's ZeRO optimizer saved of itself.
         optimizer_states: What the base optimizer did, its tensors without elements.
         tensors: Of every sub-group.
+        model_states: The file that the module is loaded from; None: the one DeepSpeed chooses.
     """
 
     zero_states: Mapping[str, Any]
     optimizer_states: dict[str, Any]
     tensors: list[LoadedTensor]
+    model_states: Path | None = None
 
     def weights(self) -> list[LoadedTensor]:
         """The master weights alone."""
@@ -101,36 +109,36 @@ class CheckpointSource:
             tensor.reader.close()
 
 
-def verify(place: Place, slots: StagingSlots, advance: Advance) -> Manifest | None:
-    """Compares every file of a rank with the manifest; reads each of them once.
+def check_folder(folder: Path) -> None:
+    """Refuses a checkpoint that is not there.
+
+    Raises:
+        CheckpointError: Names those that are.
+    """
+    if not folder.is_dir():
+        known = sorted(path.name for path in folder.parent.glob("*") if path.is_dir())
+        raise CheckpointError(
+            f"there is no checkpoint {folder}. Likely cause: another tag or folder is meant. "
+            f"In {folder.parent} there is: {', '.join(known[:8]) or 'nothing'}"
+        )
+
+
+def verify(folder: Path, entries: Sequence[FileEntry], slots: Slots, advance: Advance) -> None:
+    """Compares files with their entries in manifests; reads each of them once.
 
     Raises:
         CheckpointError: Names the file, what is expected, what was found, and what to do.
     """
-    if not place.folder.is_dir():
-        known = sorted(path.name for path in place.folder.parent.glob("*") if path.is_dir())
-        raise CheckpointError(
-            f"there is no checkpoint {place.folder}. Likely cause: another tag or folder is meant. "
-            f"In {place.folder.parent} there is: {', '.join(known[:8]) or 'nothing'}"
-        )
-    manifest = read_manifest(place.folder, place.rank)
-    if manifest is None:
-        if not place.states.is_file():
-            raise missing_file(place.states)
-        return None
-    if manifest.world != place.world:
-        raise _other_world(place, manifest.world)
-    for entry in manifest.files:
-        path = place.folder / entry.name
+    for entry in entries:
+        path = folder / entry.name
         if not path.is_file():
             raise missing_file(path)
         nbytes = path.stat().st_size
         if nbytes != entry.nbytes:
-            check_file(place.folder, entry, nbytes, 0)
-    for entry in manifest.files:
-        found = sum_file(place.folder / entry.name, slots, advance)
-        check_file(place.folder, entry, found.nbytes, found.crc32)
-    return manifest
+            check_file(folder, entry, nbytes, 0)
+    for entry in entries:
+        found = sum_file(folder / entry.name, slots, advance)
+        check_file(folder, entry, found.nbytes, found.crc32)
 
 
 def open_source(place: Place, manifest: Manifest | None, wanted: Wanted) -> CheckpointSource:
@@ -139,7 +147,7 @@ def open_source(place: Place, manifest: Manifest | None, wanted: Wanted) -> Chec
     Raises:
         CheckpointError: It is that of another model or configuration, or incomplete.
     """
-    whole = _load_mapped(place.states)
+    whole = load_mapped(place.states)
     zero_states = whole["optimizer_state_dict"]
     saved = zero_states["optimizer_state_dict"]
     if manifest is not None:
@@ -202,7 +210,7 @@ def _add_sub_group(
             check_nbytes(path, path.stat().st_size, numel, dtype)
             reader = FileReader(path)
         elif value.numel() == numel:
-            reader = TensorReader(value)
+            reader = TensorReader(value, is_mapped=zipfile.is_zipfile(place.states))
         else:
             what = f"{state}-{name}" if state else name
             raise missing_file(place.tensors / f"{what}.tensor.swp")
@@ -220,18 +228,41 @@ def _is_elementwise(state: str, value: object, numel: int) -> bool:
     return value.shape in ((numel,), (0,))
 
 
-def _load_mapped(path: Path) -> dict[str, Any]:
-    """Tensors of the file are mapped; a file in torch's old format is read into memory."""
+def read_torch_file(path: Path) -> Any:
+    """Its tensors are mapped, not read; of a file in torch's old format they are in memory.
+
+    Raises:
+        CheckpointError: It is missing, or cannot be read.
+    """
+    if not path.is_file():
+        raise missing_file(path)
     try:
         is_mapped = zipfile.is_zipfile(path)
-        whole = torch.load(path, map_location="cpu", mmap=is_mapped or None, weights_only=False)
+        return torch.load(path, map_location="cpu", mmap=is_mapped or None, weights_only=False)
+    except Exception as error:
+        raise unreadable_file(path, error) from error
+
+
+def unreadable_file(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file that is not what it should be."""
+    return CheckpointError(
+        f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged, or "
+        "of another ZeRO stage. Copy the checkpoint again, or load another tag"
+    )
+
+
+def load_mapped(path: Path) -> dict[str, Any]:
+    """An optim_states.pt.
+
+    Raises:
+        CheckpointError: It is missing, cannot be read, or is of another ZeRO stage.
+    """
+    whole = read_torch_file(path)
+    try:
         whole["optimizer_state_dict"]["fp32_flat_groups"]
         whole["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
     except Exception as error:
-        raise CheckpointError(
-            f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged, "
-            "or of another ZeRO stage. Copy the checkpoint again, or load another tag"
-        ) from error
+        raise unreadable_file(path, error) from error
     return dict(whole)
 
 
@@ -263,8 +294,8 @@ def _stock_files(folder: Path, names: Sequence[str]) -> Files:
     saved = ", ".join(f"{begin}_{end}" for begin, end in sorted(found)[:4])
     raise CheckpointError(
         f"checkpoint folder {folder} has files of other sub-groups: {saved}, the optimizer has "
-        f"{', '.join(names[:4])}. Likely cause: it was saved with another model, sub_group_size or "
-        "number of ranks. Load it with the configuration that saved it"
+        f"{', '.join(names[:4])}. Likely cause: it was saved with another model. Load it with the "
+        "configuration that saved it"
     )
 
 
@@ -272,14 +303,11 @@ def _check_world(place: Place, zero_states: Mapping[str, Any]) -> None:
     saved = zero_states.get("partition_count", place.world)
     saved = max(saved) if isinstance(saved, list) else int(saved)
     if saved != place.world:
-        raise _other_world(place, saved)
-
-
-def _other_world(place: Place, world: int) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {place.folder} was saved by {world} ranks and is loaded by {place.world}. The "
-        f"optimizer's shards cannot be divided anew. Load it with {world} ranks"
-    )
+        raise CheckpointError(
+            f"checkpoint file {place.states} was saved by {saved} ranks, the checkpoint by "
+            f"{place.world}. Likely cause: files of several checkpoints in one folder. Copy the "
+            "checkpoint again, or load another tag"
+        )
 
 
 def _other_model(place: Place, saved: object, wanted: object) -> CheckpointError:

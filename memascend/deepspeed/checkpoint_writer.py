@@ -38,20 +38,22 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     """
     optimizer: ZeroOptimizer = engine.optimizer
     tensors = stored_tensors(optimizer, engine._config._param_dict.get("aio", {}))
-    weights = [tensor for tensor in tensors if tensor.state is None]
+    runtime = optimizer.attachment.runtime
+    is_portable = runtime.config.checkpoint.portable
+    twice = [tensor for tensor in tensors if tensor.state is None or is_portable]
+    once = [tensor for tensor in tensors if tensor.state is not None and not is_portable]
     nbytes = sum(tensor.padded_bytes for tensor in tensors)
-    _check_space(folder.path, nbytes + sum(tensor.nbytes for tensor in weights))
+    _check_space(folder.path, nbytes + sum(tensor.nbytes for tensor in twice), is_portable)
     settle(optimizer)
     target = folder.path / "offloaded_tensors" / f"rank{rank:02d}"
     target.mkdir(parents=True)
-    slots = optimizer.attachment.runtime.staging
+    slots = runtime.staging
     model_states, zero_states = _own_files(engine, folder)
     with ByteProgress(f"saving {folder.target}", nbytes, leads=leads) as progress:
         writer = _Writer(folder.path, target, slots, progress)
-        writer.add_with_weights(zero_states, weights)
-        for tensor in tensors:
-            if tensor.state is not None:
-                writer.add(tensor)
+        writer.add_also_to(zero_states, twice)
+        for tensor in once:
+            writer.add(tensor)
     found = sum_file(model_states, slots, lambda _: None)
     writer.files.append(_entry(folder.path, model_states, found))
     # Others of DeepSpeed's files may be this rank's too; what is durable already costs nothing.
@@ -87,33 +89,41 @@ class _Writer:
             )
         self.files.append(_entry(self._folder, path, file.sum()))
 
-    def add_with_weights(self, path: Path, weights: list[StoredTensor]) -> None:
-        """Writes DeepSpeed's file again with the master weights that it takes for granted there.
+    def add_also_to(self, path: Path, tensors: list[StoredTensor]) -> None:
+        """Writes DeepSpeed's file again with tensors that its tools take for granted there.
 
-        `zero_to_fp32.py` reads them. They pass by on their way into files of their own.
+        `zero_to_fp32.py` reads the master weights, `ds_to_universal.py` and CPU offload the states
+        too. They pass by on their way into files of their own.
         """
         content = torch.load(path, map_location="cpu", weights_only=False)
-        masters = list(content["optimizer_state_dict"]["fp32_flat_groups"])
-        for weight in weights:
-            masters[weight.sub_group] = StreamedTensor(
-                numel=weight.numel,
-                dtype=weight.dtype,
-                write=functools.partial(self.add, weight),
+        zero_states = content["optimizer_state_dict"]
+        masters = list(zero_states["fp32_flat_groups"])
+        states = zero_states["optimizer_state_dict"]["state"]
+        for tensor in tensors:
+            streamed = StreamedTensor(
+                numel=tensor.numel,
+                dtype=tensor.dtype,
+                write=functools.partial(self.add, tensor),
             )
-        content["optimizer_state_dict"]["fp32_flat_groups"] = masters
+            if tensor.state is None:
+                masters[tensor.sub_group] = streamed
+            else:
+                states.setdefault(tensor.sub_group, {})[tensor.state] = streamed
+        zero_states["fp32_flat_groups"] = masters
         path.unlink()
         with SummedFile.create(path) as file:
             save_streamed(content, file)
         self.files.append(_entry(self._folder, path, file.sum()))
 
 
-def _check_space(path: Path, nbytes: int) -> None:
+def _check_space(path: Path, nbytes: int, is_portable: bool) -> None:
     """Before hours are spent: is there room for this rank's tensors?"""
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < nbytes:
+        smaller = ', or set "checkpoint": {"portable": false}' if is_portable else ""
         raise CheckpointError(
             f"cannot save to {path.parent}: {nbytes} bytes are needed, {free_bytes} are free. "
-            "Likely cause: older checkpoints. Remove some, or save elsewhere"
+            f"Likely cause: older checkpoints. Remove some, save elsewhere{smaller}"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -45,6 +46,11 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         finally:
             self.is_checkpointing = False
             self._source = None
+
+    @property
+    def model_states(self) -> Path | None:
+        """The file that the module is to be loaded from, if that is not the one DeepSpeed takes."""
+        return None if self._source is None else self._source.model_states
 
     def restore_checkpoint(self) -> None:
         """Takes over the checkpoint that is being loaded; once, however often DeepSpeed asks.

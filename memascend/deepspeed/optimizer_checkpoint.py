@@ -154,6 +154,7 @@ def restore(
             _into_swapper(optimizer, tensor)
         else:
             _into_memory(optimizer, tensor)
+        tensor.reader.close()
     if state_dict:
         replay_beta_powers(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
 

@@ -161,6 +161,7 @@ SEAMS: tuple[Seam, ...] = (
             ("load_checkpoint", "a load verifies first, and takes tensors straight back"),
             ("zero_nvme_offload_optimizer", "false during both: no folder is copied"),
             ("_load_zero_checkpoint", "upstream reads whole files into memory"),
+            ("_get_all_ckpt_names", "other ranks than there are may have saved"),
         )
     ),
     *(
@@ -230,6 +231,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_get_ckpt_name",
             "_get_zero_ckpt_name",
             "_get_rank_zero_ckpt_name",
+            "_get_zero_param_shapes",
         )
     ),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),

@@ -6,13 +6,15 @@ it is in memory than the slots hold, and what was written or read leaves the pag
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -21,6 +23,9 @@ from memascend.streaming.staging import StagingSlots
 
 #: About so many bytes of a file may be in the page cache, on their way to the drive or from it.
 FLUSH_BYTES = 64 << 20
+
+#: Linux 5.4, and not in Python's mmap.
+_MADV_PAGEOUT = 21
 
 #: Told how many bytes have been moved since it was last called.
 Advance = Callable[[int], None]
@@ -129,7 +134,21 @@ def write_file(
     file.write(bytes(padded_bytes - nbytes))
 
 
-def sum_file(path: Path, slots: StagingSlots, advance: Advance) -> FileSum:
+class Slots(Protocol):
+    """Memory for pieces of a file, lent for a while."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest piece."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A piece to work in."""
+
+    def give_back(self, staged: torch.Tensor) -> None:
+        """Ends what `take` began."""
+
+
+def sum_file(path: Path, slots: Slots, advance: Advance) -> FileSum:
     """Reads a file once.
 
     Raises:
@@ -152,21 +171,33 @@ def sum_file(path: Path, slots: StagingSlots, advance: Advance) -> FileSum:
     return FileSum(nbytes, crc32)
 
 
+class Reader(Protocol):
+    """Where the bytes of a tensor come from, in pieces."""
+
+    def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
+        """Fills a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
+
+    def close(self) -> None:
+        """Lets go of file and pages; reading on opens them again."""
+
+
 class FileReader:
     """The bytes of a tensor in a file; behind its end there are zeros."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file."""
+        """Opens nothing before it is read: a checkpoint has more files than a process may open."""
         self._path = path
-        self._file = path.open("rb", buffering=0)
+        self._file: BinaryIO | None = None
 
     def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
         """Fills a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
+        if self._file is None:
+            self._file = self._path.open("rb", buffering=0)
         view = target.numpy().data
         self._file.seek(begin_bytes)
         filled = 0
         while filled < len(view):
-            count = self._file.readinto(view[filled:])
+            count = self._file.readinto(view[filled:])  # type: ignore[attr-defined]
             if not count:
                 target[filled:].zero_()
                 return
@@ -175,17 +206,21 @@ class FileReader:
             drop_cache(self._file.fileno())
 
     def close(self) -> None:
-        """Closes it, and lets its pages go."""
-        drop_cache(self._file.fileno())
-        self._file.close()
+        """Closes it, and lets its pages go; reading on opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            drop_cache(file.fileno())
+            file.close()
 
 
 class TensorReader:
     """The same of a tensor in memory, or mapped into it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        """Keeps the tensor."""
+    def __init__(self, tensor: torch.Tensor, *, is_mapped: bool = False) -> None:
+        """Keeps the tensor; of a file that is mapped, few pages stay in memory."""
         self._data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        self._is_mapped = is_mapped
+        self._read_bytes = 0
 
     def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
         """Fills a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
@@ -193,9 +228,20 @@ class TensorReader:
         if count:
             target[:count].copy_(self._data[begin_bytes : begin_bytes + count])
         target[count:].zero_()
+        self._read_bytes += count
+        if self._read_bytes >= FLUSH_BYTES:
+            self.close()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Gives back the pages of a mapped file that were read."""
+        if self._read_bytes and self._is_mapped:
+            _page_out(self._data)
+        self._read_bytes = 0
 
 
-Reader = FileReader | TensorReader
+def _page_out(data: torch.Tensor) -> None:
+    """Asks the kernel to take the pages of a mapped file out of this process's memory."""
+    begin = data.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = data.data_ptr() + data.nbytes - begin
+    # A hint: an error is of no consequence.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _MADV_PAGEOUT)

@@ -85,6 +85,11 @@ class Case:
     resume_at: int = 0  # save and load into a new engine after so many steps; 0: never
     saver: str = "same"  # who trains until then: a key of SAVERS
     checkpoint_folder: str = ""  # where that is saved
+    load_from: str = ""  # a folder: load the checkpoint in it first; first_step is its next step
+    is_universal: bool = False  # that one is a universal checkpoint
+    first_step: int = 0
+    save_to: str = ""  # a folder: save a checkpoint there at the end
+    is_portable: bool = True  # one that DeepSpeed's tools read
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
@@ -136,6 +141,10 @@ class Case:
             "modify_weights",
             "gather_all",
             "scheduler",
+            "load_from",
+            "is_universal",
+            "first_step",
+            "save_to",
             "steps",
         }
         values = {name: getattr(self, name) for name in kept}
@@ -167,6 +176,8 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         (block[parent] if parent else block)[child] = {"enabled": name in case.sections}
     if case.engine is not None:
         block["direct_nvme"]["engine"] = case.engine
+    if not case.is_portable:
+        block["checkpoint"] = {"portable": False}
     if case.volumes:
         block["volumes"] = [
             {"path": f"{nvme_path}/volume{index}", "weight": float(weight)}
@@ -208,6 +219,8 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
             "loss_scale_window": case.scale_window,
             "hysteresis": 1,
         }
+    if case.is_universal:
+        config["checkpoint"] = {"load_universal": True}
     if case.scheduler:
         config["scheduler"] = {
             "type": "WarmupLR",

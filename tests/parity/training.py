@@ -20,6 +20,8 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
+from memascend.deepspeed.optimizer_checkpoint import replay_beta_powers
+
 from . import accessors, models
 from .cases import Case, deepspeed_json
 
@@ -66,11 +68,23 @@ def run_case(case: Case, config: dict[str, Any], *, save_to: str | None = None) 
                 path, client_state = engine.load_checkpoint(case.checkpoint_folder)
                 assert path is not None
                 assert client_state["mark"] == SEED
-            facts |= train(case, engine, config, first=case.resume_at)
+            if case.load_from:
+                path, _ = engine.load_checkpoint(case.load_from)
+                assert path is not None
+                # CPU offload would begin with powers of its betas that are rounded differently.
+                replay_beta_powers(
+                    engine.optimizer.optimizer, engine.optimizer.fp32_partitioned_groups_flat
+                )
+                facts["loaded"] = state_digests(engine)
+            facts |= train(case, engine, config, first=case.resume_at or case.first_step)
             for name in ("losses", "norms", "scales"):
                 facts[name] = saved.get(name, []) + facts[name]
             if save_to is not None:
                 engine.save_checkpoint(save_to, client_state={"mark": SEED})
+            if case.save_to:
+                engine.save_checkpoint(case.save_to)
+            if case.save_to or case.load_from:
+                facts["states"] = state_digests(engine)
             facts["masters"] = master_digests(engine.module)
             facts["optimizer_class"] = qualified_name(engine.optimizer)
         facts["weights"] = weight_digests(engine.module)
@@ -245,6 +259,21 @@ def master_digests(module: nn.Module) -> dict[str, str]:
         name: digest(deepspeed.utils.safe_get_full_fp32_param(parameter))
         for name, parameter in (named[0], named[-1], by_size[0], by_size[-2])
     }
+
+
+def state_digests(engine: Any) -> dict[str, str]:
+    """The optimizer's whole state: every parameter's tensors, and the steps that were counted."""
+    digests = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            digests[f"{name} fp32"] = digest(master)
+            for state in ("exp_avg", "exp_avg_sq"):
+                value = deepspeed.utils.safe_get_full_optimizer_state(parameter, state)
+                digests[f"{name} {state}"] = digest(value)
+    states = engine.optimizer.optimizer.state.values()
+    digests["step"] = str({int(state["step"]) for state in states})
+    return digests
 
 
 def placement(module: nn.Module) -> dict[str, int]:

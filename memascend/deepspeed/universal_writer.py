@@ -1,0 +1,230 @@
+"""Turns a checkpoint into a universal one, a tensor at a time.
+
+What `ds_to_universal.py` does, which reads the part of a whole rank into memory. Here tensors pass
+through one buffer from file to file. What is written is upstream's: `zero/<parameter>/fp32.pt`
+and a file for each state, `zero/optimizer_state.pt`, and copies of the model_states.pt.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memascend.deepspeed.checkpoint_source import (
+    CheckpointSource,
+    Place,
+    Wanted,
+    check_folder,
+    load_mapped,
+    verify,
+)
+from memascend.deepspeed.divided_source import Saved, open_divided, read_parameters
+from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
+from memascend.deepspeed.progress import ByteProgress
+from memascend.deepspeed.shard_layout import NamedParameter, SubGroups
+from memascend.errors import CheckpointError
+from memascend.manifest import Manifest, check_name, missing_file, read_manifest
+from memascend.saving_folder import sync, write_latest
+from memascend.streaming.files import Advance, SummedFile
+from memascend.streaming.torch_file import StreamedTensor, Write, save_streamed
+
+BUFFER_BYTES = 16 << 20
+_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+
+
+class Buffer:
+    """The only memory that tensors pass through: one slot, as staging slots have several."""
+
+    def __init__(self, slot_bytes: int = BUFFER_BYTES) -> None:
+        """Takes the memory."""
+        self.slot_bytes = slot_bytes
+        self._slot = torch.empty(slot_bytes, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The slot as so many elements."""
+        return self._slot[: numel * dtype.itemsize].view(dtype)
+
+    def give_back(self, staged: torch.Tensor) -> None:
+        """Nothing: there is one slot and one user."""
+
+
+def write_universal(folder: Path, output: Path) -> int:
+    """Converts a checkpoint, which is verified first and left as it is.
+
+    Args:
+        folder: That of the tag.
+        output: The folder to make; `latest_universal` beside it then names it.
+
+    Returns:
+        How many parameters were written.
+
+    Raises:
+        CheckpointError: It is damaged, incomplete, or cannot be divided; or `output` is there.
+    """
+    check_folder(folder)
+    if output.exists():
+        raise CheckpointError(
+            f"cannot convert into {output}: it is there already. Remove it, or name another folder"
+        )
+    buffer = Buffer()
+    states = _find_states(folder)
+    saved, wanted = _survey(folder, states)
+    manifests = [manifest for rank in range(saved.world) if (manifest := saved.manifest_of(rank))]
+    entries = [entry for manifest in manifests for entry in manifest.files]
+    nbytes = sum(entry.nbytes for entry in entries)
+    with ByteProgress(f"verifying checkpoint {folder}", nbytes, leads=True) as progress:
+        verify(folder, entries, buffer, progress.advance)
+    source = open_divided(saved, wanted, rank=0, world=1)
+    working = output.with_name(f".memascend-{output.name}.converting")
+    shutil.rmtree(working, ignore_errors=True)
+    try:
+        _check_space(output, source, wanted)
+        working.mkdir(parents=True)
+        _write(source, wanted, working, buffer)
+        for path in sorted(folder.glob("*_model_states.pt")):
+            shutil.copy2(path, working)
+            sync(working / path.name)
+        working.rename(output)
+        write_latest(str(output.parent), output.name, name="latest_universal")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot convert into {output}: {error}. Likely cause: the folder cannot be written, "
+            "or is full. Name another with --output"
+        ) from error
+    finally:
+        source.close()
+        shutil.rmtree(working, ignore_errors=True)
+    return len(wanted.parameters)
+
+
+def _check_space(output: Path, source: CheckpointSource, wanted: Wanted) -> None:
+    nbytes = sum(wanted.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
+    parent = next(path for path in output.parents if path.is_dir())
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < nbytes:
+        raise CheckpointError(
+            f"cannot convert into {output}: {nbytes} bytes are needed, {free_bytes} are free. "
+            "Likely cause: older checkpoints. Remove some, or name another folder with --output"
+        )
+
+
+def _find_states(folder: Path) -> list[Path]:
+    """The optim_states.pt of each rank."""
+    found: dict[int, Path] = {}
+    for path in folder.glob("*optim_states.pt"):
+        match = _STATES.fullmatch(path.name)
+        if match is None or int(match[2]) != 0:
+            raise CheckpointError(
+                f"cannot convert {folder}: {path.name} is not of ZeRO stage 3 alone. Likely cause: "
+                "the model was parallel otherwise too. Use ds_to_universal.py"
+            )
+        found[int(match[1])] = path
+    for rank in range(max(found, default=0) + 1):
+        if rank not in found:
+            raise missing_file(folder / f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _survey(folder: Path, states: Sequence[Path]) -> tuple[Saved, Wanted]:
+    """How it is divided, and an optimizer that would have every parameter by itself."""
+    world = len(states)
+    manifests = [read_manifest(folder, rank) for rank in range(world)]
+    _check_convertible(folder, manifests, world)
+    model_states = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    parameters = read_parameters(model_states)
+    if parameters is None:
+        raise CheckpointError(
+            f"cannot convert {folder}: {model_states.name} does not name the parameters. Likely "
+            "cause: it was saved without an optimizer. Convert one that has optimizer states"
+        )
+    for parameter in _flat(parameters):
+        check_name(model_states, parameter.name)
+    zero_states = load_mapped(states[0])["optimizer_state_dict"]
+    wanted = Wanted(
+        names=[parameter.name for parameter in _flat(parameters)],
+        numels=[parameter.numel for parameter in _flat(parameters)],
+        group_count=len(zero_states["optimizer_state_dict"]["param_groups"]),
+        kind=manifests[0].optimizer if manifests[0] is not None else "",
+        master_dtype=zero_states["fp32_flat_groups"][0].dtype,
+        parameters=[[parameter] for parameter in _flat(parameters)],
+        ids={parameter.name: number for number, parameter in enumerate(_flat(parameters))},
+    )
+    places = [Place(folder, rank, world, states[rank]) for rank in range(world)]
+    return Saved(parameters, world, places.__getitem__, manifests.__getitem__), wanted
+
+
+def _check_convertible(folder: Path, manifests: Sequence[Manifest | None], world: int) -> None:
+    first = manifests[0]
+    if first is not None and first.world != world:
+        raise CheckpointError(
+            f"cannot convert {folder}: it was saved by {first.world} ranks and has optimizer "
+            f"states of {world}. Likely cause: it was not copied completely. Copy it again"
+        )
+    if first is None and (folder / "offloaded_tensors").is_dir():
+        raise CheckpointError(
+            f"cannot convert {folder}: it is of stock DeepSpeed's NVMe offload, whose files do not "
+            "say what they hold. Load it with memascend, save it again, and convert that"
+        )
+
+
+def _write(source: CheckpointSource, wanted: Wanted, folder: Path, buffer: Buffer) -> None:
+    groups: dict[int, list[LoadedTensor]] = {}
+    for tensor in source.tensors:
+        groups.setdefault(tensor.sub_group, []).append(tensor)
+    nbytes = sum(wanted.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
+    with ByteProgress(f"writing {folder}", nbytes, leads=True) as progress:
+        for number, tensors in groups.items():
+            own = folder / "zero" / wanted.names[number]
+            own.mkdir(parents=True)
+            for tensor in tensors:
+                streamed = StreamedTensor(
+                    numel=wanted.numels[number],
+                    dtype=tensor.dtype,
+                    write=functools.partial(
+                        _pour, tensor, wanted.numels[number], buffer, progress.advance
+                    ),
+                )
+                with SummedFile.create(own / f"{tensor.state or 'fp32'}.pt") as file:
+                    save_streamed(streamed, file)
+                tensor.reader.close()
+    with SummedFile.create(folder / "zero" / "optimizer_state.pt") as file:
+        save_streamed(_common(source), file)
+
+
+def _pour(
+    tensor: LoadedTensor, numel: int, buffer: Buffer, advance: Advance, append: Write
+) -> None:
+    nbytes = numel * tensor.dtype.itemsize
+    for begin in range(0, nbytes, buffer.slot_bytes):
+        piece = buffer.take(min(buffer.slot_bytes, nbytes - begin), torch.uint8)
+        tensor.reader.fill(begin, piece)
+        append(piece.numpy())
+        advance(piece.numel())
+
+
+def _common(source: CheckpointSource) -> dict[str, Any]:
+    """What is the same for all parameters, without tensors; upstream keeps those of rank 0."""
+    states = source.optimizer_states["state"]
+    groups = source.optimizer_states["param_groups"]
+    base = {"state": {number: _scalars(value) for number, value in states.items()}}
+    kept = {k: v for k, v in source.zero_states.items() if k != "fp32_flat_groups"}
+    return kept | {"optimizer_state_dict": base | {"param_groups": groups}, "param_groups": groups}
+
+
+def _scalars(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in values.items()
+        if not isinstance(value, torch.Tensor) or value.dim() == 0
+    }
+
+
+def _flat(parameters: SubGroups) -> Iterator[NamedParameter]:
+    for group in parameters:
+        yield from group
