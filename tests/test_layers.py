@@ -23,7 +23,7 @@ FLOORS = (
     {"plan", "plan_stock"},
     {"ledger"},
     {"allocator", "budget", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
-    {"resident", "volume_speed"},
+    {"mapped_files", "resident", "volume_speed"},
     {"volume_weights"},
     {"volumes"},
     {"streaming"},
