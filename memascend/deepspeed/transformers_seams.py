@@ -76,7 +76,7 @@ def is_armed() -> bool:
 def _fingerprint(name: str) -> str:
     try:
         return fingerprint(MODULE, name)
-    except (AttributeError, ImportError, OSError):
+    except (AttributeError, ImportError, OSError, TypeError):  # others may have replaced it
         return "missing"
 
 
