@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.plan import Plan
+from memascend.smart import DriveWear
 from memascend.units import format_nbytes
 from memascend.wear import Wear
 
@@ -40,6 +41,7 @@ class Ledger:
         resident_bytes_peak: The most it ever was.
         drive: Counters of the store; empty without one.
         wear: What was written by all ranks here; None without a store.
+        drives: What the drives below the volumes say of themselves; empty where they say nothing.
     """
 
     rows: Sequence[LedgerRow]
@@ -50,6 +52,7 @@ class Ledger:
     resident_bytes_peak: int
     drive: Mapping[str, int | float]
     wear: Wear | None = None
+    drives: Sequence[DriveWear] = ()
 
     @property
     def planned_bytes(self) -> int:
@@ -72,6 +75,7 @@ class Ledger:
             "planned_bytes": self.planned_bytes,
             "live_bytes": self.live_bytes,
             "other_bytes_peak": self.other_bytes_peak,
+            "drives": [drive.as_dict() for drive in self.drives],
         }
 
     def write(self, path: str | Path) -> None:
@@ -115,6 +119,7 @@ class Ledger:
         ]
         if self.wear is not None:
             table.append(f"  {self.wear.describe()}")
+        table += [f"  drive {drive.describe()}" for drive in self.drives]
         return "\n".join(table)
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from memascend.deepspeed import transformers_seams
 from memascend.deepspeed.seams import SEAMS, WATCHED
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +85,12 @@ def test_the_seams_page_has_a_row_for_each_seam() -> None:
 
 def test_the_seams_page_has_a_row_for_each_watched_definition() -> None:
     assert first_column("Watched", 1) == {f"{module}.{name}" for module, name in WATCHED}
+
+
+def test_the_seams_page_has_what_is_wrapped_of_transformers() -> None:
+    assert first_column("transformers", 1) == set(transformers_seams.WRAPPERS)
+    text = (ROOT / "docs" / "SEAMS.md").read_text(encoding="utf-8")
+    assert all(version in text for version in transformers_seams.VERSIONS)
 
 
 def test_the_readme_has_the_configuration_as_it_is(update_readme: ModuleType) -> None:

@@ -15,7 +15,15 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
 
 FLOORS = (
     {"_core", "errors", "units", "version", "autoload"},
-    {"limit", "wear", "config_errors", "config_volumes", "volume_header", "volume_signatures"},
+    {
+        "limit",
+        "smart",
+        "wear",
+        "config_errors",
+        "config_volumes",
+        "volume_header",
+        "volume_signatures",
+    },
     {"volume_device"},
     {"config", "tensors", "architectures", "footprint", "manifest", "saving_folder"},
     {"shapes", "plan_request"},
@@ -23,7 +31,7 @@ FLOORS = (
     {"plan", "plan_stock"},
     {"ledger"},
     {"allocator", "budget", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
-    {"resident", "volume_speed"},
+    {"mapped_files", "resident", "volume_speed"},
     {"volume_weights"},
     {"volumes"},
     {"streaming"},

@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memascend.numa import filesystem_of
+from memascend.smart import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.units import GIB, MIB, format_nbytes
 
 TRIAL_BYTES = MIB
@@ -96,7 +97,7 @@ def examine(path: Path) -> list[Check]:
     ]
     if not path.is_dir():
         return [*checks, Check("path", "problem", f"{path} is not a folder", f"mkdir -p {path}")]
-    return [*checks, _free_space(path), _direct_io(path), _trial(path)]
+    return [*checks, _free_space(path), _wear(path), _direct_io(path), _trial(path)]
 
 
 def _system() -> Check:
@@ -237,6 +238,23 @@ def _free_space(path: Path) -> Check:
         fix = "plan for 18 bytes per parameter: weights, master weights, Adam's states, gradients"
         return Check("disk", "note", found, fix)
     return Check("disk", "ok", found)
+
+
+def _wear(path: Path) -> Check:
+    """What the drives below the folder say of themselves."""
+    reading = read_drives([path])
+    found = [drive.describe() for drive in reading.drives]
+    if reading.silent:
+        found.append(f"no SMART data of {reading.why_silent()}")
+    text = "; ".join(found)
+    if any((drive.used_percent or 0) >= USED_PERCENT_HIGH for drive in reading.drives):
+        return Check("wear", "note", text, "plan for a new drive, or offload to another one")
+    if not reading.silent:
+        return Check("wear", "ok", text)
+    fix = "run as root on the machine itself, or state memascend.wear.endurance"
+    if NO_SMARTCTL in reading.silent.values():
+        fix = "apt-get install smartmontools, or state memascend.wear.endurance"
+    return Check("wear", "note", text, fix)
 
 
 def _direct_io(path: Path) -> Check:

@@ -13,6 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ from memascend.limit import memory_total
 from memascend.nvme import make_directory
 from memascend.plan_request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes
+from memascend.smart import DriveWatch
 from memascend.units import format_nbytes
 from memascend.version import __version__
+from memascend.volumes import volume_paths
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +107,9 @@ def _section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 class Attachment:
     """A runtime together with the DeepSpeed side it serves. Parameters and optimizer share one."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, drives: DriveWatch | None = None) -> None:
         self.runtime = runtime
+        self._drives = drives
         self._rank = dist.get_rank()
         self._is_finished = False
         # Scripts that end without engine.destroy() get their report all the same.
@@ -114,7 +118,8 @@ class Attachment:
 
     def ledger(self) -> Ledger:
         """Every host byte of ours by component, planned and measured."""
-        return self.runtime.ledger()
+        found = self.runtime.ledger()
+        return found if self._drives is None else replace(found, drives=self._drives.drives)
 
     def log_plan(self) -> None:
         """Prints what is planned, on rank 0."""
@@ -143,6 +148,8 @@ class Attachment:
         if self._is_finished or self._rank != 0:
             return
         self._is_finished = True
+        if self._drives is not None:
+            self._drives.end()
         ledger = self.ledger()
         log.info("memascend: host memory of this rank, measured:\n%s", ledger.describe())
         if self.runtime.config.report is not None:
@@ -225,7 +232,14 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
         **building_sizes(limit_bytes),
     )
     _log_armed(config, ds_config, runtime)
-    return Attachment(runtime)
+    return Attachment(runtime, _watch_drives(config, directory) if dist.get_rank() == 0 else None)
+
+
+def _watch_drives(config: MemAscendConfig, directory: str) -> DriveWatch:
+    drives = DriveWatch(volume_paths(config, directory))
+    if drives.start.silent:
+        log.info("memascend: no SMART data of %s", drives.start.why_silent())
+    return drives
 
 
 def _check_report(config: MemAscendConfig) -> None:

@@ -279,10 +279,12 @@ def observe(config_module: types.ModuleType) -> None:
 def _notice(ds_config: Mapping[str, Any]) -> None:
     if find_block(ds_config) is None or active_config(ds_config) is None:
         return
+    from memascend.deepspeed import transformers_seams
     from memascend.deepspeed.activation import check_config
 
     check_config(ds_config)
     arm()
+    transformers_seams.arm()
 
 
 # -- arming --------------------------------------------------------------------------------------
@@ -310,6 +312,9 @@ def arm() -> None:
 
 def disarm() -> None:
     """Restores every upstream definition."""
+    from memascend.deepspeed import transformers_seams
+
+    transformers_seams.disarm()
     for seam in SEAMS:
         if seam.name in _originals:
             _assign(seam, _originals.pop(seam.name))

@@ -1,0 +1,94 @@
+"""The only file that assigns to transformers: two functions, where transformers is in use.
+
+Nothing here is needed for training, so a release whose code is not known is left as it is, and one
+line says so. transformers is never imported by us: what is replaced is looked up by transformers
+when it loads weights, which is after it has built the model and so after `seams` has armed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed import comm as dist
+
+from memascend.deepspeed.fingerprint import fingerprint, forget_sources
+from memascend.deepspeed.pretrained import wrap_load, wrap_read
+
+log = logging.getLogger(__name__)
+
+#: Where transformers looks the functions up.
+MODULE = "transformers.modeling_utils"
+WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "_load_state_dict_into_zero3_model": wrap_load,
+    "load_state_dict": wrap_read,
+}
+#: The releases whose code is known, and its fingerprints.
+VERSIONS = ("5.23.0",)
+KNOWN = {
+    "_load_state_dict_into_zero3_model": ("3caeb97a50ee469e",),
+    "load_state_dict": ("23b6ec155564f752",),
+}
+
+
+@dataclass(slots=True)
+class _State:
+    """What stood there before; whether the user was told that nothing was replaced."""
+
+    originals: dict[str, Any] = field(default_factory=dict)
+    is_told: bool = False
+
+
+_state = _State()
+
+
+def arm() -> None:
+    """Wraps all functions where transformers is imported and knows them, or none. Idempotent."""
+    module: Any = sys.modules.get(MODULE)
+    if module is None or _state.originals or _state.is_told:
+        return
+    found = {name: _fingerprint(name) for name in WRAPPERS}
+    forget_sources()
+    differing = [f"{name} ({found[name]})" for name in WRAPPERS if found[name] not in KNOWN[name]]
+    if differing:
+        _tell(differing)
+        return
+    for name, wrap in WRAPPERS.items():
+        _state.originals[name] = vars(module)[name]
+        vars(module)[name] = wrap(_state.originals[name])
+
+
+def disarm() -> None:
+    """Restores what stood there."""
+    if _state.originals:
+        vars(sys.modules[MODULE]).update(_state.originals)
+    _state.originals, _state.is_told = {}, False
+
+
+def is_armed() -> bool:
+    """Whether the functions are wrapped."""
+    return bool(_state.originals)
+
+
+def _fingerprint(name: str) -> str:
+    try:
+        return fingerprint(MODULE, name)
+    except (AttributeError, ImportError, OSError, TypeError):  # others may have replaced it
+        return "missing"
+
+
+def _tell(differing: list[str]) -> None:
+    _state.is_told = True
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    log.warning(
+        "memascend: transformers %s loads weights with code that is not known here, which is left "
+        "as it is: %s. Training is the same; but while pretrained weights are loaded, what was "
+        "read of their files stays in memory and in the page cache. Known to work: %s",
+        sys.modules["transformers"].__version__,
+        ", ".join(differing),
+        ", ".join(VERSIONS),
+    )

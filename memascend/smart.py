@@ -1,0 +1,325 @@
+"""What drives say of their own wear: SMART data, read with smartctl where it is installed.
+
+Knows sysfs, one program and its JSON; nothing of runs. Nothing here raises or takes long: a drive
+that says nothing is a reason in words. Call it from any thread, never within a training step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from memascend.units import format_nbytes
+
+SYSFS = Path("/sys")
+SMARTCTL_TIMEOUT_S = 5.0
+DRIVES_MAX = 16
+#: A percentage is a whole number: below it says too little of how much is left.
+USED_PERCENT_MIN = 2
+#: Bytes written in a shorter run are no rate.
+RUN_SECONDS_MIN = 60.0
+#: From which on somebody should think of a new drive.
+USED_PERCENT_HIGH = 80
+NO_SMARTCTL = "smartctl (smartmontools) is not installed"
+
+_SECONDS_PER_DAY = 86_400
+_TB = 10**12  # the unit in which makers state endurance
+_NVME_UNIT_BYTES = 512_000  # "in thousands of 512-byte units", NVMe specification
+_SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
+#: Bits of smartctl's exit status: the command line, opening the device, the SMART command.
+_FAILED_STATUS = 0b111
+#: Bytes of one unit of what ATA drives count under these names; None: a logical sector.
+_WRITTEN_UNITS = {
+    "Total_LBAs_Written": None,
+    "Host_Writes_32MiB": 32 << 20,
+    "Lifetime_Writes_GiB": 1 << 30,
+    "Total_Writes_GiB": 1 << 30,
+    "Host_Writes_GiB": 1 << 30,
+}
+#: What ATA drives normalize from 100 (new) down to what is left.
+_LEFT_NAMES = (
+    "Percent_Lifetime_Remain",
+    "Wear_Leveling_Count",
+    "Media_Wearout_Indicator",
+    "SSD_Life_Left",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DriveWear:
+    """One drive, as it says.
+
+    Attributes:
+        name: The kernel's, such as "nvme0n1".
+        model: The maker's.
+        used_percent: Of its endurance, by its own estimate; more than 100 is possible.
+        life_written_bytes: By everyone since it was made.
+        run_written_bytes: Of that between two readings; None before the second.
+        run_seconds: Between them.
+    """
+
+    name: str
+    model: str = ""
+    used_percent: int | None = None
+    life_written_bytes: int | None = None
+    run_written_bytes: int | None = None
+    run_seconds: float | None = None
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What may still be written, by what used up the share that is gone; roughly."""
+        used, written = self.used_percent, self.life_written_bytes
+        if used is None or written is None or used < USED_PERCENT_MIN:
+            return None
+        return written * max(0, 100 - used) // used
+
+    @property
+    def days_left(self) -> float | None:
+        """Until then at the rate of this run, with what others wrote meanwhile; None if unknown."""
+        if self.left_bytes is None or not self.run_written_bytes:
+            return None
+        if self.run_seconds is None or self.run_seconds < RUN_SECONDS_MIN:
+            return None
+        return self.left_bytes / self.run_written_bytes * self.run_seconds / _SECONDS_PER_DAY
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"left_bytes": self.left_bytes, "days_left": self.days_left}
+
+    def describe(self) -> str:
+        """One line for the log."""
+        parts = []
+        if self.used_percent is not None:
+            parts.append(f"{self.used_percent} % of its endurance used")
+        if self.life_written_bytes is not None:
+            parts.append(f"{self.life_written_bytes / _TB:.1f} TB written in its life")
+        if self.run_written_bytes is not None:
+            parts.append(f"{format_nbytes(self.run_written_bytes)} of them during this run")
+        if self.left_bytes is not None:
+            parts.append(f"about {self.left_bytes / _TB:.0f} TB left")
+        if self.days_left is not None:
+            parts.append(f"{self.days_left:.0f} days at this rate")
+        model = f" ({self.model})" if self.model else ""
+        return f"{self.name}{model}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of several drives: those that answered, and why others did not, by their names."""
+
+    drives: tuple[DriveWear, ...] = ()
+    silent: Mapping[str, str] = field(default_factory=dict)
+
+    def why_silent(self) -> str:
+        """One line; empty when every drive answered."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.silent.items())
+
+
+class DriveWatch:
+    """The drives below a run: read once when it starts, and once when it ends."""
+
+    def __init__(
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        *,
+        read: Callable[[list[str]], Reading] | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Reads them for the first time.
+
+        Args:
+            paths: Directories and block devices.
+            read: Instead of `read_drives`, for tests.
+            clock: Gives seconds.
+        """
+        self._paths = [os.fspath(path) for path in paths]
+        self._read, self._clock = read or read_drives, clock
+        self.start = self._read(self._paths)
+        self.drives = self.start.drives
+        self._began = clock()
+
+    def end(self) -> None:
+        """Reads them again; `drives` then tells what was written in between."""
+        if not self.start.drives:
+            return
+        before = {drive.name: drive for drive in self.start.drives}
+        self.drives = tuple(
+            _since(before.get(drive.name), drive, self._clock() - self._began)
+            for drive in self._read(self._paths).drives
+        )
+
+
+def read_drives(paths: Iterable[str | os.PathLike[str]]) -> Reading:
+    """Asks every drive below some directories and block devices."""
+    names = sorted({name for path in paths for name in drives_below(path)})[:DRIVES_MAX]
+    if not names:
+        return Reading(silent={"drives": "none was found below the volumes"})
+    smartctl = shutil.which("smartctl") or shutil.which("smartctl", path=_SBIN)
+    if smartctl is None:
+        return Reading(silent={", ".join(names): NO_SMARTCTL})
+    started = {name: _start(name, smartctl) for name in names}
+    end = monotonic() + SMARTCTL_TIMEOUT_S
+    answers = {
+        name: process if isinstance(process, str) else _answer(name, process, end - monotonic())
+        for name, process in started.items()
+    }
+    return Reading(
+        tuple(answer for answer in answers.values() if isinstance(answer, DriveWear)),
+        {name: answer for name, answer in answers.items() if isinstance(answer, str)},
+    )
+
+
+def _start(name: str, smartctl: str) -> subprocess.Popen[bytes] | str:
+    try:
+        return subprocess.Popen(
+            [smartctl, "-j", "-a", f"/dev/{name}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        return f"smartctl cannot be run: {error.strerror}"
+
+
+def _answer(name: str, process: subprocess.Popen[bytes], seconds: float) -> DriveWear | str:
+    """What one drive says; a text says why it says nothing."""
+    try:
+        text, _ = process.communicate(timeout=max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()  # not waited for: what hangs in the kernel cannot be killed
+        if process.stdout is not None:
+            process.stdout.close()
+        return f"smartctl gave no answer within {SMARTCTL_TIMEOUT_S:g} s"
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        return f"smartctl ended with status {process.returncode} and no JSON; version 7 is needed"
+    return parse(name, answer, status=process.returncode)
+
+
+def parse(name: str, answer: Mapping[str, Any], *, status: int = 0) -> DriveWear | str:
+    """Takes what matters from smartctl's JSON; a text says why there is nothing.
+
+    Args:
+        name: Of the drive.
+        answer: Of `smartctl -j -a`.
+        status: With which smartctl ended.
+    """
+    used, written = _nvme(answer)
+    if used is None and written is None:
+        used, written = _ata(answer)
+    newer = _whole(_at(answer, "endurance_used", "current_percent"))
+    used = newer if newer is not None else used
+    if used is None and written is None:
+        return _reason(answer, status)
+    model = answer.get("model_name")
+    return DriveWear(name, model if isinstance(model, str) else "", used, written)
+
+
+def drives_below(
+    path: str | os.PathLike[str],
+    sysfs: Path = SYSFS,
+    mounts: Path = Path("/proc/self/mountinfo"),
+) -> list[str]:
+    """The kernel's names of the drives that hold a directory, or that a block device is made of.
+
+    Partitions lead to their disk; device-mapper and md volumes to all of their parts. Of a btrfs
+    over several devices only the one it was mounted by is known. Empty for what is on no drive of
+    this machine: tmpfs, a network share.
+    """
+    try:
+        state = os.stat(path)
+        device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
+        link = sysfs / "dev/block" / f"{os.major(device)}:{os.minor(device)}"
+        if not link.exists():  # some file systems have a number of their own
+            link = sysfs / "class/block" / Path(_mounted_by(Path(path).resolve(), mounts)).name
+        return sorted(_parts(link.resolve())) if (link / "dev").exists() else []
+    except OSError:
+        return []
+
+
+def _mounted_by(path: Path, mounts: Path) -> str:
+    """What the file system that holds a path was mounted from, symbolic links resolved."""
+    longest, found = -1, "none"
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        mount, _, kind = line.partition(" - ")
+        words, source = mount.split(), kind.split()
+        if len(words) < 5 or len(source) < 2:
+            continue
+        # The kernel writes blanks in octal.
+        point = words[4].replace("\\040", " ")
+        if path.is_relative_to(point) and len(point) >= longest:
+            longest, found = len(point), source[1]
+    return os.path.realpath(found) if found.startswith("/dev/") else "none"
+
+
+def _parts(folder: Path, depth: int = 8) -> set[str]:
+    """Names of the drives of a device's folder in sysfs; stacks are never as deep as `depth`."""
+    if (folder / "partition").exists():
+        folder = folder.parent
+    slaves = [slave.resolve() for slave in (folder / "slaves").glob("*")]
+    if not slaves or depth == 0:
+        return {folder.name}
+    return set().union(*(_parts(slave, depth - 1) for slave in slaves))
+
+
+def _since(before: DriveWear | None, now: DriveWear, seconds: float) -> DriveWear:
+    if before is None or before.life_written_bytes is None or now.life_written_bytes is None:
+        return now
+    written_bytes = max(0, now.life_written_bytes - before.life_written_bytes)
+    return replace(now, run_written_bytes=written_bytes, run_seconds=seconds)
+
+
+def _nvme(answer: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    log = "nvme_smart_health_information_log"
+    units = _whole(_at(answer, log, "data_units_written"))
+    written = None if units is None else units * _NVME_UNIT_BYTES
+    return _whole(_at(answer, log, "percentage_used")), written
+
+
+def _ata(answer: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    table = _at(answer, "ata_smart_attributes", "table")
+    sector_bytes = _whole(answer.get("logical_block_size")) or 512
+    used = written = None
+    for row in table if isinstance(table, list) else ():
+        name = str(_at(row, "name"))
+        left, raw = _whole(_at(row, "value")), _whole(_at(row, "raw", "value"))
+        if name in _LEFT_NAMES and used is None and left is not None and left <= 100:
+            used = 100 - left
+        if name in _WRITTEN_UNITS and written is None and raw is not None:
+            written = raw * (_WRITTEN_UNITS[name] or sector_bytes)
+    return used, written
+
+
+def _reason(answer: Mapping[str, Any], status: int) -> str:
+    """Why smartctl's answer has nothing for us."""
+    messages = _at(answer, "smartctl", "messages")
+    listed = messages if isinstance(messages, list) else []
+    texts = [_at(message, "string") for message in listed]
+    said = "; ".join(text for text in texts if isinstance(text, str))
+    if status & _FAILED_STATUS:
+        return said or f"smartctl ended with status {status}"
+    return said or "its SMART data has neither the share used nor what was written"
+
+
+def _at(answer: object, *keys: str) -> Any:
+    """A value in nested objects; None where the way is missing."""
+    for key in keys:
+        answer = answer.get(key) if isinstance(answer, Mapping) else None
+    return answer
+
+
+def _whole(value: object) -> int | None:
+    """A count; None for anything else, which a damaged answer may hold."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 128
+    return value if is_count and isinstance(value, int) else None

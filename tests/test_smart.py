@@ -1,0 +1,351 @@
+"""SMART data: which drives are below a path, what they say, and that no run fails over it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memascend import smart
+from memascend.cli import doctor
+from memascend.config import parse_block
+from memascend.smart import DriveWatch, DriveWear, Reading, drives_below, parse, read_drives
+
+SAMPLES = Path(__file__).parent / "smart"
+TB = 10**12
+
+
+def sample(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((SAMPLES / f"{name}.json").read_text())
+    return found
+
+
+# -- what a drive says ---------------------------------------------------------------------------
+
+
+def test_an_nvme_drive_says_what_is_used_and_written() -> None:
+    drive = parse("nvme0n1", sample("nvme"))
+    assert isinstance(drive, DriveWear)
+    assert (drive.model, drive.used_percent) == ("Example 2TB", 4)
+    assert drive.life_written_bytes == 100_000_000 * 512_000
+    assert drive.left_bytes == drive.life_written_bytes * 96 // 4
+    assert drive.days_left is None
+    assert drive.describe() == (
+        "nvme0n1 (Example 2TB): 4 % of its endurance used, 51.2 TB written in its life, "
+        "about 1229 TB left"
+    )
+
+
+def test_an_ata_drive_says_it_in_attributes() -> None:
+    drive = parse("sda", sample("ata"))
+    assert isinstance(drive, DriveWear)
+    assert (drive.used_percent, drive.life_written_bytes) == (10, 200_000_000_000 * 512)
+
+
+@pytest.mark.parametrize(
+    ("row", "used", "written"),
+    [
+        ({"name": "Percent_Lifetime_Remain", "value": 93, "raw": {"value": 7}}, 7, None),
+        ({"name": "SSD_Life_Left", "value": 100, "raw": {"value": 0}}, 0, None),
+        ({"name": "Media_Wearout_Indicator", "value": 200, "raw": {"value": 5}}, None, None),
+        ({"name": "Host_Writes_32MiB", "value": 1, "raw": {"value": 3}}, None, 96 << 20),
+        ({"name": "Lifetime_Writes_GiB", "value": 1, "raw": {"value": 3}}, None, 3 << 30),
+        ({"name": "Total_LBAs_Written", "value": 1, "raw": {"value": 3}}, None, 3 * 4096),
+        ({"name": "Total_LBAs_Written", "value": 1, "raw": {"value": "3"}}, None, None),
+        ({"name": ["Total_LBAs_Written"]}, None, None),
+        ("no object", None, None),
+    ],
+)
+def test_attributes_of_several_makers(row: Any, used: int | None, written: int | None) -> None:
+    answer = {"logical_block_size": 4096, "ata_smart_attributes": {"table": [row]}}
+    drive = parse("sda", answer)
+    if used is None and written is None:
+        assert drive == "its SMART data has neither the share used nor what was written"
+    else:
+        assert drive == DriveWear("sda", "", used, written)
+
+
+def test_a_newer_smartctl_says_the_share_by_itself() -> None:
+    assert parse("sda", {"endurance_used": {"current_percent": 5}}) == DriveWear("sda", "", 5)
+
+
+def test_a_drive_that_may_not_be_asked_says_why() -> None:
+    reason = "Smartctl open device: /dev/nvme0n1 failed: Permission denied"
+    assert parse("nvme0n1", sample("refused"), status=2) == reason
+    assert parse("nvme0n1", {}, status=1) == "smartctl ended with status 1"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"nvme_smart_health_information_log": 5},
+        {"nvme_smart_health_information_log": {"percentage_used": -1}},
+        {"nvme_smart_health_information_log": {"percentage_used": True}},
+        {"ata_smart_attributes": {"table": {"name": 5}}},
+        {"smartctl": {"messages": [5, {"string": 7}]}},
+        {"smartctl": {"messages": 7}, "model_name": 3},
+    ],
+)
+def test_a_damaged_answer_is_a_drive_without_data(answer: dict[str, Any]) -> None:
+    assert isinstance(parse("nvme0n1", answer), str)
+
+
+# -- what is left --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("used", "left"), [(0, None), (1, None), (2, 49 * TB), (50, TB), (100, 0), (120, 0)]
+)
+def test_what_is_left_follows_from_what_used_it_up(used: int, left: int | None) -> None:
+    assert DriveWear("nvme0n1", "", used, TB).left_bytes == left
+
+
+def test_the_days_left_are_those_at_what_the_drive_was_written_meanwhile() -> None:
+    seconds = [0.0]
+    readings = [
+        Reading((DriveWear("a", "", 10, 9 * TB), DriveWear("b", "", 10))),
+        Reading((DriveWear("a", "", 10, 10 * TB), DriveWear("b", "", 10), DriveWear("c", "", 1))),
+    ]
+    watch = DriveWatch(["/x"], read=lambda paths: readings.pop(0), clock=lambda: seconds[0])
+    assert [drive.days_left for drive in watch.drives] == [None, None]
+    seconds[0] = 86_400.0
+    watch.end()
+    first, *others = watch.drives
+    assert first.run_written_bytes == TB
+    assert first.days_left == pytest.approx(90)
+    assert first.describe().endswith("90 days at this rate")
+    assert [drive.days_left for drive in others] == [None, None]
+    assert first.as_dict()["left_bytes"] == 90 * TB
+
+
+def test_a_run_of_seconds_has_no_rate() -> None:
+    drive = DriveWear("a", "", 10, TB, run_written_bytes=5, run_seconds=59.0)
+    assert drive.left_bytes is not None
+    assert drive.days_left is None
+
+
+def test_drives_that_said_nothing_are_not_asked_again() -> None:
+    asked: list[list[str]] = []
+
+    def read(paths: list[str]) -> Reading:
+        asked.append(paths)
+        return Reading(silent={"sda": "no"})
+
+    watch = DriveWatch([Path("/x")], read=read)
+    watch.end()
+    assert asked == [["/x"]]
+    assert watch.start.why_silent() == "sda: no"
+
+
+# -- asking --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def smartctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a program in the place of smartctl, and drives below every path."""
+
+    def install(script: str, *names: str) -> None:
+        program = tmp_path / "smartctl"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(smart.shutil, "which", lambda *_, **__: str(program))
+        monkeypatch.setattr(smart, "drives_below", lambda path: list(names))
+
+    return install
+
+
+def test_each_drive_is_asked_once(smartctl: Any, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    smartctl(f'echo "$@" >> {calls}; cat {SAMPLES}/nvme.json', "nvme1n1", "nvme0n1")
+    reading = read_drives(["/a", "/b"])
+    assert [drive.name for drive in reading.drives] == ["nvme0n1", "nvme1n1"]
+    assert sorted(calls.read_text().splitlines()) == ["-j -a /dev/nvme0n1", "-j -a /dev/nvme1n1"]
+    assert reading.why_silent() == ""
+
+
+def test_a_status_with_warnings_does_not_matter(smartctl: Any) -> None:
+    smartctl(f"cat {SAMPLES}/ata.json; exit 64", "sda")
+    assert [drive.used_percent for drive in read_drives(["/a"]).drives] == [10]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (f"cat {SAMPLES}/refused.json; exit 2", "Permission denied"),
+        ("echo usage; exit 1", "status 1 and no JSON"),
+        ("echo '[1]'", "no JSON"),
+    ],
+)
+def test_whatever_smartctl_does_is_a_reason(smartctl: Any, script: str, reason: str) -> None:
+    smartctl(script, "sda")
+    reading = read_drives(["/a"])
+    assert reading.drives == ()
+    assert reason in reading.silent["sda"]
+
+
+def test_a_drive_that_hangs_is_not_waited_for(
+    smartctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smart, "SMARTCTL_TIMEOUT_S", 0.2)
+    smartctl("exec sleep 30", "sda", "sdb")
+    began = time.monotonic()
+    reading = read_drives(["/a"])
+    assert time.monotonic() - began < 5
+    assert all("no answer within 0.2 s" in reason for reason in reading.silent.values())
+    assert list(reading.silent) == ["sda", "sdb"]
+
+
+def test_without_smartctl_or_drives_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smart.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(smart, "drives_below", lambda path: ["sda"] * (path == "/a"))
+    assert read_drives(["/a"]).silent == {"sda": smart.NO_SMARTCTL}
+    assert read_drives(["/b"]).why_silent() == "drives: none was found below the volumes"
+
+
+# -- which drives --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """A partition of nvme0n1, and an LVM volume over it and over an md of two disks."""
+    root = tmp_path / "sys"
+    devices = root / "devices"
+    for name in ("nvme0n1/nvme0n1p2", "sda", "sdb", "md0", "dm-0"):
+        (devices / name).mkdir(parents=True)
+    (devices / "nvme0n1/nvme0n1p2/partition").write_text("2\n")
+    (root / "class/block").mkdir(parents=True)
+    (root / "dev/block").mkdir(parents=True)
+    for parent, parts in {"md0": ["sda", "sdb"], "dm-0": ["nvme0n1/nvme0n1p2", "md0"]}.items():
+        (devices / parent / "slaves").mkdir()
+        for part in parts:
+            link = devices / parent / "slaves" / Path(part).name
+            link.symlink_to(devices / part)
+    for name in ("nvme0n1", "nvme0n1/nvme0n1p2", "sda", "sdb", "md0", "dm-0"):
+        (devices / name / "dev").write_text("1:1\n")
+        (root / "class/block" / Path(name).name).symlink_to(devices / name)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("device", "drives"),
+    [
+        ("nvme0n1", ["nvme0n1"]),
+        ("nvme0n1/nvme0n1p2", ["nvme0n1"]),
+        ("md0", ["sda", "sdb"]),
+        ("dm-0", ["nvme0n1", "sda", "sdb"]),
+    ],
+)
+def test_a_folder_leads_to_its_drives(
+    device: str, drives: list[str], sysfs: Path, tmp_path: Path
+) -> None:
+    number = tmp_path.stat().st_dev
+    link = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    link.symlink_to(sysfs / "devices" / device)
+    assert drives_below(tmp_path, sysfs) == drives
+
+
+def test_a_file_system_with_a_number_of_its_own_leads_to_what_it_was_mounted_from(
+    sysfs: Path, tmp_path: Path
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    blank = str(tmp_path).replace(" ", "\\040")
+    lines = ["1 1 0:1 / / rw - btrfs /dev/sdb rw", f"1 1 0:2 / {blank} rw shared:1 - btrfs {{}} rw"]
+    text = "\n".join([*lines, "a line of another kind", ""])
+    mounts.write_text(text.format("/dev/nvme0n1p2"))
+    assert drives_below(tmp_path, sysfs, mounts) == ["nvme0n1"]
+    mounts.write_text(text.format("server:/export"))
+    assert drives_below(tmp_path, sysfs, mounts) == []
+
+
+def test_what_is_on_no_drive_has_none(sysfs: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    assert drives_below(tmp_path, sysfs, missing) == []
+    assert drives_below(missing, sysfs) == []
+
+
+def test_this_machine_can_be_asked(tmp_path: Path) -> None:
+    reading = read_drives([tmp_path])
+    assert bool(reading.drives) or bool(reading.silent)
+
+
+# -- who shows it --------------------------------------------------------------------------------
+
+
+def test_doctor_shows_each_drive(smartctl: Any, tmp_path: Path) -> None:
+    smartctl(f"cat {SAMPLES}/nvme.json", "nvme0n1")
+    check = doctor._wear(tmp_path)
+    assert (check.state, check.fix) == ("ok", "")
+    assert "4 % of its endurance used" in check.found
+
+
+def test_doctor_says_that_a_drive_is_worn(smartctl: Any, tmp_path: Path) -> None:
+    smartctl(f'sed \'s/"value": 90/"value": 15/\' {SAMPLES}/ata.json', "sda")
+    check = doctor._wear(tmp_path)
+    assert check.state == "note"
+    assert "85 % of its endurance used" in check.found
+    assert "new drive" in check.fix
+
+
+def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(smart.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(smart, "drives_below", lambda path: ["sda"])
+    check = doctor._wear(tmp_path)
+    assert check.state == "note"
+    assert "smartmontools" in check.fix
+
+
+def test_the_ledger_ends_with_what_drives_say(tmp_path: Path) -> None:
+    from memascend.ledger import Ledger
+
+    drive = DriveWear("nvme0n1", "Example", 4, TB, 5 * TB, 86_400.0)
+    ledger = Ledger((), None, 0, 0, 0, 0, {}, drives=(drive,))
+    assert ledger.describe().splitlines()[-1] == f"  drive {drive.describe()}"
+    ledger.write(tmp_path / "report.json")
+    (written,) = json.loads((tmp_path / "report.json").read_text())["drives"]
+    assert (written["name"], written["used_percent"]) == ("nvme0n1", 4)
+    assert written["days_left"] == pytest.approx(24 / 5)
+
+
+def test_a_run_says_once_that_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("deepspeed")
+    from memascend.deepspeed import activation
+
+    monkeypatch.setattr(smart, "read_drives", lambda paths: Reading(silent={"sda": "no rights"}))
+    with caplog.at_level(logging.INFO):
+        watch = activation._watch_drives(parse_block({}), "/drive")
+        watch.end()
+    assert [record.getMessage() for record in caplog.records] == [
+        "memascend: no SMART data of sda: no rights"
+    ]
+
+
+def test_an_attachment_reads_drives_at_its_start_and_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("deepspeed")
+    from memascend.deepspeed import activation
+    from memascend.ledger import Ledger
+
+    drives = [(DriveWear("a", "", 4, TB),), (DriveWear("a", "", 4, 2 * TB),)]
+    watch = DriveWatch(["/x"], read=lambda paths: Reading(drives.pop(0)))
+    runtime: Any = SimpleNamespace(
+        config=parse_block({}),
+        arena=None,
+        ledger=lambda: Ledger((), None, 0, 0, 0, 0, {}),
+    )
+    monkeypatch.setattr(activation.dist, "get_rank", lambda: 0)
+    attachment = activation.Attachment(runtime, watch)
+    assert attachment.ledger().drives[0].run_written_bytes is None
+    assert len(drives) == 1
+    attachment.finish()
+    assert attachment.ledger().drives[0].run_written_bytes == TB
+    attachment.finish()
+    assert drives == []
