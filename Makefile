@@ -9,6 +9,7 @@ SAN ?= plain
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KILL_ARGS ?=
+SOAK_ARGS ?=
 
 DEMO_OUT ?= demo-out
 DEMO_CONFIG ?= configs/nvme_cpu.json
@@ -24,7 +25,7 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step kill-test clean
+.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step kill-test soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -64,6 +65,9 @@ bench-step: environment ## time and drive traffic of training steps, against sto
 
 kill-test: environment ## runs killed at random moments, and resumed
 	$(BIN)/python tests/integration/kill_runs.py $(KILL_ARGS)
+
+soak: environment ## random operations and faults against a model, under ASan and TSan
+	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
 clean: ## what was built, and what the demo left on the drive; not the environment
 	rm -rf build dist memascend/_core*.so demo-out nvme_swap
