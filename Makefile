@@ -25,7 +25,8 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step kill-test soak clean
+.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step bench-volumes
+.PHONY: kill-test soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -62,6 +63,9 @@ bench-memory: environment ## peak memory of training as the model grows, against
 
 bench-step: environment ## time and drive traffic of training steps, against stock
 	$(BIN)/python benchmarks/bench_step.py $(BENCH_ARGS)
+
+bench-volumes: environment ## two drives of unlike speed, striped (root: loop devices)
+	$(BIN)/python benchmarks/bench_volumes.py $(BENCH_ARGS)
 
 kill-test: environment ## runs killed at random moments, and resumed
 	$(BIN)/python tests/integration/kill_runs.py $(KILL_ARGS)

@@ -6,10 +6,8 @@ foreign blocks). This is the only module that reads os.environ.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +21,7 @@ from pydantic import (
     field_validator,
 )
 
+from memascend.config_errors import explain
 from memascend.config_volumes import VolumeConfig, accept_paths, check_together
 from memascend.errors import ConfigError
 from memascend.limit import parse_limit
@@ -74,7 +73,9 @@ class DirectNvmeConfig(_Section):
         None, description="left out: io_uring where it works, else threads"
     )
     queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight on each drive")
-    chunk_bytes: int = Field(1 << 20, ge=64 << 10, le=64 << 20, description="bytes of one request")
+    chunk_bytes: int = Field(
+        1 << 20, ge=64 << 10, le=64 << 20, multiple_of=64 << 10, description="bytes of one request"
+    )
     threads: int = Field(
         8, ge=1, le=256, description="workers of the threads engine, for each drive"
     )
@@ -170,9 +171,9 @@ class MemAscendConfig(_Section):
     streaming: StreamingConfig = StreamingConfig()
     wear: WearConfig = WearConfig()
 
-    @field_validator("host_memory_limit")
+    @field_validator("host_memory_limit", mode="before")
     @classmethod
-    def _check_limit(cls, value: int | float | str | None) -> int | float | str | None:
+    def _check_limit(cls, value: object) -> object:
         parse_limit(value, available=1)  # what it is a fraction of is not known here
         return value
 
@@ -273,8 +274,7 @@ def parse_block(block: Mapping[str, Any]) -> MemAscendConfig:
     try:
         return MemAscendConfig.model_validate(dict(block))
     except ValidationError as error:
-        lines = [_explain(dict(entry)) for entry in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError(explain(error, model=MemAscendConfig, root=BLOCK_KEY)) from None
 
 
 def active_config(ds_config: object) -> MemAscendConfig | None:
@@ -284,69 +284,3 @@ def active_config(ds_config: object) -> MemAscendConfig | None:
         return None
     config = parse_block(block)
     return config if config.enabled and config.sections_enabled else None
-
-
-def _section_at(path: tuple[str | int, ...]) -> type[BaseModel]:
-    section: type[BaseModel] = MemAscendConfig
-    for name in path:
-        if isinstance(name, int):
-            continue  # the place in a list, whose elements are what the key before it says
-        field = section.model_fields.get(name)
-        inner = section_in(field.annotation) if field else None
-        if inner is None:
-            break
-        section = inner
-    return section
-
-
-def section_in(annotation: object) -> type[BaseModel] | None:
-    """The model that a key's type is, or has a list of; None for a plain value."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (section_in(part) for part in typing.get_args(annotation))
-    return next((section for section in found if section is not None), None)
-
-
-def _allowed(path: tuple[str | int, ...]) -> str:
-    """Says what a key takes, from the model itself so that it cannot go stale."""
-    field = _section_at(path[:-1]).model_fields.get(str(path[-1]))
-    if field is None:
-        return ""
-    bounds = []
-    for rule in field.metadata:
-        if getattr(rule, "ge", None) is not None:
-            bounds.append(f"at least {rule.ge}")
-        if getattr(rule, "le", None) is not None:
-            bounds.append(f"at most {rule.le}")
-    annotation = field.annotation
-    kind = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    kind = kind.replace("typing.", "").replace("NoneType", "None")
-    return f"Allowed: {kind}" + (f", {' and '.join(bounds)}" if bounds else "")
-
-
-def _dotted(path: tuple[str | int, ...]) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return BLOCK_KEY + "".join(parts)
-
-
-def _explain(entry: dict[str, Any]) -> str:
-    path: tuple[str | int, ...] = entry["loc"]
-    dotted = _dotted(path)
-    name = str(path[-1]) if path else ""
-    fields = _section_at(path[:-1]).model_fields
-    if entry["type"] == "extra_forbidden":
-        known = sorted(fields)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        return f"{dotted}: unknown key. Known: {', '.join(known)}.{hint}"
-    if entry["type"] == "missing":
-        return f"{dotted} is missing in {entry['input']!r}. {_allowed(path)}."
-    reason = str(entry["msg"]).removeprefix("Value error, ")
-    if reason.startswith(dotted):
-        return reason  # says it all already
-    if path and isinstance(path[-1], int):
-        return (
-            f"{dotted}: {entry['input']!r} is not allowed. Allowed: a path, or an object with one."
-        )
-    advice = " Leave the key out for automatic." if name in fields else ""
-    return f"{dotted}: {entry['input']!r} is not allowed ({reason}). {_allowed(path)}.{advice}"

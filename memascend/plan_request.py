@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memascend.config import find_block, parse_block
+from memascend.config import MemAscendConfig, find_block, parse_block
 from memascend.errors import ConfigError
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -204,6 +204,36 @@ class PlanRequest:
             tile_bytes=block.streaming.optimizer.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
         )
+
+
+def check_limit_can_be_kept(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
+    """Compares a stated limit with what else the JSON says.
+
+    Raises:
+        ConfigError: Something that is left to DeepSpeed grows with the model, beyond every limit.
+    """
+    if block.host_memory_limit is None:
+        return
+    refusal = f"memascend.host_memory_limit={block.host_memory_limit!r} cannot be kept: "
+    off = sections_off(block)
+    if set(off) - {"overflow_check"}:
+        raise ConfigError(
+            f"{refusal}{', '.join(off)} is off, so that DeepSpeed's own buffers serve, which grow "
+            "with the model. Turn it on, or leave the limit out"
+        )
+    zero = section(ds_config, "zero_optimization")
+    for name in ("offload_param", "offload_optimizer"):
+        if section(zero, name).get("device") == "cpu":
+            raise ConfigError(
+                f'{refusal}zero_optimization.{name}.device is "cpu", which holds it all in host '
+                'memory. Set it to "nvme", or leave the limit out'
+            )
+
+
+def sections_off(block: MemAscendConfig) -> list[str]:
+    """Names of the block's sections that are turned off."""
+    every = parse_block({}).sections_enabled
+    return [name for name in every if name not in block.sections_enabled]
 
 
 def section(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from memascend.config import MemAscendConfig, section_in
+from memascend.config import MemAscendConfig
+from memascend.config_errors import section_in
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN = "<!-- config-table: written by scripts/update_readme.py -->"

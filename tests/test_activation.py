@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,14 +218,16 @@ def test_without_our_store_the_staging_folder_is_stocks(attach: Attach, tmp_path
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     """Our logger as an application finds it, restored afterwards."""
     logger = logging.getLogger("memascend")
+    level = logger.level  # of a test that armed before
+    logger.setLevel(logging.NOTSET)
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logger, "level", logger.level)
     monkeypatch.setattr(activation.dist, "get_rank", lambda: 0)
-    return logger
+    yield logger
+    logger.setLevel(level)
 
 
 def test_in_a_script_without_logging_rank_0_shows_our_lines(

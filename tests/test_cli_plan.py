@@ -183,3 +183,35 @@ def test_it_runs_where_neither_torch_nor_deepspeed_exists() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "optimizer tiles" in done.stdout
+
+
+def written(tmp_path: Path, content: dict[str, Any]) -> str:
+    path = tmp_path / "ds.json"
+    nvme = {"device": "nvme", "nvme_path": "/mnt"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}} | content))
+    return str(path)
+
+
+def test_what_a_run_refuses_is_refused_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    config = written(tmp_path, {"zero_optimization": zero})
+    assert main(["plan", "Llama-3.1-8B", "--config", config, "--limit", "6GiB"]) == 1
+    assert 'offload_optimizer.device is "cpu"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("block", "note"),
+    [
+        ({"enabled": False}, "memascend.enabled is false: a run would be stock DeepSpeed's"),
+        ({"buffer_pool": {"enabled": False}}, "this JSON turns off: buffer_pool"),
+    ],
+)
+def test_a_block_that_does_less_is_pointed_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, block: dict[str, Any], note: str
+) -> None:
+    config = written(tmp_path, {"memascend": block})
+    assert main(["plan", "Llama-3.1-8B", "--config", config]) == 0
+    assert note in capsys.readouterr().out.replace("\n", " ")

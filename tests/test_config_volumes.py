@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from memascend.config import parse_block
@@ -59,13 +61,13 @@ def test_a_wrong_key_is_named_with_its_place_and_the_nearest_one():
 @pytest.mark.parametrize("wrong", [0, -1, 1001, float("nan"), float("inf"), "2", True])
 def test_a_weight_out_of_range_names_value_and_range(wrong):
     text = refusal([{"path": "/a", "weight": wrong}])
-    assert f"memascend.volumes[0].weight: {wrong!r} is not allowed" in text
+    assert f"memascend.volumes[0].weight: {json.dumps(wrong)} is not allowed" in text
     assert "at least 0.001 and at most 1000" in text
 
 
 def test_a_volume_without_a_path_is_refused():
     assert "memascend.volumes[0].path is missing" in refusal([{"weight": 1}])
-    assert "memascend.volumes[0].path: '' is not allowed" in refusal([""])
+    assert 'memascend.volumes[0].path: "" is not allowed' in refusal([""])
     assert "null byte" in refusal(["/a\0b"])
     assert "memascend.volumes[1]: 7 is not allowed" in refusal(["/a", 7])
 
@@ -73,7 +75,7 @@ def test_a_volume_without_a_path_is_refused():
 @pytest.mark.parametrize("wrong", ["a lot", 1, -1, 1 << 61])
 def test_a_capacity_out_of_range_names_value_and_range(wrong):
     text = refusal([{"path": "/a", "capacity": wrong}])
-    assert f"memascend.volumes[0].capacity: {wrong!r} is not allowed" in text
+    assert f"memascend.volumes[0].capacity: {json.dumps(wrong)} is not allowed" in text
     assert "at least 1048576" in text
 
 

@@ -19,11 +19,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from memascend.config import find_block
+from memascend.config import MemAscendConfig, find_block, is_disabled, parse_block
 from memascend.errors import ConfigError
 from memascend.footprint import Footprint
 from memascend.limit import memory_total, parse_limit
 from memascend.plan import Plan, PlanRequest, derive
+from memascend.plan_request import check_limit_can_be_kept, sections_off
 from memascend.plan_stock import StockPlan, StockSettings, four_pieces, stock
 from memascend.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
 
@@ -122,7 +123,7 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(accounts, args), indent=2))
     else:
-        _print_table(accounts, args)
+        _print_table(accounts, ds_config, args)
     if args.plot is not None:
         _plot(accounts, args.plot)
     return 0
@@ -169,7 +170,9 @@ def _accounts(
         ds_config, world=args.world, is_checkpointing=not args.no_checkpointing
     )
     settings = StockSettings.from_deepspeed(ds_config)
-    limit_bytes = _limit(ds_config, args)
+    block = _block(ds_config, args)
+    check_limit_can_be_kept(block, ds_config)
+    limit_bytes = _limit(block, args)
     ours = request
     if args.config is None or limit_bytes is not None:
         # What the tutorials write for stock; under a limit it does not count.
@@ -182,13 +185,19 @@ def _accounts(
     )
 
 
-def _limit(ds_config: Mapping[str, Any], args: argparse.Namespace) -> int | None:
-    value: object = args.limit
-    if value is None:
-        value = (find_block(ds_config) or {}).get("host_memory_limit")
-    elif "." in args.limit or args.limit == "1":
-        with contextlib.suppress(ValueError):  # "1.5GiB" stays text
-            value = float(args.limit)
+def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendConfig:
+    """The block of the JSON; --limit stands above what it says."""
+    raw = dict(find_block(ds_config) or {})
+    if args.limit is not None:
+        raw["host_memory_limit"] = args.limit
+        if "." in args.limit or args.limit == "1":
+            with contextlib.suppress(ValueError):  # "1.5GiB" stays text
+                raw["host_memory_limit"] = float(args.limit)
+    return parse_block(raw)
+
+
+def _limit(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
+    value = block.host_memory_limit
     is_fraction = isinstance(value, int | float) and value <= 1
     return parse_limit(value, available=memory_total() // args.world if is_fraction else 0)
 
@@ -234,7 +243,9 @@ def _bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _print_table(accounts: Accounts, args: argparse.Namespace) -> None:
+def _print_table(
+    accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace
+) -> None:
     columns = accounts.columns()
     request = accounts.memascend.request
     table = Table(
@@ -267,7 +278,7 @@ def _print_table(accounts: Accounts, args: argparse.Namespace) -> None:
     add("a step takes at least", [f"{_floor(plan, args):.1f} s" for plan in columns.values()])
     console = Console()
     console.print(table)
-    for note in _notes(accounts, args):
+    for note in _notes(accounts, ds_config, args):
         console.print(f"- {note}", markup=False, highlight=False)
 
 
@@ -283,7 +294,7 @@ def _floor(plan: Footprint, args: argparse.Namespace) -> float:
     )
 
 
-def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
+def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
     again = "" if args.no_checkpointing else ", and again by recomputing"
     notes = [
@@ -296,6 +307,7 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     ]
     if args.config is None:
         notes.insert(0, DEFAULT_NOTE)
+    notes += _notes_of_block(_block(ds_config, args))
     notes += [f"besides memascend's: {name}: {_bytes(n)}" for name, n in plan.not_ours.items()]
     notes += [f"stock: {note}" for note in accounts.stock.notes]
     if plan.tile_numel and not plan.is_tiled:
@@ -305,6 +317,18 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
         )
     if plan.limit_bytes is not None:
         notes.append(f"limit: {_bytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)")
+    return notes
+
+
+def _notes_of_block(block: MemAscendConfig) -> list[str]:
+    """What keeps a run from being the one that the column shows."""
+    notes = []
+    if is_disabled():
+        notes.append("MEMASCEND_DISABLE is set: a run would be stock DeepSpeed's")
+    elif not block.enabled:
+        notes.append("memascend.enabled is false: a run would be stock DeepSpeed's")
+    elif off := sections_off(block):
+        notes.append(f"the column is for all of memascend; this JSON turns off: {', '.join(off)}")
     return notes
 
 

@@ -21,7 +21,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
-from memascend.config import MemAscendConfig, active_config, local_world_size, parse_block
+from memascend.config import MemAscendConfig, active_config, local_world_size
 from memascend.deepspeed.aio_handle import serving
 from memascend.deepspeed.host_buffers import HostBuffers
 from memascend.deepspeed.planning import building_sizes, check_smallest, stated_limit
@@ -35,6 +35,7 @@ from memascend.errors import ConfigError
 from memascend.ledger import Ledger, describe_plan
 from memascend.limit import memory_total
 from memascend.nvme import make_directory
+from memascend.plan_request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes
 from memascend.units import format_nbytes
 from memascend.version import __version__
@@ -202,7 +203,7 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
     config = active_config(ds_config)
     if config is None:
         raise AssertionError("attach needs an active block")
-    _check_limit(config, ds_config)
+    check_limit_can_be_kept(config, ds_config)
     _check_report(config)
     limit_bytes = stated_limit(config)
     check_smallest(ds_config, limit_bytes)
@@ -225,28 +226,6 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
     )
     _log_armed(config, ds_config, runtime)
     return Attachment(runtime)
-
-
-def _check_limit(config: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
-    """A limit that could not be kept is refused."""
-    if config.host_memory_limit is None:
-        return
-    names = parse_block({}).sections_enabled
-    off = [name for name in names if name not in config.sections_enabled]
-    if set(off) - {"overflow_check"}:
-        raise ConfigError(
-            f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
-            f"{', '.join(off)} is off, so that DeepSpeed's own buffers serve, which grow with the "
-            "model. Turn it on, or leave the limit out"
-        )
-    zero = _section(ds_config, "zero_optimization")
-    for name in ("offload_param", "offload_optimizer"):
-        if _section(zero, name).get("device") == "cpu":
-            raise ConfigError(
-                f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
-                f'zero_optimization.{name}.device is "cpu", which holds it all in host memory. '
-                'Set it to "nvme", or leave the limit out'
-            )
 
 
 def _check_report(config: MemAscendConfig) -> None:

@@ -1,0 +1,158 @@
+"""What is said of a wrong key of the block: its value, what is allowed, the nearest known key.
+
+Everything comes from the pydantic models themselves, so that it cannot go stale, and is written as
+the user writes it, in JSON.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+Path = tuple[str | int, ...]
+
+
+def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str:
+    """Says what is wrong with each key, a line each.
+
+    Args:
+        error: What pydantic found.
+        model: The model of the whole block.
+        root: The block's own key.
+    """
+    lines: dict[str, None] = {}  # each once: a key of several types is wrong for each of them
+    for entry in error.errors():
+        lines[_explain_entry(dict(entry), model, root)] = None
+    return "\n".join(lines)
+
+
+def section_in(annotation: object) -> type[BaseModel] | None:
+    """The model that a key's type is, or has a list of; None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (section_in(part) for part in typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> str:
+    path = _key_path(entry["loc"], model)
+    dotted = _dotted(path, root)
+    section = _section_at(path[:-1], model)
+    name = str(path[-1]) if path else ""
+    if entry["type"] == "extra_forbidden":
+        known = sorted(section.model_fields)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"{dotted}: unknown key. Known: {', '.join(known)}.{hint}"
+    if entry["type"] == "missing":
+        return f"{dotted} is missing in {_as_json(entry['input'])}. {_allowed(section, name)}."
+    reason = str(entry["msg"]).removeprefix("Value error, ")
+    if reason.startswith(dotted):
+        return reason  # says it all already
+    text = f"{dotted}: {_as_json(entry['input'])} is not allowed"
+    if path and isinstance(path[-1], int):
+        return f"{text}. Allowed: a path, or an object with one."
+    if entry["type"] == "value_error":
+        text += f" ({reason})"
+    return f"{text}. {_allowed(section, name)}.{_advice(section, name)}"
+
+
+def _key_path(location: Sequence[str | int], model: type[BaseModel]) -> Path:
+    """Without what pydantic adds to a key that takes several types: the type it tried."""
+    path = tuple(location)
+    while len(path) > 1 and isinstance(path[-1], str):
+        parent = _section_at(path[:-2], model).model_fields.get(str(path[-2]))
+        if parent is None or section_in(parent.annotation) is not None:
+            break
+        path = path[:-1]
+    return path
+
+
+def _section_at(path: Path, model: type[BaseModel]) -> type[BaseModel]:
+    section = model
+    for name in path:
+        if isinstance(name, int):
+            continue  # the place in a list, whose elements are what the key before it says
+        field = section.model_fields.get(name)
+        inner = section_in(field.annotation) if field else None
+        if inner is None:
+            break
+        section = inner
+    return section
+
+
+def _allowed(section: type[BaseModel], name: str) -> str:
+    field = section.model_fields[name]
+    parts = [part for part in _plain_types(field.annotation) if part is not type(None)]
+    words = [_words(part) for part in parts]
+    if _takes_units(section, name):
+        words.append('text such as "512MiB" or "2GB"')
+    bounds = []
+    for rule in field.metadata:
+        if getattr(rule, "ge", None) is not None:
+            bounds.append(f"at least {rule.ge}")
+        if getattr(rule, "gt", None) is not None:
+            bounds.append(f"above {rule.gt}")
+        if getattr(rule, "le", None) is not None:
+            bounds.append(f"at most {rule.le}")
+        if getattr(rule, "min_length", None) is not None:
+            bounds.append(f"at least {rule.min_length} long")
+        if getattr(rule, "multiple_of", None) is not None:
+            bounds.append(f"a multiple of {rule.multiple_of}")
+    return f"Allowed: {' or '.join(words)}" + (f", {' and '.join(bounds)}" if bounds else "")
+
+
+def _advice(section: type[BaseModel], name: str) -> str:
+    field = section.model_fields[name]
+    if field.is_required():
+        return ""
+    if field.default is None or isinstance(field.default, BaseModel):
+        return " Leave the key out for automatic."
+    return f" Leave the key out for {_as_json(field.default)}."
+
+
+def _plain_types(annotation: object) -> Iterator[object]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            yield from _plain_types(part)
+    else:
+        yield annotation
+
+
+def _words(annotation: object) -> str:
+    if typing.get_origin(annotation) is Literal:
+        return " or ".join(_as_json(value) for value in typing.get_args(annotation))
+    if annotation is bool:
+        return "true or false"
+    if annotation is int:
+        return "a whole number"
+    if annotation is float:
+        return "a number"
+    if annotation is str:
+        return "text"
+    if isinstance(annotation, type) and "enabled" in getattr(annotation, "model_fields", {}):
+        return 'an object such as {"enabled": false}'
+    return "a list" if typing.get_origin(annotation) is tuple else "an object such as {}"
+
+
+def _takes_units(section: type[BaseModel], name: str) -> bool:
+    validator = section.__pydantic_decorators__.field_validators.get("_accept_units")
+    return validator is not None and name in validator.info.fields
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return repr(value)
+
+
+def _dotted(path: Path, root: str) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return root + "".join(parts)
