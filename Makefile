@@ -10,6 +10,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KILL_ARGS ?=
 SOAK_ARGS ?=
+FUZZ_ARGS ?=
 
 DEMO_OUT ?= demo-out
 DEMO_CONFIG ?= configs/nvme_cpu.json
@@ -26,7 +27,7 @@ export TRITON_INTERPRET ?= 1
 endif
 
 .PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step bench-volumes
-.PHONY: kill-test soak clean
+.PHONY: kill-test soak fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -72,6 +73,10 @@ kill-test: environment ## runs killed at random moments, and resumed
 
 soak: environment ## random operations and faults against a model, under ASan and TSan
 	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
+
+fuzz: environment ## headers, manifests and configs that somebody else may have written
+	$(BIN)/python -c 'import atheris' 2> /dev/null || $(BIN)/python -m pip install --quiet 'atheris>=3.0'
+	$(BIN)/python scripts/fuzz.py $(FUZZ_ARGS)
 
 clean: ## what was built, and what the demo left on the drive; not the environment
 	rm -rf build dist memascend/_core*.so demo-out nvme_swap
