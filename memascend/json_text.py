@@ -22,6 +22,8 @@ def parse_json(text: str | bytes) -> object:
         ValueError: It is not JSON or not UTF-8, is nested too deeply, has a number of too many
             digits, or names a key of one object twice.
     """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:

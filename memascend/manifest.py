@@ -29,6 +29,7 @@ PADDING_BYTES_MAX = 1 << 20
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 ITEMSIZES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+Text = Annotated[str, StringConstraints(max_length=PATH_BYTES_MAX)]
 Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 
 
@@ -39,7 +40,7 @@ class _Entry(BaseModel):
 class FileEntry(_Entry):
     """A file: its place in the checkpoint's folder, its bytes, their CRC-32."""
 
-    name: str
+    name: Text
     nbytes: Count
     crc32: Checksum
 
@@ -47,7 +48,7 @@ class FileEntry(_Entry):
 class SubGroupEntry(_Entry):
     """A sub-group: DeepSpeed's name of it when it was saved, and its elements on this rank."""
 
-    name: str
+    name: Text
     numel: Count
 
 
@@ -55,10 +56,10 @@ class TensorEntry(_Entry):
     """A tensor in a file of its own: master weights (no state), or a state of the optimizer."""
 
     sub_group: Count
-    state: str | None
+    state: Text | None
     dtype: Dtype
     numel: Count
-    file: str
+    file: Text
 
 
 class Manifest(_Entry):
@@ -66,11 +67,11 @@ class Manifest(_Entry):
 
     format: Literal["memascend checkpoint"] = "memascend checkpoint"
     version: Literal[1] = 1
-    memascend: str
+    memascend: Text
     rank: Count
     world: Count
     global_step: Count
-    optimizer: str
+    optimizer: Text
     optimizer_step: Count | None
     sub_groups: tuple[SubGroupEntry, ...]
     tensors: tuple[TensorEntry, ...]

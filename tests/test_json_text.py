@@ -27,12 +27,13 @@ def test_what_json_writes_is_read(value: object) -> None:
     [
         ("", "Expecting value"),
         (b"\xff\xfe\xfd", "codec"),
+        ("{}".encode("utf-16"), "codec"),
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
         ("9" * 5000, "4300 digits"),
         ('{"a": 1, "b": {"c": 1, "c": 2}}', 'the key "c" is there twice'),
     ],
-    ids=["empty", "no text", "lists", "objects", "digits", "twice"],
+    ids=["empty", "no text", "utf-16", "lists", "objects", "digits", "twice"],
 )
 def test_whatever_is_wrong_is_a_value_error(text: str | bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -166,6 +166,13 @@ def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> N
     assert len(str(caught.value)) < 1000
 
 
+def test_a_text_too_long_for_a_message_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {**content(), "optimizer": "Adam" * 1_000_000})
+    with pytest.raises(CheckpointError, match="optimizer") as caught:
+        read_manifest(tmp_path, 0)
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_manifest_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / manifest_name(0)).write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="nested too deeply"):
