@@ -11,7 +11,6 @@ namespace memascend::soak {
 namespace {
 
 constexpr std::uint64_t kKib = 1024;
-constexpr std::uint64_t kBlockBytes = 4096;
 constexpr std::size_t kKeyCount = 16;
 
 std::shared_ptr<Pool> make_pool(const std::shared_ptr<Allocator>& allocator) {
@@ -84,9 +83,10 @@ void check_contents(Scene& scene) {
 // Used bytes are those of the keys, and all that is said to be available can be had.
 void check_space(Scene& scene) {
   Store& store = *scene.store;
+  const std::uint64_t block_bytes = std::max(kPageBytes, store.alignment().offset_bytes);
   std::uint64_t used_bytes = 0;
   for (const std::string& key : store.keys()) {
-    used_bytes += align_up(store.nbytes(key), kBlockBytes);
+    used_bytes += align_up(store.nbytes(key), block_bytes);
   }
   const StoreStats stats = store.stats();
   SOAK_EXPECT(stats.in_flight_count == 0, stats.in_flight_count, " transfers are left");
@@ -94,7 +94,7 @@ void check_space(Scene& scene) {
               used_bytes);
   std::uint64_t available_bytes = 0;
   for (const VolumeStats& volume : store.volume_stats()) {
-    available_bytes += align_down(volume.available_bytes, kBlockBytes);
+    available_bytes += align_down(volume.available_bytes, block_bytes);
   }
   try {
     store.reserve("all the rest", available_bytes);
