@@ -47,7 +47,7 @@ class Target:
     check: Callable[[bytes], None]
     seeds: Callable[[], list[bytes]]
     mutate: Mutate
-    bytes_max: int = 1 << 16
+    bytes_max: int = 1 << 13
 
 
 def _as_json(*values: object) -> list[bytes]:
