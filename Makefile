@@ -9,6 +9,8 @@ SAN ?= plain
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KILL_ARGS ?=
+SOAK_ARGS ?=
+FUZZ_ARGS ?=
 
 DEMO_OUT ?= demo-out
 DEMO_CONFIG ?= configs/nvme_cpu.json
@@ -24,7 +26,8 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step bench-volumes kill-test clean
+.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step bench-volumes
+.PHONY: kill-test soak fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -67,6 +70,13 @@ bench-volumes: environment ## two drives of unlike speed, striped (root: loop de
 
 kill-test: environment ## runs killed at random moments, and resumed
 	$(BIN)/python tests/integration/kill_runs.py $(KILL_ARGS)
+
+soak: environment ## random operations and faults against a model, under ASan and TSan
+	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
+
+fuzz: environment ## headers, manifests and configs that somebody else may have written
+	$(BIN)/python -c 'import atheris' 2> /dev/null || $(BIN)/python -m pip install --quiet 'atheris>=3.0'
+	$(BIN)/python scripts/fuzz.py $(FUZZ_ARGS)
 
 clean: ## what was built, and what the demo left on the drive; not the environment
 	rm -rf build dist memascend/_core*.so demo-out nvme_swap

@@ -11,6 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from memascend.errors import ConfigError
+from memascend.json_text import show_json
+
+#: Far beyond any model; a config.json with more would only take memory and time.
+LAYER_COUNT_MAX = 10_000
+COUNT_MAX = 1 << 40
+_LAYER_KEYS = ("num_hidden_layers", "n_layer")
 
 Shape = tuple[int, ...]
 Tensors = Iterator[tuple[str, Shape]]
@@ -23,9 +29,10 @@ def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict
         ConfigError: The architecture is not known here, or a number is missing or impossible.
     """
     model_type = config.get("model_type")
-    if model_type not in _ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         raise ConfigError(
-            f"cannot derive the tensors of a config.json with model_type={model_type!r}. Known: "
+            f"cannot derive the tensors of a config.json with model_type={show_json(model_type)}. "
+            f"Known: "
             f"{', '.join(sorted(_ARCHITECTURES))}. Other ways that work for every model: a "
             ".safetensors file, index or folder, or shapes.from_module(module) in a program"
         )
@@ -47,17 +54,18 @@ class _Numbers:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        maximum = LAYER_COUNT_MAX if key in _LAYER_KEYS else COUNT_MAX
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
             raise ConfigError(
-                f"config.json: {key} must be a whole number of at least 1, got {value!r}. "
-                "Is this the config.json of the model itself?"
+                f"config.json: {key} must be a whole number of at least 1 and at most {maximum}, "
+                f"got {show_json(value)}. Is this the config.json of the model itself?"
             )
         return value
 
     def flag(self, key: str) -> bool:
         value = self._value(key, False)
         if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
+            raise ConfigError(f"config.json: {key} must be true or false, got {show_json(value)}")
         return value
 
     def _value(self, key: str, default: Any) -> Any:

@@ -6,7 +6,6 @@ foreign blocks). This is the only module that reads os.environ.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +21,9 @@ from pydantic import (
 )
 
 from memascend.config_errors import explain
-from memascend.config_volumes import VolumeConfig, accept_paths, check_together
+from memascend.config_volumes import VolumeConfig, accept_paths, check_path, check_together
 from memascend.errors import ConfigError
+from memascend.json_text import parse_json, show_json
 from memascend.limit import parse_limit
 from memascend.units import parse_nbytes
 
@@ -56,7 +56,10 @@ class BufferPoolConfig(_Section):
 
     enabled: bool = Field(True, description="off: DeepSpeed's uniform buffers")
     prefetch_bytes: int | None = Field(
-        None, ge=0, description="parameters read ahead; left out: two of the largest layer tensors"
+        None,
+        ge=0,
+        le=1 << 60,
+        description="parameters read ahead; left out: two of the largest layer tensors",
     )
 
     @field_validator("prefetch_bytes", mode="before")
@@ -136,9 +139,12 @@ class WearConfig(_Section):
     """What may be written to the drives, by all ranks of this machine together."""
 
     endurance: int | None = Field(
-        None, ge=1, description="bytes they may still be written; the report then says what is left"
+        None,
+        ge=1,
+        le=1 << 60,
+        description="bytes they may still be written; the report then says what is left",
     )
-    write_budget: int | None = Field(None, ge=1, description="bytes this run may write")
+    write_budget: int | None = Field(None, ge=1, le=1 << 60, description="bytes this run may write")
     over_budget: Literal["warn", "stop"] = Field(
         "warn", description="stop: once the next checkpoint is complete"
     )
@@ -186,6 +192,13 @@ class MemAscendConfig(_Section):
     @classmethod
     def _check_limit(cls, value: object) -> object:
         parse_limit(value, available=1)  # what it is a fraction of is not known here
+        return value
+
+    @field_validator("report")
+    @classmethod
+    def _check_report(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_path(value)
         return value
 
     @field_validator("volumes", mode="before")
@@ -262,16 +275,16 @@ def find_block(ds_config: object) -> Mapping[str, Any] | None:
         if not text:
             return None
         try:
-            block = json.loads(text)
-        except json.JSONDecodeError as error:
+            block = parse_json(text)
+        except ValueError as error:
             raise ConfigError(
-                f"{CONFIG_VARIABLE} is not JSON: {error}. Got {text!r}; write an object such as "
-                f"{CONFIG_VARIABLE}='{{}}'"
+                f"{CONFIG_VARIABLE} is not JSON: {error}. Got {text[:200]!r}; write an object "
+                f"such as {CONFIG_VARIABLE}='{{}}'"
             ) from error
     if not isinstance(block, Mapping):
         raise ConfigError(
             f'"{BLOCK_KEY}" must be a JSON object such as {{}}, got '
-            f"{type(block).__name__}: {block!r}"
+            f"{type(block).__name__}: {show_json(block)}"
         )
     return block
 

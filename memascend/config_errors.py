@@ -7,13 +7,19 @@ the user writes it, in JSON.
 from __future__ import annotations
 
 import difflib
-import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
+
+from memascend.json_text import show_json
+
+#: More is read by nobody.
+LINE_COUNT_MAX = 40
+#: Of a key, as shown and compared with known ones.
+NAME_LENGTH_MAX = 100
 
 Path = tuple[str | int, ...]
 
@@ -28,6 +34,9 @@ def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str
     """
     lines: dict[str, None] = {}  # each once: a key of several types is wrong for each of them
     for entry in error.errors():
+        if len(lines) == LINE_COUNT_MAX:
+            lines["and more of that kind"] = None
+            break
         lines[_explain_entry(dict(entry), model, root)] = None
     return "\n".join(lines)
 
@@ -45,19 +54,21 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
     dotted = _dotted(path, root)
     section = _section_at(path[:-1], model)
     name = str(path[-1]) if path else ""
+    known = sorted(section.model_fields)
     if entry["type"] == "extra_forbidden":
-        known = sorted(section.model_fields)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name[:NAME_LENGTH_MAX], known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return f"{dotted}: unknown key. Known: {', '.join(known)}.{hint}"
     if entry["type"] == "missing":
-        return f"{dotted} is missing in {_as_json(entry['input'])}. {_allowed(section, name)}."
+        return f"{dotted} is missing in {show_json(entry['input'])}. {_allowed(section, name)}."
     reason = str(entry["msg"]).removeprefix("Value error, ")
     if reason.startswith(dotted):
         return reason  # says it all already
-    text = f"{dotted}: {_as_json(entry['input'])} is not allowed"
+    text = f"{dotted}: {show_json(entry['input'])} is not allowed"
     if path and isinstance(path[-1], int):
         return f"{text}. Allowed: a path, or an object with one."
+    if name not in section.model_fields:
+        return f"{text} as a key. Known: {', '.join(known)}."
     if entry["type"] == "value_error":
         text += f" ({reason})"
     return f"{text}. {_allowed(section, name)}.{_advice(section, name)}"
@@ -114,7 +125,7 @@ def _advice(section: type[BaseModel], name: str) -> str:
         return ""
     if field.default is None or isinstance(field.default, BaseModel):
         return " Leave the key out for automatic."
-    return f" Leave the key out for {_as_json(field.default)}."
+    return f" Leave the key out for {show_json(field.default)}."
 
 
 def _plain_types(annotation: object) -> Iterator[object]:
@@ -127,7 +138,7 @@ def _plain_types(annotation: object) -> Iterator[object]:
 
 def _words(annotation: object) -> str:
     if typing.get_origin(annotation) is Literal:
-        return " or ".join(_as_json(value) for value in typing.get_args(annotation))
+        return " or ".join(show_json(value) for value in typing.get_args(annotation))
     if annotation is bool:
         return "true or false"
     if annotation is int:
@@ -146,13 +157,8 @@ def _takes_units(section: type[BaseModel], name: str) -> bool:
     return validator is not None and name in validator.info.fields
 
 
-def _as_json(value: object) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        return repr(value)
-
-
 def _dotted(path: Path, root: str) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    parts = (
+        f"[{part}]" if isinstance(part, int) else f".{part[:NAME_LENGTH_MAX]}" for part in path
+    )
     return root + "".join(parts)

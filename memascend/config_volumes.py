@@ -9,6 +9,7 @@ import os
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from memascend.json_text import show_json
 from memascend.units import parse_nbytes
 
 KEY = "memascend.volumes"
@@ -38,14 +39,27 @@ class VolumeConfig(BaseModel):
     @field_validator("path")
     @classmethod
     def _check_path(cls, value: str) -> str:
-        if "\0" in value:
-            raise ValueError("a path has no null byte")
+        check_path(value)
         return value
 
     @field_validator("capacity", mode="before")
     @classmethod
     def _accept_units(cls, value: object) -> object:
         return parse_nbytes(value) if isinstance(value, str) else value
+
+
+def check_path(value: str) -> None:
+    """Refuses what no file can be called.
+
+    Raises:
+        ValueError: It has a null byte, or half of a character.
+    """
+    if "\0" in value:
+        raise ValueError("a path has no null byte")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ValueError("a path has no half of a surrogate pair") from None
 
 
 def accept_paths(value: object) -> object:
@@ -58,8 +72,9 @@ def accept_paths(value: object) -> object:
         return value
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
-            f"{KEY}: {value!r} is not allowed. Allowed: a list of one or more directories, or of "
-            'objects such as {"path": "/mnt/nvme1", "weight": 2}. Leave the key out for nvme_path'
+            f"{KEY}: {show_json(value)} is not allowed. Allowed: a list of one or more "
+            'directories, or of objects such as {"path": "/mnt/nvme1", "weight": 2}. Leave the key '
+            "out for nvme_path"
         )
     if len(value) > VOLUME_COUNT_MAX:
         raise ValueError(
@@ -79,8 +94,8 @@ def check_together(volumes: tuple[VolumeConfig, ...], *, direct_nvme: bool) -> N
     for index, path in enumerate(paths):
         if path in paths[:index]:
             raise ValueError(
-                f"{KEY}[{index}].path: {volumes[index].path!r} is there twice. Name each drive "
-                "once; a larger weight gives it more of the bytes"
+                f"{KEY}[{index}].path: {show_json(volumes[index].path)} is there twice. Name each "
+                "drive once; a larger weight gives it more of the bytes"
             )
     unstated = [index for index, volume in enumerate(volumes) if volume.weight is None]
     if 0 < len(unstated) < len(volumes):

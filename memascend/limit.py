@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from memascend.errors import ConfigError
-from memascend.units import KIB, parse_nbytes
+from memascend.units import KIB, NBYTES_MAX, parse_nbytes
 
 KEY = "memascend.host_memory_limit"
 #: Without a stated limit, take at most this share of what is free.
@@ -51,6 +51,8 @@ def parse_limit(value: object, *, available: int) -> int | None:
         return max(1, int(value * available))
     if isinstance(value, float):
         raise _refused(value, "a fraction is at most 1, and bytes are a whole number")
+    if value >= NBYTES_MAX:
+        raise _refused(value, "it is more than there can be")
     return value
 
 
@@ -149,7 +151,7 @@ def _memberships(root: Path) -> Iterator[tuple[Path, PurePosixPath, str]]:
 
 def _refused(value: object, reason: str) -> ConfigError:
     return ConfigError(
-        f"{KEY}: {value!r} is not allowed: {reason}. Allowed: bytes as a whole number, text such "
-        'as "6GiB" or "500 MB", or a fraction of the memory there is, above 0 and up to 1. '
+        f"{KEY}: {value!r:.100} is not allowed: {reason}. Allowed: bytes as a whole number, text "
+        'such as "6GiB" or "500 MB", or a fraction of the memory there is, above 0 and up to 1. '
         "Leave it out for the default: what the plan needs, at most half of what is free"
     )

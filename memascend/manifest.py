@@ -6,24 +6,30 @@ folder, sizes are compared with the files before they are used. Standard library
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from memascend.errors import CheckpointError
+from memascend.json_text import parse_json, show_json
 
 FORMAT = "memascend checkpoint"
 VERSION = 1
 #: A larger manifest is not read: that of a model with a thousand sub-groups has a megabyte.
-MANIFEST_BYTES_MAX = 256 << 20
+MANIFEST_BYTES_MAX = 32 << 20
+#: More files or sub-groups are not looked at, for each could be an error to be told of.
+ENTRY_COUNT_MAX = 1 << 18
+#: What file systems take, and less than a whole path may have.
+NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 1024
 #: DeepSpeed rounds files up to what its I/O wants, which is less than this.
 PADDING_BYTES_MAX = 1 << 20
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 ITEMSIZES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-Count = Annotated[int, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+Text = Annotated[str, StringConstraints(max_length=PATH_BYTES_MAX)]
 Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 
 
@@ -34,7 +40,7 @@ class _Entry(BaseModel):
 class FileEntry(_Entry):
     """A file: its place in the checkpoint's folder, its bytes, their CRC-32."""
 
-    name: str
+    name: Text
     nbytes: Count
     crc32: Checksum
 
@@ -42,7 +48,7 @@ class FileEntry(_Entry):
 class SubGroupEntry(_Entry):
     """A sub-group: DeepSpeed's name of it when it was saved, and its elements on this rank."""
 
-    name: str
+    name: Text
     numel: Count
 
 
@@ -50,10 +56,10 @@ class TensorEntry(_Entry):
     """A tensor in a file of its own: master weights (no state), or a state of the optimizer."""
 
     sub_group: Count
-    state: str | None
+    state: Text | None
     dtype: Dtype
     numel: Count
-    file: str
+    file: Text
 
 
 class Manifest(_Entry):
@@ -61,11 +67,11 @@ class Manifest(_Entry):
 
     format: Literal["memascend checkpoint"] = "memascend checkpoint"
     version: Literal[1] = 1
-    memascend: str
+    memascend: Text
     rank: Count
     world: Count
     global_step: Count
-    optimizer: str
+    optimizer: Text
     optimizer_step: Count | None
     sub_groups: tuple[SubGroupEntry, ...]
     tensors: tuple[TensorEntry, ...]
@@ -101,21 +107,26 @@ def read_manifest(folder: Path, rank: int) -> Manifest | None:
     if nbytes > MANIFEST_BYTES_MAX:
         raise _damaged(path, f"it has {nbytes} bytes, expected at most {MANIFEST_BYTES_MAX}")
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise _damaged(path, f"it is not JSON ({error})") from error
     version = content.get("version") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         raise CheckpointError(
-            f"checkpoint {folder} has format version {version}, this memascend knows {VERSION}. "
-            "It was saved by a later memascend; install that one"
+            f"checkpoint {folder} has format version {show_json(version)}, this memascend knows "
+            f"{VERSION}. It was saved by a later memascend; install that one"
         )
+    for name in ("sub_groups", "tensors", "files"):
+        entries = content.get(name) if isinstance(content, dict) else None
+        if isinstance(entries, list) and len(entries) > ENTRY_COUNT_MAX:
+            raise _damaged(path, f"{name} has {len(entries)} entries, at most {ENTRY_COUNT_MAX}")
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise _damaged(path, f"{where}: {first['msg']}, found {first['input']!r:.80}") from error
+        where = show_json(".".join(map(str, first["loc"])))
+        found = show_json(first["input"])
+        raise _damaged(path, f"{where}: {first['msg']}, found {found}") from None
     _check(path, manifest, rank)
     return manifest
 
@@ -128,19 +139,25 @@ def _check(path: Path, manifest: Manifest, rank: int) -> None:
     for file in manifest.files:
         check_name(path, file.name)
         if file.name in sizes:
-            raise _damaged(path, f"{file.name!r} is named twice")
+            raise _damaged(path, f"{show_json(file.name)} is named twice")
         sizes[file.name] = file.nbytes
     seen = set()
     for tensor in manifest.tensors:
         if tensor.file not in sizes:
-            raise _damaged(path, f"{tensor.file!r} belongs to a tensor and is no file of it")
+            raise _damaged(
+                path, f"{show_json(tensor.file)} belongs to a tensor and is no file of it"
+            )
         if tensor.sub_group >= len(manifest.sub_groups):
-            raise _damaged(path, f"{tensor.file!r} is of sub-group {tensor.sub_group}: no such")
+            raise _damaged(
+                path, f"{show_json(tensor.file)} is of sub-group {tensor.sub_group}: no such"
+            )
         if (tensor.sub_group, tensor.state) in seen:
-            raise _damaged(path, f"{tensor.file!r} is the second file of one tensor")
+            raise _damaged(path, f"{show_json(tensor.file)} is the second file of one tensor")
         seen.add((tensor.sub_group, tensor.state))
         if tensor.numel != manifest.sub_groups[tensor.sub_group].numel:
-            raise _damaged(path, f"{tensor.file!r} has not as many elements as its sub-group")
+            raise _damaged(
+                path, f"{show_json(tensor.file)} has not as many elements as its sub-group"
+            )
         check_nbytes(path.parent / tensor.file, sizes[tensor.file], tensor.numel, tensor.dtype)
 
 
@@ -148,11 +165,27 @@ def check_name(path: Path, name: str) -> None:
     """Refuses a name that leads out of the checkpoint's folder.
 
     Raises:
-        CheckpointError: It is absolute, empty, or goes up.
+        CheckpointError: It is absolute, empty, too long for a file, goes up, or passes a link that
+            leads elsewhere.
     """
+    if not _is_inside(path.parent, name):
+        raise _damaged(
+            path, f"the file name {show_json(name)} leads out of the checkpoint's folder"
+        )
+
+
+def _is_inside(folder: Path, name: str) -> bool:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts:
-        raise _damaged(path, f"the file name {name!r} leads out of the checkpoint's folder")
+        return False
+    try:
+        sizes = [len(os.fsencode(part)) for part in parts]
+    except UnicodeEncodeError:  # half of a character
+        return False
+    if max(sizes) > NAME_BYTES_MAX or sum(sizes) + len(parts) > PATH_BYTES_MAX:
+        return False
+    real = os.path.realpath(folder / name)
+    return real.startswith(os.path.join(os.path.realpath(folder), ""))
 
 
 def check_nbytes(path: Path, nbytes: int, numel: int, dtype: str) -> None:

@@ -18,9 +18,12 @@ from typing import Any
 
 from memascend.architectures import tensors_of
 from memascend.errors import ConfigError
+from memascend.json_text import parse_json, show_json
+from memascend.units import NBYTES_MAX
 
 #: What the safetensors library itself accepts.
 HEADER_BYTES_MAX = 100_000_000
+DIMENSION_COUNT_MAX = 64
 #: Bytes of one element of what can be a parameter; masks and counters are not.
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
@@ -152,7 +155,8 @@ def from_config(source: Path | str | Mapping[str, Any], name: str | None = None)
     """
     if isinstance(source, Mapping):
         config: Mapping[str, Any] = source
-        default_name = str(config.get("_name_or_path") or config.get("model_type", "model"))
+        named = (config.get(key) for key in ("_name_or_path", "model_type"))
+        default_name = next((text for text in named if isinstance(text, str) and text), "model")
     else:
         path = Path(source)
         config = _read_json(path)
@@ -180,8 +184,8 @@ def from_safetensors(source: Path | str, name: str | None = None) -> ModelShapes
         missing = sorted(wanted - set(found))
         if missing:
             raise ConfigError(
-                f"{path} says that {file.name} holds {missing[0]!r}, but it does not. Likely "
-                "cause: files of different checkpoints in one folder. Download them again"
+                f"{path} says that {file.name} holds {show_json(missing[0])}, but it does not. "
+                "Likely cause: files of different checkpoints in one folder. Download them again"
             )
         kept = wanted or set(found)
         tensors += [TensorShape(key, shape) for key, shape in found.items() if key in kept]
@@ -217,12 +221,15 @@ def builtin_names() -> tuple[str, ...]:
 def _checked(name: str, tensors: list[TensorShape], tied: dict[str, str]) -> ModelShapes:
     if not any(tensor.numel for tensor in tensors):
         raise ConfigError(f"{name} has no parameters, so there is nothing to plan")
-    return ModelShapes(name, tuple(tensors), tied)
+    model = ModelShapes(name, tuple(tensors), tied)
+    if model.numel >= NBYTES_MAX:
+        raise ConfigError(f"{name} has {model.numel} parameters, more than there can be")
+    return model
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -250,7 +257,9 @@ def _safetensors_files(path: Path) -> list[tuple[Path, set[str]]]:
     names_of: dict[str, set[str]] = {}
     for key, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise ConfigError(f"{path}: {key!r} must name a file beside it, got {file_name!r}")
+            raise ConfigError(
+                f"{path}: {show_json(key)} must name a file beside it, got {show_json(file_name)}"
+            )
         names_of.setdefault(file_name, set()).add(key)
     return [(path.parent / file_name, names) for file_name, names in sorted(names_of.items())]
 
@@ -268,7 +277,7 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
                     f"{header_bytes} bytes in a file of {file_bytes}. Likely cause: a Git LFS "
                     "pointer or a download that broke off"
                 )
-            header = json.loads(file.read(header_bytes).decode("utf-8"))
+            header = parse_json(file.read(header_bytes))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -303,20 +312,28 @@ def _entry_shape(path: Path, key: str, entry: Any, room_bytes: int) -> tuple[int
             itemsize is None or end - begin == itemsize * math.prod(entry["shape"])
         )
     if not is_sound:
-        raise ConfigError(f"{path}: the header entry of {key!r} is damaged: {entry!r}")
+        raise ConfigError(
+            f"{path}: the header entry of {show_json(key)} is damaged: {show_json(entry)}"
+        )
     if entry["data_offsets"][1] > room_bytes:
         raise ConfigError(
-            f"{path}: {key!r} ends at byte {entry['data_offsets'][1]} of {room_bytes}. Likely "
-            "cause: a download that broke off"
+            f"{path}: {show_json(key)} ends at byte {entry['data_offsets'][1]} of {room_bytes}. "
+            "Likely cause: a download that broke off"
         )
     return tuple(entry["shape"])
 
 
 def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    """Few and of a size that can be multiplied: the header may be anybody's."""
+    if not isinstance(value, list) or len(value) > DIMENSION_COUNT_MAX:
+        return False
+    return all(type(n) is int and 0 <= n < NBYTES_MAX for n in value)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts "layers.2" before "layers.10"."""
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    key = []
+    for index, part in enumerate(re.split(r"(\d+)", name)):
+        digits = part.lstrip("0")  # compared as text: there may be any number of them
+        key.append((len(digits), digits) if index % 2 else (-1, part))
+    return key

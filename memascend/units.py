@@ -10,6 +10,8 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
+#: Beyond what a file or a memory can have.
+NBYTES_MAX = 1 << 63
 
 _FACTORS = {
     "": 1,
@@ -27,7 +29,7 @@ _FACTORS = {
     "TIB": TIB,
     "TB": 1000**4,
 }
-_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_nbytes(value: int | str) -> int:
@@ -42,14 +44,17 @@ def parse_nbytes(value: int | str) -> int:
         if value < 0:
             raise ConfigError(f"a byte count cannot be negative: {value}")
         return value
-    match = _PATTERN.match(value)
+    match = _PATTERN.fullmatch(value.strip())
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
         raise ConfigError(
-            f"not a byte count: {value!r}. Write a number of bytes, or a number with one of "
+            f"not a byte count: {value[:40]!r}. Write a number of bytes, or a number with one of "
             "KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)"
         )
-    return int(float(match.group(1)) * factor)
+    nbytes = float(match.group(1)) * factor
+    if nbytes >= NBYTES_MAX:
+        raise ConfigError(f"not a byte count: {value[:40]!r} is more than there can be")
+    return int(nbytes)
 
 
 def format_nbytes(nbytes: int | float) -> str:

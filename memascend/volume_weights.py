@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import math
 import os
 import platform
 import stat
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memascend import _core
+from memascend.json_text import parse_json
 from memascend.units import MIB
 from memascend.volume_speed import Bench, Load
 
@@ -144,20 +144,26 @@ def _checked(value: object, count: int) -> list[float] | None:
         return None
     if any(isinstance(item, bool) or not isinstance(item, int | float) for item in value):
         return None
-    weights = [float(item) for item in value]
-    usable = all(math.isfinite(weight) and 0 < weight <= 1000 for weight in weights)
-    return weights if usable else None
+    if not all(0 < item <= 1000 for item in value):  # NaN is not, either
+        return None
+    return [float(item) for item in value]
 
 
 def _read(path: Path) -> dict[str, object]:
-    """What is in the file; nothing for one that is missing, too large or damaged."""
+    """What is in the file and could be weights; nothing for one that is missing or damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            found = json.loads(file.read(_FILE_BYTES_MAX))
-    except (OSError, ValueError, RecursionError):
+            found = parse_json(file.read(_FILE_BYTES_MAX))
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, list) and _checked(value, len(value)) is not None
+    }
 
 
 def _write(path: Path, entries: dict[str, object]) -> None:

@@ -2,7 +2,7 @@
 """Builds and runs the C++ tests: plain programs that exit 0 (pass), 1 (fail) or 77 (skipped).
 
 The first line of each tests/cpp/**/*_test.cpp names the sources it links: `// sources: csrc/a.cpp`,
-patterns such as csrc/nvme/*.cpp included.
+patterns such as csrc/nvme/*.cpp included, which leave out tests.
 Objects are shared between tests and built again only when something they include has changed.
 """
 
@@ -53,13 +53,8 @@ def main() -> int:
     if not tests:
         print("no such C++ tests")
         return 1
-    build = Path("build/cpp", args.san)
-    compiler = os.environ.get("CXX", "g++")
-    flags = [*FLAGS, *SANITIZERS[args.san]]
-    build.mkdir(parents=True, exist_ok=True)
-    _discard_when_changed(build, [compiler, *flags])
     try:
-        programs = build_tests(tests, build, compiler, flags, args.jobs)
+        programs = build_tests(tests, args.san, args.jobs)
     except subprocess.CalledProcessError as error:
         print(f"cannot build: {' '.join(error.cmd)}")
         return 1
@@ -72,10 +67,13 @@ def main() -> int:
     return 1 if counts["fail"] else 0
 
 
-def build_tests(
-    tests: Sequence[Path], build: Path, compiler: str, flags: Sequence[str], jobs: int
-) -> dict[Path, Path]:
+def build_tests(tests: Sequence[Path], sanitizer: str, jobs: int) -> dict[Path, Path]:
     """Compiles every source once and links one program per test."""
+    build = Path("build/cpp", sanitizer)
+    compiler = os.environ.get("CXX", "g++")
+    flags = [*FLAGS, *SANITIZERS[sanitizer]]
+    build.mkdir(parents=True, exist_ok=True)
+    _discard_when_changed(build, [compiler, *flags])
     parts = {test: [test, *named_sources(test)] for test in tests}
     objects = {source: build / f"{source}.o" for sources in parts.values() for source in sources}
     stale = [source for source, target in objects.items() if is_stale(target)]
@@ -104,10 +102,7 @@ def build_tests(
 
 def run_test(test: Path, program: Path, sanitizer: str) -> str:
     """Runs one program, shows what it printed unless it passed, and gives ok, fail or skip."""
-    command = [str(program)]
-    if sanitizer == "thread" and shutil.which("setarch"):
-        # The thread sanitizer's shadow memory collides with addresses randomized in 32 bits.
-        command = ["setarch", platform.machine(), "-R", *command]
+    command = command_of(program, sanitizer)
     started_s = time.monotonic()
     try:
         done = subprocess.run(
@@ -125,6 +120,14 @@ def run_test(test: Path, program: Path, sanitizer: str) -> str:
     return state
 
 
+def command_of(program: Path, sanitizer: str) -> list[str]:
+    """How a program is started."""
+    if sanitizer == "thread" and shutil.which("setarch"):
+        # The thread sanitizer's shadow memory collides with addresses randomized in 32 bits.
+        return ["setarch", platform.machine(), "-R", str(program)]
+    return [str(program)]
+
+
 def named_sources(test: Path) -> list[Path]:
     """Reads the sources a test links from its first line."""
     with test.open(encoding="utf-8") as file:
@@ -133,7 +136,7 @@ def named_sources(test: Path) -> list[Path]:
         raise SystemExit(f"{test}: the first line has to be '{HEADER} csrc/...', got {first!r}")
     sources: dict[Path, None] = {}
     for pattern in first.removeprefix(HEADER).split():
-        found = sorted(Path().glob(pattern))
+        found = [path for path in sorted(Path().glob(pattern)) if not path.match("*_test.cpp")]
         if not found:
             raise SystemExit(f"{test}: no such source: {pattern}")
         sources.update(dict.fromkeys(found))

@@ -70,7 +70,7 @@ def test_a_model_may_be_a_config_a_folder_or_safetensors(
     assert as_json(capsys, str(folder))["parameters"] == 8
     weights.unlink()
     assert main(["plan", str(folder)]) == 1
-    assert "'mamba'" in capsys.readouterr().err
+    assert '"mamba"' in capsys.readouterr().err
 
 
 def test_a_configuration_decides_what_is_planned(

@@ -187,3 +187,56 @@ def test_the_launcher_says_which_rank_of_the_machine_this_is(
     assert config.local_rank() == 3
     monkeypatch.setenv("LOCAL_RANK", "-1")
     assert config.local_rank() == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("host_memory_limit", "9" * 400 + "TiB"),
+        ("host_memory_limit", 1 << 63),
+        ("host_memory_limit", "1" + " " * 50_000 + "!"),
+        ("report", "a\0b"),
+        ("report", "\ud800"),
+        ("wear", {"endurance": "9" * 5000}),
+        ("wear", {"write_budget": 10**400}),
+    ],
+    ids=["beyond floats", "beyond files", "blanks", "null byte", "no text", "digits", "number"],
+)
+def test_no_value_is_beyond_a_config_error(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"memascend.{key}") as caught:
+        config.parse_block({key: value})
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_value_nested_too_deeply_to_be_shown_is_refused() -> None:
+    value: object = 1
+    for _ in range(900):
+        value = {"a": value}
+    for block in ({"volumes": value}, {"allocator": [value]}, {"streaming": {"optimizer": value}}):
+        with pytest.raises(ConfigError):
+            config.parse_block(block)
+
+
+@pytest.mark.parametrize("block", [{"\ud800": 1}, {"report": [], "\udcff": 1}])
+def test_a_key_that_is_no_text_is_refused(block: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"is not allowed as a key\. Known: allocator"):
+        config.parse_block(block)
+
+
+def test_of_many_unknown_keys_some_are_named() -> None:
+    with pytest.raises(ConfigError, match="and more of that kind") as caught:
+        config.parse_block({f"{index}" * 500: 1 for index in range(2000)})
+    assert len(str(caught.value)) < 20_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "9" * 5000, '{"report": "a", "report": "b"}'],
+    ids=["deep", "long", "twice"],
+)
+def test_a_block_in_the_environment_that_cannot_be_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("MEMASCEND_CONFIG", text)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        config.active_config({})

@@ -14,16 +14,9 @@ PACKAGE = ROOT / "memascend"
 FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
 
 FLOORS = (
-    {"_core", "errors", "units", "version", "autoload"},
-    {
-        "limit",
-        "smart",
-        "wear",
-        "config_errors",
-        "config_volumes",
-        "volume_header",
-        "volume_signatures",
-    },
+    {"_core", "errors", "json_text", "units", "version", "autoload"},
+    {"limit", "smart", "wear", "verify", "config_errors", "config_volumes"},
+    {"volume_header", "volume_signatures"},
     {"volume_device"},
     {"config", "tensors", "architectures", "footprint", "manifest", "saving_folder"},
     {"shapes", "plan_request"},

@@ -10,6 +10,7 @@ import pytest
 
 from memascend.errors import CheckpointError
 from memascend.manifest import (
+    ENTRY_COUNT_MAX,
     PADDING_BYTES_MAX,
     VERSION,
     FileEntry,
@@ -133,3 +134,61 @@ def test_a_damaged_file_is_named_with_what_is_expected_and_found(tmp_path: Path)
         assert "expected 4 bytes with crc32 00000001" in text
         assert f"found {nbytes} bytes with crc32 {crc32:08x}" in text
         assert "Copy it again" in text
+
+
+def test_a_name_that_passes_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "tag"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "out").symlink_to(tmp_path)
+    (folder / "in").symlink_to("inside")
+    (folder / "loop").symlink_to("loop")
+    for name, is_refused in (("out/secret", True), ("out", True), ("in/file", False)):
+        changed = content()
+        changed["tensors"] = []
+        changed["files"] = [{"name": name, "nbytes": 1, "crc32": "00c0ffee"}]
+        write(folder, changed)
+        if is_refused:
+            with pytest.raises(CheckpointError, match=f'"{name}" leads out of the'):
+                read_manifest(folder, 0)
+        else:
+            assert read_manifest(folder, 0) is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 300, "a/" * 600 + "b", "\ud800"], ids=["part", "whole", "no text"]
+)
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    changed = content()
+    changed["files"][0]["name"] = changed["tensors"][0]["file"] = name
+    write(tmp_path, changed)
+    with pytest.raises(CheckpointError, match="cannot be used") as caught:
+        read_manifest(tmp_path, 0)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_text_too_long_for_a_message_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {**content(), "optimizer": "Adam" * 1_000_000})
+    with pytest.raises(CheckpointError, match="optimizer") as caught:
+        read_manifest(tmp_path, 0)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_manifest_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / manifest_name(0)).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        read_manifest(tmp_path, 0)
+
+
+def test_wrong_entries_by_the_million_are_not_told_of_one_by_one(tmp_path: Path) -> None:
+    write(tmp_path, {**content(), "files": [0] * (ENTRY_COUNT_MAX + 1)})
+    with pytest.raises(CheckpointError, match=r"files has .* entries"):
+        read_manifest(tmp_path, 0)
+
+
+def test_a_size_beyond_any_file_is_refused(tmp_path: Path) -> None:
+    changed = content()
+    changed["sub_groups"][0]["numel"] = changed["tensors"][0]["numel"] = 1 << 62
+    changed["files"][0]["nbytes"] = 1 << 64
+    write(tmp_path, changed)
+    with pytest.raises(CheckpointError, match="nbytes"):
+        read_manifest(tmp_path, 0)

@@ -81,7 +81,7 @@ def test_a_config_that_transformers_saved_reads_the_same(tmp_path: Path) -> None
 
 
 def test_an_unknown_architecture_names_the_known_ones_and_the_other_ways() -> None:
-    with pytest.raises(ConfigError, match=r"'bert'.*gpt2, llama.*safetensors.*from_module"):
+    with pytest.raises(ConfigError, match=r'"bert".*gpt2, llama.*safetensors.*from_module'):
         from_config({"model_type": "bert"})
 
 
@@ -195,7 +195,7 @@ def test_an_index_that_disagrees_with_its_files_is_an_error(tmp_path: Path) -> N
     write(tmp_path / "1.safetensors", {"a": entry([2])})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"b": "1.safetensors"}}))
-    with pytest.raises(ConfigError, match="'b'"):
+    with pytest.raises(ConfigError, match='"b"'):
         from_safetensors(index)
 
 
@@ -231,7 +231,7 @@ def test_what_is_not_safetensors_is_an_error(tmp_path: Path, content: bytes, mes
 )
 def test_a_damaged_entry_is_an_error_that_names_it(tmp_path: Path, damaged: object) -> None:
     path = write(tmp_path / "m.safetensors", {"weight": damaged})
-    with pytest.raises(ConfigError, match="'weight' is damaged"):
+    with pytest.raises(ConfigError, match='"weight" is damaged'):
         from_safetensors(path)
 
 
@@ -271,3 +271,48 @@ def test_every_built_in_model_names_its_source() -> None:
 def test_a_misspelt_model_gets_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean 'Llama-3\.1-8B'"):
         builtin("llama3.1-8b")
+
+
+@pytest.mark.parametrize("model_type", [["llama"], {}, None, 7])
+def test_a_model_type_that_is_no_name_is_an_error(model_type: object) -> None:
+    with pytest.raises(ConfigError, match="cannot derive the tensors"):
+        from_config({"model_type": model_type})
+
+
+def test_more_layers_than_any_model_has_take_no_memory() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 10**12, "vocab_size": 100}
+    with pytest.raises(ConfigError, match="n_layer must be"):
+        from_config(config)
+
+
+def test_more_parameters_than_there_can_be_are_an_error() -> None:
+    config = {"model_type": "gpt2", "n_embd": 1 << 38, "n_layer": 1, "vocab_size": 1 << 40}
+    with pytest.raises(ConfigError, match="more than there can be"):
+        from_config(config)
+
+
+@pytest.mark.parametrize("name", ["layers.\u00b2", "layers." + "7" * 5000])
+def test_names_are_put_in_order_whatever_their_numbers(tmp_path: Path, name: str) -> None:
+    header = {
+        key: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+        for key in (name, "layers.10", "layers.2")
+    }
+    path = write(tmp_path / "m.safetensors", header, 4)
+    names = [tensor.name for tensor in from_safetensors(path).tensors]
+    assert names.index("layers.2") < names.index("layers.10")
+
+
+@pytest.mark.parametrize("shape", [[1] * 65, [1 << 63], [10**4000] * 60])
+def test_a_shape_beyond_reason_is_damaged(tmp_path: Path, shape: list[int]) -> None:
+    header = {"weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}
+    path = write(tmp_path / "m.safetensors", header, 4)
+    with pytest.raises(ConfigError, match='"weight" is damaged') as caught:
+        from_safetensors(path)
+    assert len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map": {"a": 1, "a": 2}}'])
+def test_json_that_cannot_be_read_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        from_config(tmp_path / "config.json")

@@ -100,7 +100,9 @@ def test_another_load_is_measured_anew(tmp_path, volumes, bench):
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "[" * 5000, '{"KEY": [1]}', '{"KEY": [1, "2"]}', '{"KEY": [1, 0]}',
-     '{"KEY": [1, NaN]}', '{"KEY": [true, 2]}', '{"KEY": [1, 1e999]}', '{"KEY": null}'],
+     '{"KEY": [1, NaN]}', '{"KEY": [1, 1' + "0" * 400 + "]}", '{"KEY": [1, 2], "KEY": [3, 4]}',
+     '{"KEY": [1], "other": ' + "[" * 900 + "]" * 900 + "}",
+     '{"KEY": [true, 2]}', '{"KEY": [1, 1e999]}', '{"KEY": null}'],
 )  # fmt: skip
 def test_a_damaged_cache_is_measured_over(tmp_path, volumes, bench, content):
     measured_weights(volumes, load=LOAD, cache=tmp_path)

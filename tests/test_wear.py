@@ -90,7 +90,7 @@ def test_sizes_are_read_with_their_units() -> None:
         ({"endurence": 5}, ["memascend.wear.endurence", "'endurance'"]),
         ({"endurance": "many"}, ["memascend.wear.endurance", "'many'"]),
         ({"write_budget": 0}, ["memascend.wear.write_budget", "at least 1"]),
-        ({"over_budget": "halt"}, ["memascend.wear.over_budget", "'halt'", "stop"]),
+        ({"over_budget": "halt"}, ["memascend.wear.over_budget", '"halt"', "stop"]),
     ],
 )
 def test_mistakes_are_named(block: dict[str, Any], words: list[str]) -> None:

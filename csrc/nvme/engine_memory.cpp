@@ -34,14 +34,16 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions, std::size_t co
   std::size_t count = 0;
   while (count < completions.size()) {
     const std::vector<std::size_t> candidates = ready();
-    if (candidates.empty() || happens(faults_->delay)) {
+    if (candidates.empty() || happens(faults_->delay, &faults_->counts.delay)) {
       // Polled: whoever clears the paused flag tells nobody. A test's engine may be this lazy.
       const bool over = std::chrono::steady_clock::now() >= deadline;
       if (count >= count_min || over || wait(std::chrono::milliseconds(1))) break;
       continue;
     }
     std::size_t index = candidates.front();
-    if (happens(faults_->reorder)) index = candidates[random_() % candidates.size()];
+    if (happens(faults_->reorder, &faults_->counts.reorder)) {
+      index = candidates[random_() % candidates.size()];
+    }
     const Request request = in_flight_[index];
     in_flight_.erase(in_flight_.begin() + static_cast<std::ptrdiff_t>(index));
     completions[count++] = {request.tag, run(request)};
@@ -73,8 +75,11 @@ void MemoryEngine::wake() noexcept {
   wake_.notify_one();
 }
 
-bool MemoryEngine::happens(double probability) {
-  return probability > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < probability;
+bool MemoryEngine::happens(double probability, std::atomic<std::uint64_t>* count) {
+  if (probability <= 0) return false;
+  if (std::uniform_real_distribution<double>(0, 1)(random_) >= probability) return false;
+  if (count != nullptr) ++*count;
+  return true;
 }
 
 std::int64_t MemoryEngine::run(const Request& request) {
@@ -82,11 +87,12 @@ std::int64_t MemoryEngine::run(const Request& request) {
   if (!is_aligned(request.offset | request.nbytes, file.alignment.offset_bytes)) return -EINVAL;
   if (!is_aligned(request.data, file.alignment.memory_bytes)) return -EINVAL;
   const bool writes = request.operation == Operation::kWrite;
-  if (happens(faults_->again)) return happens(0.5) ? -EAGAIN : -EINTR;
-  if (happens(faults_->eio)) return -EIO;
-  if (writes && happens(faults_->enospc)) return -ENOSPC;
+  MemoryFaultCounts& counts = faults_->counts;
+  if (happens(faults_->again, &counts.again)) return happens(0.5) ? -EAGAIN : -EINTR;
+  if (happens(faults_->eio, &counts.eio)) return -EIO;
+  if (writes && happens(faults_->enospc, &counts.enospc)) return -ENOSPC;
   std::uint64_t nbytes = request.nbytes;
-  if (happens(faults_->short_transfer)) nbytes = 1 + random_() % nbytes;
+  if (happens(faults_->short_transfer, &counts.short_transfer)) nbytes = 1 + random_() % nbytes;
   const auto offset = static_cast<off_t>(request.offset);
   const ssize_t moved = writes ? ::pwrite(file.descriptor, request.data, nbytes, offset)
                                : ::pread(file.descriptor, request.data, nbytes, offset);

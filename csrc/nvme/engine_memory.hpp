@@ -15,6 +15,16 @@
 
 namespace memascend {
 
+/// How often something went wrong, for whoever reports it.
+struct MemoryFaultCounts {
+  std::atomic<std::uint64_t> short_transfer = 0;
+  std::atomic<std::uint64_t> eio = 0;
+  std::atomic<std::uint64_t> enospc = 0;
+  std::atomic<std::uint64_t> again = 0;
+  std::atomic<std::uint64_t> reorder = 0;
+  std::atomic<std::uint64_t> delay = 0;
+};
+
 /// What goes wrong, each with a probability from 0 to 1 per request. What is paused may be changed
 /// by any thread while the engine runs; the rest is fixed.
 struct MemoryFaults {
@@ -28,6 +38,7 @@ struct MemoryFaults {
   std::uint64_t capacity_bytes = std::uint64_t{1} << 30;  // per volume
   std::atomic<bool> paused = false;                       // while true, nothing completes
   std::atomic<int> paused_volume = -1;                    // nothing of this volume completes
+  MemoryFaultCounts counts;                               // the engine's to raise
 };
 
 class MemoryEngine final : public Engine {
@@ -52,7 +63,7 @@ class MemoryEngine final : public Engine {
     Alignment alignment;
   };
 
-  bool happens(double probability);
+  bool happens(double probability, std::atomic<std::uint64_t>* count = nullptr);
   std::vector<std::size_t> ready() const;
   std::int64_t run(const Request& request);
   bool wait(std::chrono::milliseconds timeout);

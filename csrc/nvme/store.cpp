@@ -123,6 +123,8 @@ void Store::reserve_locked(Section& section, const std::string& key, std::uint64
   const auto present = entries_.find(key);
   if (present != entries_.end() && present->second->nbytes == nbytes) return;
   Entry* old = wait_until_quiet(section, key);
+  // Another thread may have made it meanwhile, and written to it.
+  if (old != nullptr && old->nbytes == nbytes) return;
   // The new room is found before the old is given back, so that a full volume changes nothing.
   auto entry = std::make_unique<Entry>();
   entry->key = key;

@@ -6,7 +6,6 @@ Wires warm-up, runs and report together; each of these lives in a file of its ow
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +19,7 @@ from memascend.cli.activity import Activity
 from memascend.cli.compare_report import Report
 from memascend.cli.compare_run import Column, Run, columns_by_name, run_column
 from memascend.cli.compare_warm_up import WarmUp, warm_up
+from memascend.json_text import parse_json
 from memascend.units import format_nbytes
 
 EPILOG = """\
@@ -142,7 +142,7 @@ def _split_option(word: str) -> list[str]:
 
 def _deepspeed_config(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and "zero_optimization" in content else None

@@ -22,6 +22,7 @@ from rich.table import Table
 from memascend.config import MemAscendConfig, find_block, is_disabled, parse_block
 from memascend.errors import ConfigError
 from memascend.footprint import Footprint
+from memascend.json_text import parse_json
 from memascend.limit import memory_total, parse_limit
 from memascend.plan import Plan, PlanRequest, derive
 from memascend.plan_request import check_limit_can_be_kept, sections_off
@@ -204,7 +205,7 @@ def _limit(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
     except ValueError as error:

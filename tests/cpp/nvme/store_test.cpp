@@ -120,6 +120,35 @@ void a_dropped_store_ends_its_transfers_first() {
   MA_INVARIANT(alive.expired());
 }
 
+// Of two calls that wait for a key to be resized, the second finds the size it wants: what the
+// first has written meanwhile stays.
+void a_reservation_keeps_what_came_before_it() {
+  for (std::uint64_t turn = 0; turn < 20; ++turn) {
+    StoreOptions options;
+    options.volumes = {{"."}};
+    options.engine = "memory";
+    options.engine_options.faults = std::make_shared<MemoryFaults>();
+    MemoryFaults& faults = *options.engine_options.faults;
+    options.transfer.bounce = bounce;
+    const auto store = Store::open(std::move(options));
+    std::vector<std::byte> old(1000);
+    std::vector<std::byte> content(2000, std::byte{7});
+    faults.paused = true;
+    store->write("k", old.size(), {old.data(), 0, nullptr});
+    std::thread writer(
+        [&] { store->wait(*store->write("k", content.size(), {content.data(), 0, nullptr})); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    std::thread reserver([&] { store->reserve("k", content.size()); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    faults.paused = false;
+    writer.join();
+    reserver.join();
+    std::vector<std::byte> target(content.size());
+    store->wait(*store->read("k", target.size(), {target.data(), 0, nullptr}));
+    MA_INVARIANT(target == content);
+  }
+}
+
 }  // namespace
 }  // namespace memascend
 
@@ -137,5 +166,6 @@ int main() {
     std::printf("without uring: %s\n", error.what());
   }
   a_dropped_store_ends_its_transfers_first();
+  a_reservation_keeps_what_came_before_it();
   return 0;
 }

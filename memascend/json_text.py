@@ -1,0 +1,73 @@
+"""JSON from elsewhere: read so that nothing but a ValueError comes of it, and shown in messages.
+
+Whoever wrote it may mean harm, or have made a mistake: nesting ends the interpreter's recursion,
+numbers are too long to be converted, a value is too long to be printed. Pure; imports nothing of
+ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+_SHOWN_DEPTH_MAX = 4
+_SHOWN_COUNT_MAX = 8  # of the elements of a list or an object
+_SHOWN_LETTERS_MAX = 200  # of a string or a number
+
+
+def parse_json(text: str | bytes) -> object:
+    """Reads a document.
+
+    Raises:
+        ValueError: It is not JSON or not UTF-8, is nested too deeply, has a number of too many
+            digits, or names a key of one object twice.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def show_json(value: object) -> str:
+    """The value as JSON where it is of JSON's types, in a length fit for a message."""
+    return _show(value, _SHOWN_DEPTH_MAX)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {show_json(twice)} is there twice")
+    return made
+
+
+def _show(value: object, depth: int) -> str:
+    if isinstance(value, str):
+        rest = "..." if len(value) > _SHOWN_LETTERS_MAX else ""
+        return json.dumps(value[:_SHOWN_LETTERS_MAX] + rest)
+    if isinstance(value, Mapping | list | tuple):
+        return _show_many(value, depth - 1)
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = f"a {type(value).__name__}" if isinstance(value, int) else repr(value)
+    return text if len(text) <= _SHOWN_LETTERS_MAX else f"{text[:_SHOWN_LETTERS_MAX]}..."
+
+
+def _show_many(
+    value: Mapping[object, object] | list[object] | tuple[object, ...], depth: int
+) -> str:
+    opening, closing = "{}" if isinstance(value, Mapping) else "[]"
+    if depth < 0 and value:
+        return f"{opening}...{closing}"
+    parts = []
+    for index, item in enumerate(value):
+        if index == _SHOWN_COUNT_MAX:
+            parts.append("...")
+            break
+        part = _show(item, depth)
+        parts.append(f"{part}: {_show(value[item], depth)}" if isinstance(value, Mapping) else part)
+    return f"{opening}{', '.join(parts)}{closing}"
