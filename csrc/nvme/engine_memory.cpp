@@ -87,10 +87,16 @@ std::int64_t MemoryEngine::run(const Request& request) {
   if (writes && happens(faults_->enospc)) return -ENOSPC;
   std::uint64_t nbytes = request.nbytes;
   if (happens(faults_->short_transfer)) nbytes = 1 + random_() % nbytes;
+  if (writes && happens(faults_->lost)) return static_cast<std::int64_t>(nbytes);
   const auto offset = static_cast<off_t>(request.offset);
   const ssize_t moved = writes ? ::pwrite(file.descriptor, request.data, nbytes, offset)
                                : ::pread(file.descriptor, request.data, nbytes, offset);
-  return moved < 0 ? -errno : moved;
+  if (moved < 0) return -errno;
+  if (!writes && moved > 0 && happens(faults_->flip)) {
+    const std::uint64_t bit = random_() % (static_cast<std::uint64_t>(moved) * 8);
+    request.data[bit / 8] ^= std::byte{1} << (bit % 8);
+  }
+  return moved;
 }
 
 }  // namespace memascend

@@ -24,6 +24,8 @@ struct MemoryFaults {
   double enospc = 0;   // writes only
   double again = 0;    // EAGAIN or EINTR, nothing moved
   double reorder = 0;  // the next completion is any of those in flight, not the oldest
+  double flip = 0;     // a bit of what is read is wrong on its way; on the volume it is right
+  double lost = 0;     // a write is reported done, and nothing of it is on the volume
   double delay = 0;    // this reap() gives nothing though something is in flight
   std::uint64_t capacity_bytes = std::uint64_t{1} << 30;  // per volume
   std::atomic<bool> paused = false;                       // while true, nothing completes
