@@ -15,10 +15,11 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
 
 FLOORS = (
     {"_core", "errors", "units", "version", "autoload"},
-    {"limit", "wear", "config_volumes", "volume_header", "volume_signatures"},
+    {"limit", "wear", "config_volumes", "verify", "volume_header", "volume_signatures"},
     {"volume_device"},
     {"config", "tensors", "architectures", "footprint", "manifest", "saving_folder"},
     {"shapes", "plan_request"},
+    {"plan_verify"},
     {"plan_knobs"},
     {"plan", "plan_stock"},
     {"ledger"},

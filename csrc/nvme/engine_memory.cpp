@@ -92,7 +92,10 @@ std::int64_t MemoryEngine::run(const Request& request) {
   const ssize_t moved = writes ? ::pwrite(file.descriptor, request.data, nbytes, offset)
                                : ::pread(file.descriptor, request.data, nbytes, offset);
   if (moved < 0) return -errno;
-  if (!writes && moved > 0 && happens(faults_->flip)) {
+  if (writes || moved == 0) return moved;
+  const std::pair place{request.volume_index, request.offset};
+  if (flipped_.erase(place) == 0 && happens(faults_->flip)) {
+    flipped_.insert(place);
     const std::uint64_t bit = random_() % (static_cast<std::uint64_t>(moved) * 8);
     request.data[bit / 8] ^= std::byte{1} << (bit % 8);
   }

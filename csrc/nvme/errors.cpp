@@ -16,7 +16,7 @@ std::string describe_corruption(Operation operation, const ErrorPlace& place,
        << place.corruption->expected;
   return join("corrupted data in \"", place.key, "\" in ", place.volume, ": the ", place.nbytes,
               " bytes at offset ", place.offset, " are not those that were written (", sums.str(),
-              ", in two reads", operation == Operation::kWrite ? " for a write" : "",
+              ", in two reads", operation == Operation::kWrite ? " that belong to a write" : "",
               "); nothing was made of them\nlikely cause: the drive, its cable or controller, or "
               "faulty host memory; or another program wrote to the volume\nfix: look at the drive "
               "(smartctl -a, dmesg) and test the memory; ",

@@ -255,7 +255,7 @@ void a_lost_write_fails_where_it_is_read_back() {
 // A bit that flips on its way to us is right when it is read again.
 void a_bit_that_flips_on_its_way_is_read_again() {
   auto faults = std::make_shared<MemoryFaults>();
-  faults->flip = 0.02;
+  faults->flip = 0.1;
   faults->seed = 5;
   const auto data = std::make_unique<Buffer>();
   const auto target = std::make_unique<Buffer>();
