@@ -6,7 +6,8 @@ import ctypes
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -322,3 +323,23 @@ def test_the_error_names_the_last_checkpoint_or_says_that_there_is_none(tmp_path
     assert "resume from the last complete checkpoint, /runs/one/global_step7" in found
     assert "engine.load_checkpoint('/runs/one', tag='global_step7')" in found
     runtime.close()
+
+
+def test_a_checkpoint_that_was_saved_or_loaded_is_noted() -> None:
+    from memascend.deepspeed import activation, checkpoint
+
+    noted: list[str] = []
+    attachment = object.__new__(activation.Attachment)
+    attachment.runtime = cast(Runtime, SimpleNamespace(note_checkpoint=noted.append))
+    engine = SimpleNamespace(optimizer=SimpleNamespace(attachment=attachment), global_steps=7)
+    is_saved, found = True, "/runs/two/best/model_states.pt"
+    save = checkpoint.wrap_save_checkpoint(lambda *_, **__: is_saved)
+    load = checkpoint.wrap_load_checkpoint(lambda *_, **__: (found, {}))
+    save(engine, "/runs/one")
+    save(engine, "/runs/one", tag="mine")
+    load(engine, "/runs/two")
+    assert noted == ["/runs/one/global_step7", "/runs/one/mine", "/runs/two/best"]
+    is_saved, found = False, None
+    save(engine, "/runs/one")
+    load(engine, "/runs/two")
+    assert len(noted) == 3
