@@ -84,7 +84,14 @@ def _measure_checksum(
     samples = harness.interleave(contenders, rounds=rounds)
     gigabytes = max(1, total_bytes // nbytes) * nbytes / 1e9
     for name, taken in samples.items():
-        yield name, {"gb_per_s": harness.spread([gigabytes / sample.wall_s for sample in taken])}
+        cpu_ms = [sample.cpu_s * 1e3 / gigabytes for sample in taken]
+        yield (
+            name,
+            {
+                "gb_per_s": harness.spread([gigabytes / sample.wall_s for sample in taken]),
+                "cpu_ms_per_gb": harness.spread(cpu_ms),
+            },
+        )
 
 
 def _measure_stores(

@@ -17,6 +17,9 @@ constexpr unsigned kRetryCountMax = 64;
 // With many requests in flight the thread wakes for an eighth of them at a time: fewer turns, and
 // the devices' queues stay nearly full.
 constexpr std::size_t kReapFraction = 8;
+// Reads after a write that a lane's bounce buffers allow at once: small ones keep a drive busy,
+// too.
+constexpr std::uint64_t kReadBackCount = 16;
 // The device's silence is looked at a moment after it has become too long.
 constexpr std::chrono::milliseconds kTick{1};
 
@@ -44,8 +47,12 @@ TransferQueue::TransferQueue(std::unique_ptr<Engine> engine, std::span<const Vol
             engine_->queue_depth());
   lane_depth_ = engine_->queue_depth() / volumes.size();
   lanes_.resize(volumes.size());
-  bounce_bytes_ =
-      std::min(options_.chunk_bytes, align_down(options_.bounce.size() / lanes_.size(), block));
+  const std::uint64_t share_bytes = align_down(options_.bounce.size() / lanes_.size(), block);
+  bounce_bytes_ = std::min(options_.chunk_bytes, share_bytes);
+  if (options_.read_back && share_bytes > 0) {
+    bounce_bytes_ =
+        std::min(bounce_bytes_, std::max(block, align_down(share_bytes / kReadBackCount, block)));
+  }
   MA_EXPECT(bounce_bytes_ > 0, "the bounce buffers need at least ", block, " bytes for each of ",
             lanes_.size(), " volumes, got ", options_.bounce.size());
   for (std::uint64_t end = bounce_bytes_; end <= options_.bounce.size(); end += bounce_bytes_) {
