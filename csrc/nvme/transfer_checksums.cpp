@@ -1,5 +1,6 @@
 // The part of TransferQueue that knows of checksums; every method runs on the queue's thread, and
 // does nothing in a queue without them.
+#include <cerrno>
 #include <utility>
 
 #include "nvme/transfer.hpp"
