@@ -5,9 +5,15 @@ from __future__ import annotations
 import bench_allocator
 import bench_nvme
 import bench_overflow
+import bench_verify
 import harness
 
-BENCHES = {"overflow": bench_overflow, "allocator": bench_allocator, "nvme": bench_nvme}
+BENCHES = {
+    "overflow": bench_overflow,
+    "allocator": bench_allocator,
+    "nvme": bench_nvme,
+    "verify": bench_verify,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -150,6 +150,8 @@ class MemoryFaults:
         enospc: float = 0.0,
         again: float = 0.0,
         reorder: float = 0.0,
+        flip: float = 0.0,
+        lost: float = 0.0,
         delay: float = 0.0,
         capacity_bytes: int = 1 << 30,
     ) -> None: ...
@@ -229,6 +231,8 @@ class Store:
         grow_bytes: int = 1 << 28,
         stripe_bytes: int = 0,
         watchdog_seconds: float = 60.0,
+        verify: str = "off",
+        checksum_memory: Allocator | None = None,
         bounce_address: int,
         bounce_nbytes: int,
         bounce_hold: object,
@@ -265,9 +269,14 @@ class Store:
     def stats(self) -> dict[str, int | float]:
         """Keys: bytes_read, bytes_written, bytes_bounced, requests, resubmitted, retries, stalls,
 
-        reserved_bytes, used_bytes, available_bytes, key_count, in_flight_count, wait_seconds.
+        bytes_verified, bytes_read_back, mismatches, corruptions, checksum_bytes, reserved_bytes,
+        used_bytes, available_bytes, key_count, in_flight_count, wait_seconds.
         """
     def volume_stats(self) -> list[VolumeStats]: ...
+    def provide_checksums(self, *, nbytes: int) -> None:
+        """Takes the host memory of checksums ahead; it grows where that is not enough."""
+    def set_recovery(self, recovery: str) -> None:
+        """What an error about corrupted data tells the user to do."""
     def register_buffer(self, *, address: int, nbytes: int) -> bool: ...
     def unregister_buffer(self, *, address: int, nbytes: int) -> None: ...
     def close(self) -> None: ...
@@ -283,6 +292,9 @@ class Store:
     def offset_alignment_bytes(self) -> int: ...
     @property
     def memory_alignment_bytes(self) -> int: ...
+
+def crc32c(*, address: int, nbytes: int, previous: int = 0, portable: bool = False) -> int: ...
+def crc32c_method() -> str: ...
 
 # --- kernels ------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from memascend.errors import ConfigError
 from memascend.json_text import parse_json, show_json
 from memascend.limit import parse_limit
 from memascend.units import parse_nbytes
+from memascend.verify import check_verifiable
 
 BLOCK_KEY = "memascend"
 DISABLE_VARIABLE = "MEMASCEND_DISABLE"
@@ -187,6 +188,11 @@ class MemAscendConfig(_Section):
     streaming: StreamingConfig = StreamingConfig()
     wear: WearConfig = WearConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    verify: Literal["off", "reads", "full"] = Field(
+        "off",
+        description="compare with checksums what the drives give back: all that is read; `full`: "
+        "every write, too, at once",
+    )
 
     @field_validator("host_memory_limit", mode="before")
     @classmethod
@@ -214,6 +220,14 @@ class MemAscendConfig(_Section):
         direct_nvme = info.data.get("direct_nvme")  # missing where it is wrong itself
         if value is not None:
             check_together(value, direct_nvme=direct_nvme is None or direct_nvme.enabled)
+        return value
+
+    @field_validator("verify")
+    @classmethod
+    def _check_verify(cls, value: str, info: ValidationInfo) -> str:
+        direct_nvme = info.data.get("direct_nvme")
+        if value != "off" and direct_nvme is not None:
+            check_verifiable(direct_nvme=direct_nvme.enabled, chunk_bytes=direct_nvme.chunk_bytes)
         return value
 
     @property

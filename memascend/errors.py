@@ -58,6 +58,10 @@ class StoreFullError(StoreError):
     """The volume cannot hold what is to be reserved; raised before anything is written."""
 
 
+class CorruptionError(StoreError):
+    """Bytes on a volume are not those that were written there; `offset` is the grain's."""
+
+
 class TornStepError(MemAscendError, RuntimeError):
     """An optimizer step ended half-way, so the values do not belong together any more."""
 

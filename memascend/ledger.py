@@ -117,10 +117,20 @@ class Ledger:
             )
             for line in lines
         ]
+        if self.drive.get("bytes_verified"):
+            table.append(f"  {self._describe_verified()}")
         if self.wear is not None:
             table.append(f"  {self.wear.describe()}")
         table += [f"  drive {drive.describe()}" for drive in self.drives]
         return "\n".join(table)
+
+    def _describe_verified(self) -> str:
+        verified, read_back = self.drive["bytes_verified"], self.drive["bytes_read_back"]
+        text = f"compared with checksums: {format_nbytes(int(verified))}"
+        if read_back:
+            text += f", of which {format_nbytes(int(read_back))} read back after a write"
+        mismatches, corruptions = self.drive["mismatches"], self.drive["corruptions"]
+        return f"{text}; {mismatches} did not match, {corruptions} of them when read again"
 
 
 def describe_plan(plan: Plan) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -63,6 +64,8 @@ class TensorStore:
         sqpoll: bool = False,
         iopoll: bool = False,
         watchdog_seconds: float = 60.0,
+        verify: str = "off",
+        checksum_memory: _core.Allocator | None = None,
         faults: MemoryFaults | None = None,
     ) -> None:
         """Opens one anonymous file in each volume's directory, and the engine.
@@ -79,6 +82,9 @@ class TensorStore:
             sqpoll: Let a kernel thread take io_uring submissions (a core for it, less latency).
             iopoll: Let io_uring poll the device (needs polled queues).
             watchdog_seconds: Silence of the device before it is reported on stderr.
+            verify: "off"; "reads": compare what is read with checksums; "full": writes, too.
+            checksum_memory: Arena of the checksums, 4 bytes for each `verify.GRAIN_BYTES` under
+                keys; None: memory of the process.
             faults: What goes wrong on the memory engine.
 
         Raises:
@@ -88,7 +94,7 @@ class TensorStore:
         options = [as_options(volume, is_memory=engine == "memory") for volume in volumes]
         paths = [volume.path for volume in options]
         address, nbytes = _span(bounce)
-        try:
+        with _naming(paths):
             self._core = _core.Store(
                 volumes=options,
                 engine=engine,
@@ -98,25 +104,22 @@ class TensorStore:
                 sqpoll=sqpoll,
                 iopoll=iopoll,
                 watchdog_seconds=watchdog_seconds,
+                verify=verify,
+                checksum_memory=checksum_memory,
                 bounce_address=address,
                 bounce_nbytes=nbytes,
                 bounce_hold=bounce,
                 faults=faults,
             )
-        except StoreError:
-            raise
-        except OSError as error:
-            if type(error).__module__ == "memascend.errors":
-                raise
-            raise _directory_error("use", ", ".join(paths), error) from error
         self._finalizer = weakref.finalize(self, self._core.close)
         logger.info(
-            "nvme: engine %s (%s; %s), %s, blocks of %d bytes, in %s",
+            "nvme: engine %s (%s; %s), %s, blocks of %d bytes, verify %s, in %s",
             self._core.engine_name,
             self._core.engine_reason,
             self._core.engine_description,
             "direct I/O" if self._core.direct else "buffered I/O: O_DIRECT refused",
             self._core.offset_alignment_bytes,
+            verify,
             ", ".join(paths),
         )
 
@@ -186,6 +189,7 @@ class TensorStore:
 
         Raises:
             StoreError: A transfer failed; says which key, volume, offset and errno.
+            CorruptionError: What was read is not what was written.
         """
         first_error: StoreError | None = None
         for ticket in (tickets,) if isinstance(tickets, _core.Ticket) else tickets:
@@ -303,6 +307,17 @@ def make_directory(path: str) -> None:
         except FileExistsError:
             if not os.path.isdir(directory):  # another rank was faster
                 raise
+
+
+@contextmanager
+def _naming(paths: Sequence[str]) -> Iterator[None]:
+    """Makes an error of the system one about the directories, with what to do."""
+    try:
+        yield
+    except OSError as error:
+        if type(error).__module__ == "memascend.errors":
+            raise
+        raise _directory_error("use", ", ".join(paths), error) from error
 
 
 def _directory_error(verb: str, path: str, cause: OSError) -> StoreError:

@@ -18,6 +18,7 @@ from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
 from memascend.plan_knobs import (
     BOUNCE_BYTES,
     CACHE,
+    CHECKSUMS,
     IN_CPU,
     SLOTS,
     Knobs,
@@ -27,12 +28,13 @@ from memascend.plan_knobs import (
     page_up,
 )
 from memascend.plan_request import PlanRequest, has_known_start, is_elementwise
+from memascend.plan_verify import rounding_bytes
 from memascend.shapes import ModelShapes
 
 __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "derive"]
 
-#: With accumulation the sum so far is read while the next one is written.
-GRADIENT_COPIES_ACCUMULATING = 2
+#: On the drive with verification: what tensors take beyond their own bytes, at most.
+ROUNDING = "rounding up to whole grains"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,11 @@ class Plan(Footprint):
     slot_bytes_max: int
     resident: Mapping[str, int] = field(default_factory=dict)
     not_ours: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def checksum_bytes(self) -> int:
+        """Bytes of the checksums of what is on the drives; 0 without verification."""
+        return self.host.get(CHECKSUMS, 0)
 
     @property
     def tile_bytes(self) -> int:
@@ -173,7 +180,7 @@ def _traffic(
 ) -> dict[str, Any]:
     """What lies on the drive and what moves in one optimizer step."""
     steps = request.gradient_accumulation_steps
-    copies = GRADIENT_COPIES_ACCUMULATING if steps > 1 else 1
+    copies = request.gradient_copies
     drive = {stream: nbytes - resident.get(stream, 0) for stream, nbytes in totals.items()}
     passes = 3 if request.is_checkpointing else 2
     # Frozen parameters are read like the others and never written.
@@ -191,8 +198,11 @@ def _traffic(
         PARAMETERS: written_parameters,
         GRADIENTS: read[GRADIENTS] + given_way_bytes,
     }
+    on_drive = drive | {GRADIENTS: drive[GRADIENTS] * copies + given_way_bytes}
+    if request.verify != "off":
+        on_drive[ROUNDING] = rounding_bytes(shapes, request)
     return {
-        "drive": drive | {GRADIENTS: drive[GRADIENTS] * copies + given_way_bytes},
+        "drive": on_drive,
         "read_bytes": read,
         "written_bytes": read | written,
         "passes_read_bytes": read[PARAMETERS] + drive[GRADIENTS] * (steps - 1),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from memascend.errors import ConfigError
 from memascend.plan_request import PlanRequest, is_elementwise
+from memascend.plan_verify import checksum_bytes
 from memascend.shapes import ModelShapes
 from memascend.units import KIB, MIB, format_nbytes
 
@@ -34,7 +35,7 @@ REPEATED_COUNT_MIN = 3
 
 BOUNCE, STAGING, TILES = "bounce buffers", "staging slots", "optimizer tiles"
 SCRATCH, SLOTS, CACHE = "optimizer scratch", "parameter slots", "resident cache"
-IN_CPU = "parameters in cpu"
+IN_CPU, CHECKSUMS = "parameters in cpu", "checksums"
 
 
 class LimitTooSmallError(ConfigError):
@@ -67,6 +68,7 @@ class Knobs:
         staging_slot_bytes: Bytes of each.
         layer_bytes: Parameter slots besides reading ahead: a layer in use, and writing back.
         slot_bytes: Bytes of the largest shard that would take a slot, budget permitting.
+        checksum_bytes: Checksums of all that may lie on the drives.
     """
 
     prefetch_bytes: int
@@ -76,15 +78,18 @@ class Knobs:
     staging_slot_bytes: int
     layer_bytes: int
     slot_bytes: int
+    checksum_bytes: int = 0
 
     def host(self, request: PlanRequest) -> dict[str, int]:
         """Bytes of each component but the cache."""
+        checksums = {CHECKSUMS: self.checksum_bytes} if self.checksum_bytes else {}
         return {
             BOUNCE: BOUNCE_BYTES,
             STAGING: self.staging_slot_count * self.staging_slot_bytes,
             TILES: self.tile_count * self.tile_numel * tile_element_bytes(request),
             SCRATCH: self.tile_numel * scratch_element_bytes(request),
             SLOTS: self.layer_bytes + self.prefetch_bytes,
+            **checksums,
         }
 
     def host_bytes(self, request: PlanRequest) -> int:
@@ -151,6 +156,7 @@ def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
         staging_slot_bytes=STAGING_SLOT_BYTES,
         layer_bytes=layer_bytes,
         slot_bytes=slot_bytes,
+        checksum_bytes=checksum_bytes(shapes, request),
     )
 
 
@@ -264,6 +270,11 @@ def _too_small(
         fixes.append(
             f"memascend.streaming.optimizer.tile_bytes={request.tile_bytes} costs "
             f"{format_nbytes(tile_bytes)}: lower it or leave it out"
+        )
+    if knobs.checksum_bytes:
+        fixes.append(
+            f"memascend.verify={request.verify!r} costs {format_nbytes(knobs.checksum_bytes)}: "
+            "leave it out"
         )
     if request.prefetch_bytes:
         fixes.append(

@@ -100,6 +100,8 @@ class PlanRequest:
         max_in_cpu: Trainable elements that stay in host memory because the JSON says so.
         largest_sub_group_numel: Elements of one rank's part of it, where they are known for sure;
             None: derived from the shapes.
+        verify: "off", "reads" or "full": whether checksums are kept of what is on the drives.
+        volume_count: Drives that the tensors are striped over.
     """
 
     world: int = 1
@@ -118,6 +120,8 @@ class PlanRequest:
     prefetch_bytes: int | None = None
     max_in_cpu: int = 0
     largest_sub_group_numel: int | None = None
+    verify: str = "off"
+    volume_count: int = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no run could have."""
@@ -147,6 +151,11 @@ class PlanRequest:
     def gradient_itemsize(self) -> int:
         """Bytes of an accumulated gradient."""
         return self.accumulation_itemsize or self.param_itemsize
+
+    @property
+    def gradient_copies(self) -> int:
+        """Sums on the drive: with accumulation one is read while the next is written."""
+        return 2 if self.gradient_accumulation_steps > 1 else 1
 
     @property
     def states(self) -> int:
@@ -203,6 +212,8 @@ class PlanRequest:
             is_checkpointing=is_checkpointing,
             tile_bytes=block.streaming.optimizer.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
+            verify=block.verify,
+            volume_count=len(block.volumes) if block.volumes else 1,
         )
 
 

@@ -29,6 +29,7 @@ from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
 from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.units import format_nbytes
+from memascend.verify import describe_recovery
 from memascend.volumes import prepared, volume_paths
 from memascend.wear import Wear, WearMeter
 
@@ -125,7 +126,7 @@ class Runtime:
             raise AssertionError("the allocator is off and nothing was given instead")
         self.memory: HostMemory = memory
         if config.direct_nvme.enabled:
-            self.store = _make_store(config, directory, memory)
+            self.store = _make_store(config, directory, memory, self.arena)
         self._io = self.store or substitutes.store
         self._new_event = new_event
         self._staging: StagingSlots | None = None
@@ -198,6 +199,8 @@ class Runtime:
         if self.arena is not None:
             # Registered memory goes back in whole pieces only: before new blocks settle in them.
             self.arena.core.trim()
+        if self.store is not None:
+            self.store.core.provide_checksums(nbytes=plan.checksum_bytes)
         self.staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=plan.staging_slot_count)
         if self.parameter_slots is not None:
             self.parameter_slots.resize(
@@ -252,6 +255,15 @@ class Runtime:
             drive=self.store.stats() if self.store is not None else {},
             wear=self.read_wear(),
         )
+
+    def note_checkpoint(self, folder: str) -> None:
+        """Says what a run that corrupted data has ended is to go on from.
+
+        Args:
+            folder: Of the last complete checkpoint.
+        """
+        if self.store is not None:
+            self.store.core.set_recovery(describe_recovery(folder))
 
     def read_wear(self) -> Wear | None:
         """What has been written to the drives so far; None without a store."""
@@ -322,7 +334,9 @@ def _make_arena(
     )
 
 
-def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> ResidentStore:
+def _make_store(
+    config: MemAscendConfig, directory: str, memory: HostMemory, arena: HostAllocator | None
+) -> ResidentStore:
     section = config.direct_nvme
     bounce = memory.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")
     with prepared(config, directory) as volumes:
@@ -335,7 +349,10 @@ def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> 
             threads=section.threads,
             sqpoll=section.sqpoll,
             iopoll=section.iopoll,
+            verify=config.verify,
+            checksum_memory=arena.core if arena is not None else None,
         )
+    store.core.set_recovery(describe_recovery(None))
     return ResidentStore(store, stream_of=stream_of)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import os
 import tempfile
 from pathlib import Path
 
@@ -42,6 +43,29 @@ def uring_refusal() -> str:
         except EngineUnavailableError as error:
             return str(error)
     return ""
+
+
+def flip_bit(where: str, offset: int, bit: int = 0) -> None:
+    """Flips a bit of this process's volume in a directory, or of the one in memory of that name.
+
+    A volume has no name that could be opened, but its descriptor leads to it.
+    """
+    own = Path("/proc/self/fd")
+    links = {entry: os.readlink(own / entry) for entry in os.listdir(own) if (own / entry).exists()}
+    path = os.path.realpath(where)
+    found = [
+        entry
+        for entry, link in links.items()
+        if link.endswith(" (deleted)") and (link.startswith(f"{path}/") or f":{where} " in link)
+    ]
+    assert len(found) == 1, links
+    descriptor = os.open(own / found[0], os.O_RDWR | os.O_CLOEXEC)
+    try:
+        byte = os.pread(descriptor, 1, offset)[0]
+        assert os.pwrite(descriptor, bytes([byte ^ 1 << bit]), offset) == 1
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def open_store(directory: Path, engine: str, **options: object) -> _core.Store:

@@ -67,6 +67,16 @@ def test_the_allocator_bench_reserves_little_more_than_was_asked(tmp_path: Path)
             assert figures["reserved_bytes"] <= figures["asked_bytes"] + limit
 
 
+def test_the_verify_bench_compares_with_a_store_that_verifies_nothing(tmp_path: Path) -> None:
+    rows = rows_of("verify", tmp_path)
+    ways = {row["contender"] for row in rows}
+    assert {"off", "reads", "full", "tables"} <= ways
+    for row in rows:
+        assert row["figures"]["gb_per_s"]["p50"] > 0
+        if row["contender"] == "off":
+            assert row["figures"]["time_to_off"]["p50"] == 1
+
+
 def test_the_nvme_bench_measures_both_engines(tmp_path: Path) -> None:
     rows = rows_of("nvme", tmp_path, "--without-deepspeed")
     measured = {row["contender"] for row in rows if "not_run" not in row["figures"]}

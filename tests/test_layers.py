@@ -20,6 +20,7 @@ FLOORS = (
     {"volume_device"},
     {"config", "tensors", "architectures", "footprint", "manifest", "saving_folder"},
     {"shapes", "plan_request"},
+    {"plan_verify"},
     {"plan_knobs"},
     {"plan", "plan_stock"},
     {"ledger"},

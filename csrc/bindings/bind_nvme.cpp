@@ -5,7 +5,9 @@
 // own.
 #include <pybind11/stl.h>
 
+#include "base/crc32c.hpp"
 #include "bindings/bindings.hpp"
+#include "memory/allocator.hpp"
 #include "nvme/store.hpp"
 
 namespace py = pybind11;
@@ -37,12 +39,24 @@ std::shared_ptr<void> hold_object(const py::object& object) {
   });
 }
 
+// Memory of an arena for the store's checksums, under the name that the plan gives it. An arena
+// never calls a store, so its lock may be taken under the store's.
+Checksums::MemorySource memory_source(std::shared_ptr<Allocator> allocator) {
+  if (allocator == nullptr) return {};
+  return [allocator = std::move(allocator)](std::uint64_t nbytes) {
+    const std::shared_ptr<Block> block = allocator->allocate(nbytes, "checksums", false);
+    return std::shared_ptr<std::byte>(block, block->address());
+  };
+}
+
 std::shared_ptr<Store> open_store(std::vector<VolumeOptions> volumes, std::string engine,
                                   std::size_t queue_depth, std::uint64_t chunk_bytes,
                                   std::size_t threads, bool sqpoll, bool iopoll,
                                   std::uint64_t grow_bytes, std::uint64_t stripe_bytes,
-                                  double watchdog_seconds, std::uintptr_t bounce_address,
-                                  std::size_t bounce_nbytes, const py::object& bounce_hold,
+                                  double watchdog_seconds, const std::string& verify,
+                                  std::shared_ptr<Allocator> checksum_memory,
+                                  std::uintptr_t bounce_address, std::size_t bounce_nbytes,
+                                  const py::object& bounce_hold,
                                   std::shared_ptr<MemoryFaults> faults) {
   MA_EXPECT(watchdog_seconds > 0, "watchdog_seconds must be positive, got ", watchdog_seconds);
   StoreOptions options;
@@ -51,6 +65,8 @@ std::shared_ptr<Store> open_store(std::vector<VolumeOptions> volumes, std::strin
   options.engine_options = {queue_depth, threads, sqpoll, iopoll, std::move(faults)};
   options.grow_bytes = grow_bytes;
   options.stripe_bytes = stripe_bytes;
+  options.verify = parse_verify(verify);
+  options.checksum_memory = memory_source(std::move(checksum_memory));
   options.transfer.chunk_bytes = chunk_bytes;
   options.transfer.bounce = as_span(bounce_address, bounce_nbytes);
   options.transfer.watchdog =
@@ -93,6 +109,8 @@ void translate(std::exception_ptr pending) {
     if (pending) std::rethrow_exception(pending);
   } catch (const StoreFullError& error) {
     raise_store_error("StoreFullError", error.what(), error.place());
+  } catch (const CorruptionError& error) {
+    raise_store_error("CorruptionError", error.what(), error.place());
   } catch (const StoreError& error) {
     raise_store_error("StoreError", error.what(), error.place());
   } catch (const EngineUnavailableError& error) {
@@ -105,7 +123,8 @@ void bind_faults(py::module_& module) {
   py::class_<MemoryFaults, std::shared_ptr<MemoryFaults>>(
       module, "MemoryFaults", "What goes wrong on the memory engine, by a seed. Tests only.")
       .def(py::init([](std::uint64_t seed, double short_transfer, double eio, double enospc,
-                       double again, double reorder, double delay, std::uint64_t capacity_bytes) {
+                       double again, double reorder, double flip, double lost, double delay,
+                       std::uint64_t capacity_bytes) {
              auto faults = std::make_shared<MemoryFaults>();
              faults->seed = seed;
              faults->short_transfer = short_transfer;
@@ -113,13 +132,16 @@ void bind_faults(py::module_& module) {
              faults->enospc = enospc;
              faults->again = again;
              faults->reorder = reorder;
+             faults->flip = flip;
+             faults->lost = lost;
              faults->delay = delay;
              faults->capacity_bytes = capacity_bytes;
              return faults;
            }),
            py::kw_only(), py::arg("seed") = 0, py::arg("short") = 0.0, py::arg("eio") = 0.0,
            py::arg("enospc") = 0.0, py::arg("again") = 0.0, py::arg("reorder") = 0.0,
-           py::arg("delay") = 0.0, py::arg("capacity_bytes") = std::uint64_t{1} << 30)
+           py::arg("flip") = 0.0, py::arg("lost") = 0.0, py::arg("delay") = 0.0,
+           py::arg("capacity_bytes") = std::uint64_t{1} << 30)
       .def_readonly("seed", &MemoryFaults::seed)
       .def_property(
           "paused", [](const MemoryFaults& faults) { return faults.paused.load(); },
@@ -142,6 +164,11 @@ py::dict stats_dict(Store& store) {
   result["resubmitted"] = stats.resubmitted;
   result["retries"] = stats.retries;
   result["stalls"] = stats.stalls;
+  result["bytes_verified"] = stats.bytes_verified;
+  result["bytes_read_back"] = stats.bytes_read_back;
+  result["mismatches"] = stats.mismatches;
+  result["corruptions"] = stats.corruptions;
+  result["checksum_bytes"] = stats.checksum_bytes;
   result["reserved_bytes"] = stats.reserved_bytes;
   result["used_bytes"] = stats.used_bytes;
   result["available_bytes"] = stats.available_bytes;
@@ -175,6 +202,7 @@ void bind_store(py::module_& module) {
            py::arg("threads") = defaults.engine_options.thread_count, py::arg("sqpoll") = false,
            py::arg("iopoll") = false, py::arg("grow_bytes") = defaults.grow_bytes,
            py::arg("stripe_bytes") = defaults.stripe_bytes, py::arg("watchdog_seconds") = 60.0,
+           py::arg("verify") = "off", py::arg("checksum_memory") = nullptr,
            py::arg("bounce_address"), py::arg("bounce_nbytes"), py::arg("bounce_hold"),
            py::arg("faults") = nullptr)
       .def("reserve", &Store::reserve, py::kw_only(), py::arg("key"), py::arg("nbytes"),
@@ -193,6 +221,9 @@ void bind_store(py::module_& module) {
       .def("keys", &Store::keys, WithoutGil())
       .def("stats", &stats_dict)
       .def("volume_stats", &Store::volume_stats, WithoutGil())
+      .def("provide_checksums", &Store::provide_checksums, py::kw_only(), py::arg("nbytes"),
+           WithoutGil())
+      .def("set_recovery", &Store::set_recovery, py::arg("recovery"), WithoutGil())
       .def(
           "register_buffer",
           [](Store& store, std::uintptr_t address, std::size_t nbytes) {
@@ -246,6 +277,18 @@ void bind_ticket(py::module_& module) {
                              [](const StoreTicket& ticket) { return ticket.ticket->nbytes(); });
 }
 
+void bind_crc32c(py::module_& module) {
+  module.def(
+      "crc32c",
+      [](std::uintptr_t address, std::size_t nbytes, std::uint32_t previous, bool portable) {
+        const std::span<const std::byte> bytes = as_span(address, nbytes);
+        return portable ? crc32c_portable(bytes, previous) : crc32c(bytes, previous);
+      },
+      "CRC-32C of memory; see base/crc32c.hpp.", py::kw_only(), py::arg("address"),
+      py::arg("nbytes"), py::arg("previous") = 0, py::arg("portable") = false, WithoutGil());
+  module.def("crc32c_method", &crc32c_method, "How this processor computes it.");
+}
+
 }  // namespace
 
 void bind_nvme(py::module_& module) {
@@ -254,6 +297,7 @@ void bind_nvme(py::module_& module) {
   bind_ticket(module);
   bind_volumes(module);
   bind_store(module);
+  bind_crc32c(module);
 }
 
 }  // namespace memascend

@@ -93,10 +93,19 @@ std::int64_t MemoryEngine::run(const Request& request) {
   if (writes && happens(faults_->enospc, &counts.enospc)) return -ENOSPC;
   std::uint64_t nbytes = request.nbytes;
   if (happens(faults_->short_transfer, &counts.short_transfer)) nbytes = 1 + random_() % nbytes;
+  if (writes && happens(faults_->lost, &counts.lost)) return static_cast<std::int64_t>(nbytes);
   const auto offset = static_cast<off_t>(request.offset);
   const ssize_t moved = writes ? ::pwrite(file.descriptor, request.data, nbytes, offset)
                                : ::pread(file.descriptor, request.data, nbytes, offset);
-  return moved < 0 ? -errno : moved;
+  if (moved < 0) return -errno;
+  if (writes || moved == 0) return moved;
+  const std::pair place{request.volume_index, request.offset};
+  if (flipped_.erase(place) == 0 && happens(faults_->flip, &counts.flip)) {
+    flipped_.insert(place);
+    const std::uint64_t bit = random_() % (static_cast<std::uint64_t>(moved) * 8);
+    request.data[bit / 8] ^= std::byte{1} << (bit % 8);
+  }
+  return moved;
 }
 
 }  // namespace memascend

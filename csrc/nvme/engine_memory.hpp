@@ -9,6 +9,8 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "nvme/engine.hpp"
@@ -23,6 +25,8 @@ struct MemoryFaultCounts {
   std::atomic<std::uint64_t> again = 0;
   std::atomic<std::uint64_t> reorder = 0;
   std::atomic<std::uint64_t> delay = 0;
+  std::atomic<std::uint64_t> lost = 0;
+  std::atomic<std::uint64_t> flip = 0;
 };
 
 /// What goes wrong, each with a probability from 0 to 1 per request. What is paused may be changed
@@ -34,6 +38,8 @@ struct MemoryFaults {
   double enospc = 0;   // writes only
   double again = 0;    // EAGAIN or EINTR, nothing moved
   double reorder = 0;  // the next completion is any of those in flight, not the oldest
+  double flip = 0;     // a bit of what is read turns on its way; not when it is read once more
+  double lost = 0;     // a write is reported done, and nothing of it is on the volume
   double delay = 0;    // this reap() gives nothing though something is in flight
   std::uint64_t capacity_bytes = std::uint64_t{1} << 30;  // per volume
   std::atomic<bool> paused = false;                       // while true, nothing completes
@@ -72,8 +78,9 @@ class MemoryEngine final : public Engine {
   std::size_t queue_depth_;
   std::mt19937_64 random_;
   std::vector<File> files_;
-  std::vector<Request> in_flight_;  // oldest first
-  std::mutex mutex_;                // woken_
+  std::vector<Request> in_flight_;                   // oldest first
+  std::set<std::pair<int, std::uint64_t>> flipped_;  // volume and offset of the last read there
+  std::mutex mutex_;                                 // woken_
   std::condition_variable wake_;
   bool woken_ = false;
 };

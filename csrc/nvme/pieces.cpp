@@ -54,6 +54,12 @@ void cut_one(const Piece& whole, std::uint64_t slack_bytes, bool reads, const Al
 
 }  // namespace
 
+Wanted wanted_part(const Piece& piece, std::uint64_t offset, std::uint64_t nbytes) {
+  const std::uint64_t begin = std::max(offset, piece.wanted_offset);
+  const std::uint64_t end = std::min(offset + nbytes, piece.wanted_end);
+  return {begin, end, piece.data + (begin - piece.wanted_offset)};
+}
+
 std::vector<Piece> cut(const KeyRange& range, std::span<const Extent> extents,
                        const Alignment& alignment) {
   MA_INVARIANT(range.capacity_bytes >= range.nbytes);

@@ -28,6 +28,14 @@ struct Piece {
   std::byte* data;  // memory of wanted_offset
 };
 
+/// The wanted bytes of a piece within a part of what the device moves.
+struct Wanted {
+  std::uint64_t begin;  // on the volume
+  std::uint64_t end;
+  std::byte* data;  // the caller's memory of `begin`
+};
+Wanted wanted_part(const Piece& piece, std::uint64_t offset, std::uint64_t nbytes);
+
 /// A part of a key and the memory it goes to or comes from.
 struct KeyRange {
   Operation operation;

@@ -47,9 +47,7 @@ std::vector<Extent> lay_out(const std::vector<Run>& runs, std::vector<std::vecto
 }  // namespace
 
 Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
-    : volumes_(std::move(volumes)),
-      weights_(options.weights),
-      grow_bytes_(align_up(options.grow_bytes, kExtentAlignmentMin)) {
+    : volumes_(std::move(volumes)), weights_(options.weights), checksums_(options.checksums) {
   MA_EXPECT(!volumes_.empty(), "a store needs at least one volume");
   if (weights_.empty()) weights_.assign(volumes_.size(), 1.0);
   MA_EXPECT(weights_.size() == volumes_.size(), "there are ", weights_.size(), " weights for ",
@@ -62,6 +60,9 @@ Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
     alignment_.offset_bytes = std::max(alignment_.offset_bytes, alignment.offset_bytes);
     alignment_.memory_bytes = std::max(alignment_.memory_bytes, alignment.memory_bytes);
   }
+  if (checksums_ != nullptr) {
+    alignment_.offset_bytes = std::max(alignment_.offset_bytes, Checksums::kGrainBytes);
+  }
   // One rule for all volumes, so that a transfer is cut alike wherever its extents lie.
   const std::uint64_t alignment_bytes = std::max(kExtentAlignmentMin, alignment_.offset_bytes);
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
@@ -69,6 +70,7 @@ Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
   }
   MA_EXPECT(options.stripe_bytes > 0, "stripe_bytes must be positive");
   stripe_bytes_ = align_up(options.stripe_bytes, alignment_bytes);
+  grow_bytes_ = align_up(options.grow_bytes, alignment_bytes);
 }
 
 std::vector<Extent> Space::take(const std::string& key, std::uint64_t nbytes) {
@@ -82,6 +84,13 @@ std::vector<Extent> Space::take(const std::string& key, std::uint64_t nbytes) {
     if (extents.empty()) extents = take_striped(rounded);
   }
   if (extents.empty()) throw full(key, nbytes, rounded);
+  if (checksums_ == nullptr) return extents;
+  try {
+    checksums_->take(extents);
+  } catch (...) {
+    give_back(extents);
+    throw;
+  }
   return extents;
 }
 
@@ -129,7 +138,7 @@ std::vector<std::vector<Extent>> Space::take_shares(const std::vector<std::uint6
     if (shares[index] == 0) continue;
     taken[index] = take_on(index, shares[index]);
     if (!taken[index].empty()) continue;
-    for (const std::vector<Extent>& extents : taken) give(extents);
+    for (const std::vector<Extent>& extents : taken) give_back(extents);
     *short_index = index;
     return {};
   }
@@ -192,6 +201,11 @@ StoreFullError Space::full(const std::string& key, std::uint64_t nbytes,
 }
 
 void Space::give(const std::vector<Extent>& extents) {
+  if (checksums_ != nullptr) checksums_->give(extents);
+  give_back(extents);
+}
+
+void Space::give_back(const std::vector<Extent>& extents) {
   for (const Extent& extent : extents) {
     free_[static_cast<std::size_t>(extent.volume_index)].give(extent);
   }

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "nvme/checksums.hpp"
 #include "nvme/errors.hpp"
 #include "nvme/extents.hpp"
 #include "nvme/stripes.hpp"
@@ -20,6 +21,7 @@ struct SpaceOptions {
   std::uint64_t grow_bytes = std::uint64_t{256} << 20;  // steps of the volumes' files
   std::uint64_t stripe_bytes = std::uint64_t{1} << 20;  // with several volumes
   std::vector<double> weights;                          // of the volumes; empty: all alike
+  Checksums* checksums = nullptr;                       // told what is taken; outlives the space
 };
 
 class Space {
@@ -31,7 +33,7 @@ class Space {
   /// Takes room for `nbytes`; the extents' order is that of the key's bytes. On one volume in one
   /// piece where it is not fragmented and full. On several in stripes, in proportion to their
   /// weights; what one has no room for goes to the others. Throws StoreFullError, with nothing
-  /// taken, when all together do not have it.
+  /// taken, when all together do not have it, and what the memory of checksums throws.
   std::vector<Extent> take(const std::string& key, std::uint64_t nbytes);
   void give(const std::vector<Extent>& extents);
 
@@ -39,7 +41,8 @@ class Space {
   void close() { volumes_.clear(); }
 
   const std::vector<Volume>& volumes() const noexcept { return volumes_; }
-  /// What direct I/O asks on every volume: the strictest of each rule.
+  /// What direct I/O asks on every volume: the strictest of each rule; at least whole grains where
+  /// there are checksums.
   Alignment alignment() const noexcept { return alignment_; }
   /// Bytes of the volumes' files, and those of them not taken.
   std::uint64_t reserved_bytes() const;
@@ -53,6 +56,7 @@ class Space {
   const std::vector<double>& weights() const noexcept { return weights_; }
 
  private:
+  void give_back(const std::vector<Extent>& extents);
   std::vector<Extent> take_whole(std::uint64_t nbytes);
   std::vector<Extent> take_striped(std::uint64_t nbytes);
   std::vector<std::vector<Extent>> take_shares(const std::vector<std::uint64_t>& shares,
@@ -65,8 +69,9 @@ class Space {
   std::vector<Volume> volumes_;
   std::vector<FreeExtents> free_;  // of the volume with the same index
   std::vector<double> weights_;
-  std::uint64_t grow_bytes_;
-  std::uint64_t stripe_bytes_;
+  Checksums* checksums_;
+  std::uint64_t grow_bytes_ = 0;
+  std::uint64_t stripe_bytes_ = 0;
   Alignment alignment_{1, 1};
 };
 

@@ -8,6 +8,7 @@
 
 #include "base/align.hpp"
 #include "base/check.hpp"
+#include "nvme/store_section.hpp"
 
 namespace memascend {
 
@@ -31,46 +32,6 @@ struct Store::Job : Transfer {
   std::size_t blocker_count = 0;
 };
 
-/// Holds the mutex. On leaving, drops the holds of finished transfers after unlocking: what they
-/// own may take other locks (Python's) in its destructor.
-class Store::Section {
- public:
-  explicit Section(Store& store) : store_(store) {
-    MA_EXPECT(::getpid() == store.owner_process_, "a store belongs to the process that opened it (",
-              store.owner_process_, "); open another in this child");
-    lock_ = std::unique_lock(store.mutex_);
-  }
-  ~Section() {
-    std::vector<std::shared_ptr<void>> released;
-    released.swap(store_.retired_holds_);
-    lock_.unlock();
-  }
-  Section(const Section&) = delete;
-  Section& operator=(const Section&) = delete;
-  void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
-  /// Waits until `condition()`, and accounts the time.
-  template <typename Condition>
-  void wait(std::condition_variable& event, std::size_t* waiter_count, Condition condition) {
-    while (!wait_for(event, waiter_count, std::chrono::hours(1), condition)) {
-    }
-  }
-  /// The same, for no longer than `timeout`; what the condition is then.
-  template <typename Condition>
-  bool wait_for(std::condition_variable& event, std::size_t* waiter_count,
-                std::chrono::milliseconds timeout, Condition condition) {
-    const auto start = std::chrono::steady_clock::now();
-    ++*waiter_count;
-    const bool result = event.wait_for(lock_, timeout, condition);
-    --*waiter_count;
-    store_.wait_time_ += std::chrono::steady_clock::now() - start;
-    return result;
-  }
-
- private:
-  Store& store_;
-  std::unique_lock<std::mutex> lock_;
-};
-
 std::shared_ptr<Store> Store::open(StoreOptions options) {
   const bool in_memory = options.engine == "memory";
   std::vector<Volume> volumes =
@@ -85,11 +46,14 @@ std::shared_ptr<Store> Store::open(StoreOptions options) {
 
 Store::Store(StoreOptions options, std::vector<Volume> volumes)
     : owner_process_(::getpid()),
+      checksums_(options.verify == Verify::kOff
+                     ? nullptr
+                     : std::make_unique<Checksums>(volumes.size(), options.checksum_memory)),
       space_(std::move(volumes), {options.grow_bytes,
                                   options.stripe_bytes > 0 ? options.stripe_bytes
                                                            : std::max(SpaceOptions().stripe_bytes,
                                                                       options.transfer.chunk_bytes),
-                                  weights_of(options.volumes)}),
+                                  weights_of(options.volumes), checksums_.get()}),
       bounce_hold_(std::move(options.bounce_hold)),
       direct_(std::all_of(space_.volumes().begin(), space_.volumes().end(),
                           [](const Volume& volume) { return volume.direct(); })),
@@ -100,6 +64,8 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
       make_engine(options.engine, options.engine_options, options.volumes.front());
   engine_name_ = choice.engine->name();
   engine_reason_ = choice.reason;
+  options.transfer.checksums = checksums_.get();
+  options.transfer.read_back = options.verify == Verify::kFull;
   queue_ = std::make_shared<TransferQueue>(
       std::move(choice.engine), space_.volumes(), space_.alignment(), std::move(options.transfer),
       [this](std::span<Transfer* const> transfers) { finished(transfers); });
@@ -155,9 +121,9 @@ std::shared_ptr<Ticket> Store::read(const std::string& key, std::uint64_t nbytes
     return job->whole && job->operation == Operation::kWrite;
   });
   if (entry.broken && !rewritten) {
-    throw StoreError(join("cannot read \"", key, "\": an earlier write of it failed\n",
-                          describe(Operation::kWrite, *entry.broken)),
-                     *entry.broken);
+    throw_store_error(join("cannot read \"", key, "\": an earlier write of it failed\n",
+                           describe(Operation::kWrite, *entry.broken, recovery_)),
+                      *entry.broken);
   }
   return start(entry,
                {Operation::kRead, entry.nbytes, offset, nbytes, target.data,
@@ -246,7 +212,7 @@ bool Store::wait_for(Ticket& ticket, std::chrono::milliseconds timeout) {
   const bool done = ticket.done() || section.wait_for(ticket.finished_, &ticket.waiter_count_,
                                                       timeout, [&] { return ticket.done(); });
   if (done && ticket.error_) {
-    throw StoreError(describe(ticket.operation_, *ticket.error_), *ticket.error_);
+    throw_store_error(describe(ticket.operation_, *ticket.error_, recovery_), *ticket.error_);
   }
   return done;
 }
@@ -311,37 +277,6 @@ std::vector<std::string> Store::keys() {
   return names;
 }
 
-StoreStats Store::stats() {
-  Section section(*this);
-  section.expect_open();
-  const TransferQueue::Counters& counters = queue_->counters();
-  return {counters.bytes_read,
-          counters.bytes_written,
-          counters.bytes_bounced,
-          counters.requests,
-          counters.resubmitted,
-          counters.retries,
-          counters.stalls,
-          space_.reserved_bytes(),
-          space_.reserved_bytes() - space_.free_bytes(),
-          space_.available_bytes(),
-          entries_.size(),
-          job_count_,
-          std::chrono::duration<double>(wait_time_).count()};
-}
-
-std::vector<VolumeStats> Store::volume_stats() {
-  Section section(*this);
-  section.expect_open();
-  std::vector<VolumeStats> result;
-  for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
-    const Volume& volume = space_.volumes()[index];
-    result.push_back({volume.directory(), space_.weights()[index], space_.used_bytes(index),
-                      space_.available_bytes(index)});
-  }
-  return result;
-}
-
 bool Store::register_buffer(std::span<std::byte> memory) {
   bool registered = false;
   open_queue()->call([&](Engine& engine) { registered = engine.register_buffer(memory); });
@@ -379,6 +314,7 @@ void Store::close() {
   const Section section(*this);
   entries_.clear();
   space_.close();
+  checksums_.reset();
   retired_holds_.push_back(std::move(bounce_hold_));  // dropped on leaving, without the lock
 }
 

@@ -34,6 +34,8 @@ struct StoreOptions {
   std::uint64_t grow_bytes = SpaceOptions().grow_bytes;  // steps of the volumes' files
   // Of keys over several volumes; 0: a request's size, at least a mebibyte.
   std::uint64_t stripe_bytes = 0;
+  Verify verify = Verify::kOff;
+  Checksums::MemorySource checksum_memory;  // empty: the process's own
   TransferQueue::Options transfer;
   std::shared_ptr<void> bounce_hold;  // owner of transfer.bounce, kept as long as the store
 };
@@ -73,6 +75,11 @@ struct StoreStats {
   std::uint64_t resubmitted;
   std::uint64_t retries;
   std::uint64_t stalls;
+  std::uint64_t bytes_verified;  // as TransferQueue::Counters has them
+  std::uint64_t bytes_read_back;
+  std::uint64_t mismatches;
+  std::uint64_t corruptions;
+  std::uint64_t checksum_bytes;   // host memory of checksums
   std::uint64_t reserved_bytes;   // of the volumes' files
   std::uint64_t used_bytes;       // of them, under keys
   std::uint64_t available_bytes;  // that keys may still take, growth included
@@ -124,6 +131,12 @@ class Store {
   StoreStats stats();
   std::vector<VolumeStats> volume_stats();
 
+  /// Takes the host memory of checksums ahead, `nbytes` in all; nothing without verification. It
+  /// grows with the keys where that is not enough.
+  void provide_checksums(std::uint64_t nbytes);
+  /// What an error about corrupted data tells the user to do.
+  void set_recovery(const std::string& recovery);
+
   bool register_buffer(std::span<std::byte> memory);
   void unregister_buffer(std::span<std::byte> memory);
 
@@ -153,6 +166,7 @@ class Store {
   void finish(Job* job, std::vector<Job*>* over);
 
   const int owner_process_;
+  std::unique_ptr<Checksums> checksums_;
   Space space_;
   std::shared_ptr<void> bounce_hold_;
   std::string engine_name_;
@@ -167,6 +181,7 @@ class Store {
   std::condition_variable quiet_;  // a transfer ended while quiet_waiter_count_ > 0
   std::size_t quiet_waiter_count_ = 0;
   std::chrono::steady_clock::duration wait_time_{};
+  std::string recovery_ = "start again from data that is known to be good";
   bool closed_ = false;
 
   std::shared_ptr<TransferQueue> queue_;  // last: its thread uses all of the above

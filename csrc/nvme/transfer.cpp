@@ -17,6 +17,9 @@ constexpr unsigned kRetryCountMax = 64;
 // With many requests in flight the thread wakes for an eighth of them at a time: fewer turns, and
 // the devices' queues stay nearly full.
 constexpr std::size_t kReapFraction = 8;
+// Reads after a write that a lane's bounce buffers allow at once: small ones keep a drive busy,
+// too.
+constexpr std::uint64_t kReadBackCount = 16;
 // The device's silence is looked at a moment after it has become too long.
 constexpr std::chrono::milliseconds kTick{1};
 
@@ -37,15 +40,19 @@ TransferQueue::TransferQueue(std::unique_ptr<Engine> engine, std::span<const Vol
   MA_EXPECT(options_.chunk_bytes > 0 && is_aligned(options_.chunk_bytes, block),
             "chunk_bytes must be a positive multiple of ", block, ", got ", options_.chunk_bytes);
   MA_EXPECT(options_.chunk_bytes <= std::uint64_t{1} << 30, "chunk_bytes must be at most 1 GiB");
-  MA_EXPECT(is_aligned(options_.bounce.data(), std::max(alignment.memory_bytes, block)),
-            "the bounce buffers' address must be a multiple of ", block);
+  MA_EXPECT(is_aligned(options_.bounce.data(), alignment.memory_bytes),
+            "the bounce buffers' address must be a multiple of ", alignment.memory_bytes);
   MA_EXPECT(engine_->queue_depth() >= volumes.size(),
             "queue_depth must be at least one for each of ", volumes.size(), " volumes, got ",
             engine_->queue_depth());
   lane_depth_ = engine_->queue_depth() / volumes.size();
   lanes_.resize(volumes.size());
-  bounce_bytes_ =
-      std::min(options_.chunk_bytes, align_down(options_.bounce.size() / lanes_.size(), block));
+  const std::uint64_t share_bytes = align_down(options_.bounce.size() / lanes_.size(), block);
+  bounce_bytes_ = std::min(options_.chunk_bytes, share_bytes);
+  if (options_.read_back && share_bytes > 0) {
+    bounce_bytes_ =
+        std::min(bounce_bytes_, std::max(block, align_down(share_bytes / kReadBackCount, block)));
+  }
   MA_EXPECT(bounce_bytes_ > 0, "the bounce buffers need at least ", block, " bytes for each of ",
             lanes_.size(), " volumes, got ", options_.bounce.size());
   for (std::uint64_t end = bounce_bytes_; end <= options_.bounce.size(); end += bounce_bytes_) {
@@ -187,7 +194,9 @@ std::size_t TransferQueue::wanted_count() const {
 void TransferQueue::fill_batch() {
   for (Lane& lane : lanes_) {
     // Bounced pieces first: there are few bounce buffers, so they never crowd out the direct ones.
-    while (!lane.free_bounces.empty() && open_chunk(&lane, &lane.bounced, bounce_bytes_)) {
+    for (std::deque<Cursor>* cursors : {&lane.bounced, &lane.read_backs}) {
+      while (!lane.free_bounces.empty() && open_chunk(&lane, cursors, bounce_bytes_)) {
+      }
     }
     while (open_chunk(&lane, &lane.direct, options_.chunk_bytes)) {
     }
@@ -213,11 +222,11 @@ bool TransferQueue::open_chunk(Lane* lane, std::deque<Cursor>* cursors, std::uin
   chunk = {};
   chunk.transfer = cursor.transfer;
   chunk.piece = cursor.piece;
-  chunk.operation = cursor.transfer->operation;
+  chunk.operation = cursor.transfer->reading_back ? Operation::kRead : cursor.transfer->operation;
   chunk.offset = cursor.next;
   chunk.nbytes = std::min(nbytes_max, cursor.piece->end - cursor.next);
   chunk.serial = ++serial_;
-  if (cursor.piece->bounced) {
+  if (cursors != &lane->direct) {
     begin_bounced(lane, &chunk);
   } else {
     chunk.data = cursor.piece->data + (chunk.offset - cursor.piece->wanted_offset);
@@ -228,32 +237,16 @@ bool TransferQueue::open_chunk(Lane* lane, std::deque<Cursor>* cursors, std::uin
     --cursor.transfer->pieces_left;
     cursors->pop_front();
   }
+  if (chunk.operation == Operation::kWrite) note_write(chunk);
   push_request(chunk);
   return true;
 }
-
-namespace {
-
-/// The wanted bytes of a piece within [offset, offset + nbytes) of its volume.
-struct Wanted {
-  std::uint64_t begin;
-  std::uint64_t end;
-  std::byte* data;  // the caller's memory of `begin`
-};
-
-Wanted wanted_part(const Piece& piece, std::uint64_t offset, std::uint64_t nbytes) {
-  const std::uint64_t begin = std::max(offset, piece.wanted_offset);
-  const std::uint64_t end = std::min(offset + nbytes, piece.wanted_end);
-  return {begin, end, piece.data + (begin - piece.wanted_offset)};
-}
-
-}  // namespace
 
 void TransferQueue::begin_bounced(Lane* lane, Chunk* chunk) {
   chunk->bounce = lane->free_bounces.back();
   lane->free_bounces.pop_back();
   chunk->data = chunk->bounce;
-  counters_.bytes_bounced += chunk->nbytes;
+  if (!chunk->transfer->reading_back) counters_.bytes_bounced += chunk->nbytes;
   if (chunk->operation == Operation::kRead) return;
   const Piece& piece = *chunk->piece;
   const Wanted wanted = wanted_part(piece, chunk->offset, chunk->nbytes);
@@ -302,6 +295,8 @@ void TransferQueue::retry(Chunk* chunk, std::atomic<std::uint64_t>* counter, int
 
 // All bytes of the request have moved.
 void TransferQueue::end_phase(Chunk* chunk) {
+  if (chunk->operation == Operation::kRead && !matches(chunk)) return;
+  if (chunk->transfer->reading_back) return close(chunk);
   const Piece& piece = *chunk->piece;
   const bool reads = chunk->transfer->operation == Operation::kRead;
   const Wanted wanted = wanted_part(piece, chunk->offset, chunk->nbytes);
@@ -312,20 +307,20 @@ void TransferQueue::end_phase(Chunk* chunk) {
     std::memcpy(chunk->bounce + (wanted.begin - chunk->offset), wanted.data, wanted_bytes);
     chunk->operation = Operation::kWrite;
     chunk->done_bytes = 0;
+    note_write(*chunk);
     return push_request(*chunk);
   }
   (reads ? counters_.bytes_read : counters_.bytes_written) += wanted_bytes;
-  const Volume& volume = volumes_[static_cast<std::size_t>(piece.volume_index)];
-  if (!volume.direct()) volume.drop_cache(chunk->offset, chunk->nbytes);
+  drop_cache(*chunk);
   close(chunk);
 }
 
 void TransferQueue::fail(Chunk* chunk, int code) {
+  if (chunk->operation == Operation::kWrite) forget_write(*chunk);
   Transfer* transfer = chunk->transfer;
   if (!transfer->error) {
-    const auto volume = static_cast<std::size_t>(chunk->piece->volume_index);
     transfer->error =
-        ErrorPlace{transfer->key, volumes_[volume].directory(), chunk->offset + chunk->done_bytes,
+        ErrorPlace{transfer->key, volume_of(*chunk).directory(), chunk->offset + chunk->done_bytes,
                    chunk->nbytes - chunk->done_bytes, code};
   }
   close(chunk);
@@ -343,7 +338,8 @@ void TransferQueue::close(Chunk* chunk) {
 }
 
 void TransferQueue::close_if_over(Transfer* transfer) {
-  if (transfer->pieces_left == 0 && transfer->chunks_left == 0) finished_.push_back(transfer);
+  if (transfer->pieces_left > 0 || transfer->chunks_left > 0) return;
+  if (!begin_read_back(transfer)) finished_.push_back(transfer);
 }
 
 // Says once which request a device does not answer, and goes on waiting.

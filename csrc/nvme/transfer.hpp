@@ -7,6 +7,10 @@
 // io_uring's completion work lands on a thread of ours. Knows volumes; never knows what keys mean,
 // who waits, or which transfers must follow each other.
 //
+// With checksums (nvme/transfer_checksums.cpp) everything moves in whole grains: what is written is
+// noted, what was read is compared before anybody sees it, and what was written is read back where
+// that is asked for.
+//
 // Each volume has a lane: a queue of its own, an equal share of the engine's depth and of the
 // bounce buffers, and a watchdog. A drive that is slow, or silent, fills its own lane and no other.
 #pragma once
@@ -24,6 +28,7 @@
 #include <thread>
 #include <vector>
 
+#include "nvme/checksums.hpp"
 #include "nvme/engine.hpp"
 #include "nvme/errors.hpp"
 #include "nvme/pieces.hpp"
@@ -42,6 +47,7 @@ struct Transfer {
 
   std::size_t pieces_left = 0;  // not yet wholly issued
   std::size_t chunks_left = 0;  // issued, not yet completed
+  bool reading_back = false;    // written, and now compared
 };
 
 class TransferQueue {
@@ -51,6 +57,8 @@ class TransferQueue {
     std::span<std::byte> bounce;                         // a block per volume or more; aligned
     std::chrono::milliseconds watchdog{60'000};      // silence of the device before it is reported
     std::function<void(const std::string&)> report;  // default: a line on stderr
+    Checksums* checksums = nullptr;  // of all that is moved; the blocks are then its grains
+    bool read_back = false;          // compare writes with them, too
   };
   /// Called on the queue's thread, without its lock, for transfers that are over: their memory is
   /// quiet. May call submit().
@@ -61,9 +69,13 @@ class TransferQueue {
     std::atomic<std::uint64_t> bytes_written = 0;
     std::atomic<std::uint64_t> bytes_bounced = 0;
     std::atomic<std::uint64_t> requests = 0;
-    std::atomic<std::uint64_t> resubmitted = 0;  // after a short transfer
-    std::atomic<std::uint64_t> retries = 0;      // after EAGAIN or EINTR
-    std::atomic<std::uint64_t> stalls = 0;       // reports of the watchdog
+    std::atomic<std::uint64_t> resubmitted = 0;      // after a short transfer
+    std::atomic<std::uint64_t> retries = 0;          // after EAGAIN or EINTR
+    std::atomic<std::uint64_t> stalls = 0;           // reports of the watchdog
+    std::atomic<std::uint64_t> bytes_verified = 0;   // compared with a checksum, read back or not
+    std::atomic<std::uint64_t> bytes_read_back = 0;  // after a write
+    std::atomic<std::uint64_t> mismatches = 0;       // of requests; each is read once more
+    std::atomic<std::uint64_t> corruptions = 0;      // of them, still wrong the second time
   };
 
   /// Attaches `volumes` (which outlive the queue) to the engine and starts the thread. Throws
@@ -100,12 +112,14 @@ class TransferQueue {
     std::byte* data = nullptr;
     std::byte* bounce = nullptr;
     unsigned retry_count = 0;
+    bool read_again = false;  // because it did not match its checksums
     std::uint64_t serial = 0;
   };
   /// What waits for one volume, and what is in flight there.
   struct Lane {
     std::deque<Cursor> direct;
     std::deque<Cursor> bounced;
+    std::deque<Cursor> read_backs;  // through bounce buffers, too
     std::vector<std::byte*> free_bounces;
     std::size_t in_flight_count = 0;
     bool heard = false;                              // a completion since the last watch()
@@ -126,6 +140,12 @@ class TransferQueue {
   void fail(Chunk* chunk, int code);
   void close(Chunk* chunk);
   void close_if_over(Transfer* transfer);
+  void note_write(const Chunk& chunk);
+  void forget_write(const Chunk& chunk);
+  bool matches(Chunk* chunk);
+  bool begin_read_back(Transfer* transfer);
+  void drop_cache(const Chunk& chunk) const;
+  const Volume& volume_of(const Chunk& chunk) const;
   Lane& lane_of(const Piece& piece);
   std::size_t wanted_count() const;
   void watch();

@@ -22,6 +22,7 @@ namespace {
 
 constexpr mode_t kOwnerOnly = 0600;
 constexpr std::uint64_t kBlockBytes = 4096;  // of every device we know of that tells nothing better
+constexpr std::size_t kMemoryNameMax = 200;  // memfd_create refuses more than 249 bytes
 
 // The head of struct statx up to the fields of Linux 6.1, which older C libraries lack.
 struct StatxHead {
@@ -90,8 +91,8 @@ Volume Volume::adopt_device(int descriptor, const std::string& path, std::uint64
 Volume Volume::open_in_memory(std::uint64_t limit_bytes, const std::string& name) {
   Volume volume;
   volume.directory_ = name;
-  volume.descriptor_ =
-      static_cast<int>(MA_SYSCALL(::memfd_create("memascend", MFD_CLOEXEC), "memfd_create"));
+  volume.descriptor_ = static_cast<int>(MA_SYSCALL(
+      ::memfd_create(name.substr(0, kMemoryNameMax).c_str(), MFD_CLOEXEC), "memfd_create"));
   volume.direct_ = true;
   volume.alignment_ = {512, 64};
   volume.limit_bytes_ = limit_bytes;

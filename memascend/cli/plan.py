@@ -24,7 +24,7 @@ from memascend.errors import ConfigError
 from memascend.footprint import Footprint
 from memascend.json_text import parse_json
 from memascend.limit import memory_total, parse_limit
-from memascend.plan import Plan, PlanRequest, derive
+from memascend.plan import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan_request import check_limit_can_be_kept, sections_off
 from memascend.plan_stock import StockPlan, StockSettings, four_pieces, stock
 from memascend.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
@@ -315,6 +315,11 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
         notes.append(
             f"{plan.request.optimizer} is not known to work element by element: a tile is a whole "
             "sub-group"
+        )
+    if plan.checksum_bytes:
+        notes.append(
+            f"verify {plan.request.verify}: 4 bytes of checksum for each 64 KiB on the drive, and "
+            f"tensors that end there ({_bytes(plan.drive[ROUNDING])} more of it at most)"
         )
     if plan.limit_bytes is not None:
         notes.append(f"limit: {_bytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)")

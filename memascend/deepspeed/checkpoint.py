@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from memascend.deepspeed.activation import face_of
 from memascend.deepspeed.checkpoint_opener import opened
 from memascend.deepspeed.checkpoint_writer import write_rank
 from memascend.deepspeed.every_rank import rank_of, together
@@ -56,8 +57,12 @@ def wrap_save_checkpoint(original: Callable[..., bool]) -> Callable[..., bool]:
             )
 
         if not save_dir or _optimizer_of(self) is None:
-            return save_as(tag, save_latest)
-        return _save(self, save_as, str(save_dir), tag, save_latest)
+            saved = save_as(tag, save_latest)
+        else:
+            saved = _save(self, save_as, str(save_dir), tag, save_latest)
+        if saved and save_dir:
+            _note(self, save_dir, f"global_step{self.global_steps}" if tag is None else tag)
+        return saved
 
     return save_checkpoint
 
@@ -88,24 +93,10 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 custom_load_fn=custom_load_fn,
             )
 
-        optimizer = _optimizer_of(self)
-        is_universal = self.load_universal_checkpoint()
-        latest = Path(load_dir) / ("latest_universal" if is_universal else "latest")
-        if tag is None and latest.is_file() and optimizer is not None:
-            tag = latest.read_text(encoding="utf-8").strip()
-        if tag is None or optimizer is None:
-            return load(tag, load_optimizer_states)
-        with_states = load_optimizer_states and not load_module_only
-        if with_states and optimizer.use_muon:
-            log.warning("memascend: Muon's optimizer state starts anew, as in stock DeepSpeed")
-            with_states = False
-        _refuse(self)
-        with (
-            opened(self, optimizer, str(load_dir), str(tag)) as source,
-            optimizer.checkpointing(source, with_states=with_states),
-        ):
-            # Without optimizer states upstream would gather all weights in fp32 on every rank.
-            return load(str(tag), True)
+        result = _load(self, load, load_dir, tag, load_optimizer_states, load_module_only)
+        if result[0] is not None:  # what upstream has read; nothing without a checkpoint
+            _note(self, load_dir, tag or Path(result[0]).parent.name)
+        return result
 
     return load_checkpoint
 
@@ -147,6 +138,13 @@ def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[...,
         return original(self, *arguments, **keywords) if path is None else [str(path)]
 
     return _get_all_ckpt_names
+
+
+def _note(engine: Any, folder: str, tag: object) -> None:
+    """A complete checkpoint that a run whose drive turns bits can go on from."""
+    attachment = face_of(engine)
+    if attachment is not None:
+        attachment.runtime.note_checkpoint(str(Path(folder, str(tag)).absolute()))
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
@@ -230,3 +228,34 @@ def _check_same_tag(engine: Any, tag: str) -> None:
             f"cannot save: the tag is {tag!r} on rank {engine.global_rank} and another one "
             "elsewhere. Give save_checkpoint the same tag on every rank"
         )
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+def _load(
+    engine: Any,
+    load: Callable[[object, bool], Any],
+    load_dir: str,
+    tag: object,
+    load_optimizer_states: bool,
+    load_module_only: bool,
+) -> Any:
+    optimizer = _optimizer_of(engine)
+    is_universal = engine.load_universal_checkpoint()
+    latest = Path(load_dir) / ("latest_universal" if is_universal else "latest")
+    if tag is None and latest.is_file() and optimizer is not None:
+        tag = latest.read_text(encoding="utf-8").strip()
+    if tag is None or optimizer is None:
+        return load(tag, load_optimizer_states)
+    with_states = load_optimizer_states and not load_module_only
+    if with_states and optimizer.use_muon:
+        log.warning("memascend: Muon's optimizer state starts anew, as in stock DeepSpeed")
+        with_states = False
+    _refuse(engine)
+    with (
+        opened(engine, optimizer, str(load_dir), str(tag)) as source,
+        optimizer.checkpointing(source, with_states=with_states),
+    ):
+        # Without optimizer states upstream would gather all weights in fp32 on every rank.
+        return load(str(tag), True)

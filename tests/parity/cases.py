@@ -96,6 +96,7 @@ class Case:
     tile_bytes: int | None = 1 << 20  # several tiles to a sub-group, also in small models
     engine: str | None = None  # None leaves the key out, which means automatic
     volumes: tuple[str, ...] = ()  # weights of as many directories; () leaves the key out
+    verify: str = ""  # "" leaves the key out
 
     def __post_init__(self) -> None:
         unknown = set(self.sections) - set(SECTIONS)
@@ -183,6 +184,8 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
             {"path": f"{nvme_path}/volume{index}", "weight": float(weight)}
             for index, weight in enumerate(case.volumes)
         ]
+    if case.verify:
+        block["verify"] = case.verify
     if case.limit_bytes:
         block["host_memory_limit"] = case.limit_bytes
         del block["streaming"]["optimizer"]  # the plan's tiles, not the case's

@@ -8,6 +8,7 @@
 - Limits so small that embeddings and layer tensors travel in chunks, and so large that a part of
   the tensors, or all, stays in memory.
 - Tensors striped over several directories of different weights.
+- Everything compared with checksums, on the streams, over several drives, and without the streams.
 - The streams on what they could get wrong: scales that fall and grow, clipping that bites, sums
   over micro-batches however their end is announced, frozen and tied weights, optimizers of every
   kind, each stream without the others, and with each other section off.
@@ -130,6 +131,14 @@ def volume_cases() -> list[Case]:
         replace(several, engine="threads", family="mixtral"),
         replace(several, resume_at=2, steps=4),
         replace(several, world=2, limit_bytes=LIMIT_SMALL_BYTES, modify_weights=True),
+    ]
+
+
+def verify_cases() -> list[Case]:
+    return [
+        Case(verify="reads", world=2, family="odd", limit_bytes=LIMIT_SMALL_BYTES, accumulation=4),
+        Case(verify="full", volumes=("3", "1", "2"), resume_at=2, steps=4),
+        Case(verify="full", sections=WHOLE, family="gpt2", dtype="fp16", steps=5),
     ]
 
 

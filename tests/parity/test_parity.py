@@ -72,6 +72,23 @@ def test_over_several_drives_training_gives_the_bits_of_cpu_offload(
     assert_memascend_did_it(case, facts)
 
 
+@pytest.mark.parametrize("case", matrix.verify_cases(), ids=case_name)
+def test_with_everything_compared_training_gives_the_bits_of_cpu_offload(
+    bench: Bench, case: Case
+) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+    for rank in facts:
+        drive = rank["ledger"]["drive"]
+        assert drive["bytes_verified"] > 0
+        assert (drive["bytes_read_back"] > 0) == (case.verify == "full")
+        assert drive["mismatches"] == 0
+        rows = {row["component"]: row for row in rank["ledger"]["rows"]}
+        if case.sections == matrix.SECTIONS:  # without the streams there is no plan
+            assert rows["checksums"]["planned_bytes"] == rows["checksums"]["peak_bytes"]
+
+
 @pytest.mark.parametrize("case", matrix.streaming_cases(), ids=case_name)
 def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")

@@ -1,4 +1,4 @@
-// sources: csrc/os/volume.cpp csrc/nvme/*.cpp
+// sources: csrc/base/*.cpp csrc/os/volume.cpp csrc/nvme/*.cpp
 //
 // The store under several threads, on each engine; the memory engine adds faults. For sanitizers.
 #include "nvme/store.hpp"
@@ -20,7 +20,8 @@ constexpr std::byte kCanary{0xa5};
 
 alignas(4096) std::byte bounce[256 * 1024];
 
-std::shared_ptr<Store> open_store(const std::string& engine, std::uint64_t seed, double eio) {
+std::shared_ptr<Store> open_store(const std::string& engine, std::uint64_t seed, double eio,
+                                  Verify verify = Verify::kOff) {
   StoreOptions options;
   options.volumes = {{"."}};
   options.engine = engine;
@@ -33,6 +34,7 @@ std::shared_ptr<Store> open_store(const std::string& engine, std::uint64_t seed,
   faults.reorder = 0.5;
   faults.delay = 0.1;
   faults.eio = eio;
+  options.verify = verify;
   options.grow_bytes = std::uint64_t{4} << 20;
   options.transfer.chunk_bytes = 64 * 1024;
   options.transfer.bounce = bounce;
@@ -76,8 +78,9 @@ void work(Store& store, std::uint64_t seed) {
   }
 }
 
-void threads_share_a_store(const std::string& engine, std::uint64_t seed) {
-  const auto store = open_store(engine, seed, 0);
+void threads_share_a_store(const std::string& engine, std::uint64_t seed,
+                           Verify verify = Verify::kOff) {
+  const auto store = open_store(engine, seed, 0, verify);
   std::vector<std::thread> threads;
   for (std::uint64_t index = 0; index < 4; ++index) {
     threads.emplace_back([&store, index, seed] { work(*store, seed * 100 + index); });
@@ -157,11 +160,14 @@ int main() {
   for (std::uint64_t seed = 0; seed < 3; ++seed) {
     std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
     threads_share_a_store("memory", seed);
+    threads_share_a_store("memory", seed, Verify::kFull);
     errors_leave_memory_quiet(seed);
   }
   threads_share_a_store("threads", 1);
+  threads_share_a_store("threads", 1, Verify::kFull);
   try {
     threads_share_a_store("uring", 1);
+    threads_share_a_store("uring", 1, Verify::kFull);
   } catch (const EngineUnavailableError& error) {
     std::printf("without uring: %s\n", error.what());
   }

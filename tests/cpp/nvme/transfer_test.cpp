@@ -1,4 +1,4 @@
-// sources: csrc/os/volume.cpp csrc/nvme/*.cpp
+// sources: csrc/base/*.cpp csrc/os/volume.cpp csrc/nvme/*.cpp
 //
 // The transfer queue's watchdog: it speaks of a silent device, and of nothing else.
 #include "nvme/transfer.hpp"

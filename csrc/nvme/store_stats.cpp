@@ -1,0 +1,54 @@
+// What a store says of itself, and what it is told beside its work.
+#include "nvme/store.hpp"
+#include "nvme/store_section.hpp"
+
+namespace memascend {
+
+StoreStats Store::stats() {
+  Section section(*this);
+  section.expect_open();
+  const TransferQueue::Counters& counters = queue_->counters();
+  return {counters.bytes_read,
+          counters.bytes_written,
+          counters.bytes_bounced,
+          counters.requests,
+          counters.resubmitted,
+          counters.retries,
+          counters.stalls,
+          counters.bytes_verified,
+          counters.bytes_read_back,
+          counters.mismatches,
+          counters.corruptions,
+          checksums_ == nullptr ? 0 : checksums_->held_bytes(),
+          space_.reserved_bytes(),
+          space_.reserved_bytes() - space_.free_bytes(),
+          space_.available_bytes(),
+          entries_.size(),
+          job_count_,
+          std::chrono::duration<double>(wait_time_).count()};
+}
+
+std::vector<VolumeStats> Store::volume_stats() {
+  Section section(*this);
+  section.expect_open();
+  std::vector<VolumeStats> result;
+  for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
+    const Volume& volume = space_.volumes()[index];
+    result.push_back({volume.directory(), space_.weights()[index], space_.used_bytes(index),
+                      space_.available_bytes(index)});
+  }
+  return result;
+}
+
+void Store::provide_checksums(std::uint64_t nbytes) {
+  const Section section(*this);
+  section.expect_open();
+  if (checksums_ != nullptr) checksums_->provide(nbytes);
+}
+
+void Store::set_recovery(const std::string& recovery) {
+  const Section section(*this);
+  recovery_ = recovery;
+}
+
+}  // namespace memascend

@@ -1,0 +1,51 @@
+"""What verification costs: host memory of checksums, and drive bytes of keys in whole grains.
+
+Pure arithmetic for one rank. Both are the most that can be needed, with nothing in the resident
+cache: what is resident later has been on the drive before.
+"""
+
+from __future__ import annotations
+
+from memascend.plan_request import PlanRequest
+from memascend.shapes import ModelShapes
+from memascend.verify import PAGE_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES, grain_up
+
+#: Of each volume: where one kind of keys ends and the next begins.
+PAGES_BESIDE = 2
+#: Besides the sums: what a program sets by hand.
+GRADIENTS_SET = 1
+
+
+def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
+    """Host bytes of the checksums of all that may lie on the drives; 0 without verification."""
+    if request.verify == "off":
+        return 0
+    _, rounded = _key_bytes(shapes, request, GRADIENTS_SET)
+    pages = -(-rounded // PAGE_SPAN_BYTES) + PAGES_BESIDE * request.volume_count
+    return -(-pages * PAGE_BYTES // SLAB_BYTES) * SLAB_BYTES
+
+
+def rounding_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
+    """Drive bytes that keys take beyond their own because they end in whole grains; at most."""
+    if request.verify == "off":
+        return 0
+    exact, rounded = _key_bytes(shapes, request, 0)
+    return rounded - exact
+
+
+def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) -> tuple[int, int]:
+    """All keys together, as they are and in whole grains."""
+    sizes: list[tuple[int, int]] = []  # (bytes, how many such keys)
+    world = request.world
+    if request.parameters_device == "nvme":
+        itemsize = request.param_itemsize
+        sizes += [(tensor.shard_numel(world) * itemsize, 1) for tensor in shapes.tensors]
+    if request.optimizer_device == "nvme":
+        copies = request.gradient_copies + gradients_set
+        for tensor in shapes.trainable:
+            numel = tensor.shard_numel(world)
+            sizes.append((numel * request.gradient_itemsize, copies))
+            # Of whole sub-groups: one for each tensor is the most there can be.
+            sizes.append((numel * request.master_itemsize, 1 + request.states))
+    exact = sum(nbytes * count for nbytes, count in sizes)
+    return exact, sum(grain_up(nbytes) * count for nbytes, count in sizes)

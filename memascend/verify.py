@@ -1,0 +1,62 @@
+"""Verification: what the drives give back is compared with checksums of what was written to them.
+
+The checksums are kept by csrc/nvme/checksums.hpp; here are their numbers and the words about them,
+for whoever checks, plans or reports. Imports nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+KEY = "memascend.verify"
+#: What one checksum stands for, and with verification the block of every transfer.
+GRAIN_BYTES = 64 << 10
+CHECKSUM_BYTES = 4
+#: Checksums of so much of a volume lie in one page.
+PAGE_SPAN_BYTES = 64 << 20
+PAGE_BYTES = PAGE_SPAN_BYTES // GRAIN_BYTES * CHECKSUM_BYTES
+#: Memory for them is taken in multiples of this.
+SLAB_BYTES = 64 << 10
+
+
+def check_verifiable(*, direct_nvme: bool, chunk_bytes: int) -> None:
+    """Refuses settings under which no checksums could be kept.
+
+    Raises:
+        ValueError: `direct_nvme` is off, or its requests are not whole grains.
+    """
+    if not direct_nvme:
+        raise ValueError(
+            f"{KEY} needs memascend.direct_nvme, which is off: DeepSpeed's own engine keeps no "
+            "checksums. Turn it on, or leave verify out"
+        )
+    if chunk_bytes % GRAIN_BYTES:
+        raise ValueError(
+            f"{KEY} needs requests of whole grains of {GRAIN_BYTES} bytes, but "
+            f"memascend.direct_nvme.chunk_bytes is {chunk_bytes}. Make it a multiple, or leave "
+            "verify out"
+        )
+
+
+def grain_up(nbytes: int) -> int:
+    """The next multiple of a grain."""
+    return -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES
+
+
+def describe_recovery(folder: str | None) -> str:
+    """What to do once data on a drive turned out to be wrong.
+
+    Args:
+        folder: Of the last complete checkpoint; None while there is none.
+    """
+    if folder is None:
+        return (
+            "then start the run again: no checkpoint is at hand, since this run has neither saved "
+            "nor loaded one"
+        )
+    parent, tag = os.path.split(folder)
+    return (
+        f"then resume from the last complete checkpoint, {folder}: start the run again with "
+        f"engine.load_checkpoint({parent!r}, tag={tag!r}), or with resume_from_checkpoint where a "
+        "trainer saved it"
+    )

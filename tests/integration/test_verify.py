@@ -1,0 +1,57 @@
+"""A bit that turns on the drive of one rank ends the job on all, named, and reaches no weight."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from test_checkpoint import BLOCK, config
+
+from .programs import REPOSITORY, run
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+
+PROGRAM = REPOSITORY / "tests" / "integration" / "verify_program.py"
+WORLD = 2
+#: Far below the half hour after which a collective gives up.
+END_TIMEOUT_S = 240.0
+
+
+@pytest.mark.parametrize(
+    ("verify", "stream", "saves"), [("reads", "master", True), ("full", "state", False)]
+)
+def test_a_turned_bit_ends_the_job_before_it_reaches_a_weight(
+    tmp_path: Path, verify: str, stream: str, saves: bool
+) -> None:
+    drive, checkpoint = tmp_path / "drive", tmp_path / "checkpoint"
+    drive.mkdir()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config(drive, BLOCK | {"verify": verify}, WORLD)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
+    search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    began = time.monotonic()
+    done = run(
+        [
+            *launcher,
+            str(PROGRAM),
+            *(str(path), str(drive), stream),
+            *(["--checkpoint", str(checkpoint)] if saves else []),
+        ],
+        cwd=tmp_path,
+        environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+    )
+    assert done.returncode != 0
+    assert time.monotonic() - began < END_TIMEOUT_S
+    assert "step 0 loss" in done.stdout
+    assert f'corrupted data in "{stream}.' in done.stdout, done.stdout[-6000:]
+    assert f"in {drive}: the 65536 bytes at offset" in done.stdout
+    assert "tensor same" in done.stdout
+    assert "went on" not in done.stdout
+    if saves:
+        assert f"resume from the last complete checkpoint, {checkpoint / 'here'}" in done.stdout
+    else:
+        assert "no checkpoint is at hand" in done.stdout
+    assert list(drive.iterdir()) == []
