@@ -115,7 +115,26 @@ class Ledger:
         ]
         if self.wear is not None:
             table.append(f"  {self.wear.describe()}")
+        survived = describe_faults(self.drive)
+        if survived:
+            table.append(f"  {survived}")
         return "\n".join(table)
+
+
+#: What a drive did wrong and the run survived, by counters of the store.
+_FAULTS = {
+    "eio_retries": "requests tried again after an I/O error",
+    "retries": "requests tried again after EAGAIN or EINTR",
+    "resubmitted": "short transfers continued",
+    "stalls": "silences reported",
+    "slow_spells": "times a drive became far slower than the others",
+}
+
+
+def describe_faults(drive: Mapping[str, int | float]) -> str:
+    """One line on what went wrong and was survived; empty where nothing did."""
+    found = [f"{drive[name]} {what}" for name, what in _FAULTS.items() if drive.get(name)]
+    return f"the drive's faults: {', '.join(found)}" if found else ""
 
 
 def describe_plan(plan: Plan) -> str:

@@ -335,6 +335,7 @@ def _make_store(config: MemAscendConfig, directory: str, memory: HostMemory) -> 
             threads=section.threads,
             sqpoll=section.sqpoll,
             iopoll=section.iopoll,
+            eio_retries=section.eio_retries,
         )
     return ResidentStore(store, stream_of=stream_of)
 

@@ -23,8 +23,9 @@ from memascend.errors import StoreError, StoreFullError
 
 
 def open_faulty(**faults: float) -> tuple[_core.Store, _core.MemoryFaults]:
+    """A store whose EIO is final, so that one is enough."""
     chosen = _core.MemoryFaults(**faults)
-    return open_store("(memory)", "memory", faults=chosen), chosen
+    return open_store("(memory)", "memory", faults=chosen, eio_retries=0), chosen
 
 
 class StoreAgainstDict(StoreModel):

@@ -20,6 +20,10 @@ struct ErrorPlace {
   int code = 0;  // errno, 0 when the device ended early
 };
 
+/// Why a drive answers with this errno (0: it ended early), and what to do: the last two lines of a
+/// message.
+std::string describe_cause(int code);
+
 /// What a failed transfer means to the user: what failed, with what values, why, and what to do.
 std::string describe(Operation operation, const ErrorPlace& place);
 

@@ -72,7 +72,9 @@ struct StoreStats {
   std::uint64_t requests;
   std::uint64_t resubmitted;
   std::uint64_t retries;
+  std::uint64_t eio_retries;
   std::uint64_t stalls;
+  std::uint64_t slow_spells;
   std::uint64_t reserved_bytes;   // of the volumes' files
   std::uint64_t used_bytes;       // of them, under keys
   std::uint64_t available_bytes;  // that keys may still take, growth included
@@ -115,6 +117,8 @@ class Store {
   bool wait_for(Ticket& ticket, std::chrono::milliseconds timeout);
   /// Waits until nothing is in flight. Throws nothing: tickets keep their errors.
   void wait_all();
+  /// The same, for no longer than `timeout`; false when something is in flight by then.
+  bool wait_all_for(std::chrono::milliseconds timeout);
 
   /// Forgets a key after its I/O; false when there is none.
   bool discard(const std::string& key);
@@ -137,6 +141,11 @@ class Store {
   /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
   /// Does nothing in a forked child.
   void close();
+  /// The same when nothing is in flight within `timeout`; false, and nothing done, otherwise.
+  bool close_within(std::chrono::milliseconds timeout);
+  /// For a device that does not answer when the process ends: the last owner leaves the store, its
+  /// thread and the memory in flight to that end, instead of waiting.
+  void abandon() noexcept { abandoned_ = true; }
 
  private:
   struct Entry;
@@ -168,6 +177,7 @@ class Store {
   std::size_t quiet_waiter_count_ = 0;
   std::chrono::steady_clock::duration wait_time_{};
   bool closed_ = false;
+  std::atomic<bool> abandoned_ = false;
 
   std::shared_ptr<TransferQueue> queue_;  // last: its thread uses all of the above
 };

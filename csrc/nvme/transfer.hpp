@@ -8,7 +8,8 @@
 // who waits, or which transfers must follow each other.
 //
 // Each volume has a lane: a queue of its own, an equal share of the engine's depth and of the
-// bounce buffers, and a watchdog. A drive that is slow, or silent, fills its own lane and no other.
+// bounce buffers, and a watchdog. A drive that is slow, or silent, fills its own lane and no other;
+// one that is far slower than the others is named.
 #pragma once
 
 #include <atomic>
@@ -26,6 +27,7 @@
 
 #include "nvme/engine.hpp"
 #include "nvme/errors.hpp"
+#include "nvme/pace.hpp"
 #include "nvme/pieces.hpp"
 
 namespace memascend {
@@ -49,7 +51,11 @@ class TransferQueue {
   struct Options {
     std::uint64_t chunk_bytes = std::uint64_t{1} << 20;  // of one request; a multiple of the block
     std::span<std::byte> bounce;                         // a block per volume or more; aligned
-    std::chrono::milliseconds watchdog{60'000};      // silence of the device before it is reported
+    std::chrono::milliseconds watchdog{60'000};  // silence of the device before it is reported
+    unsigned eio_retries = 2;                    // of one request; an EIO may be of a moment
+    std::chrono::milliseconds eio_pause{100};    // before each of them
+    std::vector<double> weights;                 // what is expected of each volume; empty: alike
+    Pace::Options pace;
     std::function<void(const std::string&)> report;  // default: a line on stderr
   };
   /// Called on the queue's thread, without its lock, for transfers that are over: their memory is
@@ -63,7 +69,9 @@ class TransferQueue {
     std::atomic<std::uint64_t> requests = 0;
     std::atomic<std::uint64_t> resubmitted = 0;  // after a short transfer
     std::atomic<std::uint64_t> retries = 0;      // after EAGAIN or EINTR
+    std::atomic<std::uint64_t> eio_retries = 0;  // after EIO
     std::atomic<std::uint64_t> stalls = 0;       // reports of the watchdog
+    std::atomic<std::uint64_t> slow_spells = 0;  // a volume became far slower than the others
   };
 
   /// Attaches `volumes` (which outlive the queue) to the engine and starts the thread. Throws
@@ -100,6 +108,7 @@ class TransferQueue {
     std::byte* data = nullptr;
     std::byte* bounce = nullptr;
     unsigned retry_count = 0;
+    unsigned eio_count = 0;
     std::uint64_t serial = 0;
   };
   /// What waits for one volume, and what is in flight there.
@@ -108,6 +117,8 @@ class TransferQueue {
     std::deque<Cursor> bounced;
     std::vector<std::byte*> free_bounces;
     std::size_t in_flight_count = 0;
+    std::size_t paused_count = 0;  // of these, not with the engine
+    bool slow_reported = false;
     bool heard = false;                              // a completion since the last watch()
     std::chrono::steady_clock::time_point heard_at;  // the last completion, or idle until then
     bool stall_reported = false;
@@ -122,6 +133,9 @@ class TransferQueue {
   void push_request(const Chunk& chunk);
   void complete(const Completion& completion);
   void retry(Chunk* chunk, std::atomic<std::uint64_t>* counter, int code);
+  bool pause(Chunk* chunk);
+  void resume_paused(Pace::Clock::time_point now);
+  std::chrono::milliseconds patience(Pace::Clock::time_point now) const;
   void end_phase(Chunk* chunk);
   void fail(Chunk* chunk, int code);
   void close(Chunk* chunk);
@@ -130,6 +144,7 @@ class TransferQueue {
   std::size_t wanted_count() const;
   void watch();
   void report_stall(int volume_index);
+  void report_slow(const SlowVolume& slow);
 
   std::unique_ptr<Engine> engine_;
   std::span<const Volume> volumes_;
@@ -149,6 +164,13 @@ class TransferQueue {
   std::vector<Transfer*> finished_;
   std::vector<std::function<void()>> actions_;
   std::uint64_t serial_ = 0;
+  struct Paused {
+    Pace::Clock::time_point until;
+    std::size_t chunk_index;
+  };
+  std::deque<Paused> paused_;  // each pause is as long, so the first is over first
+  Pace pace_;
+  Pace::Clock::time_point turn_began_;
 
   std::mutex mutex_;  // what follows
   std::vector<Transfer*> inbox_;
