@@ -102,7 +102,12 @@ def stored_tensors(optimizer: ZeroOptimizer, aio: Mapping[str, Any]) -> list[Sto
 
 
 def settle(optimizer: ZeroOptimizer) -> None:
-    """Has everything in the store: values of tiles in flight, and what so far is one value."""
+    """Has everything in the store: values of tiles in flight, and what so far is one value.
+
+    Raises:
+        TornStepError: The last step or load ended half-way.
+    """
+    optimizer.wholeness.check()
     if isinstance(optimizer.optimizer_swapper, StreamedSwapper):
         optimizer.optimizer_swapper.stream.settle()
 
@@ -141,6 +146,7 @@ def restore(
     Raises:
         StoreError: The drive failed; some of the tensors are loaded, others not.
     """
+    optimizer.wholeness.note_change()
     if state_dict:
         _drop_states(optimizer)
         optimizer._set_fp32_optimizer_param_groups()

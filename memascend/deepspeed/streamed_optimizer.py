@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.optimizer_kinds import initial_state
 from memascend.streaming.optimizer import OptimizerStream
-from memascend.streaming.sub_groups import Member, State
+from memascend.streaming.sub_groups import Member, State, Wholeness
 
 
 class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -29,9 +29,21 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     # What an accessor gave out and may be asked to store again.
     _put_back: Callable[[], None] | None = None
 
+    # Of whole sub-groups; None before the first step.
+    _wholeness: Wholeness | None = None
+
     @property
     def _streams_optimizer(self) -> bool:
         return self._stream is not None
+
+    @property
+    def wholeness(self) -> Wholeness:
+        """Whether all values belong to the same step."""
+        if self._stream is not None:
+            return self._stream.wholeness
+        if self._wholeness is None:
+            self._wholeness = Wholeness()
+        return self._wholeness
 
     # -- construction ----------------------------------------------------------------------------
 
@@ -83,6 +95,8 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if self._stream is None:
+            if sub_group_id == 0:
+                self.wholeness.begin(len(self.fp16_groups) + 1)  # 1: what follows the last
             super()._prepare_sub_group(sub_group_id, timer_names)
             return
         if sub_group_id == 0:
@@ -129,6 +143,7 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if self._stream is None:
+            self.wholeness.note_change()
             super()._optimizer_step(sub_group_id)
             return
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
@@ -156,16 +171,20 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if self._stream is None:
             super()._release_sub_group(sub_group_id, timer_names)
+            self.wholeness.note_stepped()
 
     def _post_step(self, timer_names: Any) -> None:
         if self._stream is not None:
             self._stream.drain()
         super()._post_step(timer_names)
+        if self._stream is None:
+            self.wholeness.note_stepped()
 
     def reset_swap_buffers(self) -> None:
         """After a load: parameters take the values of their master weights."""
         if self._stream is None:
             super().reset_swap_buffers()
+            self.wholeness.mend()
             return
         for sub_group_id, flat in enumerate(self.fp32_partitioned_groups_flat):
             self._stream.refresh(flat.ds_id, self._members(sub_group_id))
