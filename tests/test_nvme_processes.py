@@ -25,11 +25,13 @@ directory = Path(sys.argv[1])
 """
 
 
-def start(directory: Path, script: str) -> subprocess.Popen[str]:
-    environment = dict(os.environ, PYTHONPATH=f"{TESTS.parent}{os.pathsep}{TESTS}")
+def start(
+    directory: Path, script: str, *more: str, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    search_path = {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(directory)],
-        env=environment,
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(directory), *more],
+        env=os.environ | search_path | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,7 +7,7 @@ namespace {
 constexpr double kBusyShare = 0.25;
 // The others' work must allow a comparison: some requests, not much less work, not much larger
 // requests. A single small request takes long for its bytes on every drive.
-constexpr double kOtherRequestCountMin = 16;
+constexpr double kOtherRequestCountMin = 8;
 constexpr double kWorkFraction = 4;
 constexpr double kRequestSizeFraction = 4;
 

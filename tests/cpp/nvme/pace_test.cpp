@@ -98,8 +98,8 @@ void what_is_no_reason_to_name_a_volume() {
   }));
   // The other has had next to nothing to do.
   MA_INVARIANT(!is_named({1, 1}, [](Bench& bench, int) {
-    bench.work(0, 0.001, 8);
-    bench.work(1, 10, 1000);
+    bench.work(0, 0.001, 7);
+    bench.work(1, 10, 7);
   }));
   MA_INVARIANT(!is_named({1, 1}, [](Bench& bench, int) {
     bench.work(0, 0.001, 100);
