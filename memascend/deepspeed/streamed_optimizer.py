@@ -93,10 +93,18 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     # -- the step --------------------------------------------------------------------------------
 
+    def step(self, closure: Any = None) -> None:
+        """As upstream; refused after one that ended half-way.
+
+        Raises:
+            TornStepError: Load a checkpoint first.
+        """
+        self.wholeness.check()
+        super().step(closure)
+        self.wholeness.mend()
+
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if self._stream is None:
-            if sub_group_id == 0:
-                self.wholeness.begin(len(self.fp16_groups) + 1)  # 1: what follows the last
             super()._prepare_sub_group(sub_group_id, timer_names)
             return
         if sub_group_id == 0:
@@ -171,14 +179,11 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if self._stream is None:
             super()._release_sub_group(sub_group_id, timer_names)
-            self.wholeness.note_stepped()
 
     def _post_step(self, timer_names: Any) -> None:
         if self._stream is not None:
             self._stream.drain()
         super()._post_step(timer_names)
-        if self._stream is None:
-            self.wholeness.note_stepped()
 
     def reset_swap_buffers(self) -> None:
         """After a load: parameters take the values of their master weights."""
