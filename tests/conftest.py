@@ -22,6 +22,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
     if not reporter.stats.get("passed"):
+        reporter.ensure_newline()
         reporter.write_line("every test was skipped; the reasons are above", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
