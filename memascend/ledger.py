@@ -123,11 +123,11 @@ class Ledger:
 
 #: What a drive did wrong and the run survived, by counters of the store.
 _FAULTS = {
-    "eio_retries": "requests tried again after an I/O error",
-    "retries": "requests tried again after EAGAIN or EINTR",
+    "eio_retries": "tried again after an I/O error",
+    "retries": "tried again after EAGAIN or EINTR",
     "resubmitted": "short transfers continued",
     "stalls": "silences reported",
-    "slow_spells": "times a drive became far slower than the others",
+    "slow_spells": "spells of a drive far slower than the others",
 }
 
 

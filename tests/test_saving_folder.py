@@ -181,6 +181,18 @@ def test_two_runs_that_save_the_same_tag_all_the_time_never_mix(tmp_path: Path) 
     assert not list(tmp_path.glob(".memascend*"))
 
 
+@pytest.mark.parametrize("time_s", [0, 4_000_000_000])
+def test_the_times_of_files_decide_nothing(tmp_path: Path, time_s: int) -> None:
+    """A clock that was set back makes an old checkpoint newer than a new one."""
+    assert save(tmp_path, "a", "old")
+    (tmp_path / ".memascend-a.saving").mkdir()  # of a killed save
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time_s, time_s))
+    assert save(tmp_path, "a", "new")
+    assert contents(tmp_path, (tmp_path / "latest").read_text()) == "new"
+    assert not list(tmp_path.glob(".memascend*"))
+
+
 def test_files_of_the_checkpoint_that_is_replaced_do_not_stay(tmp_path: Path) -> None:
     stale = tmp_path / "a" / "offloaded_tensors" / "rank01"
     stale.mkdir(parents=True)

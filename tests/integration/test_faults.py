@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,9 @@ def test_after_half_a_step_only_a_checkpoint_goes_on(tmp_path: Path, is_streamed
         environment=SEARCH_PATH | alone | {"MASTER_PORT": str(free_port())},
     )
     assert done.returncode == 0, done.stdout[-4000:]
+    (full,) = re.findall(r"^full save: (.*)$", done.stdout, re.MULTILINE)
+    assert re.match(r"CheckpointError: cannot write .*No space left on device", full)
+    assert not list(checkpoints.glob(".memascend*"))
     assert "failing step: StoreError: [Errno 5] the drive of this test failed" in done.stdout
     for what in ("another step", "save"):
         assert f"{what}: TornStepError: the last optimizer step" in done.stdout

@@ -18,8 +18,9 @@ import deepspeed
 import torch
 from checkpoint_program import build, train
 
-from memascend.errors import StoreError, TornStepError
+from memascend.errors import CheckpointError, StoreError, TornStepError
 from memascend.resident import ResidentStore
+from memascend.streaming.files import SummedFile
 
 
 def fail_writes_from(count: int) -> Callable[[], None]:
@@ -38,11 +39,27 @@ def fail_writes_from(count: int) -> Callable[[], None]:
     return restore
 
 
+def save_on_a_full_drive(engine: Any, folder: Path) -> None:
+    """The second file finds no room."""
+    create, numbers = SummedFile.create, itertools.count()
+
+    def failing(path: Path) -> Any:
+        if next(numbers) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(path)
+
+    SummedFile.create = failing  # type: ignore[method-assign,assignment]
+    try:
+        engine.save_checkpoint(str(folder), tag="full")
+    finally:
+        SummedFile.create = create  # type: ignore[method-assign]
+
+
 def what_happens(name: str, action: Callable[[], object]) -> bool:
     """Says it; whether the action came to its end."""
     try:
         action()
-    except (StoreError, TornStepError) as error:
+    except (StoreError, TornStepError, CheckpointError) as error:
         print(f"{name}: {type(error).__name__}: {error}", flush=True)
         return False
     print(f"{name}: done", flush=True)
@@ -59,6 +76,7 @@ def main() -> None:
     engine = build(json.loads(arguments.config.read_text()), seed=1)
     train(engine, 0, 1)
     engine.save_checkpoint(str(arguments.checkpoints), tag="good")
+    what_happens("full save", lambda: save_on_a_full_drive(engine, arguments.checkpoints))
     train(engine, 1, 2)
     engine.load_checkpoint(str(arguments.checkpoints))
     step = engine.optimizer.step
