@@ -26,8 +26,8 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all environment demo test lint type test-cpp bench bench-memory bench-step bench-volumes
-.PHONY: kill-test soak fuzz clean
+.PHONY: help all environment demo test test-root lint type test-cpp bench bench-memory bench-step
+.PHONY: bench-volumes kill-test soak fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -43,6 +43,9 @@ demo: environment ## the same fine-tune with stock DeepSpeed and with memascend,
 
 test: environment ## the Python tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-root: environment ## the tests that need root: loop devices, mounts, control groups
+	$(BIN)/python -m pytest -m root --some-must-run $(PYTEST_ARGS)
 
 test-cpp: environment ## the C++ tests; SAN=address or SAN=thread with a sanitizer
 	$(BIN)/python scripts/test_cpp.py --san $(SAN)

@@ -138,6 +138,9 @@ class Pool:
 
 # --- nvme ---------------------------------------------------------------------------------------
 
+def describe_cause(*, code: int) -> str:
+    """Why a drive answers with this errno, and what to do: the last two lines of a message."""
+
 class MemoryFaults:
     """What goes wrong on the memory engine: probabilities per request, by a seed. Tests only."""
 
@@ -161,6 +164,12 @@ class MemoryFaults:
     """While true, nothing completes."""
     paused_volume: int
     """Nothing of the volume with this index completes; -1 for none."""
+    slow_volume: int
+    """The volume with this index runs one request at a time; -1 for none."""
+    slow_milliseconds: int
+    """For so long each."""
+    gone: int
+    """The errno of every request from now on; 0 for none."""
 
 class VolumeOptions:
     """A volume of a store; where a list of them is wanted a path alone does, too.
@@ -231,6 +240,9 @@ class Store:
         grow_bytes: int = 1 << 28,
         stripe_bytes: int = 0,
         watchdog_seconds: float = 60.0,
+        eio_retries: int = 2,
+        eio_pause_seconds: float = 0.1,
+        pace_seconds: float = 10.0,
         verify: str = "off",
         checksum_memory: Allocator | None = None,
         bounce_address: int,
@@ -267,10 +279,11 @@ class Store:
     def nbytes(self, *, key: str) -> int: ...
     def keys(self) -> list[str]: ...
     def stats(self) -> dict[str, int | float]:
-        """Keys: bytes_read, bytes_written, bytes_bounced, requests, resubmitted, retries, stalls,
+        """Keys: bytes_read, bytes_written, bytes_bounced, requests, resubmitted, retries,
 
-        bytes_verified, bytes_read_back, mismatches, corruptions, checksum_bytes, reserved_bytes,
-        used_bytes, available_bytes, key_count, in_flight_count, wait_seconds.
+        eio_retries, stalls, slow_spells, bytes_verified, bytes_read_back, mismatches, corruptions,
+        checksum_bytes, reserved_bytes, used_bytes, available_bytes, key_count, in_flight_count,
+        wait_seconds.
         """
     def volume_stats(self) -> list[VolumeStats]: ...
     def provide_checksums(self, *, nbytes: int) -> None:

@@ -86,6 +86,10 @@ class DirectNvmeConfig(_Section):
     sqpoll: bool = Field(False, description="kernel thread polls for submissions; needs a core")
     iopoll: bool = Field(False, description="poll for completions; needs NVMe poll queues")
 
+    eio_retries: int = Field(
+        2, ge=0, le=100, description="tries after an I/O error (EIO); no other error is tried again"
+    )
+
     @field_validator("chunk_bytes", mode="before")
     @classmethod
     def _accept_units(cls, value: object) -> object:

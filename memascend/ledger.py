@@ -121,6 +121,9 @@ class Ledger:
             table.append(f"  {self._describe_verified()}")
         if self.wear is not None:
             table.append(f"  {self.wear.describe()}")
+        survived = describe_faults(self.drive)
+        if survived:
+            table.append(f"  {survived}")
         table += [f"  drive {drive.describe()}" for drive in self.drives]
         return "\n".join(table)
 
@@ -131,6 +134,22 @@ class Ledger:
             text += f", of which {format_nbytes(int(read_back))} read back after a write"
         mismatches, corruptions = self.drive["mismatches"], self.drive["corruptions"]
         return f"{text}; {mismatches} did not match, {corruptions} of them when read again"
+
+
+#: What a drive did wrong and the run survived, by counters of the store.
+_FAULTS = {
+    "eio_retries": "tried again after an I/O error",
+    "retries": "tried again after EAGAIN or EINTR",
+    "resubmitted": "short transfers continued",
+    "stalls": "silences reported",
+    "slow_spells": "spells of a drive far slower than the others",
+}
+
+
+def describe_faults(drive: Mapping[str, int | float]) -> str:
+    """One line on what went wrong and was survived; empty where nothing did."""
+    found = [f"{drive[name]} {what}" for name, what in _FAULTS.items() if drive.get(name)]
+    return f"the drive's faults: {', '.join(found)}" if found else ""
 
 
 def describe_plan(plan: Plan) -> str:

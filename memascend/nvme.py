@@ -8,6 +8,7 @@ or DeepSpeed.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import weakref
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from memascend import _core
-from memascend.errors import StoreError
+from memascend.errors import MemAscendError, StoreError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 # Of the bounce buffers that unaligned heads and tails go through: enough to keep a device busy.
 BOUNCE_BYTES = 4 * 1024 * 1024
+
+# What a drive says of itself, whatever the directory.
+DRIVE_CODES = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
 
 Ticket = _core.Ticket
 VolumeOptions = _core.VolumeOptions
@@ -64,6 +68,7 @@ class TensorStore:
         sqpoll: bool = False,
         iopoll: bool = False,
         watchdog_seconds: float = 60.0,
+        eio_retries: int = 2,
         verify: str = "off",
         checksum_memory: _core.Allocator | None = None,
         faults: MemoryFaults | None = None,
@@ -71,8 +76,8 @@ class TensorStore:
         """Opens one anonymous file in each volume's directory, and the engine.
 
         Args:
-            volumes: Directories to keep the data in; created (mode 0700) where missing. With
-                several, tensors are striped over them in proportion to their weights.
+            volumes: Directories to keep the data in, made (mode 0700) where missing. Over several,
+                tensors are striped by their weights.
             bounce: Page-aligned host memory for unaligned heads and tails, best of `BOUNCE_BYTES`;
                 belongs to the store until it is closed.
             engine: "auto", "uring" or "threads" ("memory" in tests).
@@ -82,6 +87,7 @@ class TensorStore:
             sqpoll: Let a kernel thread take io_uring submissions (a core for it, less latency).
             iopoll: Let io_uring poll the device (needs polled queues).
             watchdog_seconds: Silence of the device before it is reported on stderr.
+            eio_retries: Tries after EIO of the device; no other error is tried again.
             verify: "off"; "reads": compare what is read with checksums; "full": writes, too.
             checksum_memory: Arena of the checksums, 4 bytes for each `verify.GRAIN_BYTES` under
                 keys; None: memory of the process.
@@ -104,6 +110,7 @@ class TensorStore:
                 sqpoll=sqpoll,
                 iopoll=iopoll,
                 watchdog_seconds=watchdog_seconds,
+                eio_retries=eio_retries,
                 verify=verify,
                 checksum_memory=checksum_memory,
                 bounce_address=address,
@@ -112,6 +119,9 @@ class TensorStore:
                 faults=faults,
             )
         self._finalizer = weakref.finalize(self, self._core.close)
+        self._log_opened(paths, verify)
+
+    def _log_opened(self, paths: Sequence[str], verify: str) -> None:
         logger.info(
             "nvme: engine %s (%s; %s), %s, blocks of %d bytes, verify %s, in %s",
             self._core.engine_name,
@@ -262,10 +272,7 @@ def as_options(volume: str | Path | VolumeOptions, *, is_memory: bool = False) -
         return volume if isinstance(volume, VolumeOptions) else VolumeOptions(str(volume))
     if isinstance(volume, VolumeOptions):
         return volume
-    try:
-        make_directory(os.path.abspath(volume))
-    except OSError as error:
-        raise _directory_error("create", str(volume), error) from error
+    provide_directory(volume)
     return VolumeOptions(os.path.realpath(volume))
 
 
@@ -289,6 +296,18 @@ def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
             f"{tensor.stride()} on {tensor.device}; call .contiguous() or copy it to the host first"
         )
     return tensor
+
+
+def provide_directory(path: str | Path) -> None:
+    """As `make_directory`, for a directory that the configuration names.
+
+    Raises:
+        StoreError: It cannot be made.
+    """
+    try:
+        make_directory(os.path.abspath(path))
+    except OSError as error:
+        raise _directory_error("create", str(path), error) from error
 
 
 def make_directory(path: str) -> None:
@@ -315,17 +334,20 @@ def _naming(paths: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if type(error).__module__ == "memascend.errors":
+        if isinstance(error, MemAscendError):
             raise
         raise _directory_error("use", ", ".join(paths), error) from error
 
 
 def _directory_error(verb: str, path: str, cause: OSError) -> StoreError:
+    advice = (
+        "\nlikely cause: nvme_path or memascend.volumes is misspelt, not mounted, or another user's"
+        "\nfix: name a writable directory on a local disk"
+    )
+    if cause.errno in DRIVE_CODES:
+        advice = _core.describe_cause(code=cause.errno)
     error = StoreError(
-        cause.errno,
-        f"cannot {verb} the store's directory {path}: {cause.strerror}\n"
-        "likely cause: nvme_path or memascend.volumes is misspelt, not mounted, or another user's\n"
-        "fix: name a writable directory on a local disk",
+        cause.errno, f"cannot {verb} the store's directory {path}: {cause.strerror}{advice}"
     )
     error.volume = path
     return error

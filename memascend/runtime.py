@@ -349,6 +349,7 @@ def _make_store(
             threads=section.threads,
             sqpoll=section.sqpoll,
             iopoll=section.iopoll,
+            eio_retries=section.eio_retries,
             verify=config.verify,
             checksum_memory=arena.core if arena is not None else None,
         )

@@ -14,9 +14,10 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from time import monotonic, sleep
 
 from memascend.errors import CheckpointError
 
@@ -24,6 +25,10 @@ _PREFIX = ".memascend-"
 _WORKING, _REPLACED = ".saving", ".replaced"
 #: What belongs to a checkpoint and is replaced with it; anything else in a tag's folder is kept.
 _CHECKPOINT_FILES = ("*_states.pt", "*optim_states.pt", "memascend-rank*.json", "offloaded_tensors")
+
+#: Renaming is quick, removing what was replaced takes a while on a slow drive.
+_PATIENCE_S = 600.0
+_LOCK_POLL_S = 0.02
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -60,15 +65,17 @@ class SavingFolder:
             OSError: The folder cannot be made.
         """
         self._parent.mkdir(parents=True, exist_ok=True)
-        clean(self._parent)
-        try:
-            self.path.mkdir()
-        except FileExistsError as error:
-            raise CheckpointError(
-                f"cannot save to {self.target}: {self.path} exists. Likely cause: another run is "
-                "saving there. Give each run a folder of its own; if there is no other, remove it"
-            ) from error
-        self._lock = _try_lock(self.path)
+        with _alone_in(self._parent):
+            _clean(self._parent)
+            try:
+                self.path.mkdir()
+            except FileExistsError as error:
+                raise CheckpointError(
+                    f"cannot save to {self.target}: {self.path} exists. Likely cause: another run "
+                    "is saving there. Give each run a folder of its own; if there is no other, "
+                    "remove it"
+                ) from error
+            self._lock = _try_lock(self.path)
 
     def publish(self) -> None:
         """Makes the folders durable and puts the checkpoint in its place. Files are durable.
@@ -78,12 +85,13 @@ class SavingFolder:
         """
         for folder, _, _ in os.walk(self.path):
             sync(Path(folder))
-        if self.target.is_dir():
-            self._keep_others()
-            self._change_places()
-        else:
-            os.rename(self.path, self.target)
-            sync(self._parent)
+        with _alone_in(self._parent):
+            if self.target.is_dir():
+                self._keep_others()
+                self._change_places()
+            else:
+                os.rename(self.path, self.target)
+                sync(self._parent)
         self._unlock()
 
     def abandon(self) -> None:
@@ -128,6 +136,11 @@ def clean(parent: Path) -> None:
 
     A checkpoint that was moved away and whose successor did not arrive is put back.
     """
+    with _alone_in(parent):
+        _clean(parent)
+
+
+def _clean(parent: Path) -> None:
     for left in _left(parent, _REPLACED):
         target = parent / left.name[len(_PREFIX) : -len(_REPLACED)]
         if target.exists():
@@ -146,12 +159,13 @@ def write_latest(save_dir: str, tag: str, *, name: str = "latest") -> None:
     """Points the file `name` to a tag, in one step."""
     folder = Path(save_dir)
     working = folder / f"{_PREFIX}{name}"
-    with working.open("w", encoding="utf-8") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(working, folder / name)
-    sync(folder)
+    with _alone_in(folder):
+        with working.open("w", encoding="utf-8") as file:
+            file.write(tag)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(working, folder / name)
+        sync(folder)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -193,6 +207,39 @@ def _try_lock(folder: Path) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+@contextmanager
+def _alone_in(parent: Path) -> Iterator[None]:
+    """Inside, no other run makes, renames or removes working folders here; where locks work.
+
+    Without it two runs that save the same tag would take each other's new folder, still without a
+    lock, or old one, which has none, for a killed save's.
+
+    Raises:
+        CheckpointError: Another run does not come to an end of it.
+    """
+    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    deadline = monotonic() + _PATIENCE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if monotonic() > deadline:
+                    raise CheckpointError(
+                        f"cannot save in {parent}: it has been locked for {_PATIENCE_S:.0f} s. "
+                        "Likely cause: another run that saves there is stopped. End it, or give "
+                        "each run a folder of its own"
+                    ) from None
+                sleep(_LOCK_POLL_S)
+                continue
+            except OSError:
+                pass  # no locks here
+            break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _link(source: str | Path, place: str | Path) -> None:

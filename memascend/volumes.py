@@ -18,7 +18,7 @@ from memascend.config import MemAscendConfig, cache_directory, local_rank, local
 from memascend.config_volumes import KEY, VolumeConfig
 from memascend.errors import ConfigError, StoreError
 from memascend.numa import filesystem_of
-from memascend.nvme import make_directory
+from memascend.nvme import DRIVE_CODES, make_directory
 from memascend.volume_device import formatted
 from memascend.volume_header import START_BYTES
 from memascend.volume_speed import Load
@@ -182,7 +182,8 @@ def look_at(volume: VolumeConfig) -> _core.VolumeOptions:
         raise refused(volume.path, "use", errno.ENOTDIR)
     # With the identity that will open the files: a launcher may have changed user or capabilities.
     if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
-        raise refused(volume.path, "write in", errno.EACCES)
+        is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+        raise refused(volume.path, "write in", errno.EROFS if is_read_only else errno.EACCES)
     return _options(path, volume)
 
 
@@ -234,12 +235,12 @@ def _check_apart(volumes: Sequence[VolumeConfig]) -> None:
 
 def refused(path: str, verb: str, code: int, *, cause: str = "", fix: str = "") -> StoreError:
     """The error for a volume that cannot be used."""
-    cause = cause or f"{KEY} or nvme_path is misspelt, not mounted, or belongs to another user"
-    error = StoreError(
-        code,
-        f"cannot {verb} the volume {path}: {os.strerror(code)}\n"
-        f"likely cause: {cause}\n"
-        f"fix: {fix or 'name a directory on a local disk that you can write'}",
-    )
+    if cause or code not in DRIVE_CODES:
+        cause = cause or f"{KEY} or nvme_path is misspelt, not mounted, or belongs to another user"
+        fix = fix or "name a directory on a local disk that you can write"
+        advice = f"\nlikely cause: {cause}\nfix: {fix}"
+    else:
+        advice = _core.describe_cause(code=code)
+    error = StoreError(code, f"cannot {verb} the volume {path}: {os.strerror(code)}{advice}")
     error.volume = path
     return error

@@ -6,8 +6,26 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--some-must-run", action="store_true", help="fail when every test was skipped"
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus != pytest.ExitCode.OK or not session.config.getoption("--some-must-run"):
+        return
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not reporter.stats.get("passed"):
+        reporter.ensure_newline()
+        reporter.write_line("every test was skipped; the reasons are above", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
 
 #: Ranks that start look for each other's by name, and wait for ever for one that is gone.
 STARTING_S = 30.0

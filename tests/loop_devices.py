@@ -1,10 +1,18 @@
-"""Loop devices for tests of raw volumes; where none can be made a test says why it is skipped."""
+"""Real devices, file systems and control groups that fail on demand, for tests that need root.
+
+What the machine does not allow skips the test, with the reason. Everything is undone in the end,
+and nothing is touched that was not made here.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
+import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +52,90 @@ def loop_device(
         yield path
     finally:
         subprocess.run([tool("losetup"), "--detach", path], check=False, capture_output=True)
+
+
+#: Of linux/ext4.h: no operation works from then on, as when the drive below is gone.
+_EXT4_SHUTDOWN = 0x8004587D
+_SHUTDOWN_WITHOUT_LOG = 2
+_UNMOUNT_TRIES = 50
+
+
+@contextlib.contextmanager
+def mounted(source: str, folder: Path, *options: str) -> Iterator[Path]:
+    """A device (with a new ext4), or "tmpfs", in a new folder for as long as the context lasts."""
+    folder.mkdir()
+    kind = "tmpfs" if source == "tmpfs" else "ext4"
+    if kind == "ext4":
+        run("mkfs.ext4", "-q", source)
+    run("mount", "-t", kind, *(f"-o{option}" for option in options), source, str(folder))
+    try:
+        yield folder
+    finally:
+        # Files of a store that was just closed may take the kernel a moment.
+        for _ in range(_UNMOUNT_TRIES):
+            if subprocess.run([tool("umount"), str(folder)], capture_output=True).returncode == 0:
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError(f"{folder} is in use: a file was leaked")
+
+
+def shut_down(folder: Path) -> None:
+    """Makes a mounted ext4 fail as one whose drive was pulled out."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.ioctl(descriptor, _EXT4_SHUTDOWN, struct.pack("I", _SHUTDOWN_WITHOUT_LOG))
+    except OSError as error:
+        pytest.skip(f"this kernel does not shut an ext4 down: {error}")
+    finally:
+        os.close(descriptor)
+
+
+def make_read_only(device: str) -> None:
+    """Makes a mounted ext4 (with errors=remount-ro) read-only as after an error of its drive."""
+    trigger = Path("/sys/fs/ext4", Path(device).name, "trigger_fs_error")
+    try:
+        trigger.write_text("memascend test")
+    except OSError as error:
+        pytest.skip(f"this kernel does not trigger an error of ext4: {error}")
+
+
+@contextlib.contextmanager
+def control_group(controller: str) -> Iterator[Path]:
+    """A new group of version 1, with one controller."""
+    group = Path("/sys/fs/cgroup", controller, f"memascend-test-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 can be made here: {error}")
+    try:
+        yield group
+    finally:
+        for _ in range(_UNMOUNT_TRIES):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError(f"{group} is still in use")
+
+
+@contextlib.contextmanager
+def mapped_device(device: str, name: str) -> Iterator[str]:
+    """A device-mapper device over another, which `map_to_error` makes fail."""
+    sectors = run("blockdev", "--getsz", device)
+    run("dmsetup", "create", name, "--noudevsync", "--table", f"0 {sectors} linear {device} 0")
+    try:
+        run("dmsetup", "mknodes", name)
+        yield f"/dev/mapper/{name}"
+    finally:
+        subprocess.run([tool("dmsetup"), "remove", "--retry", name], check=False)
+
+
+def map_to_error(device: str) -> None:
+    """From now on every request of a mapped device fails."""
+    sectors = run("blockdev", "--getsz", device)
+    name = Path(device).name
+    run("dmsetup", "suspend", "--noflush", "--noudevsync", name)
+    run("dmsetup", "reload", "--table", f"0 {sectors} error", name)
+    run("dmsetup", "resume", "--noudevsync", name)

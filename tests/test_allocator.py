@@ -245,6 +245,23 @@ def test_explicit_huge_pages_are_used_or_noted_as_missing() -> None:
     assert noted == (_explicit_huge_page_bytes() < 4 * MIB)
 
 
+def test_where_huge_pages_were_taken_away_ordinary_ones_serve() -> None:
+    script = textwrap.dedent(
+        """
+        import ctypes
+        from memascend import _core
+        PR_SET_THP_DISABLE = 41
+        assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+        for kind in ("auto", "transparent", "explicit"):
+            core = _core.Allocator(huge_pages=kind, lock=False, register_device=False)
+            block = core.allocate(nbytes=64 << 20, component="pool")
+            memoryview(block)[:] = bytes(64 << 20)
+        """
+    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+
+
 def test_threads_share_an_allocator() -> None:
     core = make_core()
     damaged: list[int] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ pytest.importorskip("deepspeed")
 
 import torch
 
+from memascend.deepspeed.checkpoint import naming
 from memascend.deepspeed.checkpoint_source import Place, Wanted, check_folder, open_source
 from memascend.deepspeed.progress import ByteProgress
 from memascend.errors import CheckpointError
+from memascend.saving_folder import SavingFolder
 
 NUMELS = [300, 7]
 
@@ -145,3 +149,20 @@ def test_other_ranks_show_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), ByteProgress("x", 1, leads=False) as progress:
         progress.advance(1)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (errno.EROFS, "the file system is read-only"),
+        (errno.ENOSPC, "its file system is full"),
+        (errno.EIO, "the drive failed or was pulled out"),
+    ],
+)
+def test_what_the_system_refuses_a_save_is_explained(tmp_path: Path, code: int, cause: str) -> None:
+    folder = SavingFolder(str(tmp_path), "a")
+    text = rf"cannot save to {folder.target}: .*\nlikely cause: {cause}.*\nfix: "
+    with pytest.raises(CheckpointError, match=text), naming(folder):
+        raise OSError(code, os.strerror(code))
+    with pytest.raises(CheckpointError, match=r"^ours$"), naming(folder):
+        raise CheckpointError("ours")

@@ -16,6 +16,8 @@ from memascend.cli.main import main
 from memascend.volume_device import looked_at
 from memascend.volume_header import Header
 
+pytestmark = pytest.mark.root
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:

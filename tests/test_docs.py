@@ -55,10 +55,24 @@ def test_every_file_named_exists(document: Path) -> None:
         span
         for span in code_spans(document)
         if span.startswith(tuple(f"{folder}/" for folder in SOURCE_FOLDERS))
+        and "::" not in span
         and not set(span) & set("<>* ")
     }
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_test_named_exists(document: Path) -> None:
+    named = {span for span in code_spans(document) if span.startswith("tests/") and "::" in span}
+    missing = []
+    for name in sorted(named):
+        path, _, test = name.partition("::")
+        text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
+        if not re.search(rf"^(def|class) {re.escape(test)}\b", text, re.MULTILINE):
+            missing.append(name)
+    assert missing == []
+    assert named or document != ROOT / "docs" / "faults.md"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

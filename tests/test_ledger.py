@@ -52,6 +52,16 @@ def test_what_is_not_ours_is_the_rest_of_the_resident_peak() -> None:
 # -- the table -----------------------------------------------------------------------------------
 
 
+def test_faults_that_were_survived_are_told_by_kind_and_others_not_mentioned() -> None:
+    drive = {"bytes_read": 7, "eio_retries": 3, "retries": 0, "slow_spells": 1}
+    last = replace(LEDGER, drive=drive).describe().splitlines()[-1]
+    assert last.strip() == (
+        "the drive's faults: 3 tried again after an I/O error, 1 spells of a drive far slower than "
+        "the others"
+    )
+    assert "faults" not in LEDGER.describe()
+
+
 def test_the_table_has_a_row_for_each_component_and_two_for_the_sums() -> None:
     found = cells(LEDGER.describe())
     assert found == {

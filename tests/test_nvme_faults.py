@@ -23,8 +23,9 @@ from memascend.errors import StoreError, StoreFullError
 
 
 def open_faulty(**faults: float) -> tuple[_core.Store, _core.MemoryFaults]:
+    """A store whose EIO is final, so that one is enough."""
     chosen = _core.MemoryFaults(**faults)
-    return open_store("(memory)", "memory", faults=chosen), chosen
+    return open_store("(memory)", "memory", faults=chosen, eio_retries=0), chosen
 
 
 class StoreAgainstDict(StoreModel):
@@ -92,6 +93,61 @@ def test_a_write_without_space_on_the_device_says_so():
     with pytest.raises(StoreError, match="the file system is full") as caught:
         write(store, "k", bytes(4096)).wait()
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_an_eio_of_a_moment_is_survived_and_counted():
+    faults = _core.MemoryFaults(seed=7, eio=0.2, short=0.2, again=0.2, reorder=0.5)
+    store = open_store("(memory)", "memory", faults=faults, eio_retries=12, eio_pause_seconds=0.001)
+    content = os.urandom(8 << 20)
+    write(store, "k", content, shift=1).wait()
+    assert read(store, "k", len(content), shift=3) == content
+    stats = store.stats()
+    assert min(stats["eio_retries"], stats["retries"], stats["resubmitted"]) > 0
+
+
+def test_a_pause_after_eio_does_not_hold_other_transfers_up():
+    faults = _core.MemoryFaults()
+    store = open_store("(memory)", "memory", faults=faults, eio_pause_seconds=2)
+    write(store, "k", b"b" * 4096).wait()
+    faults.gone = errno.EIO
+    paused = write(store, "paused", b"a" * 4096)
+    while not store.stats()["eio_retries"]:
+        time.sleep(0.001)
+    faults.gone = 0
+    assert read(store, "k", 4096) == b"b" * 4096
+    assert not paused.done()
+    paused.wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (errno.ENODEV, "the drive is gone"),
+        (errno.ENXIO, "the drive is gone"),
+        (errno.EROFS, "the file system is read-only"),
+        (errno.ENOSPC, "the file system is full though the space was reserved"),
+        (errno.EDQUOT, "quota"),
+        (errno.ESTALE, "network file system"),
+        (errno.EREMOTEIO, "its file system failed"),
+    ],
+)
+def test_a_volume_that_fails_under_load_is_one_clear_error_at_once(code, cause):
+    store, faults = open_faulty(reorder=0.5, delay=0.2)
+    content = bytes(1 << 20)
+    write(store, "k", content).wait()
+    faults.paused = True
+    tickets = [write(store, f"k{number}", content) for number in range(4)]
+    faults.gone = code
+    faults.paused = False
+    for ticket in tickets:
+        with pytest.raises(StoreError, match=f"likely cause: .*{cause}.*\nfix: ") as caught:
+            ticket.wait()
+        assert caught.value.errno == code
+        assert str(caught.value).endswith("then resume from the last checkpoint")
+    stats = store.stats()
+    assert (stats["in_flight_count"], stats["eio_retries"], stats["retries"]) == (0, 0, 0)
+    faults.gone = 0
+    assert read(store, "k", len(content)) == content  # what was there is not lost
 
 
 def test_nothing_touches_memory_after_its_transfer_has_failed():
@@ -246,6 +302,22 @@ def test_the_first_write_of_a_new_store_is_not_taken_for_silence(tmp_path):
         write(store, "k", bytes(4096)).wait()
         assert store.stats()["stalls"] == 0
         store.close()
+
+
+def test_ctrl_c_ends_the_closing_of_a_store_whose_device_is_silent(capfd):
+    """Nothing waits for it again, neither the store's last owner nor the end of the process."""
+    store, faults = open_faulty()
+    faults.paused = True
+    ticket = write(store, "k", bytes(4096))
+    for wait in (store.wait_all, store.close):
+        threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    began = time.monotonic()
+    del store, ticket
+    gc.collect()
+    assert time.monotonic() - began < 5
+    faults.paused = False
 
 
 def test_a_signal_ends_a_wait_for_a_silent_device():

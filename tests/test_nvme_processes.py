@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,11 +26,14 @@ directory = Path(sys.argv[1])
 """
 
 
-def start(directory: Path, script: str) -> subprocess.Popen[str]:
-    environment = dict(os.environ, PYTHONPATH=f"{TESTS.parent}{os.pathsep}{TESTS}")
+def start(
+    directory: Path, script: str, *more: str, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    search_path = {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(directory)],
-        env=environment,
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(directory), *more],
+        stdin=subprocess.PIPE,
+        env=os.environ | search_path | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -252,6 +256,116 @@ def test_a_file_system_without_direct_io_is_used_buffered():
         """,
     )
     assert output == "True\n"
+
+
+# Time of day that jumps by up to a year, forward and back, whenever somebody asks.
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+static time_t jump(void) { return rand() % 63072000 - 31536000; }
+int clock_gettime(clockid_t clock, struct timespec* now) {
+  static int (*real)(clockid_t, struct timespec*);
+  if (!real) real = (int (*)(clockid_t, struct timespec*))dlsym(RTLD_NEXT, "clock_gettime");
+  int result = real(clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec += jump();
+  return result;
+}
+int gettimeofday(struct timeval* now, void* zone) {
+  struct timespec value;
+  clock_gettime(CLOCK_REALTIME, &value);
+  now->tv_sec = value.tv_sec;
+  now->tv_usec = value.tv_nsec / 1000;
+  return 0;
+}
+"""
+
+
+@pytest.fixture
+def jumping_clock(tmp_path):
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "clock.c").write_text(CLOCK)
+    library = tmp_path / "clock.so"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True
+    )
+    return {"LD_PRELOAD": str(library)}
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads", "memory"])
+def test_a_clock_that_jumps_neither_ends_a_wait_nor_prolongs_it(tmp_path, jumping_clock, engine):
+    """Waits, pauses and the watchdog go by a clock that never does."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    script = """
+    import time
+    from memascend import _core
+    times = [time.time() for _ in range(10)]
+    print(max(times) - min(times) > 86_400)
+    faults = _core.MemoryFaults(seed=3, eio=0.3, delay=0.3)
+    more = {"faults": faults, "eio_retries": 20} if ENGINE == "memory" else {}
+    began = time.monotonic()
+    store = open_store(directory, ENGINE, watchdog_seconds=5, eio_pause_seconds=0.01, **more)
+    content = os.urandom(1 << 20)
+    for turn in range(20):
+        write(store, "k", content).wait()
+        assert read(store, "k", 1 << 20) == content
+    print(store.stats()["stalls"], time.monotonic() - began < 30)
+    """.replace("ENGINE", repr(engine))
+    process = start(drive, script, environment=jumping_clock)
+    output, errors = process.communicate(timeout=60)
+    assert output == "True\n0 True\n", errors
+
+
+def test_a_directory_removed_under_a_run_is_not_missed_by_it(tmp_path):
+    output = run(
+        tmp_path,
+        """
+        folder = directory / "gone"
+        folder.mkdir()
+        store = open_store(folder, "auto", grow_bytes=1 << 20)
+        write(store, "k", b"abc").wait()
+        folder.rmdir()
+        write(store, "more", bytes(4 << 20)).wait()
+        print(read(store, "k", 3), read(store, "more", 4 << 20) == bytes(4 << 20))
+        store.close()
+        try:
+            open_store(folder, "auto")
+        except FileNotFoundError as error:
+            print(error.strerror)
+        """,
+    )
+    first, second = output.splitlines()
+    assert first == "b'abc' True"
+    assert second.startswith(f"open an anonymous file in {tmp_path}/gone: No such file")
+
+
+def test_two_processes_on_one_directory_do_not_see_each_other(tmp_path):
+    script = """
+    content = os.urandom(1 << 20)
+    store = open_store(directory, "auto")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for turn in range(50):
+        write(store, f"k{turn % 5}", content).wait()
+        assert read(store, f"k{turn % 5}", 1 << 20) == content
+    print(len(store.keys()))
+    """
+    processes = [start(tmp_path, script) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        output, errors = process.communicate(timeout=60)
+        assert output == "5\n", errors
 
 
 def test_memory_that_may_not_be_locked_is_used_unregistered():

@@ -74,6 +74,7 @@ def test_waiting_for_several_tickets_ends_all_before_the_first_error():
         bounce=PageMemory(BOUNCE_BYTES),
         engine="memory",
         faults=MemoryFaults(seed=3, eio=0.5),
+        eio_retries=0,
     )
     tickets = [store.write(key=f"k{n}", source=torch.zeros(4096)) for n in range(20)]
     with pytest.raises(StoreError, match="cannot write"):

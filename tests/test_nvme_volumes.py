@@ -174,7 +174,7 @@ def test_a_store_without_volumes_is_refused():
 
 
 def test_an_error_on_one_volume_names_it():
-    store = open_volumes("a", "b", faults=_core.MemoryFaults(eio=1.0))
+    store = open_volumes("a", "b", faults=_core.MemoryFaults(eio=1.0), eio_retries=0)
     with pytest.raises(StoreError) as caught:
         write(store, "k", bytes(STRIPE)).wait()
     assert caught.value.volume == "a"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,74 @@ def test_the_working_folder_of_a_living_save_is_left_alone(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="another run is saving"):
         SavingFolder(str(tmp_path), "a").begin()
     first.abandon()
+
+
+def test_the_lock_of_a_dead_process_binds_nobody(tmp_path: Path) -> None:
+    program = PROGRAM.replace("saving.publish()", "os.kill(os.getpid(), signal.SIGKILL)")
+    arguments = [str(tmp_path), "a", "text", "-1", "yes"]
+    subprocess.run([sys.executable, "-c", program, *arguments], cwd=REPOSITORY, check=False)
+    left = tmp_path / ".memascend-a.saving"
+    assert (left / "a_states.pt").is_file()
+    assert save(tmp_path, "a", "new")
+    assert contents(tmp_path, "a") == "new"
+    assert not left.exists()
+
+
+def test_a_run_that_never_gives_the_folder_back_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_folder, "_PATIENCE_S", 0.1)
+    with (
+        saving_folder._alone_in(tmp_path),
+        pytest.raises(CheckpointError, match="another run that saves there is stopped"),
+    ):
+        SavingFolder(str(tmp_path), "a").begin()
+
+
+def test_two_runs_that_save_the_same_tag_all_the_time_never_mix(tmp_path: Path) -> None:
+    """Each save is whole or refused; what is there in the end is one run's."""
+    head, body = PROGRAM.split("saving = saving_folder")
+    body = textwrap.indent(f"saving = saving_folder{body}", "    ")
+    program = f"{head}\ndef once():\n{body}\n" + textwrap.dedent(
+        """
+        import time
+        done = 0
+        while done < 30:
+            try:
+                once()
+                done += 1
+            except saving_folder.CheckpointError as error:
+                assert "another run is saving there" in str(error), error
+                time.sleep(0.001)
+        """
+    )
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), "a", text, "-1", "yes"],
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for text in ("one", "other")
+    ]
+    for run in runs:
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == 0, errors
+    assert contents(tmp_path, "a") in ("one", "other")
+    assert not list(tmp_path.glob(".memascend*"))
+
+
+@pytest.mark.parametrize("time_s", [0, 4_000_000_000])
+def test_the_times_of_files_decide_nothing(tmp_path: Path, time_s: int) -> None:
+    """A clock that was set back makes an old checkpoint newer than a new one."""
+    assert save(tmp_path, "a", "old")
+    (tmp_path / ".memascend-a.saving").mkdir()  # of a killed save
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time_s, time_s))
+    assert save(tmp_path, "a", "new")
+    assert contents(tmp_path, (tmp_path / "latest").read_text()) == "new"
+    assert not list(tmp_path.glob(".memascend*"))
 
 
 def test_files_of_the_checkpoint_that_is_replaced_do_not_stay(tmp_path: Path) -> None:

@@ -357,6 +357,7 @@ def test_a_broken_drive_is_told_and_no_slot_is_lost() -> None:
         bounce=memory.tensor(64 << 10, torch.uint8, component="bounce buffers"),
         engine="memory",
         faults=MemoryFaults(seed=3, eio=0.2),
+        eio_retries=0,
     ) as store:
         staging = StagingSlots(store=store, memory=memory, slot_bytes=64 << 10, slot_count=3)
         store.reserve(key="a", nbytes=4 << 20)

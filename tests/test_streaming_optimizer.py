@@ -238,6 +238,7 @@ def test_an_error_of_the_drive_is_raised_and_nothing_hangs() -> None:
         bounce=PageMemory(BOUNCE_BYTES),
         engine="memory",
         faults=MemoryFaults(seed=1, eio=0.002),
+        eio_retries=0,
     )
 
     def train() -> None:

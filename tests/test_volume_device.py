@@ -32,6 +32,8 @@ from memascend.volume_device import (
 from memascend.volume_header import START_BYTES
 from memascend.volumes import prepared
 
+pytestmark = pytest.mark.root
+
 
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[str]:

@@ -75,6 +75,16 @@ def test_what_was_measured_is_remembered_and_said(tmp_path, volumes, bench, capl
     assert {path.name for path in cache.iterdir()} == {CACHE_FILE, f"{CACHE_FILE}.lock"}
 
 
+@pytest.mark.parametrize("time_s", [0, 4_000_000_000])
+def test_what_was_measured_is_remembered_whatever_the_clock_says(tmp_path, volumes, bench, time_s):
+    cache = tmp_path / "cache"
+    first = measured_weights(volumes, load=LOAD, cache=cache)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time_s, time_s))
+    assert measured_weights(volumes, load=LOAD, cache=cache) == first
+    assert bench.opened == 1
+
+
 def test_directories_on_one_drive_are_not_measured(tmp_path, volumes, bench, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="memascend")
     monkeypatch.setattr(volume_weights, "identity", lambda path: "one drive")

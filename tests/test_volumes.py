@@ -99,8 +99,7 @@ def test_two_directories_on_one_drive_are_warned_of(tmp_path, measured, caplog):
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path, measured, monkeypatch):
-    # root may write anywhere
-    monkeypatch.setattr(os, "access", lambda path, mode, **keywords: False)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
     with pytest.raises(StoreError, match="cannot write in the volume") as caught:
         prepare(block(str(tmp_path)), "unused")
     assert caught.value.volume == str(tmp_path)

@@ -49,16 +49,22 @@ Checksums::MemorySource memory_source(std::shared_ptr<Allocator> allocator) {
   };
 }
 
-std::shared_ptr<Store> open_store(std::vector<VolumeOptions> volumes, std::string engine,
-                                  std::size_t queue_depth, std::uint64_t chunk_bytes,
-                                  std::size_t threads, bool sqpoll, bool iopoll,
-                                  std::uint64_t grow_bytes, std::uint64_t stripe_bytes,
-                                  double watchdog_seconds, const std::string& verify,
-                                  std::shared_ptr<Allocator> checksum_memory,
-                                  std::uintptr_t bounce_address, std::size_t bounce_nbytes,
-                                  const py::object& bounce_hold,
-                                  std::shared_ptr<MemoryFaults> faults) {
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
+
+std::shared_ptr<Store> open_store(
+    std::vector<VolumeOptions> volumes, std::string engine, std::size_t queue_depth,
+    std::uint64_t chunk_bytes, std::size_t threads, bool sqpoll, bool iopoll,
+    std::uint64_t grow_bytes, std::uint64_t stripe_bytes, double watchdog_seconds,
+    unsigned eio_retries, double eio_pause_seconds, double pace_seconds, const std::string& verify,
+    std::shared_ptr<Allocator> checksum_memory, std::uintptr_t bounce_address,
+    std::size_t bounce_nbytes, const py::object& bounce_hold,
+    std::shared_ptr<MemoryFaults> faults) {
   MA_EXPECT(watchdog_seconds > 0, "watchdog_seconds must be positive, got ", watchdog_seconds);
+  MA_EXPECT(eio_pause_seconds >= 0, "eio_pause_seconds must not be negative, got ",
+            eio_pause_seconds);
+  MA_EXPECT(pace_seconds > 0, "pace_seconds must be positive, got ", pace_seconds);
   StoreOptions options;
   options.volumes = std::move(volumes);
   options.engine = std::move(engine);
@@ -69,8 +75,10 @@ std::shared_ptr<Store> open_store(std::vector<VolumeOptions> volumes, std::strin
   options.checksum_memory = memory_source(std::move(checksum_memory));
   options.transfer.chunk_bytes = chunk_bytes;
   options.transfer.bounce = as_span(bounce_address, bounce_nbytes);
-  options.transfer.watchdog =
-      std::chrono::milliseconds(static_cast<std::int64_t>(watchdog_seconds * 1000));
+  options.transfer.watchdog = milliseconds(watchdog_seconds);
+  options.transfer.eio_retries = eio_retries;
+  options.transfer.eio_pause = milliseconds(eio_pause_seconds);
+  options.transfer.pace.window = milliseconds(pace_seconds);
   options.bounce_hold = hold_object(bounce_hold);
   const py::gil_scoped_release release;
   return Store::open(std::move(options));
@@ -148,7 +156,17 @@ void bind_faults(py::module_& module) {
           [](MemoryFaults& faults, bool paused) { faults.paused = paused; })
       .def_property(
           "paused_volume", [](const MemoryFaults& faults) { return faults.paused_volume.load(); },
-          [](MemoryFaults& faults, int index) { faults.paused_volume = index; });
+          [](MemoryFaults& faults, int index) { faults.paused_volume = index; })
+      .def_property(
+          "gone", [](const MemoryFaults& faults) { return faults.gone.load(); },
+          [](MemoryFaults& faults, int code) { faults.gone = code; })
+      .def_property(
+          "slow_volume", [](const MemoryFaults& faults) { return faults.slow_volume.load(); },
+          [](MemoryFaults& faults, int index) { faults.slow_volume = index; })
+      .def_property(
+          "slow_milliseconds",
+          [](const MemoryFaults& faults) { return faults.slow_milliseconds.load(); },
+          [](MemoryFaults& faults, int value) { faults.slow_milliseconds = value; });
 }
 
 py::dict stats_dict(Store& store) {
@@ -163,7 +181,9 @@ py::dict stats_dict(Store& store) {
   result["requests"] = stats.requests;
   result["resubmitted"] = stats.resubmitted;
   result["retries"] = stats.retries;
+  result["eio_retries"] = stats.eio_retries;
   result["stalls"] = stats.stalls;
+  result["slow_spells"] = stats.slow_spells;
   result["bytes_verified"] = stats.bytes_verified;
   result["bytes_read_back"] = stats.bytes_read_back;
   result["mismatches"] = stats.mismatches;
@@ -179,15 +199,29 @@ py::dict stats_dict(Store& store) {
 }
 
 // Waits in slices, so that Ctrl-C and other signals reach Python while a device does not answer.
-void wait_for(Store& store, const StoreTicket& ticket) {
-  MA_EXPECT(&store == ticket.store.get(), "the ticket belongs to another store");
+template <typename WaitFor>
+void wait_in_slices(WaitFor is_over_within) {
   constexpr std::chrono::milliseconds kSlice{200};
   for (;;) {
     {
       const py::gil_scoped_release release;
-      if (store.wait_for(*ticket.ticket, kSlice)) return;
+      if (is_over_within(kSlice)) return;
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+void wait_for(Store& store, const StoreTicket& ticket) {
+  MA_EXPECT(&store == ticket.store.get(), "the ticket belongs to another store");
+  wait_in_slices([&](auto slice) { return store.wait_for(*ticket.ticket, slice); });
+}
+
+void close(Store& store) {
+  try {
+    wait_in_slices([&](auto slice) { return store.close_within(slice); });
+  } catch (const py::error_already_set&) {
+    store.abandon();  // the user does not want to wait, and would wait again in the destructor
+    throw;
   }
 }
 
@@ -202,6 +236,8 @@ void bind_store(py::module_& module) {
            py::arg("threads") = defaults.engine_options.thread_count, py::arg("sqpoll") = false,
            py::arg("iopoll") = false, py::arg("grow_bytes") = defaults.grow_bytes,
            py::arg("stripe_bytes") = defaults.stripe_bytes, py::arg("watchdog_seconds") = 60.0,
+           py::arg("eio_retries") = defaults.transfer.eio_retries,
+           py::arg("eio_pause_seconds") = 0.1, py::arg("pace_seconds") = 10.0,
            py::arg("verify") = "off", py::arg("checksum_memory") = nullptr,
            py::arg("bounce_address"), py::arg("bounce_nbytes"), py::arg("bounce_hold"),
            py::arg("faults") = nullptr)
@@ -214,7 +250,10 @@ void bind_store(py::module_& module) {
            py::arg("nbytes"), py::arg("offset") = 0, py::arg("capacity") = 0,
            py::arg("hold") = py::none())
       .def("wait", &wait_for, py::arg("ticket"))
-      .def("wait_all", &Store::wait_all, WithoutGil())
+      .def("wait_all",
+           [](Store& store) {
+             wait_in_slices([&](auto slice) { return store.wait_all_for(slice); });
+           })
       .def("discard", &Store::discard, py::kw_only(), py::arg("key"), WithoutGil())
       .def("contains", &Store::contains, py::kw_only(), py::arg("key"), WithoutGil())
       .def("nbytes", &Store::nbytes, py::kw_only(), py::arg("key"), WithoutGil())
@@ -236,7 +275,7 @@ void bind_store(py::module_& module) {
             store.unregister_buffer(as_span(address, nbytes));
           },
           py::kw_only(), py::arg("address"), py::arg("nbytes"), WithoutGil())
-      .def("close", &Store::close, WithoutGil())
+      .def("close", &close)
       .def_property_readonly("engine_name", &Store::engine_name)
       .def_property_readonly("engine_reason", &Store::engine_reason)
       .def_property_readonly("engine_description",
@@ -293,6 +332,7 @@ void bind_crc32c(py::module_& module) {
 
 void bind_nvme(py::module_& module) {
   py::register_exception_translator(&translate);
+  module.def("describe_cause", &describe_cause, py::kw_only(), py::arg("code"));
   bind_faults(module);
   bind_ticket(module);
   bind_volumes(module);

@@ -55,8 +55,11 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions, std::size_t co
 std::vector<std::size_t> MemoryEngine::ready() const {
   std::vector<std::size_t> result;
   if (faults_->paused) return result;
+  const bool slow_rests = std::chrono::steady_clock::now() >= slow_until_;
   for (std::size_t index = 0; index < in_flight_.size(); ++index) {
-    if (in_flight_[index].volume_index != faults_->paused_volume) result.push_back(index);
+    const int volume_index = in_flight_[index].volume_index;
+    if (volume_index == faults_->paused_volume) continue;
+    if (volume_index != faults_->slow_volume || slow_rests) result.push_back(index);
   }
   return result;
 }
@@ -86,8 +89,13 @@ std::int64_t MemoryEngine::run(const Request& request) {
   const File& file = files_[static_cast<std::size_t>(request.volume_index)];
   if (!is_aligned(request.offset | request.nbytes, file.alignment.offset_bytes)) return -EINVAL;
   if (!is_aligned(request.data, file.alignment.memory_bytes)) return -EINVAL;
+  if (request.volume_index == faults_->slow_volume) {
+    slow_until_ = std::chrono::steady_clock::now() +
+                  std::chrono::milliseconds(faults_->slow_milliseconds.load());
+  }
   const bool writes = request.operation == Operation::kWrite;
   MemoryFaultCounts& counts = faults_->counts;
+  if (faults_->gone != 0) return -faults_->gone;
   if (happens(faults_->again, &counts.again)) return happens(0.5) ? -EAGAIN : -EINTR;
   if (happens(faults_->eio, &counts.eio)) return -EIO;
   if (writes && happens(faults_->enospc, &counts.enospc)) return -ENOSPC;

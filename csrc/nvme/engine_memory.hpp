@@ -29,8 +29,8 @@ struct MemoryFaultCounts {
   std::atomic<std::uint64_t> flip = 0;
 };
 
-/// What goes wrong, each with a probability from 0 to 1 per request. What is paused may be changed
-/// by any thread while the engine runs; the rest is fixed.
+/// What goes wrong, each with a probability from 0 to 1 per request. What is paused, slow or gone
+/// may be changed by any thread while the engine runs; the rest is fixed.
 struct MemoryFaults {
   std::uint64_t seed = 0;
   double short_transfer = 0;  // a part is moved, at any byte
@@ -44,7 +44,10 @@ struct MemoryFaults {
   std::uint64_t capacity_bytes = std::uint64_t{1} << 30;  // per volume
   std::atomic<bool> paused = false;                       // while true, nothing completes
   std::atomic<int> paused_volume = -1;                    // nothing of this volume completes
-  MemoryFaultCounts counts;                               // the engine's to raise
+  std::atomic<int> slow_volume = -1;  // runs one request at a time, each for slow_milliseconds
+  std::atomic<int> slow_milliseconds = 0;
+  std::atomic<int> gone = 0;  // the errno of every request from now on
+  MemoryFaultCounts counts;   // the engine's to raise
 };
 
 class MemoryEngine final : public Engine {
@@ -78,7 +81,8 @@ class MemoryEngine final : public Engine {
   std::size_t queue_depth_;
   std::mt19937_64 random_;
   std::vector<File> files_;
-  std::vector<Request> in_flight_;                   // oldest first
+  std::vector<Request> in_flight_;  // oldest first
+  std::chrono::steady_clock::time_point slow_until_{};
   std::set<std::pair<int, std::uint64_t>> flipped_;  // volume and offset of the last read there
   std::mutex mutex_;                                 // woken_
   std::condition_variable wake_;

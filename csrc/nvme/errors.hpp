@@ -28,6 +28,10 @@ struct ErrorPlace {
   std::optional<Corruption> corruption = std::nullopt;  // no call failed: the bytes are wrong
 };
 
+/// Why a drive answers with this errno (0: it ended early), and what to do: the last two lines of a
+/// message.
+std::string describe_cause(int code);
+
 /// What a failed transfer means to the user: what failed, with what values, why, and what to do.
 /// `recovery` is what to do about bytes that are wrong, in words of whoever knows.
 std::string describe(Operation operation, const ErrorPlace& place, const std::string& recovery);

@@ -259,6 +259,9 @@ bool Space::grow(std::size_t index, std::uint64_t nbytes) {
       volume.grow(start + growth);
     } catch (const VolumeFullError&) {
       continue;
+    } catch (const SystemCallError& error) {
+      throw StoreError(join("cannot ", error.what(), describe_cause(error.code())),
+                       {"", volume.directory(), start, growth, error.code()});
     }
     free_[index].give({static_cast<int>(index), start, growth});
     return true;

@@ -40,7 +40,7 @@ std::shared_ptr<Store> Store::open(StoreOptions options) {
   // is, for the process's end to clean up.
   return std::shared_ptr<Store>(new Store(std::move(options), std::move(volumes)),
                                 [owner = ::getpid()](Store* store) {
-                                  if (::getpid() == owner) delete store;
+                                  if (::getpid() == owner && !store->abandoned_) delete store;
                                 });
 }
 
@@ -62,6 +62,7 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
   if (depth <= kQueueDepthMax) depth = std::min(kQueueDepthMax, depth * options.volumes.size());
   EngineChoice choice =
       make_engine(options.engine, options.engine_options, options.volumes.front());
+  options.transfer.weights = weights_of(options.volumes);
   engine_name_ = choice.engine->name();
   engine_reason_ = choice.reason;
   options.transfer.checksums = checksums_.get();
@@ -218,8 +219,13 @@ bool Store::wait_for(Ticket& ticket, std::chrono::milliseconds timeout) {
 }
 
 void Store::wait_all() {
+  while (!wait_all_for(std::chrono::hours(1))) {
+  }
+}
+
+bool Store::wait_all_for(std::chrono::milliseconds timeout) {
   Section section(*this);
-  section.wait(quiet_, &quiet_waiter_count_, [this] { return job_count_ == 0; });
+  return section.wait_for(quiet_, &quiet_waiter_count_, timeout, [&] { return job_count_ == 0; });
 }
 
 // The entry of `key` once nothing is in flight on it, or nullptr when there is none (any more).
@@ -298,6 +304,12 @@ std::shared_ptr<TransferQueue> Store::open_queue() {
   Section section(*this);
   section.expect_open();
   return queue_;
+}
+
+bool Store::close_within(std::chrono::milliseconds timeout) {
+  if (::getpid() == owner_process_ && !wait_all_for(timeout)) return false;
+  close();
+  return true;
 }
 
 void Store::close() {

@@ -74,7 +74,9 @@ struct StoreStats {
   std::uint64_t requests;
   std::uint64_t resubmitted;
   std::uint64_t retries;
+  std::uint64_t eio_retries;
   std::uint64_t stalls;
+  std::uint64_t slow_spells;
   std::uint64_t bytes_verified;  // as TransferQueue::Counters has them
   std::uint64_t bytes_read_back;
   std::uint64_t mismatches;
@@ -122,6 +124,8 @@ class Store {
   bool wait_for(Ticket& ticket, std::chrono::milliseconds timeout);
   /// Waits until nothing is in flight. Throws nothing: tickets keep their errors.
   void wait_all();
+  /// The same, for no longer than `timeout`; false when something is in flight by then.
+  bool wait_all_for(std::chrono::milliseconds timeout);
 
   /// Forgets a key after its I/O; false when there is none.
   bool discard(const std::string& key);
@@ -150,6 +154,11 @@ class Store {
   /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
   /// Does nothing in a forked child.
   void close();
+  /// The same when nothing is in flight within `timeout`; false, and nothing done, otherwise.
+  bool close_within(std::chrono::milliseconds timeout);
+  /// For a device that does not answer when the process ends: the last owner leaves the store, its
+  /// thread and the memory in flight to that end, instead of waiting.
+  void abandon() noexcept { abandoned_ = true; }
 
  private:
   struct Entry;
@@ -183,6 +192,7 @@ class Store {
   std::chrono::steady_clock::duration wait_time_{};
   std::string recovery_ = "start again from data that is known to be good";
   bool closed_ = false;
+  std::atomic<bool> abandoned_ = false;
 
   std::shared_ptr<TransferQueue> queue_;  // last: its thread uses all of the above
 };

@@ -20,8 +20,6 @@ constexpr std::size_t kReapFraction = 8;
 // Reads after a write that a lane's bounce buffers allow at once: small ones keep a drive busy,
 // too.
 constexpr std::uint64_t kReadBackCount = 16;
-// The device's silence is looked at a moment after it has become too long.
-constexpr std::chrono::milliseconds kTick{1};
 
 void report_on_stderr(const std::string& message) {
   std::fprintf(stderr, "memascend: %s\n", message.c_str());
@@ -35,7 +33,9 @@ TransferQueue::TransferQueue(std::unique_ptr<Engine> engine, std::span<const Vol
       volumes_(volumes),
       alignment_(alignment),
       options_(std::move(options)),
-      finished_callback_(std::move(finished)) {
+      finished_callback_(std::move(finished)),
+      pace_(options_.weights.empty() ? std::vector<double>(volumes.size(), 1.0) : options_.weights,
+            options_.pace) {
   const std::uint64_t block = alignment.offset_bytes;
   MA_EXPECT(options_.chunk_bytes > 0 && is_aligned(options_.chunk_bytes, block),
             "chunk_bytes must be a positive multiple of ", block, ", got ", options_.chunk_bytes);
@@ -138,6 +138,8 @@ bool TransferQueue::turn() {
   for (Lane& lane : lanes_) {
     if (lane.in_flight_count == 0) lane.heard_at = now;
   }
+  turn_began_ = now;
+  resume_paused(now);
   fill_batch();
   if (!batch_.empty()) {
     counters_.requests += batch_.size();
@@ -146,7 +148,7 @@ bool TransferQueue::turn() {
   }
   // Pieces of a failed transfer may have been dropped without any request: report before sleeping.
   const std::size_t wanted = finished_.empty() ? wanted_count() : 0;
-  const std::size_t count = engine_->reap(completions_, wanted, options_.watchdog + kTick);
+  const std::size_t count = engine_->reap(completions_, wanted, patience(now));
   for (std::size_t index = 0; index < count; ++index) complete(completions_[index]);
   watch();
   if (!finished_.empty()) {
@@ -186,9 +188,10 @@ TransferQueue::Lane& TransferQueue::lane_of(const Piece& piece) {
 std::size_t TransferQueue::wanted_count() const {
   std::size_t wanted = chunks_.size();
   for (const Lane& lane : lanes_) {
-    if (lane.in_flight_count > 0) wanted = std::min(wanted, lane.in_flight_count / kReapFraction);
+    const std::size_t count = lane.in_flight_count - lane.paused_count;
+    if (count > 0) wanted = std::min(wanted, count / kReapFraction);
   }
-  return free_chunks_.size() == chunks_.size() ? 1 : std::max<std::size_t>(1, wanted);
+  return wanted == chunks_.size() ? 1 : std::max<std::size_t>(1, wanted);  // all: none is busy
 }
 
 void TransferQueue::fill_batch() {
@@ -273,11 +276,13 @@ void TransferQueue::complete(const Completion& completion) {
   if (completion.result < 0) {
     const int code = static_cast<int>(-completion.result);
     if (code == EAGAIN || code == EINTR) return retry(&chunk, &counters_.retries, code);
+    if (code == EIO && pause(&chunk)) return;
     return fail(&chunk, code);
   }
   if (completion.result == 0) return fail(&chunk, 0);
   const auto moved = static_cast<std::uint64_t>(completion.result);
   MA_INVARIANT(moved <= asked);
+  pace_.note_moved(static_cast<std::size_t>(chunk.piece->volume_index), moved);
   if (moved == asked) return end_phase(&chunk);
   // Direct I/O goes on at a block's start; the bytes of a block begun are moved again.
   const std::uint64_t done_bytes = align_down(chunk.done_bytes + moved, alignment_.offset_bytes);
@@ -310,8 +315,9 @@ void TransferQueue::end_phase(Chunk* chunk) {
     note_write(*chunk);
     return push_request(*chunk);
   }
+  const int code = drop_cache(*chunk);
+  if (code != 0) return fail(chunk, code);
   (reads ? counters_.bytes_read : counters_.bytes_written) += wanted_bytes;
-  drop_cache(*chunk);
   close(chunk);
 }
 
@@ -340,35 +346,6 @@ void TransferQueue::close(Chunk* chunk) {
 void TransferQueue::close_if_over(Transfer* transfer) {
   if (transfer->pieces_left > 0 || transfer->chunks_left > 0) return;
   if (!begin_read_back(transfer)) finished_.push_back(transfer);
-}
-
-// Says once which request a device does not answer, and goes on waiting.
-void TransferQueue::watch() {
-  const auto now = std::chrono::steady_clock::now();
-  for (std::size_t index = 0; index < lanes_.size(); ++index) {
-    Lane& lane = lanes_[index];
-    if (std::exchange(lane.heard, false) || lane.in_flight_count == 0) {
-      lane.heard_at = now;
-      lane.stall_reported = false;
-    } else if (!lane.stall_reported && now - lane.heard_at >= options_.watchdog) {
-      lane.stall_reported = true;
-      ++counters_.stalls;
-      report_stall(static_cast<int>(index));
-    }
-  }
-}
-
-void TransferQueue::report_stall(int volume_index) {
-  const Chunk* oldest = nullptr;
-  for (const Chunk& chunk : chunks_) {
-    if (chunk.transfer == nullptr || chunk.piece->volume_index != volume_index) continue;
-    if (oldest == nullptr || chunk.serial < oldest->serial) oldest = &chunk;
-  }
-  options_.report(join(
-      "no answer from the device for ", std::chrono::duration<double>(options_.watchdog).count(),
-      " s: ", oldest->operation == Operation::kRead ? "read" : "write", " of \"",
-      oldest->transfer->key, "\" (", oldest->nbytes, " bytes at offset ", oldest->offset, " in ",
-      volumes_[static_cast<std::size_t>(volume_index)].directory(), "); still waiting"));
 }
 
 }  // namespace memascend

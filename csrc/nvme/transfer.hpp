@@ -5,14 +5,12 @@
 // A TransferQueue owns an engine and the one thread that issues on it. So I/O goes on while every
 // thread of the caller computes, a batch is whatever gathered since the last system call, and
 // io_uring's completion work lands on a thread of ours. Knows volumes; never knows what keys mean,
-// who waits, or which transfers must follow each other.
-//
-// With checksums (nvme/transfer_checksums.cpp) everything moves in whole grains: what is written is
-// noted, what was read is compared before anybody sees it, and what was written is read back where
-// that is asked for.
+// who waits, or which transfers must follow each other. With checksums (transfer_checksums.cpp)
+// everything moves in whole grains, and what was read is compared before anybody sees it.
 //
 // Each volume has a lane: a queue of its own, an equal share of the engine's depth and of the
-// bounce buffers, and a watchdog. A drive that is slow, or silent, fills its own lane and no other.
+// bounce buffers, and a watchdog (transfer_watch.cpp). A drive that is slow, or silent, fills its
+// own lane and no other; one that is far slower than the others is named.
 #pragma once
 
 #include <atomic>
@@ -31,6 +29,7 @@
 #include "nvme/checksums.hpp"
 #include "nvme/engine.hpp"
 #include "nvme/errors.hpp"
+#include "nvme/pace.hpp"
 #include "nvme/pieces.hpp"
 
 namespace memascend {
@@ -55,7 +54,11 @@ class TransferQueue {
   struct Options {
     std::uint64_t chunk_bytes = std::uint64_t{1} << 20;  // of one request; a multiple of the block
     std::span<std::byte> bounce;                         // a block per volume or more; aligned
-    std::chrono::milliseconds watchdog{60'000};      // silence of the device before it is reported
+    std::chrono::milliseconds watchdog{60'000};  // silence of the device before it is reported
+    unsigned eio_retries = 2;                    // of one request; an EIO may be of a moment
+    std::chrono::milliseconds eio_pause{100};    // before each of them
+    std::vector<double> weights;                 // what is expected of each volume; empty: alike
+    Pace::Options pace;
     std::function<void(const std::string&)> report;  // default: a line on stderr
     Checksums* checksums = nullptr;  // of all that is moved; the blocks are then its grains
     bool read_back = false;          // compare writes with them, too
@@ -71,7 +74,9 @@ class TransferQueue {
     std::atomic<std::uint64_t> requests = 0;
     std::atomic<std::uint64_t> resubmitted = 0;      // after a short transfer
     std::atomic<std::uint64_t> retries = 0;          // after EAGAIN or EINTR
+    std::atomic<std::uint64_t> eio_retries = 0;      // after EIO
     std::atomic<std::uint64_t> stalls = 0;           // reports of the watchdog
+    std::atomic<std::uint64_t> slow_spells = 0;      // a volume became far slower than the others
     std::atomic<std::uint64_t> bytes_verified = 0;   // compared with a checksum, read back or not
     std::atomic<std::uint64_t> bytes_read_back = 0;  // after a write
     std::atomic<std::uint64_t> mismatches = 0;       // of requests; each is read once more
@@ -112,6 +117,7 @@ class TransferQueue {
     std::byte* data = nullptr;
     std::byte* bounce = nullptr;
     unsigned retry_count = 0;
+    unsigned eio_count = 0;
     bool read_again = false;  // because it did not match its checksums
     std::uint64_t serial = 0;
   };
@@ -122,6 +128,8 @@ class TransferQueue {
     std::deque<Cursor> read_backs;  // through bounce buffers, too
     std::vector<std::byte*> free_bounces;
     std::size_t in_flight_count = 0;
+    std::size_t paused_count = 0;  // of these, not with the engine
+    bool slow_reported = false;
     bool heard = false;                              // a completion since the last watch()
     std::chrono::steady_clock::time_point heard_at;  // the last completion, or idle until then
     bool stall_reported = false;
@@ -136,6 +144,9 @@ class TransferQueue {
   void push_request(const Chunk& chunk);
   void complete(const Completion& completion);
   void retry(Chunk* chunk, std::atomic<std::uint64_t>* counter, int code);
+  bool pause(Chunk* chunk);
+  void resume_paused(Pace::Clock::time_point now);
+  std::chrono::milliseconds patience(Pace::Clock::time_point now) const;
   void end_phase(Chunk* chunk);
   void fail(Chunk* chunk, int code);
   void close(Chunk* chunk);
@@ -144,12 +155,13 @@ class TransferQueue {
   void forget_write(const Chunk& chunk);
   bool matches(Chunk* chunk);
   bool begin_read_back(Transfer* transfer);
-  void drop_cache(const Chunk& chunk) const;
+  int drop_cache(const Chunk& chunk) const;
   const Volume& volume_of(const Chunk& chunk) const;
   Lane& lane_of(const Piece& piece);
   std::size_t wanted_count() const;
   void watch();
   void report_stall(int volume_index);
+  void report_slow(const SlowVolume& slow);
 
   std::unique_ptr<Engine> engine_;
   std::span<const Volume> volumes_;
@@ -169,6 +181,13 @@ class TransferQueue {
   std::vector<Transfer*> finished_;
   std::vector<std::function<void()>> actions_;
   std::uint64_t serial_ = 0;
+  struct Paused {
+    Pace::Clock::time_point until;
+    std::size_t chunk_index;
+  };
+  std::deque<Paused> paused_;  // each pause is as long, so the first is over first
+  Pace pace_;
+  Pace::Clock::time_point turn_began_;
 
   std::mutex mutex_;  // what follows
   std::vector<Transfer*> inbox_;

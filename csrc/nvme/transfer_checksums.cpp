@@ -27,7 +27,8 @@ bool TransferQueue::matches(Chunk* chunk) {
   const std::optional<Mismatch> mismatch = options_.checksums->check(
       chunk->piece->volume_index, chunk->offset, {chunk->data, chunk->nbytes}, &checked_bytes);
   counters_.bytes_verified += checked_bytes;
-  if (mismatch || chunk->transfer->reading_back) drop_cache(*chunk);
+  // What is read is on the volume already: there is nothing that dropping it could fail to write.
+  if (mismatch || chunk->transfer->reading_back) (void)drop_cache(*chunk);
   if (!mismatch) {
     if (chunk->transfer->reading_back) counters_.bytes_read_back += chunk->nbytes;
     return true;
@@ -61,9 +62,10 @@ bool TransferQueue::begin_read_back(Transfer* transfer) {
   return true;
 }
 
-void TransferQueue::drop_cache(const Chunk& chunk) const {
+// The errno of what the page cache could not write; 0 when all is well, or nothing is cached.
+int TransferQueue::drop_cache(const Chunk& chunk) const {
   const Volume& volume = volume_of(chunk);
-  if (!volume.direct()) volume.drop_cache(chunk.offset, chunk.nbytes);
+  return volume.direct() ? 0 : volume.drop_cache(chunk.offset, chunk.nbytes);
 }
 
 const Volume& TransferQueue::volume_of(const Chunk& chunk) const {

@@ -183,13 +183,15 @@ void Volume::grow(std::uint64_t capacity_bytes) {
   capacity_bytes_ = capacity_bytes;
 }
 
-void Volume::drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcept {
+int Volume::drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcept {
   const auto start = static_cast<off_t>(offset);
   const auto length = static_cast<off_t>(nbytes);
-  ::sync_file_range(
+  const int result = ::sync_file_range(
       descriptor_, start, length,
       SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  const int code = result == 0 || errno == ENOSYS ? 0 : errno;
   ::posix_fadvise(descriptor_, start, length, POSIX_FADV_DONTNEED);
+  return code;
 }
 
 void Volume::find_alignment() {

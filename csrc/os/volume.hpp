@@ -93,9 +93,10 @@ class Volume {
   /// compared with available_bytes() and the file is extended). Throws VolumeFullError when the
   /// space is not there: nothing changed.
   void grow(std::uint64_t capacity_bytes);
-  /// Takes a range out of the page cache, after writing it back. For volumes that are not direct();
-  /// best effort.
-  void drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcept;
+  /// Takes a range out of the page cache, after writing it back. For volumes that are not direct().
+  /// The errno of a write that the kernel took and could not finish, of this range or of an earlier
+  /// one; else 0.
+  int drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcept;
 
  private:
   Volume() = default;

@@ -35,7 +35,7 @@ from memascend.deepspeed.stock_memory import (
 from memascend.errors import ConfigError
 from memascend.ledger import Ledger, describe_plan
 from memascend.limit import memory_total
-from memascend.nvme import make_directory
+from memascend.nvme import provide_directory
 from memascend.plan_request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes
 from memascend.smart import DriveWatch
@@ -177,7 +177,7 @@ class Attachment:
         if self.runtime.store is None:
             return os.path.join(nvme_path, "zero_stage_3")
         # As stock, which makes its folders where there are none; it need not be the store's.
-        make_directory(nvme_path)
+        provide_directory(nvme_path)
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
 
 
@@ -215,7 +215,7 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
     limit_bytes = stated_limit(config)
     check_smallest(ds_config, limit_bytes)
     directory = os.path.abspath(str(nvme_path))
-    make_directory(directory)
+    provide_directory(directory)
     _show_log_lines()
     _warn_of_memory(config, limit_bytes)
     accelerator = get_accelerator()

@@ -10,22 +10,25 @@ A model whose optimizer is elsewhere, or without a block, gets upstream's functi
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
+from memascend import _core
 from memascend.deepspeed.activation import face_of
 from memascend.deepspeed.checkpoint_opener import opened
 from memascend.deepspeed.checkpoint_writer import write_rank
 from memascend.deepspeed.every_rank import rank_of, together
 from memascend.deepspeed.zero_optimizer import ZeroOptimizer
-from memascend.errors import CheckpointError, ConfigError, WriteBudgetError
+from memascend.errors import CheckpointError, ConfigError, MemAscendError, WriteBudgetError
 from memascend.saving_folder import SavingFolder, write_latest
 
 log = logging.getLogger(__name__)
@@ -172,16 +175,17 @@ def _save(
     leads = rank == 0
     folder = SavingFolder(save_dir, tag)
     _check_same_tag(engine, tag)
-    together(engine, lambda: folder.begin() if leads else None)
-    try:
-        with optimizer.checkpointing():
-            save_as(folder.tag, False)
-        together(engine, lambda: write_rank(engine, folder, rank, leads=leads))
-        together(engine, lambda: folder.publish() if leads else None)
-    except BaseException:
-        if leads:
-            folder.abandon()
-        raise
+    with naming(folder):
+        together(engine, lambda: folder.begin() if leads else None)
+        try:
+            with optimizer.checkpointing():
+                save_as(folder.tag, False)
+            together(engine, lambda: write_rank(engine, folder, rank, leads=leads))
+            together(engine, lambda: folder.publish() if leads else None)
+        except BaseException:
+            if leads:
+                folder.abandon()
+            raise
     if save_latest:
         is_first = engine.global_rank == 0
         together(engine, lambda: write_latest(save_dir, tag) if is_first else None)
@@ -189,6 +193,29 @@ def _save(
         log.info("memascend: checkpoint %s is complete", folder.target)
     _stop_over_budget(engine, optimizer, folder)
     return True
+
+
+@contextmanager
+def naming(folder: SavingFolder) -> Iterator[None]:
+    """Says of the system's errors what they mean for the checkpoint.
+
+    Raises:
+        CheckpointError: Instead of an OSError that is not ours.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, MemAscendError):
+            raise
+        code = error.errno or errno.EIO
+        advice = _core.describe_cause(code=code)
+        if code == errno.ENOSPC:
+            advice = "\nlikely cause: its file system is full\nfix: free space, then save again"
+        raise CheckpointError(
+            code,
+            f"cannot save to {folder.target}: {error.strerror or error}; what was saved before is "
+            f"untouched{advice}",
+        ) from error
 
 
 def _stop_over_budget(engine: Any, optimizer: ZeroOptimizer, folder: SavingFolder) -> None:

@@ -17,6 +17,7 @@ from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
 from memascend.deepspeed.streamed_swapper import StreamedSwapper
+from memascend.errors import TornStepError
 from memascend.streaming.files import Reader
 
 if TYPE_CHECKING:
@@ -102,7 +103,12 @@ def stored_tensors(optimizer: ZeroOptimizer, aio: Mapping[str, Any]) -> list[Sto
 
 
 def settle(optimizer: ZeroOptimizer) -> None:
-    """Has everything in the store: values of tiles in flight, and what so far is one value."""
+    """Has everything in the store: values of tiles in flight, and what so far is one value.
+
+    Raises:
+        TornStepError: The last step or load ended half-way.
+    """
+    optimizer.wholeness.check()
     if isinstance(optimizer.optimizer_swapper, StreamedSwapper):
         optimizer.optimizer_swapper.stream.settle()
 
@@ -140,13 +146,21 @@ def restore(
 
     Raises:
         StoreError: The drive failed; some of the tensors are loaded, others not.
+        TornStepError: Half a step of DeepSpeed's own swapper came before.
     """
+    is_streamed = isinstance(optimizer.optimizer_swapper, StreamedSwapper)
+    if optimizer.wholeness.is_torn and not is_streamed:
+        raise TornStepError(
+            "cannot load a checkpoint after half an optimizer step: without streaming.optimizer "
+            "DeepSpeed's buffers of that step are not given back. fix: start the program again "
+            "and load it there"
+        )
+    optimizer.wholeness.note_change()
     if state_dict:
         _drop_states(optimizer)
         optimizer._set_fp32_optimizer_param_groups()
         optimizer.optimizer.load_state_dict(state_dict)
         optimizer._clear_fp32_optimizer_param_groups()
-    is_streamed = isinstance(optimizer.optimizer_swapper, StreamedSwapper)
     for tensor in tensors:
         if is_streamed:
             _into_stream(optimizer, tensor)

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.optimizer_kinds import initial_state
 from memascend.streaming.optimizer import OptimizerStream
-from memascend.streaming.sub_groups import Member, State
+from memascend.streaming.sub_groups import Member, State, Wholeness
 
 
 class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -29,9 +29,21 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     # What an accessor gave out and may be asked to store again.
     _put_back: Callable[[], None] | None = None
 
+    # Of whole sub-groups; None before the first step.
+    _wholeness: Wholeness | None = None
+
     @property
     def _streams_optimizer(self) -> bool:
         return self._stream is not None
+
+    @property
+    def wholeness(self) -> Wholeness:
+        """Whether all values belong to the same step."""
+        if self._stream is not None:
+            return self._stream.wholeness
+        if self._wholeness is None:
+            self._wholeness = Wholeness()
+        return self._wholeness
 
     # -- construction ----------------------------------------------------------------------------
 
@@ -81,6 +93,16 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     # -- the step --------------------------------------------------------------------------------
 
+    def step(self, closure: Any = None) -> None:
+        """As upstream; refused after one that ended half-way.
+
+        Raises:
+            TornStepError: Load a checkpoint first.
+        """
+        self.wholeness.check()
+        super().step(closure)
+        self.wholeness.mend()
+
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if self._stream is None:
             super()._prepare_sub_group(sub_group_id, timer_names)
@@ -129,6 +151,7 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if self._stream is None:
+            self.wholeness.note_change()
             super()._optimizer_step(sub_group_id)
             return
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
@@ -166,6 +189,7 @@ class StreamedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """After a load: parameters take the values of their master weights."""
         if self._stream is None:
             super().reset_swap_buffers()
+            self.wholeness.mend()
             return
         for sub_group_id, flat in enumerate(self.fp32_partitioned_groups_flat):
             self._stream.refresh(flat.ds_id, self._members(sub_group_id))

@@ -301,6 +301,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
         self._finish_writes()
+        self.wholeness.mend()
 
     def reset_swap_buffers(self) -> None:
         """Gives the parameters the values of the master weights."""

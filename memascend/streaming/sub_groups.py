@@ -61,6 +61,11 @@ class Wholeness:
         self._due_count = 0  # sub-groups of the walk that are still to be stepped
         self._is_torn = False
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether some values are new and others old."""
+        return self._is_torn
+
     def begin(self, count: int) -> None:
         """A walk over so many sub-groups begins.
 

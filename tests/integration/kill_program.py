@@ -1,12 +1,15 @@
 """Trains, saves after every step, and goes on from the last checkpoint where there is one.
 
-Started by tests/integration/kill_runs.py, which kills it. Prints what it is about to do.
+Started by tests/integration/kill_runs.py, which kills it, and test_signals.py, which ends it.
+Prints what it is about to do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +23,10 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--exit-status", type=int, help="exit with this when told to end")
     arguments = parser.parse_args()
+    if arguments.exit_status is not None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(arguments.exit_status))
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     is_resumed = (arguments.checkpoints / "latest").is_file()

@@ -1,20 +1,26 @@
-"""A drive that fails on one rank ends the job on all of them, with that rank's error."""
+"""Drives that fail in the middle of a job: on one rank, in half a step; and a job started twice."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from test_checkpoint import BLOCK, config
 
-from .programs import REPOSITORY, run
+from .programs import REPOSITORY, free_port, losses, run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
-PROGRAM = REPOSITORY / "tests" / "integration" / "fault_program.py"
+PROGRAMS = REPOSITORY / "tests" / "integration"
+SEARCH_PATH = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+}
 WORLD = 2
 #: Far below the half hour after which a collective gives up.
 END_TIMEOUT_S = 240.0
@@ -27,12 +33,11 @@ def test_no_rank_waits_for_one_whose_drive_failed(tmp_path: Path, operation: str
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config(drive, BLOCK, WORLD)))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
-    search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     began = time.monotonic()
     done = run(
-        [*launcher, str(PROGRAM), str(path), operation],
+        [*launcher, str(PROGRAMS / "fault_program.py"), str(path), operation],
         cwd=tmp_path,
-        environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+        environment=SEARCH_PATH,
     )
     assert done.returncode != 0
     assert time.monotonic() - began < END_TIMEOUT_S
@@ -40,3 +45,57 @@ def test_no_rank_waits_for_one_whose_drive_failed(tmp_path: Path, operation: str
     assert "the drive of this test is gone" in done.stdout
     assert "went on" not in done.stdout
     assert list(drive.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["tiles", "whole sub-groups"])
+def test_after_half_a_step_only_a_checkpoint_goes_on(tmp_path: Path, is_streamed: bool) -> None:
+    """Whoever catches the error can neither step nor save weights of two steps."""
+    drive, checkpoints = tmp_path / "drive", tmp_path / "checkpoints"
+    drive.mkdir()
+    path = tmp_path / "config.json"
+    block = BLOCK | {"streaming": {"optimizer": {"enabled": is_streamed}}}
+    path.write_text(json.dumps(config(drive, block, 1)))
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = run(
+        [str(PROGRAMS / "torn_program.py"), str(path), str(checkpoints)],
+        cwd=tmp_path,
+        environment=SEARCH_PATH | alone | {"MASTER_PORT": str(free_port())},
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    (full,) = re.findall(r"^full save: (.*)$", done.stdout, re.MULTILINE)
+    assert re.match(r"CheckpointError: cannot write .*No space left on device", full)
+    assert not list(checkpoints.glob(".memascend*"))
+    assert "failing step: StoreError: [Errno 5] the drive of this test failed" in done.stdout
+    for what in ("another step", "save"):
+        assert f"{what}: TornStepError: the last optimizer step" in done.stdout
+    assert sorted(path.name for path in checkpoints.iterdir() if path.is_dir()) == ["good"]
+    _, *undisturbed = losses(done.stdout)[:3]
+    if is_streamed:
+        assert losses(done.stdout)[3:] == undisturbed
+    else:
+        assert "load: TornStepError: cannot load a checkpoint after half a" in done.stdout
+
+
+def test_a_job_started_twice_ends_one_of_them_or_both_are_whole(tmp_path: Path) -> None:
+    """On the drive they do not meet: files have no names. The checkpoint is whole, and loads."""
+    drive, checkpoints = tmp_path / "drive", tmp_path / "checkpoints"
+    drive.mkdir()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config(drive, BLOCK, 1)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    command = [*launcher, str(PROGRAMS / "kill_program.py"), str(path), str(checkpoints)]
+
+    def train(steps: int) -> subprocess.CompletedProcess[str]:
+        return run([*command, "--steps", str(steps)], cwd=tmp_path, environment=SEARCH_PATH)
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(train, [6, 6]))
+    ends = [done for done in runs if done.returncode == 0]
+    assert ends
+    for done in runs:
+        assert done in ends or "another run is saving there" in done.stdout
+    assert (checkpoints / "latest").read_text() == "global_step6"
+    resumed = train(7)
+    assert resumed.returncode == 0, resumed.stdout[-4000:]
+    assert "ready 6" in resumed.stdout
+    assert list(drive.iterdir()) == list(checkpoints.glob(".memascend*")) == []

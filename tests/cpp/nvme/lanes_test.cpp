@@ -72,7 +72,8 @@ struct Bench {
   std::set<const Transfer*> finished;
   std::unique_ptr<TransferQueue> queue;
 
-  explicit Bench(milliseconds watchdog = milliseconds{60'000}) {
+  explicit Bench(milliseconds watchdog = milliseconds{60'000},
+                 milliseconds window = milliseconds{60'000}) {
     for (std::size_t index = 0; index < kVolumeCount; ++index) {
       volumes.push_back(Volume::open_in_memory(1 << 20, join("volume ", index)));
       volumes.back().grow(1 << 20);
@@ -81,6 +82,7 @@ struct Bench {
     options.chunk_bytes = kChunk;
     options.bounce = bounce;
     options.watchdog = watchdog;
+    options.pace.window = window;
     options.report = [this](const std::string& text) {
       const std::lock_guard lock(mutex);
       reports.push_back(text);
@@ -165,6 +167,34 @@ void a_volume_that_is_silent_beside_a_lively_one_is_reported() {
   MA_INVARIANT(bench.reports.front().find("volume 1") != std::string::npos);
 }
 
+// Volume 1 takes 10 ms for a request, the other microseconds.
+void a_volume_far_slower_than_the_other_is_named_once_and_waited_for() {
+  Bench bench(milliseconds{60'000}, milliseconds{100});
+  bench.faults->slow_volume = 1;
+  bench.faults->slow_milliseconds = 10;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  while (std::chrono::steady_clock::now() < end) {
+    const Transfer* slow = bench.submit(1, 4 * kChunk);
+    MA_INVARIANT(bench.wait_for(bench.submit(0, 64 * kChunk)));
+    MA_INVARIANT(bench.wait_for(slow));
+  }
+  MA_INVARIANT(bench.queue->counters().slow_spells == 1);
+  bench.resume_and_wait();
+  MA_INVARIANT(bench.reports.size() == 1);
+  MA_INVARIANT(bench.reports.front().starts_with("volume 1 is far slower than the other volumes"));
+}
+
+void volumes_that_are_alike_are_not_named() {
+  Bench bench(milliseconds{60'000}, milliseconds{50});
+  const auto end = std::chrono::steady_clock::now() + milliseconds{500};
+  while (std::chrono::steady_clock::now() < end) {
+    const Transfer* other = bench.submit(1, 64 * kChunk);
+    MA_INVARIANT(bench.wait_for(bench.submit(0, 64 * kChunk)));
+    MA_INVARIANT(bench.wait_for(other));
+  }
+  MA_INVARIANT(bench.queue->counters().slow_spells == 0);
+}
+
 void a_depth_below_one_per_volume_is_refused() {
   std::vector<Volume> volumes;
   for (int count = 0; count < 3; ++count) volumes.push_back(Volume::open_in_memory(1 << 20));
@@ -186,6 +216,8 @@ int main() {
   memascend::few_requests_beside_a_silent_volume_come_back();
   memascend::a_silent_volume_does_not_take_every_bounce_buffer();
   memascend::a_volume_that_is_silent_beside_a_lively_one_is_reported();
+  memascend::a_volume_far_slower_than_the_other_is_named_once_and_waited_for();
+  memascend::volumes_that_are_alike_are_not_named();
   memascend::a_depth_below_one_per_volume_is_refused();
   return 0;
 }

@@ -38,6 +38,8 @@ std::shared_ptr<Store> open_store(const std::string& engine, std::uint64_t seed,
   options.grow_bytes = std::uint64_t{4} << 20;
   options.transfer.chunk_bytes = 64 * 1024;
   options.transfer.bounce = bounce;
+  options.transfer.eio_retries = 1;
+  options.transfer.eio_pause = std::chrono::milliseconds(1);
   return Store::open(std::move(options));
 }
 
@@ -94,7 +96,7 @@ void threads_share_a_store(const std::string& engine, std::uint64_t seed,
 
 // A failed transfer throws, names its key, and leaves its memory to its owner at once.
 void errors_leave_memory_quiet(std::uint64_t seed) {
-  const auto store = open_store("memory", seed, 0.05);
+  const auto store = open_store("memory", seed, 0.2);
   std::size_t error_count = 0;
   for (int turn = 0; turn < 100; ++turn) {
     std::vector<std::byte> content(kKeyBytesMax);
@@ -110,6 +112,7 @@ void errors_leave_memory_quiet(std::uint64_t seed) {
     content.shrink_to_fit();
   }
   MA_INVARIANT(error_count > 0);
+  MA_INVARIANT(store->stats().eio_retries > 0);
 }
 
 void a_dropped_store_ends_its_transfers_first() {

@@ -1,0 +1,102 @@
+"""Trains; the drive fails in the middle of a step; says what can still be done.
+
+Started by tests/integration/test_faults.py, in one process. A script may catch the error, and go on
+with what it has: that must not be weights of two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from checkpoint_program import build, train
+
+from memascend.errors import CheckpointError, StoreError, TornStepError
+from memascend.resident import ResidentStore
+from memascend.streaming.files import SummedFile
+
+
+def fail_writes_from(count: int) -> Callable[[], None]:
+    """The drive takes so many more writes; gives what ends that."""
+    write, numbers = ResidentStore.write, itertools.count()
+
+    def failing(self: ResidentStore, **keywords: Any) -> Any:
+        if next(numbers) >= count:
+            raise StoreError(errno.EIO, "the drive of this test failed")
+        return write(self, **keywords)
+
+    def restore() -> None:
+        ResidentStore.write = write  # type: ignore[method-assign]
+
+    ResidentStore.write = failing  # type: ignore[method-assign,assignment]
+    return restore
+
+
+def save_on_a_full_drive(engine: Any, folder: Path) -> None:
+    """The second file finds no room."""
+    create, numbers = SummedFile.create, itertools.count()
+
+    def failing(path: Path) -> Any:
+        if next(numbers) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(path)
+
+    SummedFile.create = failing  # type: ignore[method-assign,assignment]
+    try:
+        engine.save_checkpoint(str(folder), tag="full")
+    finally:
+        SummedFile.create = create  # type: ignore[method-assign]
+
+
+def what_happens(name: str, action: Callable[[], object]) -> bool:
+    """Says it; whether the action came to its end."""
+    try:
+        action()
+    except (StoreError, TornStepError, CheckpointError) as error:
+        print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        return False
+    print(f"{name}: done", flush=True)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("checkpoints", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    engine = build(json.loads(arguments.config.read_text()), seed=1)
+    train(engine, 0, 1)
+    engine.save_checkpoint(str(arguments.checkpoints), tag="good")
+    what_happens("full save", lambda: save_on_a_full_drive(engine, arguments.checkpoints))
+    train(engine, 1, 2)
+    engine.load_checkpoint(str(arguments.checkpoints))
+    step = engine.optimizer.step
+
+    def failing_step(*positional: Any, **keywords: Any) -> Any:
+        restore = fail_writes_from(3)
+        try:
+            return step(*positional, **keywords)
+        finally:
+            restore()
+
+    engine.optimizer.step = failing_step
+    what_happens("failing step", lambda: train(engine, 1, 1))
+    engine.optimizer.step = step
+    what_happens("another step", engine.optimizer.step)
+    what_happens("save", lambda: engine.save_checkpoint(str(arguments.checkpoints), tag="bad"))
+    if what_happens("load", lambda: engine.load_checkpoint(str(arguments.checkpoints))):
+        train(engine, 1, 2)
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
