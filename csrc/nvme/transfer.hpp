@@ -34,9 +34,8 @@
 
 namespace memascend {
 
-/// One read or write. The submitter fills the first block and keeps the object, and the memory,
-/// until the queue reports it finished; then `error` says what became of it. The rest is the
-/// queue's.
+/// One read or write. The submitter fills the first block and keeps the object and the memory until
+/// the queue reports it finished; then `error` says what became of it. The rest is the queue's.
 struct Transfer {
   Operation operation = Operation::kRead;
   std::string key;
