@@ -34,6 +34,7 @@ ROWS = {
     "injected: EAGAIN, EINTR": ("again",),
     "injected: EIO": ("eio",),
     "injected: ENOSPC": ("enospc",),
+    "injected: bits turned in reads": ("flips",),
     "injected: completions out of order": ("reordered",),
     "injected: delays, silent volumes": ("delayed", "pauses"),
     "met: transfers that failed": ("failed_transfers",),

@@ -8,14 +8,17 @@
 
 namespace memascend::soak {
 
-Outcome outcome_of(Store& store, Ticket& ticket, const std::string& key, bool may_fail) {
+Outcome outcome_of(Store& store, Ticket& ticket, const std::string& key, const Plan& plan) {
   try {
     const bool over = store.wait_for(ticket, std::chrono::milliseconds(0));
     return over ? Outcome::kDone : Outcome::kPending;
   } catch (const StoreError& error) {
     const ErrorPlace& place = error.place();
-    SOAK_EXPECT(may_fail, "a transfer failed without a fault: ", error.what());
-    SOAK_EXPECT(place.code == EIO || place.code == ENOSPC, "no such fault: ", error.what());
+    SOAK_EXPECT(plan.fails(), "a transfer failed without a fault: ", error.what());
+    const bool injected = (plan.eio > 0 && place.code == EIO) ||
+                          (plan.enospc > 0 && place.code == ENOSPC) ||
+                          (plan.flip > 0 && place.code == EBADMSG);
+    SOAK_EXPECT(injected, "no such fault: ", error.what());
     SOAK_EXPECT(place.key == key, "the error of \"", key, "\" names another: ", error.what());
     SOAK_EXPECT(!place.volume.empty() && place.nbytes > 0, "no place in ", error.what());
     SOAK_EXPECT(ticket.done(), "a transfer failed and is not over");
@@ -47,12 +50,12 @@ void KeyModel::write(std::uint64_t offset, std::span<const std::byte> bytes,
   writes_.push_back({std::move(ticket), bytes.size() == content.size()});
 }
 
-Verdict KeyModel::verdict(Store& store, bool may_fail, Tally& tally) {
+Verdict KeyModel::verdict(Store& store, const Plan& plan, Tally& tally) {
   // A whole write follows everything before it and is followed by everything after it, so that the
   // order of beginning decides.
   while (!writes_.empty()) {
     const Write& write = writes_.front();
-    const Outcome outcome = outcome_of(store, *write.ticket, name, may_fail);
+    const Outcome outcome = outcome_of(store, *write.ticket, name, plan);
     if (outcome == Outcome::kPending) return Verdict::kOpen;
     if (outcome == Outcome::kFailed) {
       broken_ = true;

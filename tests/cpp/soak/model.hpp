@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "nvme/store.hpp"
+#include "plan.hpp"
 #include "tally.hpp"
 
 namespace memascend::soak {
@@ -22,7 +23,7 @@ enum class Verdict {
 enum class Outcome { kPending, kDone, kFailed };
 
 /// What became of a ticket by now. Checks that an error is one that the plan's faults can cause.
-Outcome outcome_of(Store& store, Ticket& ticket, const std::string& key, bool may_fail);
+Outcome outcome_of(Store& store, Ticket& ticket, const std::string& key, const Plan& plan);
 
 /// One key. `mutex` is held while a transfer is begun, so that the store sees the model's order;
 /// not while it runs.
@@ -34,7 +35,7 @@ struct KeyModel {
   void forget();
   void write(std::uint64_t offset, std::span<const std::byte> bytes,
              std::shared_ptr<Ticket> ticket);
-  Verdict verdict(Store& store, bool may_fail, Tally& tally);
+  Verdict verdict(Store& store, const Plan& plan, Tally& tally);
 
   const std::string name;
   std::mutex mutex;

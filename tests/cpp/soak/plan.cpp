@@ -2,6 +2,7 @@
 
 #include <chrono>
 
+#include "base/align.hpp"
 #include "base/check.hpp"
 #include "buffer.hpp"
 
@@ -20,9 +21,21 @@ void choose_faults(Plan* plan, Random& random) {
   plan->reorder = one_in(random, 3) ? 0 : 0.5;
   plan->delay = one_in(random, 3) ? 0 : 0.02;
   plan->pauses = one_in(random, 3);
+  plan->eio_retries = static_cast<unsigned>(below(random, 3));
+  if (plan->verify != Verify::kOff && one_in(random, 2)) plan->flip = 0.05;
   if (one_in(random, 2)) return;
   plan->eio = one_in(random, 3) ? 0.05 : 0.005;
   plan->enospc = one_in(random, 2) ? 0 : 0.01;
+}
+
+// With checksums everything moves in whole grains.
+void choose_verify(Plan* plan, Random& random) {
+  if (one_in(random, 2)) return;
+  plan->verify = one_in(random, 2) ? Verify::kReads : Verify::kFull;
+  const std::uint64_t grain = Checksums::kGrainBytes;
+  plan->chunk_bytes = align_up(plan->chunk_bytes, grain);
+  plan->stripe_bytes = align_up(plan->stripe_bytes, grain);
+  plan->bounce_bytes = grain * plan->volumes.size() * (1 + below(random, 4));
 }
 
 }  // namespace
@@ -55,6 +68,7 @@ Plan make_plan(std::uint64_t seed, const std::string& engine, const std::string&
   plan.allocator.arena.pages.huge_pages =
       one_in(random, 2) ? HugePages::kTransparent : HugePages::kOff;
   plan.allocator.limit_bytes = (5 + below(random, 8)) * kMib;
+  choose_verify(&plan, random);
   choose_faults(&plan, random);
   return plan;
 }
@@ -68,6 +82,7 @@ std::shared_ptr<MemoryFaults> make_faults(const Plan& plan, std::uint64_t serial
   faults->again = plan.again;
   faults->reorder = plan.reorder;
   faults->delay = plan.delay;
+  faults->flip = plan.flip;
   return faults;
 }
 
@@ -84,6 +99,9 @@ std::shared_ptr<Store> open_store(const Plan& plan, std::shared_ptr<Block> bounc
   options.transfer.chunk_bytes = plan.chunk_bytes;
   options.transfer.bounce = {bounce->address(), plan.bounce_bytes};
   options.transfer.watchdog = kDevicePatience;
+  options.transfer.eio_retries = plan.eio_retries;
+  options.transfer.eio_pause = std::chrono::milliseconds(1);
+  options.verify = plan.verify;
   options.bounce_hold = std::move(bounce);
   return Store::open(std::move(options));
 }

@@ -21,6 +21,8 @@ struct Plan {
   std::uint64_t chunk_bytes = 0;
   std::uint64_t stripe_bytes = 0;
   std::uint64_t bounce_bytes = 0;
+  Verify verify = Verify::kOff;
+  unsigned eio_retries = 0;
   AllocatorOptions allocator;
 
   double short_transfer = 0;
@@ -29,9 +31,10 @@ struct Plan {
   double again = 0;
   double reorder = 0;
   double delay = 0;
+  double flip = 0;  // a bit turns on its way, which verification finds
 
-  /// Whether transfers may fail.
-  bool fails() const { return eio > 0 || enospc > 0; }
+  /// Whether transfers may fail. A bit that turns again when its request is repeated is an error.
+  bool fails() const { return eio > 0 || enospc > 0 || flip > 0; }
 };
 
 Plan make_plan(std::uint64_t seed, const std::string& engine, const std::string& directory);

@@ -61,7 +61,7 @@ void check_contents(Scene& scene) {
   for (KeyModel& key : scene.keys) {
     SOAK_EXPECT(scene.store->contains(key.name) == key.present, "contains(", key.name, ")");
     if (!key.present) continue;
-    const Verdict verdict = key.verdict(*scene.store, scene.plan.fails(), scene.tally);
+    const Verdict verdict = key.verdict(*scene.store, scene.plan, scene.tally);
     SOAK_EXPECT(verdict != Verdict::kOpen, "writes of \"", key.name, "\" are not over");
     std::vector<std::byte> bytes(key.content.size());
     try {
@@ -127,6 +127,7 @@ void check_memory(Scene& scene, const std::string& when) {
 void add_faults(const MemoryFaultCounts& counts, Tally& tally) {
   tally.short_transfers += counts.short_transfer;
   tally.eio += counts.eio;
+  tally.flip += counts.flip;
   tally.enospc += counts.enospc;
   tally.again += counts.again;
   tally.reordered += counts.reorder;

@@ -1,4 +1,4 @@
-// sources: csrc/os/*.cpp csrc/memory/*.cpp csrc/nvme/*.cpp tests/cpp/soak/*.cpp
+// sources: csrc/base/*.cpp csrc/os/*.cpp csrc/memory/*.cpp csrc/nvme/*.cpp tests/cpp/soak/*.cpp
 //
 // The soak: random operations on stores, pools and allocators by several threads, with seeded
 // faults, compared with a model. Some seconds of it are a test; `make soak` runs it for longer.
@@ -88,6 +88,7 @@ void print(const Tally& tally, double seconds) {
   line("short_transfers", tally.short_transfers);
   line("again", tally.again);
   line("eio", tally.eio);
+  line("flips", tally.flip);
   line("enospc", tally.enospc);
   line("reordered", tally.reordered);
   line("delayed", tally.delayed);

@@ -26,6 +26,7 @@ struct Tally {
   // Faults of the memory engine.
   std::atomic<std::uint64_t> short_transfers = 0;
   std::atomic<std::uint64_t> eio = 0;
+  std::atomic<std::uint64_t> flip = 0;
   std::atomic<std::uint64_t> enospc = 0;
   std::atomic<std::uint64_t> again = 0;
   std::atomic<std::uint64_t> reordered = 0;

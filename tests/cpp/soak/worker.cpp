@@ -158,7 +158,7 @@ void Worker::read() {
 // Pre: the key's mutex is held and the range lies in the key.
 void Worker::read_into(Buffer buffer, KeyModel& key, std::uint64_t offset) {
   const std::uint64_t nbytes = buffer.bytes().size();
-  const Verdict verdict = key.verdict(store_, scene_.plan.fails(), scene_.tally);
+  const Verdict verdict = key.verdict(store_, scene_.plan, scene_.tally);
   try {
     auto ticket = store_.read(key.name, nbytes, buffer.memory(), offset);
     SOAK_EXPECT(verdict != Verdict::kBroken, "\"", key.name, "\" was read though a write failed");
@@ -197,7 +197,7 @@ void Worker::settle(std::size_t index) {
     }
     outcome = Outcome::kDone;
   } catch (const StoreError&) {
-    outcome = outcome_of(store_, *read.ticket, read.key, scene_.plan.fails());
+    outcome = outcome_of(store_, *read.ticket, read.key, scene_.plan);
     ++scene_.tally.failed_transfers;
   }
   read.buffer.check_canaries();

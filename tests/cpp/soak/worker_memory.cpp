@@ -92,7 +92,7 @@ void Worker::use_registered_memory() {
   fill(source.bytes(), random_);
   const std::shared_ptr<Ticket> written = write_whole_from(source, key);
   while (written != nullptr &&
-         outcome_of(store_, *written, key.name, scene_.plan.fails()) == Outcome::kPending) {
+         outcome_of(store_, *written, key.name, scene_.plan) == Outcome::kPending) {
   }
   {
     const std::lock_guard lock(key.mutex);
