@@ -256,7 +256,8 @@ def _safetensors_files(path: Path) -> list[tuple[Path, set[str]]]:
         raise ConfigError(f'{path} has no "weight_map": it is not an index of safetensors files')
     names_of: dict[str, set[str]] = {}
     for key, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        is_beside = isinstance(file_name, str) and file_name == Path(file_name).name
+        if not is_beside or file_name in ("", ".."):
             raise ConfigError(
                 f"{path}: {show_json(key)} must name a file beside it, got {show_json(file_name)}"
             )

@@ -35,7 +35,7 @@ def test_what_is_nearly_right_is_refused_or_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_any_bytes_are_refused_or_right(name: str) -> None:
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50, deadline=None, derandomize=True)
     @given(st.binary(max_size=300))
     def check(data: bytes) -> None:
         TARGETS[name].check(data)
