@@ -21,6 +21,8 @@ from memascend.units import format_nbytes
 
 SYSFS = Path("/sys")
 SMARTCTL_TIMEOUT_S = 5.0
+#: For the answer of one that has ended while another was waited for.
+_ANSWER_TIMEOUT_S = 0.1
 DRIVES_MAX = 16
 #: A percentage is a whole number: below it says too little of how much is left.
 USED_PERCENT_MIN = 2
@@ -192,7 +194,7 @@ def _start(name: str, smartctl: str) -> subprocess.Popen[bytes] | str:
 def _answer(name: str, process: subprocess.Popen[bytes], seconds: float) -> DriveWear | str:
     """What one drive says; a text says why it says nothing."""
     try:
-        text, _ = process.communicate(timeout=max(0.0, seconds))
+        text, _ = process.communicate(timeout=max(_ANSWER_TIMEOUT_S, seconds))
     except subprocess.TimeoutExpired:
         process.kill()  # not waited for: what hangs in the kernel cannot be killed
         if process.stdout is not None:

@@ -201,6 +201,17 @@ def test_a_drive_that_hangs_is_not_waited_for(
     assert list(reading.silent) == ["sda", "sdb"]
 
 
+def test_a_drive_that_hangs_does_not_silence_the_others(
+    smartctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smart, "SMARTCTL_TIMEOUT_S", 1.0)
+    script = f'case "$3" in */sda) exec sleep 30;; esac; cat {SAMPLES}/nvme.json'
+    smartctl(script, "sda", "sdb")
+    reading = read_drives(["/a"])
+    assert list(reading.silent) == ["sda"]
+    assert [drive.name for drive in reading.drives] == ["sdb"]
+
+
 def test_without_smartctl_or_drives_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smart.shutil, "which", lambda *_, **__: None)
     monkeypatch.setattr(smart, "drives_below", lambda path: ["sda"] * (path == "/a"))
