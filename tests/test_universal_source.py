@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from divided_checkpoints import (
 )
 
 from memascend.cli.main import main
+from memascend.deepspeed import universal_writer
 from memascend.deepspeed.universal_source import (
     open_universal,
     universal_files,
@@ -154,6 +156,18 @@ def test_what_cannot_be_converted_is_named(
     optim_states(saved, 0).unlink()
     assert "optim_states.pt is missing" in refusal()
     assert not list(saved.parent.glob("*universal/")), "nothing half-made is left"
+
+
+def test_a_full_drive_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "x", values_of(MODEL), GROUPS, world=1, in_files=True)
+    full = SimpleNamespace(free=0)
+    monkeypatch.setattr(universal_writer.shutil, "disk_usage", lambda _: full)
+    assert main(["checkpoint", "to-universal", str(tmp_path / "x")]) == 1
+    message = capsys.readouterr().err
+    assert "0 are free" in message
+    assert message.count("Likely cause") == 1
 
 
 @pytest.mark.slow

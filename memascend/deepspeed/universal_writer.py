@@ -92,6 +92,8 @@ def write_universal(folder: Path, output: Path) -> int:
             sync(working / path.name)
         working.rename(output)
         write_latest(str(output.parent), output.name, name="latest_universal")
+    except CheckpointError:  # an OSError too, which says all of it
+        raise
     except OSError as error:
         raise CheckpointError(
             f"cannot convert into {output}: {error}. Likely cause: the folder cannot be written, "
