@@ -239,6 +239,9 @@ def _alone_in(parent: Path) -> Iterator[None]:
             break
         yield
     finally:
+        # A child that another thread forked meanwhile has the descriptor, and would keep the lock.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

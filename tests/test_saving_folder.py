@@ -147,6 +147,26 @@ def test_a_run_that_never_gives_the_folder_back_is_an_error(
         SavingFolder(str(tmp_path), "a").begin()
 
 
+def test_a_child_forked_meanwhile_does_not_keep_the_folder_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_folder, "_PATIENCE_S", 0.1)
+    duplicate = -1
+    flock = saving_folder.fcntl.flock
+
+    def forked(descriptor: int, operation: int) -> None:
+        nonlocal duplicate
+        flock(descriptor, operation)
+        if duplicate < 0:
+            duplicate = os.dup(descriptor)  # what a child would have
+
+    monkeypatch.setattr(saving_folder.fcntl, "flock", forked)
+    with saving_folder._alone_in(tmp_path):
+        pass
+    assert save(tmp_path, "a", "new")
+    os.close(duplicate)
+
+
 def test_two_runs_that_save_the_same_tag_all_the_time_never_mix(tmp_path: Path) -> None:
     """Each save is whole or refused; what is there in the end is one run's."""
     head, body = PROGRAM.split("saving = saving_folder")
