@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 from collections.abc import Callable
@@ -304,6 +305,38 @@ def test_half_a_step_is_never_taken_for_a_whole_one(after: int) -> None:
         training.step(gradients, 1.0)
     training.stream.wholeness.mend()
     training.step(gradients, 1.0)
+
+
+def test_after_a_drive_failed_in_a_step_a_load_is_enough() -> None:
+    """Keys whose writes failed are readable again, though they are loaded in parts."""
+    faults = MemoryFaults()
+    training = Training(torch.optim.AdamW, store=memory_store(faults))
+    values = gradients(0, torch.bfloat16)
+    training.step(values, 1.0)
+    step = training.optimizer.step
+
+    def failing() -> None:
+        step()
+        faults.gone = errno.EROFS
+
+    training.optimizer.step = failing  # type: ignore[method-assign]
+    with pytest.raises(StoreError):
+        training.step(values, 1.0)
+    training.optimizer.step = step  # type: ignore[method-assign]
+    faults.gone = 0
+    training.stream.forget_states()
+    for name, numel in SIZES.items():
+        for state in (None, "exp_avg", "exp_avg_sq"):
+            training.stream.load(
+                name, state=state, dtype=torch.float32, source=lambda _, to: to.zero_()
+            )
+            training.optimizer.state[training.parameters[name]]["step"] = torch.tensor(1.0)
+        training.stream.refresh(name, training.members[name])
+        training.stream.drain()
+        assert torch.equal(training.master(name), torch.zeros(numel))
+        assert torch.equal(training.parameter(name), torch.zeros(numel).bfloat16())
+    training.stream.wholeness.mend()
+    training.step(values, 1.0)
 
 
 def test_an_error_before_the_first_update_leaves_the_step_to_be_repeated() -> None:

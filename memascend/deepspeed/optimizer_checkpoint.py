@@ -8,6 +8,7 @@ exchanged, since both are described here in the same terms.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
 from memascend.deepspeed.streamed_swapper import StreamedSwapper
-from memascend.errors import TornStepError
+from memascend.errors import StoreError, TornStepError
 from memascend.streaming.files import Reader
 
 if TYPE_CHECKING:
@@ -156,6 +157,12 @@ def restore(
             "and load it there"
         )
     optimizer.wholeness.note_change()
+    # What failed until now is told, and all of it is replaced.
+    with suppress(StoreError):
+        if is_streamed:
+            optimizer.optimizer_swapper.stream.drain()
+    with suppress(StoreError):
+        optimizer.attachment.runtime.staging.wait_writes()
     if state_dict:
         _drop_states(optimizer)
         optimizer._set_fp32_optimizer_param_groups()

@@ -27,6 +27,7 @@ from memascend.streaming.sub_groups import (
     clone,
     is_state_tensor,
     let_go,
+    make_anew,
 )
 from memascend.streaming.tiles import Tile, Tiles
 from memascend.tensors import RangeIO
@@ -192,6 +193,9 @@ class OptimizerStream:
         """Gives every member the value of its master weights."""
         group = self._groups[name]
         self.drain()
+        for member in members:
+            if member.key is not None:
+                make_anew(self._store, member.key, member.numel * member.dtype.itemsize)
         for begin in self._begins(group):
             tile = self._tiles.take(name, begin, group.numel)
             try:
@@ -272,7 +276,7 @@ class OptimizerStream:
         self.drain()
         self.wholeness.note_change()
         nbytes = group.numel * dtype.itemsize
-        self._store.reserve(key=group.key(state), nbytes=nbytes)
+        make_anew(self._store, group.key(state), nbytes)
         if state is not None:
             group.states[state] = dtype
             group.fills.pop(state, None)

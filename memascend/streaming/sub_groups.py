@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memascend.errors import TornStepError
+from memascend.tensors import RangeIO
 
 #: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
 State = MutableMapping[str, Any]
@@ -99,6 +100,19 @@ class Wholeness:
                 "the last optimizer step or load ended half-way, so some weights have new values "
                 "and others old ones. cause: the error that was raised then. fix: load a checkpoint"
             )
+
+
+def make_anew(store: RangeIO, key: str, nbytes: int) -> None:
+    """Room for a key all of which is about to be written in parts.
+
+    After a failed write the store gives nothing of a key before it is written in one piece; a key
+    that is made anew has no such past.
+
+    Raises:
+        StoreFullError: There is none.
+    """
+    store.discard(key=key)
+    store.reserve(key=key, nbytes=nbytes)
 
 
 def is_state_tensor(name: str, value: object, numel: int) -> bool:
