@@ -157,6 +157,8 @@ def test_other_ranks_show_nothing(caplog: pytest.LogCaptureFixture) -> None:
         (errno.EROFS, "the file system is read-only"),
         (errno.ENOSPC, "its file system is full"),
         (errno.EIO, "the drive failed or was pulled out"),
+        (errno.EACCES, "this user may not write there"),
+        (errno.ENOENT, "another program removed it meanwhile"),
     ],
 )
 def test_what_the_system_refuses_a_save_is_explained(tmp_path: Path, code: int, cause: str) -> None:

@@ -33,6 +33,15 @@ from memascend.saving_folder import SavingFolder, write_latest
 
 log = logging.getLogger(__name__)
 
+_FORBIDDEN = "\nlikely cause: this user may not write there\nfix: change that, or save elsewhere"
+#: What has other causes in a save than in a transfer.
+_REFUSALS = {
+    errno.ENOSPC: "\nlikely cause: its file system is full\nfix: free space, then save again",
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.ENOENT: "\nlikely cause: another program removed it meanwhile\nfix: save again",
+}
+
 
 # -- seams ---------------------------------------------------------------------------------------
 
@@ -208,9 +217,7 @@ def naming(folder: SavingFolder) -> Iterator[None]:
         if isinstance(error, MemAscendError):
             raise
         code = error.errno or errno.EIO
-        advice = _core.describe_cause(code=code)
-        if code == errno.ENOSPC:
-            advice = "\nlikely cause: its file system is full\nfix: free space, then save again"
+        advice = _REFUSALS.get(code) or _core.describe_cause(code=code)
         raise CheckpointError(
             code,
             f"cannot save to {folder.target}: {error.strerror or error}; what was saved before is "
