@@ -135,6 +135,21 @@ def test_what_is_wrong_is_named(folder: Path, damage: Callable[[Path], Any], mes
         load(folder)
 
 
+def test_a_bit_turned_anywhere_is_damage_or_does_not_matter(folder: Path) -> None:
+    path = folder / "zero" / "b" / "fp32.pt"
+    content = path.read_bytes()
+    refused = 0
+    for offset in range(len(content)):
+        path.write_bytes(
+            content[:offset] + bytes([content[offset] ^ 1 << offset % 8]) + content[offset + 1 :]
+        )
+        try:
+            verify_universal([path], lambda _: None)
+        except CheckpointError:
+            refused += 1
+    assert refused > len(content) // 4
+
+
 def test_what_cannot_be_converted_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

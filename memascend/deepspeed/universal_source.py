@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from memascend.streaming.pieces import LazyReader, PieceReader, Segment
 _MASTER = "fp32"
 _STEP = "step"
 _PIECE_BYTES = 1 << 20
+#: What zipfile raises: of a turned bit it also says that it is a password, a method, or a place.
+_DAMAGE = (zipfile.BadZipFile, EOFError, RuntimeError, OSError, ValueError, zlib.error)
 
 
 def universal_files(folder: Path, wanted: Wanted) -> list[Path]:
@@ -66,9 +69,10 @@ def verify_universal(paths: list[Path], advance: Advance) -> None:
                         while piece := content.read(_PIECE_BYTES):
                             advance(len(piece))
                 drop_cache(file.fileno())
-        except zipfile.BadZipFile as error:
+        except _DAMAGE as error:
+            found = str(error) or "it ends early"
             raise CheckpointError(
-                f"checkpoint file {path} is damaged: {error}. Likely cause: it was not copied "
+                f"checkpoint file {path} is damaged: {found}. Likely cause: it was not copied "
                 "completely, or the drive changed it. Copy it again, or convert again"
             ) from error
 
