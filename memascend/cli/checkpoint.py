@@ -49,10 +49,15 @@ def _to_universal(args: argparse.Namespace) -> int:
             f"cannot read checkpoints: {error}. Likely cause: DeepSpeed is not installed here. "
             "Use the environment that trains"
         ) from error
-    logging.getLogger("memascend").setLevel(logging.WARNING)
     folder = Path(args.folder).absolute()
     output = Path(args.output or f"{folder}_universal").absolute()
-    count = write_universal(folder, output)
+    log = logging.getLogger("memascend")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        count = write_universal(folder, output)
+    finally:
+        log.setLevel(level)
     print(
         f"{output}: {count} parameters. To load it: "
         '"checkpoint": {"load_universal": true} in the DeepSpeed JSON'
