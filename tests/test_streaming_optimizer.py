@@ -259,6 +259,18 @@ def test_discarding_gives_the_space_back() -> None:
     assert all(key.startswith("param.") for key in training.store.keys())  # noqa: SIM118
 
 
+def test_after_a_drive_failed_discarding_is_no_second_error() -> None:
+    faults = MemoryFaults()
+    training = Training(torch.optim.AdamW, store=memory_store(faults))
+    training.step(gradients(0, torch.bfloat16), 1.0)
+    tile = training.tiles.take("0_3", 0, SIZES["0_3"])
+    faults.gone = errno.EROFS
+    training.tiles.write(tile, "master.0_3", tile.master)
+    training.tiles.retire(tile)
+    training.stream.discard()
+    assert all(key.startswith(("param.", "grad")) for key in training.store.keys())  # noqa: SIM118
+
+
 # -- half a step -----------------------------------------------------------------------------------
 
 

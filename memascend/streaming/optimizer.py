@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
+from memascend.errors import StoreError
 from memascend.streaming.gradients import Factor, GradientSpool
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.sub_groups import (
@@ -284,7 +286,8 @@ class OptimizerStream:
 
     def forget_states(self) -> None:
         """Drops every state; the optimizer begins anew."""
-        self.drain()
+        with suppress(StoreError):  # of what is dropped, or told again by who reads it
+            self.drain()
         for group in self._groups.values():
             for name in group.states:
                 self._store.discard(key=group.key(name))
