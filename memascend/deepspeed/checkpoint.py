@@ -197,7 +197,8 @@ def _save(
             raise
     if save_latest:
         is_first = engine.global_rank == 0
-        together(engine, lambda: write_latest(save_dir, tag) if is_first else None)
+        with naming(folder):
+            together(engine, lambda: write_latest(save_dir, tag) if is_first else None)
     if leads:
         log.info("memascend: checkpoint %s is complete", folder.target)
     _stop_over_budget(engine, optimizer, folder)
