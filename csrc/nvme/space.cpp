@@ -134,11 +134,19 @@ std::vector<Extent> Space::take_striped(std::uint64_t nbytes) {
 std::vector<std::vector<Extent>> Space::take_shares(const std::vector<std::uint64_t>& shares,
                                                     std::size_t* short_index) {
   std::vector<std::vector<Extent>> taken(volumes_.size());
+  const auto give_all_back = [&] {
+    for (const std::vector<Extent>& extents : taken) give_back(extents);
+  };
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
     if (shares[index] == 0) continue;
-    taken[index] = take_on(index, shares[index]);
+    try {
+      taken[index] = take_on(index, shares[index]);
+    } catch (...) {  // a drive that cannot grow its file
+      give_all_back();
+      throw;
+    }
     if (!taken[index].empty()) continue;
-    for (const std::vector<Extent>& extents : taken) give_back(extents);
+    give_all_back();
     *short_index = index;
     return {};
   }
