@@ -231,7 +231,7 @@ class MemAscendConfig(_Section):
     def _check_verify(cls, value: str, info: ValidationInfo) -> str:
         direct_nvme = info.data.get("direct_nvme")
         if value != "off" and direct_nvme is not None:
-            check_verifiable(direct_nvme=direct_nvme.enabled, chunk_bytes=direct_nvme.chunk_bytes)
+            check_verifiable(direct_nvme=direct_nvme.enabled)
         return value
 
     @property

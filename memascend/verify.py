@@ -19,22 +19,16 @@ PAGE_BYTES = PAGE_SPAN_BYTES // GRAIN_BYTES * CHECKSUM_BYTES
 SLAB_BYTES = 64 << 10
 
 
-def check_verifiable(*, direct_nvme: bool, chunk_bytes: int) -> None:
+def check_verifiable(*, direct_nvme: bool) -> None:
     """Refuses settings under which no checksums could be kept.
 
     Raises:
-        ValueError: `direct_nvme` is off, or its requests are not whole grains.
+        ValueError: `direct_nvme` is off.
     """
     if not direct_nvme:
         raise ValueError(
             f"{KEY} needs memascend.direct_nvme, which is off: DeepSpeed's own engine keeps no "
             "checksums. Turn it on, or leave verify out"
-        )
-    if chunk_bytes % GRAIN_BYTES:
-        raise ValueError(
-            f"{KEY} needs requests of whole grains of {GRAIN_BYTES} bytes, but "
-            f"memascend.direct_nvme.chunk_bytes is {chunk_bytes}. Make it a multiple, or leave "
-            "verify out"
         )
 
 

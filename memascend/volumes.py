@@ -149,6 +149,12 @@ def _directory(volume: VolumeConfig) -> _core.VolumeOptions:
     path = os.path.realpath(volume.path)
     if path.startswith("/dev/") and not os.path.lexists(path):  # a folder there would be memory
         raise refused(volume.path, "use", errno.ENOENT, cause="a device that is not there")
+    if not os.path.isdir(path) and local_rank() == 0:
+        log.warning(
+            "memascend: the volume %s is not there and is made, on the drive of the folder above "
+            "it. Is a drive not mounted, or the path misspelt?",
+            volume.path,
+        )
     try:
         make_directory(path)
     except OSError as error:

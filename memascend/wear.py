@@ -91,7 +91,10 @@ class WearMeter:
         self._endurance_bytes, self._budget_bytes = endurance_bytes, budget_bytes
         self._ranks, self._clock = ranks, clock
         self._steps = 0
-        self._first_ended: tuple[float, int] = (0.0, 0)  # when, and what was written by then
+        # When a step ended, and what was written by then. The last writes of a step may be in
+        # flight, so that only steps are compared with steps.
+        self._first_ended: tuple[float, int] = (0.0, 0)
+        self._last_ended_bytes = 0
         self._is_told = False
 
     def note_step(self, written_bytes: int) -> Wear | None:
@@ -106,6 +109,7 @@ class WearMeter:
         self._steps += 1
         if self._steps == 1:
             self._first_ended = self._clock(), written_bytes
+        self._last_ended_bytes = written_bytes
         if self._budget_bytes is None or self._is_told:
             return None
         found = self.read(written_bytes)
@@ -115,10 +119,11 @@ class WearMeter:
     def read(self, written_bytes: int) -> Wear:
         """The account, when this rank has written so much."""
         began, before_bytes = self._first_ended
+        between_bytes = self._last_ended_bytes - before_bytes
         later = self._steps - 1
         return Wear(
             written_bytes=written_bytes * self._ranks,
-            step_bytes=(written_bytes - before_bytes) * self._ranks // later if later > 0 else 0,
+            step_bytes=between_bytes * self._ranks // later if later > 0 else 0,
             steps=self._steps,
             seconds=self._clock() - began if self._steps else 0.0,
             endurance_bytes=self._endurance_bytes,

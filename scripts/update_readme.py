@@ -54,7 +54,8 @@ def _takes(name: str, field: FieldInfo) -> str:
                 bounds.append(f"{words} {getattr(rule, attribute)}")
     text = ", ".join([*kinds, *bounds])
     # A validator of these keys takes units too.
-    return f'{text}; or text, "1MiB"' if name.endswith("_bytes") or name == "capacity" else text
+    takes_units = name.endswith("_bytes") or name in ("capacity", "endurance", "write_budget")
+    return f'{text}; or text, "1MiB"' if takes_units else text
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

@@ -143,7 +143,7 @@ def test_a_volume_that_fails_under_load_is_one_clear_error_at_once(code, cause):
         with pytest.raises(StoreError, match=f"likely cause: .*{cause}.*\nfix: ") as caught:
             ticket.wait()
         assert caught.value.errno == code
-        assert str(caught.value).endswith("then resume from the last checkpoint")
+        assert str(caught.value).endswith("; start again from data that is known to be good")
     stats = store.stats()
     assert (stats["in_flight_count"], stats["eio_retries"], stats["retries"]) == (0, 0, 0)
     faults.gone = 0

@@ -91,7 +91,17 @@ def test_two_names_of_one_directory_are_refused(tmp_path, measured):
         prepare(block(str(tmp_path / "a"), str(tmp_path / "b")), "unused")
 
 
+def test_a_directory_that_has_to_be_made_is_pointed_out(tmp_path, measured, caplog):
+    prepare(block(str(tmp_path / "mistyped")), "unused")
+    assert f"the volume {tmp_path / 'mistyped'} is not there and is made" in caplog.text
+    caplog.clear()
+    prepare(block(str(tmp_path / "mistyped")), "unused")
+    assert caplog.text == ""
+
+
 def test_two_directories_on_one_drive_are_warned_of(tmp_path, measured, caplog):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
     prepare(block(str(tmp_path / "a"), str(tmp_path / "b")), "unused")
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1

@@ -204,7 +204,9 @@ StoreFullError Space::full(const std::string& key, std::uint64_t nbytes,
            "\nlikely cause: the file system, its quota, RLIMIT_FSIZE or the volume's capacity is "
            "exhausted\nfix: free at least ",
            rounded - std::min(rounded, available),
-           " bytes there, or name a directory on a larger disk"),
+           " bytes there for this key alone (`memascend plan` says what a whole run needs), raise "
+           "the "
+           "volume's capacity, or name a directory on a larger disk"),
       {key, names, 0, nbytes, ENOSPC});
 }
 

@@ -86,6 +86,13 @@ def _say(**news: object) -> None:
     print(_PREFIX + json.dumps(news), flush=True)
 
 
+def _build_folder(name: str) -> str:
+    """Where torch compiles an operator; a process that was killed there leaves its lock."""
+    from torch.utils import cpp_extension
+
+    return str(cpp_extension._get_build_directory(name, verbose=False))
+
+
 def _main() -> int:
     _say(text="importing torch and DeepSpeed")
     import deepspeed  # noqa: F401
@@ -100,6 +107,9 @@ def _main() -> int:
         if builder is None:
             continue
         _say(text=f"{builder.NAME} ({purpose}): DeepSpeed compiles it once, for up to minutes")
+        lock = Path(_build_folder(builder.NAME), "lock")
+        if lock.exists():
+            _say(text=f"waiting for {lock}: if no other program compiles, remove that file")
         started_s = time.monotonic()
         try:
             builder.load(verbose=False)

@@ -277,11 +277,13 @@ def _load(
     load_module_only: bool,
 ) -> Any:
     optimizer = _optimizer_of(engine)
+    if optimizer is None:
+        return load(tag, load_optimizer_states)
     is_universal = engine.load_universal_checkpoint()
     latest = Path(load_dir) / ("latest_universal" if is_universal else "latest")
-    if tag is None and latest.is_file() and optimizer is not None:
+    if tag is None and latest.is_file():
         tag = latest.read_text(encoding="utf-8").strip()
-    if tag is None or optimizer is None:
+    if tag is None:
         return load(tag, load_optimizer_states)
     with_states = load_optimizer_states and not load_module_only
     if with_states and optimizer.use_muon:

@@ -127,6 +127,12 @@ def _find_states(folder: Path) -> list[Path]:
                 "the model was parallel otherwise too. Use ds_to_universal.py"
             )
         found[int(match[1])] = path
+    tags = sorted(path.parent.name for path in folder.glob("*/*optim_states.pt"))
+    if not found and tags:
+        raise CheckpointError(
+            f"cannot convert {folder}: it is not the folder of one checkpoint, but holds "
+            f"{', '.join(dict.fromkeys(tags))}. Name one of them"
+        )
     for rank in range(max(found, default=0) + 1):
         if rank not in found:
             raise missing_file(folder / f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
