@@ -244,10 +244,7 @@ def _row(model: Model, contender: str, world: int, checkpoint: Path, nbytes: int
 
 def run_and_report(options: argparse.Namespace) -> None:
     """What the command line asks for."""
-    rows = []
-    for row in run(small=options.small, directory=options.directory):
-        rows.append(row)
-        print(f"{row.case}, {row.contender}: {row.figures}", flush=True)
+    rows = harness.collect(run(small=options.small, directory=options.directory))
     harness.report("loading", QUESTION, rows, options.out)
 
 

@@ -148,10 +148,7 @@ def components(rows: Sequence[harness.Row]) -> list[harness.Row]:
 
 def run_and_report(options: argparse.Namespace) -> None:
     """What the command line asks for."""
-    rows = []
-    for row in run(small=options.small, directory=options.directory):
-        rows.append(row)
-        print(f"{row.case}, {row.contender}: {row.figures}", flush=True)
+    rows = harness.collect(run(small=options.small, directory=options.directory))
     harness.report("memory", QUESTION, rows, options.out)
     harness.report("memory_components", "memascend's own bytes", components(rows), None)
 

@@ -16,7 +16,7 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,15 @@ def parser(question: str) -> argparse.ArgumentParser:
         "--without-deepspeed", action="store_true", help="leave out what needs DeepSpeed's own ops"
     )
     return arguments
+
+
+def collect(rows: Iterable[Row]) -> list[Row]:
+    """All rows; each is printed as soon as it is there, for runs that take long."""
+    collected = []
+    for row in rows:
+        collected.append(row)
+        print(f"{row.case}, {row.contender}: {row.figures}", flush=True)
+    return collected
 
 
 def report(name: str, title: str, rows: Sequence[Row], out: Path | None) -> None:

@@ -102,7 +102,7 @@ def _allowed(section: type[BaseModel], name: str) -> str:
     field = section.model_fields[name]
     parts = [part for part in _plain_types(field.annotation) if part is not type(None)]
     words = [_words(part) for part in parts]
-    if _takes_units(section, name):
+    if takes_units(section, name):
         words.append('text such as "512MiB" or "2GB"')
     bounds = []
     for rule in field.metadata:
@@ -152,7 +152,8 @@ def _words(annotation: object) -> str:
     return "a list" if typing.get_origin(annotation) is tuple else "an object such as {}"
 
 
-def _takes_units(section: type[BaseModel], name: str) -> bool:
+def takes_units(section: type[BaseModel], name: str) -> bool:
+    """Whether a key may be text with a unit."""
     validator = section.__pydantic_decorators__.field_validators.get("_accept_units")
     return validator is not None and name in validator.info.fields
 

@@ -10,20 +10,20 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from memascend.json_text import parse_json
 from memascend.numa import filesystem_of
+from memascend.shapes import HEADER_BYTES_MAX
 
-#: What the safetensors library itself accepts.
-_HEADER_BYTES_MAX = 100_000_000
 _MADV_PAGEOUT = 21  # since Linux 5.4; not in Python's mmap
 #: What a file that is something else may lead to.
-_NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+_NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 #: Their pages are the only copy; paging them out would write them to swap.
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
@@ -53,8 +53,6 @@ class MappedFiles:
         """
         self.mappings = _below(sorted(set(addresses)), _read_maps(maps))
         self._descriptors: list[int] = []
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def __enter__(self) -> MappedFiles:
         for path, inode in {(mapping.path, mapping.inode) for mapping in self.mappings}:
@@ -80,11 +78,21 @@ class MappedFiles:
         that this user neither owns nor may write.
         """
         for mapping in self.mappings:
-            self._libc.madvise(mapping.begin, mapping.end - mapping.begin, _MADV_PAGEOUT)
+            page_out(mapping.begin, mapping.end - mapping.begin)
         for descriptor in self._descriptors:
             # What was read ahead and never touched. It may be read again, but memory stays bounded.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def page_out(begin: int, nbytes: int) -> None:
+    """Asks the kernel to take mapped pages out of memory; where it refuses they stay.
+
+    Args:
+        begin: First address, at the start of a page.
+        nbytes: From there on.
+    """
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _MADV_PAGEOUT)
 
 
 def read_starts(path: str, *, tensors: bool) -> None:
@@ -104,9 +112,9 @@ def read_starts(path: str, *, tensors: bool) -> None:
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-            if header_bytes > _HEADER_BYTES_MAX:
+            if header_bytes > HEADER_BYTES_MAX:
                 return
-            header = json.loads(os.pread(descriptor, header_bytes, 8))
+            header: Any = parse_json(os.pread(descriptor, header_bytes, 8))
             for name, entry in header.items() if tensors else ():
                 if name != "__metadata__":
                     os.pread(descriptor, 1, 8 + header_bytes + int(entry["data_offsets"][0]))

@@ -6,7 +6,6 @@ that says nothing is a reason in words. Call it from any thread, never within a 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -17,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from memascend.json_text import parse_json
 from memascend.units import format_nbytes
 
 SYSFS = Path("/sys")
@@ -201,8 +201,8 @@ def _answer(name: str, process: subprocess.Popen[bytes], seconds: float) -> Driv
             process.stdout.close()
         return f"smartctl gave no answer within {SMARTCTL_TIMEOUT_S:g} s"
     try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError):
+        answer = parse_json(text)
+    except ValueError:
         answer = None
     if not isinstance(answer, dict):
         return f"smartctl ended with status {process.returncode} and no JSON; version 7 is needed"

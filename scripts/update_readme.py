@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from memascend.config import MemAscendConfig
-from memascend.config_errors import section_in
+from memascend.config_errors import section_in, takes_units
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN = "<!-- config-table: written by scripts/update_readme.py -->"
@@ -39,13 +39,13 @@ def _rows(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
             yield from _rows(inner, f"{prefix}{name}.")
             continue
         element = section_in(inner)
-        takes = _takes(name, field) if element is None else "list of paths or objects"
+        takes = _takes(section, name, field) if element is None else "list of paths or objects"
         yield f"`{prefix}{name}`", takes, _default(field.default), field.description or ""
         if element is not None:
             yield from _rows(element, f"{prefix}{name}[].")
 
 
-def _takes(name: str, field: FieldInfo) -> str:
+def _takes(section: type[BaseModel], name: str, field: FieldInfo) -> str:
     kinds = [_kind(kind) for kind in _alternatives(field.annotation) if kind is not type(None)]
     bounds = []
     for rule in field.metadata:
@@ -53,9 +53,7 @@ def _takes(name: str, field: FieldInfo) -> str:
             if getattr(rule, attribute, None) is not None:
                 bounds.append(f"{words} {getattr(rule, attribute)}")
     text = ", ".join([*kinds, *bounds])
-    # A validator of these keys takes units too.
-    takes_units = name.endswith("_bytes") or name in ("capacity", "endurance", "write_budget")
-    return f'{text}; or text, "1MiB"' if takes_units else text
+    return f'{text}; or text, "1MiB"' if takes_units(section, name) else text
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

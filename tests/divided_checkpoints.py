@@ -14,6 +14,8 @@ from memascend.deepspeed.divided_source import Saved
 from memascend.deepspeed.shard_layout import NamedParameter, SubGroups, runs, sub_group_numel
 from memascend.manifest import FileEntry, Manifest, SubGroupEntry, TensorEntry, manifest_name
 
+#: Elements of each parameter of a small model.
+MODEL = {"a": 103, "b": 1, "c": 50, "d": 2}
 STATES = (None, "exp_avg", "exp_avg_sq")
 Values = dict[tuple[str, str | None], torch.Tensor]
 

@@ -11,6 +11,7 @@ pytest.importorskip("deepspeed")
 
 import torch
 from divided_checkpoints import (
+    MODEL,
     contents,
     expected,
     model_states,
@@ -24,7 +25,6 @@ from divided_checkpoints import (
 from memascend.deepspeed.divided_source import Saved, open_divided, read_parameters
 from memascend.errors import CheckpointError
 
-MODEL = {"a": 103, "b": 1, "c": 50, "d": 2}
 TWO_GROUPS = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.5, "params": [2]}]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifest_content import manifest_content
 
 from memascend.errors import CheckpointError
 from memascend.manifest import (
@@ -24,21 +25,10 @@ TENSOR = "offloaded_tensors/rank00/0_4.tensor.swp"
 
 
 def content() -> dict[str, Any]:
-    return {
-        "format": "memascend checkpoint",
-        "version": VERSION,
-        "memascend": "0.1.0",
-        "rank": 0,
-        "world": 1,
-        "global_step": 7,
-        "optimizer": "DeepSpeedCPUAdam",
-        "optimizer_step": 6,
-        "sub_groups": [{"name": "0_4", "numel": 100}],
-        "tensors": [
-            {"sub_group": 0, "state": None, "dtype": "float32", "numel": 100, "file": TENSOR}
-        ],
-        "files": [{"name": TENSOR, "nbytes": 1024, "crc32": "00c0ffee"}],
-    }
+    return manifest_content(
+        [{"state": None, "dtype": "float32", "file": TENSOR}],
+        [{"name": TENSOR, "nbytes": 1024, "crc32": "00c0ffee"}],
+    )
 
 
 def write(folder: Path, changed: dict[str, Any], rank: int = 0) -> Path:

@@ -16,6 +16,7 @@ pytest.importorskip("deepspeed")
 
 import torch
 from divided_checkpoints import (
+    MODEL,
     contents,
     expected,
     model_states,
@@ -36,7 +37,6 @@ from memascend.deepspeed.universal_source import (
 from memascend.errors import CheckpointError
 from memascend.units import MIB
 
-MODEL = {"a": 103, "b": 1, "c": 50, "d": 2}
 GROUPS = sub_groups(MODEL, "a b", "c d")
 LARGE_NUMEL = 16 * MIB  # 64 MiB of weights, as much of each moment
 MEMORY_PROGRAM = """

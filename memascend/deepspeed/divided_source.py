@@ -27,6 +27,7 @@ from memascend.deepspeed.shard_layout import (
     NamedParameter,
     Piece,
     SubGroups,
+    flat,
     runs,
     sub_group_numel,
 )
@@ -72,7 +73,7 @@ def read_parameters(path: Path) -> SubGroups | None:
 
 def is_same_model(saved: SubGroups, wanted: SubGroups) -> bool:
     """Whether both have the same parameters, however they are divided."""
-    return set(_flat(saved)) == set(_flat(wanted))
+    return set(flat(saved)) == set(flat(wanted))
 
 
 def open_divided(saved: Saved, wanted: Wanted, *, rank: int, world: int) -> CheckpointSource:
@@ -190,13 +191,8 @@ def _name(parameters: Sequence[NamedParameter], ids: Mapping[str, int]) -> str:
     return f"{ids[parameters[0].name]}_{ids[parameters[-1].name]}"
 
 
-def _flat(sub_groups: SubGroups) -> Iterator[NamedParameter]:
-    for parameters in sub_groups:
-        yield from parameters
-
-
 def _check_model(place: Place, saved: SubGroups, wanted: SubGroups) -> None:
-    has, wants = ({p.name: p.numel for p in _flat(groups)} for groups in (saved, wanted))
+    has, wants = ({p.name: p.numel for p in flat(groups)} for groups in (saved, wanted))
     if has == wants:
         return
     missing = sorted(wants.keys() - has.keys())

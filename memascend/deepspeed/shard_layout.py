@@ -60,6 +60,12 @@ class Piece:
     numel: int
 
 
+def flat(sub_groups: SubGroups) -> Iterator[NamedParameter]:
+    """Every parameter, in order."""
+    for parameters in sub_groups:
+        yield from parameters
+
+
 def share_numel(numel: int, world: int) -> int:
     """Elements of a parameter on each rank, padding included."""
     return -(-numel // world)

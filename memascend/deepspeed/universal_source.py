@@ -94,7 +94,7 @@ def open_universal(folder: Path, wanted: Wanted, *, rank: int, world: int) -> Ch
     try:
         saved = zero_states["optimizer_state_dict"]
         groups, first = saved["param_groups"], saved["state"][0]
-        scalars = {name: value for name, value in first.items() if _is_scalar(value)}
+        scalars = {name: value for name, value in first.items() if is_scalar(value)}
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint file {path} lacks {error}. Likely cause: it was converted from another "
@@ -184,7 +184,8 @@ def _content(path: Path) -> torch.Tensor:
     return tensor
 
 
-def _is_scalar(value: object) -> bool:
+def is_scalar(value: object) -> bool:
+    """Whether a value of an optimizer's state is the same for every element: its count of steps."""
     return not isinstance(value, torch.Tensor) or value.dim() == 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from memascend.deepspeed.checkpoint_source import (
 from memascend.deepspeed.divided_source import Saved, open_divided, read_parameters
 from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
 from memascend.deepspeed.progress import ByteProgress
-from memascend.deepspeed.shard_layout import NamedParameter, SubGroups
+from memascend.deepspeed.shard_layout import flat
+from memascend.deepspeed.universal_source import is_scalar
 from memascend.errors import CheckpointError
 from memascend.manifest import Manifest, check_name, missing_file, read_manifest
 from memascend.saving_folder import sync, write_latest
@@ -151,17 +152,17 @@ def _survey(folder: Path, states: Sequence[Path]) -> tuple[Saved, Wanted]:
             f"cannot convert {folder}: {model_states.name} does not name the parameters. Likely "
             "cause: it was saved without an optimizer. Convert one that has optimizer states"
         )
-    for parameter in _flat(parameters):
+    for parameter in flat(parameters):
         check_name(model_states, parameter.name)
     zero_states = load_mapped(states[0])["optimizer_state_dict"]
     wanted = Wanted(
-        names=[parameter.name for parameter in _flat(parameters)],
-        numels=[parameter.numel for parameter in _flat(parameters)],
+        names=[parameter.name for parameter in flat(parameters)],
+        numels=[parameter.numel for parameter in flat(parameters)],
         group_count=len(zero_states["optimizer_state_dict"]["param_groups"]),
         kind=manifests[0].optimizer if manifests[0] is not None else "",
         master_dtype=zero_states["fp32_flat_groups"][0].dtype,
-        parameters=[[parameter] for parameter in _flat(parameters)],
-        ids={parameter.name: number for number, parameter in enumerate(_flat(parameters))},
+        parameters=[[parameter] for parameter in flat(parameters)],
+        ids={parameter.name: number for number, parameter in enumerate(flat(parameters))},
     )
     places = [Place(folder, rank, world, states[rank]) for rank in range(world)]
     return Saved(parameters, world, places.__getitem__, manifests.__getitem__), wanted
@@ -226,13 +227,4 @@ def _common(source: CheckpointSource) -> dict[str, Any]:
 
 
 def _scalars(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in values.items()
-        if not isinstance(value, torch.Tensor) or value.dim() == 0
-    }
-
-
-def _flat(parameters: SubGroups) -> Iterator[NamedParameter]:
-    for group in parameters:
-        yield from group
+    return {name: value for name, value in values.items() if is_scalar(value)}

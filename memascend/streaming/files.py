@@ -6,7 +6,6 @@ it is in memory than the slots hold, and what was written or read leaves the pag
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import zlib
@@ -19,13 +18,11 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from memascend.errors import CheckpointError
+from memascend.mapped_files import page_out
 from memascend.streaming.staging import StagingSlots
 
 #: About so many bytes of a file may be in the page cache, on their way to the drive or from it.
 FLUSH_BYTES = 64 << 20
-
-#: Linux 5.4, and not in Python's mmap.
-_MADV_PAGEOUT = 21
 
 #: Told how many bytes have been moved since it was last called.
 Advance = Callable[[int], None]
@@ -240,8 +237,6 @@ class TensorReader:
 
 
 def _page_out(data: torch.Tensor) -> None:
-    """Asks the kernel to take the pages of a mapped file out of this process's memory."""
+    """Lets the pages go that a tensor of a mapped file lies in."""
     begin = data.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    nbytes = data.data_ptr() + data.nbytes - begin
-    # A hint: an error is of no consequence.
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _MADV_PAGEOUT)
+    page_out(begin, data.data_ptr() + data.nbytes - begin)

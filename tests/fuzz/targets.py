@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from manifest_content import manifest_content
 
 from fuzz.mutations import (
     Mutate,
@@ -184,31 +185,18 @@ def check_manifest(data: bytes) -> None:
         assert tensor.numel == manifest.sub_groups[tensor.sub_group].numel
 
 
-def manifest_content() -> dict[str, Any]:
-    return {
-        "format": "memascend checkpoint",
-        "version": 1,
-        "memascend": "0.1.0",
-        "rank": 0,
-        "world": 1,
-        "global_step": 7,
-        "optimizer": "DeepSpeedCPUAdam",
-        "optimizer_step": 6,
-        "sub_groups": [{"name": "0_4", "numel": 100}],
-        "tensors": [
-            {"sub_group": 0, "state": None, "dtype": "float32", "numel": 100, "file": "a/b"},
-            {"sub_group": 0, "state": "exp_avg", "dtype": "float32", "numel": 100, "file": "c"},
+def manifest_seeds() -> list[bytes]:
+    content = manifest_content(
+        [
+            {"state": None, "dtype": "float32", "file": "a/b"},
+            {"state": "exp_avg", "dtype": "float32", "file": "c"},
         ],
-        "files": [
+        [
             {"name": "a/b", "nbytes": 400, "crc32": "00c0ffee"},
             {"name": "c", "nbytes": 512, "crc32": "00000000"},
         ],
-    }
-
-
-def manifest_seeds() -> list[bytes]:
-    empty = {**manifest_content(), "sub_groups": [], "tensors": [], "files": []}
-    return _as_json(manifest_content(), empty)
+    )
+    return _as_json(content, {**content, "sub_groups": [], "tensors": [], "files": []})
 
 
 # The block of the config, as a value and as text in the environment.

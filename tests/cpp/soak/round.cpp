@@ -125,13 +125,13 @@ void check_memory(Scene& scene, const std::string& when) {
 }
 
 void add_faults(const MemoryFaultCounts& counts, Tally& tally) {
-  tally.short_transfers += counts.short_transfer;
-  tally.eio += counts.eio;
-  tally.flip += counts.flip;
-  tally.enospc += counts.enospc;
-  tally.again += counts.again;
-  tally.reordered += counts.reorder;
-  tally.delayed += counts.delay;
+  tally.faults.short_transfer += counts.short_transfer;
+  tally.faults.eio += counts.eio;
+  tally.faults.flip += counts.flip;
+  tally.faults.enospc += counts.enospc;
+  tally.faults.again += counts.again;
+  tally.faults.reorder += counts.reorder;
+  tally.faults.delay += counts.delay;
 }
 
 void use_a_store(const Plan& plan, Tally& tally, const std::shared_ptr<Allocator>& allocator,

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "nvme/engine_memory.hpp"
+
 namespace memascend::soak {
 
 /// Counts of all rounds; any thread.
@@ -23,14 +25,7 @@ struct Tally {
   std::atomic<std::uint64_t> full_volumes = 0;
   std::atomic<std::uint64_t> memory_limits = 0;
   std::atomic<std::uint64_t> pauses = 0;
-  // Faults of the memory engine.
-  std::atomic<std::uint64_t> short_transfers = 0;
-  std::atomic<std::uint64_t> eio = 0;
-  std::atomic<std::uint64_t> flip = 0;
-  std::atomic<std::uint64_t> enospc = 0;
-  std::atomic<std::uint64_t> again = 0;
-  std::atomic<std::uint64_t> reordered = 0;
-  std::atomic<std::uint64_t> delayed = 0;
+  MemoryFaultCounts faults;
 };
 
 /// Says from which round on; a crash and a sanitizer's report then name it, too.
