@@ -2,8 +2,9 @@
 
 Both are loop devices, formatted as raw volumes and held to stated rates by a control group, so that
 the answer does not depend on how many drives the machine has. Each alone, both with equal weights,
-and both with the weights that memascend measures, take turns in every round. The best there can be
-is the sum of the two alone. Needs root: loop devices, and a blkio control group of version 1.
+with weights stated as the rates are, and with those that memascend measures, take turns in every
+round. The best there can be is the sum of the two alone. Needs root: loop devices, and a blkio
+control group of version 1.
 """
 
 from __future__ import annotations
@@ -108,6 +109,10 @@ def run(
         f"{options.mb_s[0]:g} MB/s alone": both[:1],
         f"{options.mb_s[1]:g} MB/s alone": both[1:],
         "both, equal weights": [volume | {"weight": 1} for volume in both],
+        "both, stated weights": [
+            volume | {"weight": rate_mb_s / min(options.mb_s)}
+            for volume, rate_mb_s in zip(both, options.mb_s, strict=True)
+        ],
         "both, measured weights": both,
     }
     names = list(contenders)
