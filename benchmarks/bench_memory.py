@@ -17,7 +17,7 @@ from typing import Any
 import harness
 from trainee import Model, Trainee, deepspeed_config, model_of
 
-from memascend.units import MIB
+from memascend.base.units import MIB
 
 QUESTION = "Memory: peak of a training run as the model grows"
 SIZES = {

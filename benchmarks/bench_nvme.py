@@ -25,8 +25,8 @@ import torch
 
 from memascend import nvme
 from memascend.allocator import HostAllocator
+from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.errors import EngineUnavailableError
-from memascend.units import KIB, MIB, format_nbytes
 
 QUESTION = "NVMe: throughput and CPU against DeepSpeed's aio_handle"
 # (bytes of a tensor, tensors)

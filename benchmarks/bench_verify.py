@@ -19,8 +19,8 @@ import torch
 
 from memascend import _core, nvme
 from memascend.allocator import HostAllocator
+from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.plan_knobs import page_up
-from memascend.units import KIB, MIB, format_nbytes
 
 QUESTION = "verify: the cost of checksums, and of reading back"
 WAYS = ("off", "reads", "full")

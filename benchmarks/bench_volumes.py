@@ -24,9 +24,9 @@ from typing import Any
 import harness
 import torch
 
+from memascend.base.units import MIB
 from memascend.config import parse_block
 from memascend.nvme import BOUNCE_BYTES, TensorStore
-from memascend.units import MIB
 from memascend.volume_device import claimed, format_device
 from memascend.volumes import prepared
 

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from memascend import _core
-from memascend.units import format_nbytes
+from memascend.base.units import format_nbytes
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from memascend.base.json_text import show_json
 from memascend.errors import ConfigError
-from memascend.json_text import show_json
 
 #: Far beyond any model; a config.json with more would only take memory and time.
 LAYER_COUNT_MAX = 10_000

@@ -17,7 +17,7 @@ from memascend.errors import PoolExhaustedError
 if TYPE_CHECKING:
     import torch
 
-    from memascend.tensors import HostMemory
+    from memascend.base.interfaces import HostMemory
 
 PAGE_BYTES = 4096
 #: The largest slot is this part of the budget, so that as many fit at least.

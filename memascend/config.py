@@ -20,12 +20,12 @@ from pydantic import (
     field_validator,
 )
 
+from memascend.base.json_text import parse_json, show_json
+from memascend.base.units import parse_nbytes
 from memascend.config_errors import explain
 from memascend.config_volumes import VolumeConfig, accept_paths, check_path, check_together
 from memascend.errors import ConfigError
-from memascend.json_text import parse_json, show_json
 from memascend.limit import parse_limit
-from memascend.units import parse_nbytes
 from memascend.verify import check_verifiable
 
 BLOCK_KEY = "memascend"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from memascend.json_text import show_json
+from memascend.base.json_text import show_json
 
 #: More is read by nobody.
 LINE_COUNT_MAX = 40

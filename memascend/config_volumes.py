@@ -9,8 +9,8 @@ import os
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from memascend.json_text import show_json
-from memascend.units import parse_nbytes
+from memascend.base.json_text import show_json
+from memascend.base.units import parse_nbytes
 
 KEY = "memascend.volumes"
 VOLUME_COUNT_MAX = 64

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memascend.base.units import format_nbytes
 from memascend.plan import Plan
 from memascend.smart import DriveWear
-from memascend.units import format_nbytes
 from memascend.wear import Wear
 
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from memascend.base.units import KIB, NBYTES_MAX, parse_nbytes
 from memascend.errors import ConfigError
-from memascend.units import KIB, NBYTES_MAX, parse_nbytes
 
 KEY = "memascend.host_memory_limit"
 #: Without a stated limit, take at most this share of what is free.

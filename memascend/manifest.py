@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from memascend.base.json_text import parse_json, show_json
 from memascend.errors import CheckpointError
-from memascend.json_text import parse_json, show_json
 
 FORMAT = "memascend checkpoint"
 VERSION = 1

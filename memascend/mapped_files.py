@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from memascend.json_text import parse_json
+from memascend.base.json_text import parse_json
 from memascend.numa import filesystem_of
 from memascend.shapes import HEADER_BYTES_MAX
 

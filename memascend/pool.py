@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from memascend import _core
 from memascend.allocator import HostAllocator
+from memascend.base.units import format_nbytes
 from memascend.errors import PoolExhaustedError
-from memascend.units import format_nbytes
 
 if TYPE_CHECKING:
     import torch

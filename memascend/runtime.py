@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from memascend.allocator import HostAllocator, describe
+from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, TensorIO
+from memascend.base.units import format_nbytes
 from memascend.budget import BudgetSlots
 from memascend.config import MemAscendConfig, local_world_size
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
@@ -27,8 +29,6 @@ from memascend.plan_knobs import CACHE, page_up
 from memascend.pool import ArenaSlots, ParameterPool
 from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
-from memascend.tensors import Event, HostMemory, RangeIO, SlotPool, TensorIO
-from memascend.units import format_nbytes
 from memascend.verify import describe_recovery
 from memascend.volumes import prepared, volume_paths
 from memascend.wear import Wear, WearMeter

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from memascend.units import KIB
+from memascend.base.units import KIB
 
 # Finding the processes walks all of /proc, the others page tables and folders: less often.
 TREE_INTERVAL_S = 0.25

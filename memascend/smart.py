@@ -16,8 +16,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from memascend.json_text import parse_json
-from memascend.units import format_nbytes
+from memascend.base.json_text import parse_json
+from memascend.base.units import format_nbytes
 
 SYSFS = Path("/sys")
 SMARTCTL_TIMEOUT_S = 5.0

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
-from memascend.units import format_nbytes
 from memascend.volume_header import (
     DEVICE_BYTES_MIN,
     HEADER_BYTES,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memascend import _core
-from memascend.units import MIB
+from memascend.base.units import MIB
 
 Mode = Literal["read", "write", "mixed"]
 

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memascend import _core
-from memascend.json_text import parse_json
-from memascend.units import MIB
+from memascend.base.json_text import parse_json
+from memascend.base.units import MIB
 from memascend.volume_speed import Bench, Load
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from memascend.units import format_nbytes
+from memascend.base.units import format_nbytes
 
 _SECONDS_PER_DAY = 86_400
 

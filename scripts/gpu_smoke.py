@@ -29,10 +29,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memascend.allocator import HostAllocator, describe
+from memascend.base.units import MIB, format_nbytes
 from memascend.nvme import BOUNCE_BYTES, TensorStore
 from memascend.pool import ArenaSlots, ParameterPool
 from memascend.streaming.parameters import ParameterStream
-from memascend.units import MIB, format_nbytes
 
 ROOT = Path(__file__).resolve().parent.parent
 STATUS_SKIPPED = 77

@@ -20,8 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from memascend import _core
 from memascend.allocator import HostAllocator, describe
+from memascend.base.units import KIB, MIB
 from memascend.errors import HostMemoryError, MemAscendError
-from memascend.units import KIB, MIB
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * MIB

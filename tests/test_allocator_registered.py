@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from memascend import _core
+from memascend.base.units import MIB
 from memascend.errors import HostMemoryError
-from memascend.units import MIB
 
 PAGE_BYTES = 4096
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from memascend.base.units import GIB
 from memascend.cli.main import main
 from memascend.shapes import builtin_names
-from memascend.units import GIB
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {

@@ -163,7 +163,7 @@ import memascend, memascend.config, memascend.units, memascend.errors, memascend
 import memascend.allocator, memascend.nvme, memascend.numa
 import memascend.cli.main
 assert memascend.config.parse_block({}).enabled
-assert memascend.units.parse_nbytes("1 MiB") == 1 << 20
+assert memascend.base.units.parse_nbytes("1 MiB") == 1 << 20
 assert not {"torch", "deepspeed"} & set(sys.modules)
 """
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from plan_models import decoder
 
+from memascend.base.units import MIB, format_nbytes
 from memascend.ledger import Ledger, LedgerRow, describe_plan, resident_memory
 from memascend.plan import PlanRequest, derive
-from memascend.units import MIB, format_nbytes
 
 ROWS = (
     LedgerRow("optimizer tiles", planned_bytes=12 * MIB, live_bytes=11 * MIB, peak_bytes=12 * MIB),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from memascend.base.units import GIB, KIB
 from memascend.errors import ConfigError
 from memascend.limit import default_limit, memory_available, memory_total, parse_limit
-from memascend.units import GIB, KIB
 
 UNLIMITED_V1 = 9223372036854771712
 

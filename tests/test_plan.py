@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from plan_models import decoder
 
+from memascend.base.units import GIB, MIB
 from memascend.errors import ConfigError
 from memascend.plan import PlanRequest, derive
 from memascend.shapes import builtin
-from memascend.units import GIB, MIB
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_models import decoder
 
+from memascend.base.units import GIB, KIB, MIB
 from memascend.plan import LimitTooSmallError, Plan, PlanRequest, derive
 from memascend.shapes import ModelShapes, builtin
-from memascend.units import GIB, KIB, MIB
 
 COMPONENTS = [
     "bounce buffers",

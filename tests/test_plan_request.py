@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from memascend.base.units import MIB
 from memascend.errors import ConfigError
 from memascend.plan_request import PlanRequest
-from memascend.units import MIB
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from memascend.base.units import MIB
 from memascend.plan import PlanRequest
 from memascend.plan_stock import StockPlan, StockSettings, four_pieces, stock
 from memascend.shapes import ModelShapes, TensorShape, builtin, from_config
-from memascend.units import MIB
 
 ROOT = Path(__file__).parent.parent
 GB = 1e9

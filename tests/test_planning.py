@@ -14,13 +14,13 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.base.units import GIB, KIB, MIB
 from memascend.config import parse_block
 from memascend.deepspeed import activation, planning
 from memascend.errors import ConfigError
 from memascend.ledger import Ledger
 from memascend.plan_knobs import LimitTooSmallError
 from memascend.runtime import BOUNCE_BYTES, STAGING_SLOT_COUNT
-from memascend.units import GIB, KIB, MIB
 
 ON_DRIVE = {"device": "nvme", "nvme_path": "/drive"}
 CONFIG: dict[str, Any] = {

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from memascend import _core
 from memascend.allocator import HostAllocator
+from memascend.base.units import KIB, MIB
 from memascend.errors import HostMemoryError, PoolExhaustedError
 from memascend.pool import (
     CLASS_COUNT_MAX,
@@ -21,7 +22,6 @@ from memascend.pool import (
     SizeClass,
     derive_classes,
 )
-from memascend.units import KIB, MIB
 
 PAGE_BYTES = 4096
 SIZES = {"small": 2 * PAGE_BYTES, "middle": 5 * PAGE_BYTES, "large": 16 * PAGE_BYTES}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from memascend.base.units import MIB
 from memascend.sampling import (
     IoCounter,
     Sample,
@@ -19,7 +20,6 @@ from memascend.sampling import (
     nameless_disk_bytes,
     process_tree,
 )
-from memascend.units import MIB
 
 HOLD = """
 import ctypes, mmap, sys, time

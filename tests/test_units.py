@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memascend.base.units import format_nbytes, parse_nbytes
 from memascend.errors import ConfigError
-from memascend.units import format_nbytes, parse_nbytes
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from divided_checkpoints import (
     write,
 )
 
+from memascend.base.units import MIB
 from memascend.cli.main import main
 from memascend.deepspeed import universal_writer
 from memascend.deepspeed.universal_source import (
@@ -35,7 +36,6 @@ from memascend.deepspeed.universal_source import (
     verify_universal,
 )
 from memascend.errors import CheckpointError
-from memascend.units import MIB
 
 GROUPS = sub_groups(MODEL, "a b", "c d")
 LARGE_NUMEL = 16 * MIB  # 64 MiB of weights, as much of each moment

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memascend import _core, volume_weights
+from memascend.base.units import MIB
 from memascend.errors import StoreError
-from memascend.units import MIB
 from memascend.volume_speed import Bench, Load
 from memascend.volume_weights import CACHE_FILE, identity, measured_weights, weights_of
 

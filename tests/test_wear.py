@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from memascend.base.units import GIB
 from memascend.config import parse_block
 from memascend.errors import ConfigError, WriteBudgetError
-from memascend.units import GIB
 from memascend.wear import WearMeter
 
 TB = 10**12

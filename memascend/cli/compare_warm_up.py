@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from memascend.base.units import GIB
 from memascend.cli.compare_run import child_environment
 from memascend.sampling import process_status
-from memascend.units import GIB
 
 # Operators that a CPU or GPU run with NVMe offload loads, with what each of them is for.
 OPERATORS = {

@@ -19,10 +19,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from memascend.base.json_text import parse_json
 from memascend.config import MemAscendConfig, find_block, is_disabled, parse_block
 from memascend.errors import ConfigError
 from memascend.footprint import Footprint
-from memascend.json_text import parse_json
 from memascend.limit import memory_total, parse_limit
 from memascend.plan import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan_request import check_limit_can_be_kept, sections_off

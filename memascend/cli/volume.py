@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from memascend.base.units import MIB, parse_nbytes
 from memascend.errors import ConfigError
-from memascend.units import MIB, parse_nbytes
 
 BENCH_EPILOG = """\
 example:

@@ -21,11 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from memascend import _core
+from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.cli import volume_fio
 from memascend.config import DirectNvmeConfig
 from memascend.config_volumes import VolumeConfig
 from memascend.errors import StoreError
-from memascend.units import KIB, MIB, format_nbytes
 from memascend.version import __version__
 from memascend.volume_speed import Bench, Load, Mode
 from memascend.volume_weights import identity, weights_of

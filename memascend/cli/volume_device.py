@@ -7,8 +7,8 @@ import json
 import os
 import sys
 
+from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
-from memascend.units import format_nbytes
 from memascend.volume_device import (
     Device,
     claimed,

@@ -22,6 +22,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
+from memascend.base.units import format_nbytes
 from memascend.config import MemAscendConfig, active_config, local_world_size
 from memascend.deepspeed.aio_handle import serving
 from memascend.deepspeed.host_buffers import HostBuffers
@@ -39,7 +40,6 @@ from memascend.nvme import provide_directory
 from memascend.plan_request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes
 from memascend.smart import DriveWatch
-from memascend.units import format_nbytes
 from memascend.version import __version__
 from memascend.volumes import volume_paths
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memascend.tensors import HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import HostMemory, RangeIO, Ticket
 
 
 class AioHandle:

@@ -25,10 +25,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from memascend.base.units import format_nbytes
 from memascend.deepspeed.activation import Attachment, face_of
 from memascend.errors import StoreError, StoreFullError
 from memascend.streaming.staging import StagingSlots
-from memascend.units import format_nbytes
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch.overrides import TorchFunctionMode
 
-from memascend.tensors import HostMemory
+from memascend.base.interfaces import HostMemory
 
 # Smaller tensors share a chunk: a page each would waste more than they hold.
 SHARED_BYTES_MAX = 64 << 10

@@ -22,10 +22,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from memascend.base.interfaces import Event
 from memascend.deepspeed.activation import Attachment
 from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream
-from memascend.tensors import Event
 
 #: A shard below this stays in host memory for good, as in stock DeepSpeed (MIN_AIO_BYTES).
 SWAPPABLE_BYTES_MIN = 1 << 20

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from memascend.tensors import HostMemory
+from memascend.base.interfaces import HostMemory
 
 _PAGE_BYTES = 4096
 

@@ -16,6 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from memascend.base.units import format_nbytes
 from memascend.config import active_config
 from memascend.deepspeed import optimizer_checkpoint
 from memascend.deepspeed.activation import Attachment, attach
@@ -40,7 +41,6 @@ from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.tiles import TILE_COUNT, TILE_NUMEL_QUANTUM, Tiles, TileShape
-from memascend.units import format_nbytes
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memascend.base.interfaces import RangeIO, Ticket
 from memascend.streaming.staging import StagingSlots
-from memascend.tensors import RangeIO, Ticket
 
 #: A shard that gets no gradient is multiplied by every step's factor; after so many the product is
 #: written back.

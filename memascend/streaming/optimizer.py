@@ -18,6 +18,7 @@ from contextlib import suppress
 
 import torch
 
+from memascend.base.interfaces import RangeIO
 from memascend.errors import StoreError
 from memascend.streaming.gradients import Factor, GradientSpool
 from memascend.streaming.staging import StagingSlots
@@ -32,7 +33,6 @@ from memascend.streaming.sub_groups import (
     make_anew,
 )
 from memascend.streaming.tiles import Tile, Tiles
-from memascend.tensors import RangeIO
 
 
 class OptimizerStream:

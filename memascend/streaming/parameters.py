@@ -22,11 +22,11 @@ from contextlib import suppress
 
 import torch
 
+from memascend.base.interfaces import Event, Lease, SlotPool, TensorIO, Ticket
 from memascend.errors import StoreError
 from memascend.streaming.budget import Budget, derive_prefetch_bytes
 from memascend.streaming.returning import ReturningSlots, Staged
 from memascend.streaming.staging import StagingSlots
-from memascend.tensors import Event, Lease, SlotPool, TensorIO, Ticket
 
 #: Casts of updated parameters that may wait for the drive; bounds the slots that writing back
 #: takes.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memascend.tensors import Event, Lease, Ticket
+from memascend.base.interfaces import Event, Lease, Ticket
 
 
 @dataclass(slots=True)

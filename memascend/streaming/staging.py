@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memascend.tensors import Event, HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import Event, HostMemory, RangeIO, Ticket
 
 SLOT_COUNT_MIN = 2
 

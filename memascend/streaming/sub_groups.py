@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from memascend.base.interfaces import RangeIO
 from memascend.errors import TornStepError
-from memascend.tensors import RangeIO
 
 #: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
 State = MutableMapping[str, Any]

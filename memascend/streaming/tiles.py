@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memascend.tensors import HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import HostMemory, RangeIO, Ticket
 
 #: Tile boundaries are multiples of this many elements: whole blocks of the drive, and whole vectors
 #: of the processor, so that every element takes the same instructions as in an untiled step.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memascend.units import MIB
+from memascend.base.units import MIB
 
 from .programs import REPOSITORY, free_port, losses, run
 
