@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from memascend.base.json_text import parse_json
-from memascend.numa import filesystem_of
 from memascend.shapes import HEADER_BYTES_MAX
+from memascend.system.numa import filesystem_of
 
 _MADV_PAGEOUT = 21  # since Linux 5.4; not in Python's mmap
 #: What a file that is something else may lead to.

@@ -21,7 +21,6 @@ from memascend.budget import BudgetSlots
 from memascend.config import MemAscendConfig, local_world_size
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.ledger import Ledger, LedgerRow, resident_memory
-from memascend.numa import preferred_node
 from memascend.nvme import TensorStore
 from memascend.overflow import scan
 from memascend.plan import Plan
@@ -29,6 +28,7 @@ from memascend.plan_knobs import CACHE, page_up
 from memascend.pool import ArenaSlots, ParameterPool
 from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
+from memascend.system.numa import preferred_node
 from memascend.verify import describe_recovery
 from memascend.volumes import prepared, volume_paths
 from memascend.wear import Wear, WearMeter

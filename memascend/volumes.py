@@ -17,8 +17,8 @@ from memascend import _core
 from memascend.config import MemAscendConfig, cache_directory, local_rank, local_world_size
 from memascend.config_volumes import KEY, VolumeConfig
 from memascend.errors import ConfigError, StoreError
-from memascend.numa import filesystem_of
 from memascend.nvme import DRIVE_CODES, make_directory
+from memascend.system.numa import filesystem_of
 from memascend.volume_device import formatted
 from memascend.volume_header import START_BYTES
 from memascend.volume_speed import Load

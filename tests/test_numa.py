@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memascend import numa
+from memascend.system import numa
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memascend.base.units import MIB
-from memascend.sampling import (
+from memascend.system.processes import (
     IoCounter,
     Sample,
     TreeSampler,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from memascend.sampling import IoCounter, Peaks, Sample, TreeSampler, process_tree
+from memascend.system.processes import IoCounter, Peaks, Sample, TreeSampler, process_tree
 
 TERMINATE_GRACE_S = 20.0
 

@@ -29,8 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memascend.base.units import GIB, MIB, format_nbytes
-from memascend.numa import filesystem_of
 from memascend.smart import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
+from memascend.system.numa import filesystem_of
 
 TRIAL_BYTES = MIB
 FREE_BYTES_COMFORTABLE = 20 * GIB

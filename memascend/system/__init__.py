@@ -1,0 +1,1 @@
+"""What Linux says of this machine: memory, NUMA nodes, mounts, processes, pages."""
