@@ -25,7 +25,7 @@ import harness
 import torch
 
 from memascend.base.units import MIB
-from memascend.config import parse_block
+from memascend.config.block import parse_block
 from memascend.nvme import BOUNCE_BYTES, TensorStore
 from memascend.volume_device import claimed, format_device
 from memascend.volumes import prepared

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memascend.config import MemAscendConfig, find_block, parse_block
+from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.errors import ConfigError
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -18,7 +18,7 @@ from memascend.allocator import HostAllocator, describe
 from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.base.units import format_nbytes
 from memascend.budget import BudgetSlots
-from memascend.config import MemAscendConfig, local_world_size
+from memascend.config.block import MemAscendConfig, local_world_size
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.ledger import Ledger, LedgerRow, resident_memory
 from memascend.nvme import TensorStore

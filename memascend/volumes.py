@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memascend import _core
-from memascend.config import MemAscendConfig, cache_directory, local_rank, local_world_size
-from memascend.config_volumes import KEY, VolumeConfig
+from memascend.config.block import MemAscendConfig, cache_directory, local_rank, local_world_size
+from memascend.config.volumes import KEY, VolumeConfig
 from memascend.errors import ConfigError, StoreError
 from memascend.nvme import DRIVE_CODES, make_directory
 from memascend.system.numa import filesystem_of

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the configuration table of README.md from memascend/config.py.
+"""Writes the configuration table of README.md from memascend/config/block.py.
 
 tests/test_docs.py fails when the two disagree; this script is how to make them agree again.
 """
@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from memascend.config import MemAscendConfig
-from memascend.config_errors import section_in, takes_units
+from memascend.config.block import MemAscendConfig
+from memascend.config.messages import section_in, takes_units
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN = "<!-- config-table: written by scripts/update_readme.py -->"

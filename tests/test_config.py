@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memascend import config
+from memascend.config import block as config
 from memascend.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from memascend.config import parse_block
+from memascend.config.block import parse_block
 from memascend.errors import ConfigError
 
 

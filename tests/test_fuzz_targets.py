@@ -9,7 +9,7 @@ from fuzz.targets import TARGETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memascend import config
+from memascend.config import block as config
 
 INPUT_COUNT = 300
 KEPT_COUNT = 20

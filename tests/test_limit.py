@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from memascend.base.units import GIB, KIB
+from memascend.config.limit import default_limit, memory_available, memory_total, parse_limit
 from memascend.errors import ConfigError
-from memascend.limit import default_limit, memory_available, memory_total, parse_limit
 
 UNLIMITED_V1 = 9223372036854771712
 

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.base.units import GIB, KIB, MIB
-from memascend.config import parse_block
+from memascend.config.block import parse_block
 from memascend.deepspeed import activation, planning
 from memascend.errors import ConfigError
 from memascend.ledger import Ledger

@@ -29,7 +29,7 @@ from nvme_memory import BOUNCE_BYTES, PageMemory, open_store, read, write
 from test_nvme_processes import start
 
 from memascend import _core
-from memascend.config import parse_block
+from memascend.config.block import parse_block
 from memascend.errors import StoreError, StoreFullError
 from memascend.nvme import TensorStore
 from memascend.volume_device import claimed, format_device

@@ -12,7 +12,7 @@ from plan_models import decoder
 
 import memascend.runtime
 from memascend.allocator import HostAllocator
-from memascend.config import parse_block
+from memascend.config.block import parse_block
 from memascend.errors import StoreError
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.plan import Plan, PlanRequest, derive

@@ -14,7 +14,7 @@ import pytest
 
 from memascend import smart
 from memascend.cli import doctor
-from memascend.config import parse_block
+from memascend.config.block import parse_block
 from memascend.smart import DriveWatch, DriveWear, Reading, drives_below, parse, read_drives
 
 SAMPLES = Path(__file__).parent / "smart"

@@ -19,7 +19,7 @@ from nvme_model import FRACTIONS, KEYS, SHIFTS, StoreModel
 from plan_models import decoder
 
 from memascend import _core
-from memascend.config import parse_block
+from memascend.config.block import parse_block
 from memascend.errors import ConfigError, CorruptionError, HostMemoryError, StoreError
 from memascend.nvme import TensorStore
 from memascend.plan import ROUNDING, LimitTooSmallError, PlanRequest, derive

@@ -17,7 +17,7 @@ import torch
 from loop_devices import DEVICE_BYTES, loop_device, run
 from nvme_memory import BOUNCE_BYTES, PageMemory
 
-from memascend.config import MemAscendConfig, parse_block
+from memascend.config.block import MemAscendConfig, parse_block
 from memascend.errors import ConfigError, StoreError, StoreFullError
 from memascend.nvme import TensorStore
 from memascend.volume_device import (

@@ -11,7 +11,7 @@ import torch
 
 from memascend import _core
 from memascend import volumes as volumes_module
-from memascend.config import MemAscendConfig, parse_block
+from memascend.config.block import MemAscendConfig, parse_block
 from memascend.errors import ConfigError, StoreError
 from memascend.runtime import Runtime, Substitutes
 from memascend.volumes import prepared, share_of_rank, volume_paths

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memascend.base.units import GIB
-from memascend.config import parse_block
+from memascend.config.block import parse_block
 from memascend.errors import ConfigError, WriteBudgetError
 from memascend.wear import WearMeter
 

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from memascend.base.json_text import parse_json
-from memascend.config import MemAscendConfig, find_block, is_disabled, parse_block
+from memascend.config.block import MemAscendConfig, find_block, is_disabled, parse_block
+from memascend.config.limit import memory_total, parse_limit
 from memascend.errors import ConfigError
 from memascend.footprint import Footprint
-from memascend.limit import memory_total, parse_limit
 from memascend.plan import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan_request import check_limit_can_be_kept, sections_off
 from memascend.plan_stock import StockPlan, StockSettings, four_pieces, stock

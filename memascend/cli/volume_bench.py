@@ -23,8 +23,8 @@ from rich.table import Table
 from memascend import _core
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.cli import volume_fio
-from memascend.config import DirectNvmeConfig
-from memascend.config_volumes import VolumeConfig
+from memascend.config.block import DirectNvmeConfig
+from memascend.config.volumes import VolumeConfig
 from memascend.errors import StoreError
 from memascend.version import __version__
 from memascend.volume_speed import Bench, Load, Mode

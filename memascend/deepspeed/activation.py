@@ -23,7 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from memascend.base.units import format_nbytes
-from memascend.config import MemAscendConfig, active_config, local_world_size
+from memascend.config.block import MemAscendConfig, active_config, local_world_size
+from memascend.config.limit import memory_total
 from memascend.deepspeed.aio_handle import serving
 from memascend.deepspeed.host_buffers import HostBuffers
 from memascend.deepspeed.planning import building_sizes, check_smallest, stated_limit
@@ -35,7 +36,6 @@ from memascend.deepspeed.stock_memory import (
 )
 from memascend.errors import ConfigError
 from memascend.ledger import Ledger, describe_plan
-from memascend.limit import memory_total
 from memascend.nvme import provide_directory
 from memascend.plan_request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes

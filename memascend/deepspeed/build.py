@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from memascend.budget import PAGE_BYTES
-from memascend.config import MemAscendConfig, active_config
+from memascend.config.block import MemAscendConfig, active_config
 from memascend.deepspeed.activation import attach
 from memascend.deepspeed.param_swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.runtime import Runtime

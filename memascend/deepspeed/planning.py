@@ -14,9 +14,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from memascend.config import MemAscendConfig, local_world_size
+from memascend.config.block import MemAscendConfig, local_world_size
+from memascend.config.limit import default_limit, memory_available, memory_total, parse_limit
 from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
-from memascend.limit import default_limit, memory_available, memory_total, parse_limit
 from memascend.plan import Plan, PlanRequest, derive
 from memascend.plan_knobs import LimitTooSmallError
 from memascend.plan_request import is_elementwise as is_elementwise_name

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memascend.config import active_config, find_block, is_disabled
+from memascend.config.block import active_config, find_block, is_disabled
 from memascend.deepspeed import fingerprints
 from memascend.deepspeed.fingerprint import fingerprint, forget_sources, resolve
 from memascend.errors import UnsupportedDeepSpeedError

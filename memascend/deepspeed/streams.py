@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
-from memascend.config import MemAscendConfig
+from memascend.config.block import MemAscendConfig
 from memascend.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.base.units import format_nbytes
-from memascend.config import active_config
+from memascend.config.block import active_config
 from memascend.deepspeed import optimizer_checkpoint
 from memascend.deepspeed.activation import Attachment, attach
 from memascend.deepspeed.build import parameter_budget

@@ -25,7 +25,8 @@ from fuzz.mutations import (
     mutate_json,
     mutate_safetensors,
 )
-from memascend import config, shapes, volume_weights
+from memascend import shapes, volume_weights
+from memascend.config import block as config
 from memascend.errors import CheckpointError, ConfigError
 from memascend.manifest import ITEMSIZES, PADDING_BYTES_MAX, manifest_name, read_manifest
 from memascend.volume_header import HEADER_BYTES, Header, HeaderError, new_header, parse

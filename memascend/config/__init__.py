@@ -1,0 +1,1 @@
+"""The memascend block of the DeepSpeed JSON: models, units, messages; neither torch nor DeepSpeed."""
