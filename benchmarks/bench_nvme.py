@@ -24,9 +24,9 @@ import harness
 import torch
 
 from memascend import nvme
-from memascend.allocator import HostAllocator
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.errors import EngineUnavailableError
+from memascend.memory.allocator import HostAllocator
 
 QUESTION = "NVMe: throughput and CPU against DeepSpeed's aio_handle"
 # (bytes of a tensor, tensors)

@@ -18,8 +18,8 @@ import harness
 import torch
 
 from memascend import _core, nvme
-from memascend.allocator import HostAllocator
 from memascend.base.units import KIB, MIB, format_nbytes
+from memascend.memory.allocator import HostAllocator
 from memascend.plan_knobs import page_up
 
 QUESTION = "verify: the cost of checksums, and of reading back"

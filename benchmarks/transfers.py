@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from memascend import nvme
-from memascend.allocator import HostAllocator
+from memascend.memory.allocator import HostAllocator
 from memascend.nvme import Ticket
 
 #: Bytes of each element, by key.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memascend.base.interfaces import HostMemory, Ticket
-from memascend.budget import Segment
+from memascend.memory.budget import Segment
 from memascend.nvme import TensorStore, contiguous_cpu
 from memascend.plan_knobs import PAGE_BYTES, page_down, page_up
 

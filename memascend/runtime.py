@@ -14,18 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
-from memascend.allocator import HostAllocator, describe
 from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.base.units import format_nbytes
-from memascend.budget import BudgetSlots
 from memascend.config.block import MemAscendConfig, local_world_size
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.ledger import Ledger, LedgerRow, resident_memory
+from memascend.memory.allocator import HostAllocator, describe
+from memascend.memory.budget import BudgetSlots
+from memascend.memory.pool import ArenaSlots, ParameterPool
 from memascend.nvme import TensorStore
 from memascend.overflow import scan
 from memascend.plan import Plan
 from memascend.plan_knobs import CACHE, page_up
-from memascend.pool import ArenaSlots, ParameterPool
 from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
 from memascend.system.numa import preferred_node

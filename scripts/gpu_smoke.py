@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memascend.allocator import HostAllocator, describe
 from memascend.base.units import MIB, format_nbytes
+from memascend.memory.allocator import HostAllocator, describe
+from memascend.memory.pool import ArenaSlots, ParameterPool
 from memascend.nvme import BOUNCE_BYTES, TensorStore
-from memascend.pool import ArenaSlots, ParameterPool
 from memascend.streaming.parameters import ParameterStream
 
 ROOT = Path(__file__).resolve().parent.parent

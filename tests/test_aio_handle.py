@@ -8,9 +8,9 @@ import pytest
 import torch
 from nvme_memory import BOUNCE_BYTES, PageMemory
 
-from memascend.allocator import HostAllocator
 from memascend.deepspeed.aio_handle import AioHandle, serving, wrap_builder
 from memascend.errors import StoreError
+from memascend.memory.allocator import HostAllocator
 from memascend.nvme import MemoryFaults, TensorStore
 
 NUMEL = 3000

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from memascend import _core
-from memascend.allocator import HostAllocator, describe
 from memascend.base.units import KIB, MIB
 from memascend.errors import HostMemoryError, MemAscendError
+from memascend.memory.allocator import HostAllocator, describe
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * MIB

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memascend.allocator import HostAllocator
-from memascend.budget import PAGE_BYTES, SEGMENT_COUNT, BudgetSlots, round_up
 from memascend.errors import HostMemoryError, PoolExhaustedError
+from memascend.memory.allocator import HostAllocator
+from memascend.memory.budget import PAGE_BYTES, SEGMENT_COUNT, BudgetSlots, round_up
 
 BUDGET_PAGES = 64
 LARGEST_PAGES = BUDGET_PAGES // SEGMENT_COUNT
@@ -81,7 +81,7 @@ def test_a_released_slot_serves_other_sizes() -> None:
 
 
 def test_idle_small_segments_give_way_to_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memascend.budget.SEGMENT_BYTES_MIN", PAGE_BYTES)
+    monkeypatch.setattr("memascend.memory.budget.SEGMENT_BYTES_MIN", PAGE_BYTES)
     slots, memory = make()
     small = [slots.acquire(PAGE_BYTES) for _ in range(BUDGET_PAGES)]
     assert all(lease is not None for lease in small)
@@ -158,7 +158,7 @@ def test_slots_never_overlap_and_memory_stays_within_the_budget(
 ) -> None:
     memory = CountedMemory()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memascend.budget.SEGMENT_BYTES_MIN", first_segment_bytes)
+        patch.setattr("memascend.memory.budget.SEGMENT_BYTES_MIN", first_segment_bytes)
         slots = BudgetSlots(memory=memory, budget_bytes=BUDGET_PAGES * PAGE_BYTES)
         use_and_release(slots, steps)
         assert slots.free_bytes == slots.held_bytes

@@ -17,10 +17,10 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, NoGatherHandle, ZeroParamStatus
 
-from memascend.budget import PAGE_BYTES, BudgetSlots
 from memascend.deepspeed import param_swapper
 from memascend.deepspeed.gather import wrap_partition
 from memascend.deepspeed.param_swapper import ParameterSwapper
+from memascend.memory.budget import PAGE_BYTES, BudgetSlots
 from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.staging import StagingSlots

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from memascend import _core
-from memascend.allocator import HostAllocator
 from memascend.base.units import KIB, MIB
 from memascend.errors import HostMemoryError, PoolExhaustedError
-from memascend.pool import (
+from memascend.memory.allocator import HostAllocator
+from memascend.memory.pool import (
     CLASS_COUNT_MAX,
     MERGE_WASTE_MAX,
     ParameterPool,

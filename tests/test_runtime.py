@@ -11,10 +11,10 @@ from fake_cuda import FakeCuda, make_core
 from plan_models import decoder
 
 import memascend.runtime
-from memascend.allocator import HostAllocator
 from memascend.config.block import parse_block
 from memascend.errors import StoreError
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
+from memascend.memory.allocator import HostAllocator
 from memascend.plan import Plan, PlanRequest, derive
 from memascend.runtime import (
     STAGING_SLOT_BYTES,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 
-from memascend.allocator import HostAllocator
 from memascend.errors import StoreError
+from memascend.memory.allocator import HostAllocator
 from memascend.nvme import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
 

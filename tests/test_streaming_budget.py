@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streaming_fakes import FakeEvent, FakeMemory, FakeRangeStore, LateDevice
 
-from memascend.budget import PAGE_BYTES, BudgetSlots
 from memascend.errors import StoreError
+from memascend.memory.budget import PAGE_BYTES, BudgetSlots
 from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.staging import StagingSlots

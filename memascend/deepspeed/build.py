@@ -11,10 +11,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from memascend.budget import PAGE_BYTES
 from memascend.config.block import MemAscendConfig, active_config
 from memascend.deepspeed.activation import attach
 from memascend.deepspeed.param_swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
+from memascend.memory.budget import PAGE_BYTES
 from memascend.runtime import Runtime
 from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream

@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from memascend import _core
-from memascend.allocator import HostAllocator
 from memascend.base.units import format_nbytes
 from memascend.errors import PoolExhaustedError
+from memascend.memory.allocator import HostAllocator
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,1 @@
+"""Host memory of ours: the arena, and slots in it."""
