@@ -12,7 +12,7 @@ import argparse
 import harness
 import torch
 
-from memascend import overflow
+from memascend.kernels import overflow
 
 QUESTION = "overflow check: time and temporary bytes against DeepSpeed's two forms"
 NBYTES = {"small": 8 << 20, "large": 256 << 20}

@@ -18,12 +18,12 @@ from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, Tens
 from memascend.base.units import format_nbytes
 from memascend.config.block import MemAscendConfig, local_world_size
 from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
+from memascend.kernels.overflow import scan
 from memascend.ledger import Ledger, LedgerRow, resident_memory
 from memascend.memory.allocator import HostAllocator, describe
 from memascend.memory.budget import BudgetSlots
 from memascend.memory.pool import ArenaSlots, ParameterPool
 from memascend.nvme import TensorStore
-from memascend.overflow import scan
 from memascend.plan import Plan
 from memascend.plan_knobs import CACHE, page_up
 from memascend.resident import ResidentStore

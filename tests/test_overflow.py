@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memascend import _core, overflow
+from memascend import _core
+from memascend.kernels import overflow
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = _core.overflow_isas()

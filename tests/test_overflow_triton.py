@@ -22,7 +22,7 @@ if not _HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
         "no GPU, and triton was imported without TRITON_INTERPRET=1", allow_module_level=True
     )
 
-from memascend import overflow_triton  # noqa: E402
+from memascend.kernels import overflow_triton  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BLOCK = overflow_triton.BLOCK_NUMEL
@@ -90,7 +90,7 @@ def test_the_sum_is_nan_unless_asked_for() -> None:
 def test_a_large_device_tensor_gives_the_same_bits_twice_and_agrees_with_the_host(
     dtype: torch.dtype,
 ) -> None:
-    from memascend import overflow
+    from memascend.kernels import overflow
 
     tensor = torch.randn(50_000_001, device="cuda").to(dtype)
     first = overflow.scan(tensor, sum_squares=True)

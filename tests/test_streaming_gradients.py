@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from streaming_hosts import memory_store, staging_slots
 
 from memascend.errors import StoreError
+from memascend.kernels.overflow import scan
 from memascend.nvme import MemoryFaults, TensorStore
-from memascend.overflow import scan
 from memascend.streaming.gradients import FACTOR_COUNT_MAX, GradientSpool
 from memascend.streaming.staging import StagingSlots
 

@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from memascend.overflow import scan
+from memascend.kernels.overflow import scan
 from memascend.streaming.gradients import GradientShard, GradientSpool
 
 

@@ -45,7 +45,7 @@ def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -
             f"stride {tensor.stride()}; pass the contiguous buffer it is a view of"
         )
     if tensor.device.type == "cuda":
-        from memascend import overflow_triton
+        from memascend.kernels import overflow_triton
 
         return overflow_triton.scan(tensor, sum_squares=sum_squares)
     if tensor.device.type != "cpu":

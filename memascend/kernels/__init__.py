@@ -1,0 +1,1 @@
+"""Kernels over flat tensors, on the CPU and in Triton."""
