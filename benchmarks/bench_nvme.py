@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import harness
 import torch
 
-from memascend import nvme
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.errors import EngineUnavailableError
 from memascend.memory.allocator import HostAllocator
+from memascend.nvme import store as nvme
 
 QUESTION = "NVMe: throughput and CPU against DeepSpeed's aio_handle"
 # (bytes of a tensor, tensors)

@@ -17,9 +17,10 @@ from typing import Any
 import harness
 import torch
 
-from memascend import _core, nvme
+from memascend import _core
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.memory.allocator import HostAllocator
+from memascend.nvme import store as nvme
 from memascend.plan_knobs import page_up
 
 QUESTION = "verify: the cost of checksums, and of reading back"

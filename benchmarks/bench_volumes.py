@@ -26,7 +26,7 @@ import torch
 
 from memascend.base.units import MIB
 from memascend.config.block import parse_block
-from memascend.nvme import BOUNCE_BYTES, TensorStore
+from memascend.nvme.store import BOUNCE_BYTES, TensorStore
 from memascend.volume_device import claimed, format_device
 from memascend.volumes import prepared
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from memascend import nvme
 from memascend.memory.allocator import HostAllocator
-from memascend.nvme import Ticket
+from memascend.nvme import store as nvme
+from memascend.nvme.store import Ticket
 
 #: Bytes of each element, by key.
 READ = {"master": 4, "exp_avg": 4, "exp_avg_sq": 4, "gradient": 2}

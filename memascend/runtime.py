@@ -23,10 +23,10 @@ from memascend.ledger import Ledger, LedgerRow, resident_memory
 from memascend.memory.allocator import HostAllocator, describe
 from memascend.memory.budget import BudgetSlots
 from memascend.memory.pool import ArenaSlots, ParameterPool
-from memascend.nvme import TensorStore
+from memascend.nvme.resident import ResidentStore
+from memascend.nvme.store import TensorStore
 from memascend.plan import Plan
 from memascend.plan_knobs import CACHE, page_up
-from memascend.resident import ResidentStore
 from memascend.streaming.staging import StagingSlots
 from memascend.system.numa import preferred_node
 from memascend.verify import describe_recovery

@@ -17,7 +17,7 @@ from memascend import _core
 from memascend.config.block import MemAscendConfig, cache_directory, local_rank, local_world_size
 from memascend.config.volumes import KEY, VolumeConfig
 from memascend.errors import ConfigError, StoreError
-from memascend.nvme import DRIVE_CODES, make_directory
+from memascend.nvme.store import DRIVE_CODES, make_directory
 from memascend.system.numa import filesystem_of
 from memascend.volume_device import formatted
 from memascend.volume_header import START_BYTES

@@ -31,7 +31,7 @@ from rich.text import Text
 from memascend.base.units import MIB, format_nbytes
 from memascend.memory.allocator import HostAllocator, describe
 from memascend.memory.pool import ArenaSlots, ParameterPool
-from memascend.nvme import BOUNCE_BYTES, TensorStore
+from memascend.nvme.store import BOUNCE_BYTES, TensorStore
 from memascend.streaming.parameters import ParameterStream
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from nvme_memory import BOUNCE_BYTES, PageMemory
 
-from memascend.nvme import MemoryFaults, TensorStore
+from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
 
 PAGE_BYTES = 4096

@@ -11,7 +11,7 @@ from nvme_memory import BOUNCE_BYTES, PageMemory
 from memascend.deepspeed.aio_handle import AioHandle, serving, wrap_builder
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
-from memascend.nvme import MemoryFaults, TensorStore
+from memascend.nvme.store import MemoryFaults, TensorStore
 
 NUMEL = 3000
 

@@ -13,7 +13,7 @@ import torch
 from nvme_memory import BOUNCE_BYTES, PageMemory
 
 from memascend.errors import EngineUnavailableError, StoreError
-from memascend.nvme import MemoryFaults, TensorStore
+from memascend.nvme.store import MemoryFaults, TensorStore
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from test_nvme_processes import start
 from memascend import _core
 from memascend.config.block import parse_block
 from memascend.errors import StoreError, StoreFullError
-from memascend.nvme import TensorStore
+from memascend.nvme.store import TensorStore
 from memascend.volume_device import claimed, format_device
 from memascend.volumes import prepared
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from streaming_hosts import PAGE_BYTES, HostTensors, memory_store
 
 from memascend.errors import StoreError, StoreFullError
-from memascend.nvme import MemoryFaults
-from memascend.resident import ResidentStore
+from memascend.nvme.resident import ResidentStore
+from memascend.nvme.store import MemoryFaults
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.staging import StagingSlots
 

@@ -13,7 +13,7 @@ from streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
-from memascend.nvme import MemoryFaults, TensorStore
+from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
 
 SLOT_BYTES = 4096

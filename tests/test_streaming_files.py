@@ -13,7 +13,7 @@ import torch
 from streaming_hosts import memory_store, staging_slots
 
 from memascend.errors import CheckpointError
-from memascend.nvme import TensorStore
+from memascend.nvme.store import TensorStore
 from memascend.streaming import files
 from memascend.streaming.files import FileReader, SummedFile, TensorReader, sum_file, write_file
 from memascend.streaming.staging import StagingSlots

@@ -17,7 +17,7 @@ from streaming_hosts import memory_store, staging_slots
 
 from memascend.errors import StoreError
 from memascend.kernels.overflow import scan
-from memascend.nvme import MemoryFaults, TensorStore
+from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.gradients import FACTOR_COUNT_MAX, GradientSpool
 from memascend.streaming.staging import StagingSlots
 

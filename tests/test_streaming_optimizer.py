@@ -14,7 +14,7 @@ from nvme_memory import BOUNCE_BYTES, PageMemory
 from streaming_hosts import HostTensors, memory_store, staging_slots
 
 from memascend.errors import StoreError, TornStepError
-from memascend.nvme import MemoryFaults, TensorStore
+from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.sub_groups import Member

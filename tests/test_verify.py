@@ -21,7 +21,7 @@ from plan_models import decoder
 from memascend import _core
 from memascend.config.block import parse_block
 from memascend.errors import ConfigError, CorruptionError, HostMemoryError, StoreError
-from memascend.nvme import TensorStore
+from memascend.nvme.store import TensorStore
 from memascend.plan import ROUNDING, LimitTooSmallError, PlanRequest, derive
 from memascend.plan_knobs import CHECKSUMS
 from memascend.runtime import Runtime, Substitutes

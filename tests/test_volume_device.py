@@ -19,7 +19,7 @@ from nvme_memory import BOUNCE_BYTES, PageMemory
 
 from memascend.config.block import MemAscendConfig, parse_block
 from memascend.errors import ConfigError, StoreError, StoreFullError
-from memascend.nvme import TensorStore
+from memascend.nvme.store import TensorStore
 from memascend.volume_device import (
     claimed,
     find_users,

@@ -16,7 +16,7 @@ import torch
 from checkpoint_program import build, train
 
 from memascend.errors import StoreError
-from memascend.resident import ResidentStore
+from memascend.nvme.resident import ResidentStore
 
 MESSAGE = "the drive of this test is gone"
 

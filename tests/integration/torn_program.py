@@ -19,7 +19,7 @@ import torch
 from checkpoint_program import build, train
 
 from memascend.errors import CheckpointError, StoreError, TornStepError
-from memascend.resident import ResidentStore
+from memascend.nvme.resident import ResidentStore
 from memascend.streaming.files import SummedFile
 
 

@@ -18,7 +18,7 @@ from checkpoint_program import build, train
 
 from memascend.deepspeed.activation import face_of
 from memascend.errors import CorruptionError
-from memascend.resident import ResidentStore
+from memascend.nvme.resident import ResidentStore
 from memascend.verify import GRAIN_BYTES
 
 
