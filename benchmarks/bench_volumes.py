@@ -27,8 +27,8 @@ import torch
 from memascend.base.units import MIB
 from memascend.config.block import parse_block
 from memascend.nvme.store import BOUNCE_BYTES, TensorStore
-from memascend.volume_device import claimed, format_device
-from memascend.volumes import prepared
+from memascend.volumes.device import claimed, format_device
+from memascend.volumes.prepare import prepared
 
 MB = 10**6
 DEVICE_BYTES = 1024 * MIB

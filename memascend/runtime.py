@@ -30,7 +30,7 @@ from memascend.plan_knobs import CACHE, page_up
 from memascend.streaming.staging import StagingSlots
 from memascend.system.numa import preferred_node
 from memascend.verify import describe_recovery
-from memascend.volumes import prepared, volume_paths
+from memascend.volumes.prepare import prepared, volume_paths
 from memascend.wear import Wear, WearMeter
 
 log = logging.getLogger(__name__)

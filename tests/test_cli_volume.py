@@ -14,7 +14,7 @@ from memascend.cli import volume_fio
 from memascend.cli.main import main
 from memascend.cli.volume_bench import Sample, choose
 from memascend.errors import StoreError
-from memascend.volume_speed import Load
+from memascend.volumes.speed import Load
 
 QUICK = ["--seconds", "0.02", "--span", "16MiB", "--chunk", "64KiB,128KiB", "--depth", "2",
          "--engine", "threads"]  # fmt: skip

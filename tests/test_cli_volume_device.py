@@ -13,8 +13,8 @@ import pytest
 from loop_devices import loop_device, run
 
 from memascend.cli.main import main
-from memascend.volume_device import looked_at
-from memascend.volume_header import Header
+from memascend.volumes.device import looked_at
+from memascend.volumes.header import Header
 
 pytestmark = pytest.mark.root
 

@@ -32,8 +32,8 @@ from memascend import _core
 from memascend.config.block import parse_block
 from memascend.errors import StoreError, StoreFullError
 from memascend.nvme.store import TensorStore
-from memascend.volume_device import claimed, format_device
-from memascend.volumes import prepared
+from memascend.volumes.device import claimed, format_device
+from memascend.volumes.prepare import prepared
 
 pytestmark = pytest.mark.root
 

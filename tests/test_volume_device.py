@@ -20,7 +20,7 @@ from nvme_memory import BOUNCE_BYTES, PageMemory
 from memascend.config.block import MemAscendConfig, parse_block
 from memascend.errors import ConfigError, StoreError, StoreFullError
 from memascend.nvme.store import TensorStore
-from memascend.volume_device import (
+from memascend.volumes.device import (
     claimed,
     find_users,
     format_device,
@@ -29,8 +29,8 @@ from memascend.volume_device import (
     users_of,
     wipe_device,
 )
-from memascend.volume_header import START_BYTES
-from memascend.volumes import prepared
+from memascend.volumes.header import START_BYTES
+from memascend.volumes.prepare import prepared
 
 pytestmark = pytest.mark.root
 
@@ -152,7 +152,7 @@ def test_a_store_keeps_its_device_to_itself(raw):
     with prepared(block(raw), "unused") as volumes:
         store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES), engine="threads")
     assert "it is in use" in refusal(raw)
-    code = f"from memascend.volume_device import claimed\nwith claimed({raw!r}): pass"
+    code = f"from memascend.volumes.device import claimed\nwith claimed({raw!r}): pass"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "it is in use" in other.stderr
     store.close()
@@ -182,7 +182,7 @@ def test_a_killed_run_leaves_the_device_free(raw):
 def test_another_programs_lock_is_respected(raw, monkeypatch):
     import fcntl
 
-    monkeypatch.setattr("memascend.volume_device._LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("memascend.volumes.device._LOCK_SECONDS", 0.1)
     with open(raw, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "another process has locked it" in refusal(raw)

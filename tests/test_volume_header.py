@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from memascend.volume_header import (
+from memascend.volumes.header import (
     DEVICE_BYTES_MIN,
     HEADER_BYTES,
     UID_MAX,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memascend import volume_signatures
-from memascend.volume_header import new_header
-from memascend.volume_signatures import ask_blkid, find_signatures
+from memascend.volumes import signatures as volume_signatures
+from memascend.volumes.header import new_header
+from memascend.volumes.signatures import ask_blkid, find_signatures
 
 SIZE = 64 << 20
 SBIN = "/usr/sbin:/sbin:/usr/bin:/bin"

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memascend import _core, volume_weights
+from memascend import _core
 from memascend.base.units import MIB
 from memascend.errors import StoreError
-from memascend.volume_speed import Bench, Load
-from memascend.volume_weights import CACHE_FILE, identity, measured_weights, weights_of
+from memascend.volumes import weights as volume_weights
+from memascend.volumes.speed import Bench, Load
+from memascend.volumes.weights import CACHE_FILE, identity, measured_weights, weights_of
 
 LOAD = Load(chunk_bytes=1 << 20, queue_depth=4, engine="threads", span_bytes=16 * MIB)
 

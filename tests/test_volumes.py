@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from memascend import _core
-from memascend import volumes as volumes_module
 from memascend.config.block import MemAscendConfig, parse_block
 from memascend.errors import ConfigError, StoreError
 from memascend.runtime import Runtime, Substitutes
-from memascend.volumes import prepared, share_of_rank, volume_paths
+from memascend.volumes import prepare as volumes_module
+from memascend.volumes.prepare import prepared, share_of_rank, volume_paths
 
 
 def prepare(config: MemAscendConfig, fallback: str) -> list[_core.VolumeOptions]:

@@ -5,7 +5,7 @@
 // the last descriptor closes, however the process ends: return, exception, SIGTERM or SIGKILL. That
 // is stronger than a lock file plus a clean-up by the next run, and it needs no code that must run.
 //
-// A block device comes opened, locked and looked at (memascend/volume_device.py). What lies before
+// A block device comes opened, locked and looked at (memascend/volumes/device.py). What lies before
 // its first byte for us, a header, is never written here.
 //
 // Knows the kernel's file interface; never knows keys, extents or engines. grow() belongs to one

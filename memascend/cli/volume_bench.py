@@ -27,9 +27,9 @@ from memascend.config.block import DirectNvmeConfig
 from memascend.config.volumes import VolumeConfig
 from memascend.errors import StoreError
 from memascend.version import __version__
-from memascend.volume_speed import Bench, Load, Mode
-from memascend.volume_weights import identity, weights_of
-from memascend.volumes import look_at, on_device
+from memascend.volumes.prepare import look_at, on_device
+from memascend.volumes.speed import Bench, Load, Mode
+from memascend.volumes.weights import identity, weights_of
 
 MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 CHUNKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)

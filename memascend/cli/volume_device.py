@@ -9,7 +9,7 @@ import sys
 
 from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
-from memascend.volume_device import (
+from memascend.volumes.device import (
     Device,
     claimed,
     find_users,
@@ -18,7 +18,7 @@ from memascend.volume_device import (
     signatures,
     wipe_device,
 )
-from memascend.volume_header import START_BYTES, UID_MAX
+from memascend.volumes.header import START_BYTES, UID_MAX
 
 
 def volume_device_command(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from memascend import _core
 from memascend.errors import StoreError
-from memascend.volume_speed import Load, Mode
+from memascend.volumes.speed import Load, Mode
 
 _PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
 

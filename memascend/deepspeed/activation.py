@@ -41,7 +41,7 @@ from memascend.plan_request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes
 from memascend.smart import DriveWatch
 from memascend.version import __version__
-from memascend.volumes import volume_paths
+from memascend.volumes.prepare import volume_paths
 
 log = logging.getLogger(__name__)
 

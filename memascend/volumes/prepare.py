@@ -19,10 +19,10 @@ from memascend.config.volumes import KEY, VolumeConfig
 from memascend.errors import ConfigError, StoreError
 from memascend.nvme.store import DRIVE_CODES, make_directory
 from memascend.system.numa import filesystem_of
-from memascend.volume_device import formatted
-from memascend.volume_header import START_BYTES
-from memascend.volume_speed import Load
-from memascend.volume_weights import PROBE_SECONDS, PROBE_SPAN_BYTES, measured_weights
+from memascend.volumes.device import formatted
+from memascend.volumes.header import START_BYTES
+from memascend.volumes.speed import Load
+from memascend.volumes.weights import PROBE_SECONDS, PROBE_SPAN_BYTES, measured_weights
 
 log = logging.getLogger(__name__)
 

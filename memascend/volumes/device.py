@@ -20,7 +20,7 @@ from pathlib import Path
 
 from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
-from memascend.volume_header import (
+from memascend.volumes.header import (
     DEVICE_BYTES_MIN,
     HEADER_BYTES,
     START_BYTES,
@@ -29,7 +29,7 @@ from memascend.volume_header import (
     new_header,
     parse,
 )
-from memascend.volume_signatures import ask_blkid, find_signatures
+from memascend.volumes.signatures import ask_blkid, find_signatures
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")

@@ -23,7 +23,7 @@ from pathlib import Path
 from memascend import _core
 from memascend.base.json_text import parse_json
 from memascend.base.units import MIB
-from memascend.volume_speed import Bench, Load
+from memascend.volumes.speed import Bench, Load
 
 log = logging.getLogger(__name__)
 

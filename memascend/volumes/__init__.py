@@ -1,0 +1,1 @@
+"""Directories and raw devices: checked, claimed, measured, ready for the store to open."""
