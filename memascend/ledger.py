@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.base.units import format_nbytes
-from memascend.plan import Plan
+from memascend.plan.derive import Plan
 from memascend.smart import DriveWear
 from memascend.wear import Wear
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from memascend.base.json_text import parse_json
-from memascend.shapes import HEADER_BYTES_MAX
+from memascend.plan.shapes import HEADER_BYTES_MAX
 from memascend.system.numa import filesystem_of
 
 _MADV_PAGEOUT = 21  # since Linux 5.4; not in Python's mmap

@@ -16,8 +16,8 @@ import torch
 
 from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.base.units import format_nbytes
+from memascend.base.verify import describe_recovery
 from memascend.config.block import MemAscendConfig, local_world_size
-from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.kernels.overflow import scan
 from memascend.ledger import Ledger, LedgerRow, resident_memory
 from memascend.memory.allocator import HostAllocator, describe
@@ -25,11 +25,11 @@ from memascend.memory.budget import BudgetSlots
 from memascend.memory.pool import ArenaSlots, ParameterPool
 from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import TensorStore
-from memascend.plan import Plan
-from memascend.plan_knobs import CACHE, page_up
+from memascend.plan.derive import Plan
+from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
+from memascend.plan.knobs import CACHE, page_up
 from memascend.streaming.staging import StagingSlots
 from memascend.system.numa import preferred_node
-from memascend.verify import describe_recovery
 from memascend.volumes.prepare import prepared, volume_paths
 from memascend.wear import Wear, WearMeter
 

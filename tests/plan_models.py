@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memascend.shapes import ModelShapes, TensorShape
+from memascend.plan.shapes import ModelShapes, TensorShape
 
 
 def decoder(

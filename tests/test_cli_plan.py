@@ -12,7 +12,7 @@ import pytest
 
 from memascend.base.units import GIB
 from memascend.cli.main import main
-from memascend.shapes import builtin_names
+from memascend.plan.shapes import builtin_names
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {

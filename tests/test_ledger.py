@@ -11,7 +11,7 @@ from plan_models import decoder
 
 from memascend.base.units import MIB, format_nbytes
 from memascend.ledger import Ledger, LedgerRow, describe_plan, resident_memory
-from memascend.plan import PlanRequest, derive
+from memascend.plan.derive import PlanRequest, derive
 
 ROWS = (
     LedgerRow("optimizer tiles", planned_bytes=12 * MIB, live_bytes=11 * MIB, peak_bytes=12 * MIB),

@@ -14,8 +14,8 @@ from plan_models import decoder
 
 from memascend.base.units import GIB, MIB
 from memascend.errors import ConfigError
-from memascend.plan import PlanRequest, derive
-from memascend.shapes import builtin
+from memascend.plan.derive import PlanRequest, derive
+from memascend.plan.shapes import builtin
 
 ROOT = Path(__file__).parent.parent
 
@@ -184,8 +184,8 @@ def test_the_plan_needs_neither_torch_nor_deepspeed() -> None:
     program = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['deepspeed'] = sys.modules['transformers'] = None\n"
-        "from memascend.plan import PlanRequest, derive\n"
-        "from memascend.shapes import builtin\n"
+        "from memascend.plan.derive import PlanRequest, derive\n"
+        "from memascend.plan.shapes import builtin\n"
         "print(derive(builtin('Qwen2.5-7B'), request=PlanRequest()).host_bytes)\n"
     )
     done = subprocess.run(

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from plan_models import decoder
 
 from memascend.base.units import GIB, KIB, MIB
-from memascend.plan import LimitTooSmallError, Plan, PlanRequest, derive
-from memascend.shapes import ModelShapes, builtin
+from memascend.plan.derive import LimitTooSmallError, Plan, PlanRequest, derive
+from memascend.plan.shapes import ModelShapes, builtin
 
 COMPONENTS = [
     "bounce buffers",

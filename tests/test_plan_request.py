@@ -10,7 +10,7 @@ import pytest
 
 from memascend.base.units import MIB
 from memascend.errors import ConfigError
-from memascend.plan_request import PlanRequest
+from memascend.plan.request import PlanRequest
 
 ROOT = Path(__file__).parent.parent
 

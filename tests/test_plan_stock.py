@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from memascend.base.units import MIB
-from memascend.plan import PlanRequest
-from memascend.plan_stock import StockPlan, StockSettings, four_pieces, stock
-from memascend.shapes import ModelShapes, TensorShape, builtin, from_config
+from memascend.plan.derive import PlanRequest
+from memascend.plan.shapes import ModelShapes, TensorShape, builtin, from_config
+from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
 
 ROOT = Path(__file__).parent.parent
 GB = 1e9

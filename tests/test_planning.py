@@ -19,7 +19,7 @@ from memascend.config.block import parse_block
 from memascend.deepspeed import activation, planning
 from memascend.errors import ConfigError
 from memascend.ledger import Ledger
-from memascend.plan_knobs import LimitTooSmallError
+from memascend.plan.knobs import LimitTooSmallError
 from memascend.runtime import BOUNCE_BYTES, STAGING_SLOT_COUNT
 
 ON_DRIVE = {"device": "nvme", "nvme_path": "/drive"}

@@ -13,9 +13,9 @@ from plan_models import decoder
 import memascend.runtime
 from memascend.config.block import parse_block
 from memascend.errors import StoreError
-from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.memory.allocator import HostAllocator
-from memascend.plan import Plan, PlanRequest, derive
+from memascend.plan.derive import Plan, PlanRequest, derive
+from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.runtime import (
     STAGING_SLOT_BYTES,
     STAGING_SLOT_COUNT,

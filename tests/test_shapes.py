@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memascend.errors import ConfigError
-from memascend.shapes import (
+from memascend.plan.shapes import (
     ModelShapes,
     TensorShape,
     builtin,

@@ -19,14 +19,14 @@ from nvme_model import FRACTIONS, KEYS, SHIFTS, StoreModel
 from plan_models import decoder
 
 from memascend import _core
+from memascend.base.verify import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
 from memascend.config.block import parse_block
 from memascend.errors import ConfigError, CorruptionError, HostMemoryError, StoreError
 from memascend.nvme.store import TensorStore
-from memascend.plan import ROUNDING, LimitTooSmallError, PlanRequest, derive
-from memascend.plan_knobs import CHECKSUMS
+from memascend.plan.derive import ROUNDING, LimitTooSmallError, PlanRequest, derive
+from memascend.plan.knobs import CHECKSUMS
+from memascend.plan.shapes import builtin
 from memascend.runtime import Runtime, Substitutes
-from memascend.shapes import builtin
-from memascend.verify import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
 
 # -- the checksum ----------------------------------------------------------------------------------
 

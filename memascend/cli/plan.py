@@ -23,11 +23,11 @@ from memascend.base.json_text import parse_json
 from memascend.config.block import MemAscendConfig, find_block, is_disabled, parse_block
 from memascend.config.limit import memory_total, parse_limit
 from memascend.errors import ConfigError
-from memascend.footprint import Footprint
-from memascend.plan import ROUNDING, Plan, PlanRequest, derive
-from memascend.plan_request import check_limit_can_be_kept, sections_off
-from memascend.plan_stock import StockPlan, StockSettings, four_pieces, stock
-from memascend.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
+from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
+from memascend.plan.footprint import Footprint
+from memascend.plan.request import check_limit_can_be_kept, sections_off
+from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
+from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
 
 GB = 10**9
 #: What a PCIe 4.0 drive keeps up; said in the output, since only a measurement tells the truth.

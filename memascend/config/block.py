@@ -22,11 +22,11 @@ from pydantic import (
 
 from memascend.base.json_text import parse_json, show_json
 from memascend.base.units import parse_nbytes
+from memascend.base.verify import check_verifiable
 from memascend.config.limit import parse_limit
 from memascend.config.messages import explain
 from memascend.config.volumes import VolumeConfig, accept_paths, check_path, check_together
 from memascend.errors import ConfigError
-from memascend.verify import check_verifiable
 
 BLOCK_KEY = "memascend"
 DISABLE_VARIABLE = "MEMASCEND_DISABLE"

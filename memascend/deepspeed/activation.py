@@ -37,7 +37,7 @@ from memascend.deepspeed.stock_memory import (
 from memascend.errors import ConfigError
 from memascend.ledger import Ledger, describe_plan
 from memascend.nvme.store import provide_directory
-from memascend.plan_request import check_limit_can_be_kept
+from memascend.plan.request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes
 from memascend.smart import DriveWatch
 from memascend.version import __version__

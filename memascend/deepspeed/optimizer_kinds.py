@@ -14,7 +14,7 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 
-from memascend.plan_request import state_count_of
+from memascend.plan.request import state_count_of
 
 #: Exactly these classes; a subclass may do anything.
 ELEMENTWISE = (

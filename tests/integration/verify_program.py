@@ -16,10 +16,10 @@ import deepspeed
 import torch
 from checkpoint_program import build, train
 
+from memascend.base.verify import GRAIN_BYTES
 from memascend.deepspeed.activation import face_of
 from memascend.errors import CorruptionError
 from memascend.nvme.resident import ResidentStore
-from memascend.verify import GRAIN_BYTES
 
 
 def content_of(store: ResidentStore, key: str) -> torch.Tensor:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.errors import ConfigError
-from memascend.plan_request import PlanRequest, is_elementwise
-from memascend.plan_verify import checksum_bytes
-from memascend.shapes import ModelShapes
+from memascend.plan.checksums import checksum_bytes
+from memascend.plan.request import PlanRequest, is_elementwise
+from memascend.plan.shapes import ModelShapes
 
 PAGE_BYTES = 4 * KIB
 BOUNCE_BYTES = 4 * MIB

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memascend.errors import ConfigError
-from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
-from memascend.plan_knobs import (
+from memascend.plan.checksums import rounding_bytes
+from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
+from memascend.plan.knobs import (
     BOUNCE_BYTES,
     CACHE,
     CHECKSUMS,
@@ -27,9 +28,8 @@ from memascend.plan_knobs import (
     page_down,
     page_up,
 )
-from memascend.plan_request import PlanRequest, has_known_start, is_elementwise
-from memascend.plan_verify import rounding_bytes
-from memascend.shapes import ModelShapes
+from memascend.plan.request import PlanRequest, has_known_start, is_elementwise
+from memascend.plan.shapes import ModelShapes
 
 __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "derive"]
 

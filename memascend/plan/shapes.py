@@ -16,10 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from memascend.architectures import tensors_of
 from memascend.base.json_text import parse_json, show_json
 from memascend.base.units import NBYTES_MAX
 from memascend.errors import ConfigError
+from memascend.plan.architectures import tensors_of
 
 #: What the safetensors library itself accepts.
 HEADER_BYTES_MAX = 100_000_000

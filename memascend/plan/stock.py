@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memascend.base.units import MIB
-from memascend.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
-from memascend.plan_request import PlanRequest, section, value, whole
-from memascend.shapes import ModelShapes, TensorShape
+from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
+from memascend.plan.request import PlanRequest, section, value, whole
+from memascend.plan.shapes import ModelShapes, TensorShape
 
 ALIGNED_BYTES = 1024  # AIO_ALIGNED_BYTES, per worker of one operation
 SWAPPABLE_BYTES_MIN = MIB  # MIN_AIO_BYTES

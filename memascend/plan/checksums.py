@@ -6,9 +6,9 @@ cache: what is resident later has been on the drive before.
 
 from __future__ import annotations
 
-from memascend.plan_request import PlanRequest
-from memascend.shapes import ModelShapes
-from memascend.verify import PAGE_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES, grain_up
+from memascend.base.verify import PAGE_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES, grain_up
+from memascend.plan.request import PlanRequest
+from memascend.plan.shapes import ModelShapes
 
 #: Of each volume: where one kind of keys ends and the next begins.
 PAGES_BESIDE = 2
