@@ -19,7 +19,8 @@ from memascend.base.units import format_nbytes
 from memascend.base.verify import describe_recovery
 from memascend.config.block import MemAscendConfig, local_world_size
 from memascend.kernels.overflow import scan
-from memascend.ledger import Ledger, LedgerRow, resident_memory
+from memascend.ledger.ledger import Ledger, LedgerRow, resident_memory
+from memascend.ledger.wear import Wear, WearMeter
 from memascend.memory.allocator import HostAllocator, describe
 from memascend.memory.budget import BudgetSlots
 from memascend.memory.pool import ArenaSlots, ParameterPool
@@ -31,7 +32,6 @@ from memascend.plan.knobs import CACHE, page_up
 from memascend.streaming.staging import StagingSlots
 from memascend.system.numa import preferred_node
 from memascend.volumes.prepare import prepared, volume_paths
-from memascend.wear import Wear, WearMeter
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import pytest
 from plan_models import decoder
 
 from memascend.base.units import MIB, format_nbytes
-from memascend.ledger import Ledger, LedgerRow, describe_plan, resident_memory
+from memascend.ledger.ledger import Ledger, LedgerRow, describe_plan, resident_memory
 from memascend.plan.derive import PlanRequest, derive
 
 ROWS = (

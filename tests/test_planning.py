@@ -18,7 +18,7 @@ from memascend.base.units import GIB, KIB, MIB
 from memascend.config.block import parse_block
 from memascend.deepspeed import activation, planning
 from memascend.errors import ConfigError
-from memascend.ledger import Ledger
+from memascend.ledger.ledger import Ledger
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.runtime import BOUNCE_BYTES, STAGING_SLOT_COUNT
 

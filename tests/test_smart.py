@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from memascend import smart
 from memascend.cli import doctor
 from memascend.config.block import parse_block
-from memascend.smart import DriveWatch, DriveWear, Reading, drives_below, parse, read_drives
+from memascend.ledger import drives as smart
+from memascend.ledger.drives import DriveWatch, DriveWear, Reading, drives_below, parse, read_drives
 
 SAMPLES = Path(__file__).parent / "smart"
 TB = 10**12
@@ -312,7 +312,7 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_ledger_ends_with_what_drives_say(tmp_path: Path) -> None:
-    from memascend.ledger import Ledger
+    from memascend.ledger.ledger import Ledger
 
     drive = DriveWear("nvme0n1", "Example", 4, TB, 5 * TB, 86_400.0)
     ledger = Ledger((), None, 0, 0, 0, 0, {}, drives=(drive,))
@@ -343,7 +343,7 @@ def test_an_attachment_reads_drives_at_its_start_and_at_its_end(
 ) -> None:
     pytest.importorskip("deepspeed")
     from memascend.deepspeed import activation
-    from memascend.ledger import Ledger
+    from memascend.ledger.ledger import Ledger
 
     drives = [(DriveWear("a", "", 4, TB),), (DriveWear("a", "", 4, 2 * TB),)]
     watch = DriveWatch(["/x"], read=lambda paths: Reading(drives.pop(0)))

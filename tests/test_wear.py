@@ -10,7 +10,7 @@ import pytest
 from memascend.base.units import GIB
 from memascend.config.block import parse_block
 from memascend.errors import ConfigError, WriteBudgetError
-from memascend.wear import WearMeter
+from memascend.ledger.wear import WearMeter
 
 TB = 10**12
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memascend.base.units import GIB, MIB, format_nbytes
-from memascend.smart import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
+from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.system.numa import filesystem_of
 
 TRIAL_BYTES = MIB

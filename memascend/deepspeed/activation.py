@@ -35,11 +35,11 @@ from memascend.deepspeed.stock_memory import (
     TensorSlotPool,
 )
 from memascend.errors import ConfigError
-from memascend.ledger import Ledger, describe_plan
+from memascend.ledger.drives import DriveWatch
+from memascend.ledger.ledger import Ledger, describe_plan
 from memascend.nvme.store import provide_directory
 from memascend.plan.request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes
-from memascend.smart import DriveWatch
 from memascend.version import __version__
 from memascend.volumes.prepare import volume_paths
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from memascend.base.units import format_nbytes
+from memascend.ledger.drives import DriveWear
+from memascend.ledger.wear import Wear
 from memascend.plan.derive import Plan
-from memascend.smart import DriveWear
-from memascend.wear import Wear
 
 
 @dataclass(frozen=True, slots=True)
