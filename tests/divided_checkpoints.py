@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 
-from memascend.deepspeed.checkpoint_source import CheckpointSource, Place, Wanted
-from memascend.deepspeed.divided_source import Saved
-from memascend.deepspeed.shard_layout import NamedParameter, SubGroups, runs, sub_group_numel
-from memascend.manifest import FileEntry, Manifest, SubGroupEntry, TensorEntry, manifest_name
+from memascend.checkpoint.divided import Saved
+from memascend.checkpoint.layout import NamedParameter, SubGroups, runs, sub_group_numel
+from memascend.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    SubGroupEntry,
+    TensorEntry,
+    manifest_name,
+)
+from memascend.checkpoint.source import CheckpointSource, Place, Wanted
 
 #: Elements of each parameter of a small model.
 MODEL = {"a": 103, "b": 1, "c": 50, "d": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memascend.manifest import VERSION
+from memascend.checkpoint.manifest import VERSION
 
 
 def manifest_content(tensors: list[dict[str, Any]], files: list[dict[str, Any]]) -> dict[str, Any]:

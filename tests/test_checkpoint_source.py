@@ -15,11 +15,11 @@ pytest.importorskip("deepspeed")
 
 import torch
 
+from memascend.checkpoint.folder import SavingFolder
+from memascend.checkpoint.progress import ByteProgress
+from memascend.checkpoint.source import Place, Wanted, check_folder, open_source
 from memascend.deepspeed.checkpoint import naming
-from memascend.deepspeed.checkpoint_source import Place, Wanted, check_folder, open_source
-from memascend.deepspeed.progress import ByteProgress
 from memascend.errors import CheckpointError
-from memascend.saving_folder import SavingFolder
 
 NUMELS = [300, 7]
 

@@ -22,7 +22,7 @@ from divided_checkpoints import (
     write,
 )
 
-from memascend.deepspeed.divided_source import Saved, open_divided, read_parameters
+from memascend.checkpoint.divided import Saved, open_divided, read_parameters
 from memascend.errors import CheckpointError
 
 TWO_GROUPS = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.5, "params": [2]}]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from manifest_content import manifest_content
 
-from memascend.errors import CheckpointError
-from memascend.manifest import (
+from memascend.checkpoint.manifest import (
     ENTRY_COUNT_MAX,
     PADDING_BYTES_MAX,
     VERSION,
@@ -20,6 +19,7 @@ from memascend.manifest import (
     manifest_name,
     read_manifest,
 )
+from memascend.errors import CheckpointError
 
 TENSOR = "offloaded_tensors/rank00/0_4.tensor.swp"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from memascend import saving_folder
+from memascend.checkpoint import folder as saving_folder
+from memascend.checkpoint.folder import SavingFolder, write_durably, write_latest
 from memascend.errors import CheckpointError
-from memascend.saving_folder import SavingFolder, write_durably, write_latest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Saves a folder of two files under a tag and kills itself at the n-th call into the system.

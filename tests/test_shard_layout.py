@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memascend.deepspeed.shard_layout import (
-    Division,
-    NamedParameter,
-    runs,
-    share_numel,
-    sub_group_numel,
-)
+from memascend.checkpoint.layout import Division, NamedParameter, runs, share_numel, sub_group_numel
 
 Element = tuple[str, int]
 PADDING: Element = ("padding", 0)

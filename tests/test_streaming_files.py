@@ -12,10 +12,10 @@ import pytest
 import torch
 from streaming_hosts import memory_store, staging_slots
 
+from memascend.checkpoint import files
+from memascend.checkpoint.files import FileReader, SummedFile, TensorReader, sum_file, write_file
 from memascend.errors import CheckpointError
 from memascend.nvme.store import TensorStore
-from memascend.streaming import files
-from memascend.streaming.files import FileReader, SummedFile, TensorReader, sum_file, write_file
 from memascend.streaming.staging import StagingSlots
 
 SIZES = (0, 1, 4096, 100_003)

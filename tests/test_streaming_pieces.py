@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from memascend.base.units import MIB  # noqa: E402
-from memascend.streaming.files import FLUSH_BYTES, FileReader, TensorReader  # noqa: E402
-from memascend.streaming.pieces import (  # noqa: E402
-    OPEN_COUNT_MAX,
-    LazyReader,
-    PieceReader,
-    Segment,
-)
+from memascend.checkpoint.files import FLUSH_BYTES, FileReader, TensorReader  # noqa: E402
+from memascend.checkpoint.pieces import OPEN_COUNT_MAX, LazyReader, PieceReader, Segment
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=8), st.integers(1, 40))

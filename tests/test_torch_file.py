@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memascend.streaming.files import SummedFile, TensorReader  # noqa: E402
-from memascend.streaming.torch_file import StreamedTensor, Write, save_streamed  # noqa: E402
+from memascend.checkpoint.files import SummedFile, TensorReader  # noqa: E402
+from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed  # noqa: E402
 
 PIECE_BYTES = 1000
 

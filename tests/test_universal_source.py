@@ -28,13 +28,9 @@ from divided_checkpoints import (
 )
 
 from memascend.base.units import MIB
+from memascend.checkpoint import to_universal as universal_writer
+from memascend.checkpoint.universal import open_universal, universal_files, verify_universal
 from memascend.cli.main import main
-from memascend.deepspeed import universal_writer
-from memascend.deepspeed.universal_source import (
-    open_universal,
-    universal_files,
-    verify_universal,
-)
 from memascend.errors import CheckpointError
 
 GROUPS = sub_groups(MODEL, "a b", "c d")

@@ -43,7 +43,7 @@ def checkpoint_command_parser(commands: argparse._SubParsersAction[Any]) -> None
 
 def _to_universal(args: argparse.Namespace) -> int:
     try:
-        from memascend.deepspeed.universal_writer import write_universal
+        from memascend.checkpoint.to_universal import write_universal
     except ImportError as error:
         raise CheckpointError(
             f"cannot read checkpoints: {error}. Likely cause: DeepSpeed is not installed here. "

@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
 
-from memascend.deepspeed.checkpoint_source import (
+from memascend.checkpoint.divided import Saved, is_same_model, open_divided, read_parameters
+from memascend.checkpoint.files import Advance
+from memascend.checkpoint.folder import clean
+from memascend.checkpoint.layout import NamedParameter, SubGroups
+from memascend.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    manifest_name,
+    missing_file,
+    read_manifest,
+)
+from memascend.checkpoint.progress import ByteProgress
+from memascend.checkpoint.source import (
     CheckpointSource,
     Place,
     Wanted,
@@ -25,15 +37,9 @@ from memascend.deepspeed.checkpoint_source import (
     open_source,
     verify,
 )
-from memascend.deepspeed.divided_source import Saved, is_same_model, open_divided, read_parameters
+from memascend.checkpoint.universal import open_universal, universal_files, verify_universal
 from memascend.deepspeed.every_rank import rank_of, together
-from memascend.deepspeed.progress import ByteProgress
-from memascend.deepspeed.shard_layout import NamedParameter, SubGroups
-from memascend.deepspeed.universal_source import open_universal, universal_files, verify_universal
 from memascend.errors import CheckpointError
-from memascend.manifest import FileEntry, Manifest, manifest_name, missing_file, read_manifest
-from memascend.saving_folder import clean
-from memascend.streaming.files import Advance
 
 if TYPE_CHECKING:
     from memascend.deepspeed.zero_optimizer import ZeroOptimizer

@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memascend.checkpoint.files import FileSum, SummedFile, sum_file, write_file
+from memascend.checkpoint.folder import SavingFolder, sync, write_durably
+from memascend.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    SubGroupEntry,
+    TensorEntry,
+    manifest_name,
+)
+from memascend.checkpoint.progress import ByteProgress
+from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.deepspeed.optimizer_checkpoint import StoredTensor, settle, stored_tensors
-from memascend.deepspeed.progress import ByteProgress
 from memascend.errors import CheckpointError
-from memascend.manifest import FileEntry, Manifest, SubGroupEntry, TensorEntry, manifest_name
-from memascend.saving_folder import SavingFolder, sync, write_durably
-from memascend.streaming.files import FileSum, SummedFile, sum_file, write_file
 from memascend.streaming.staging import StagingSlots
-from memascend.streaming.torch_file import StreamedTensor, Write, save_streamed
 from memascend.version import __version__
 
 if TYPE_CHECKING:

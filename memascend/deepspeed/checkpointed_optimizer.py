@@ -13,8 +13,8 @@ from typing import Any
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from memascend.checkpoint.source import CheckpointSource
 from memascend.deepspeed import optimizer_checkpoint
-from memascend.deepspeed.checkpoint_source import CheckpointSource
 
 
 class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]

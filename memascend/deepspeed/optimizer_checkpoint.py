@@ -17,9 +17,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
+from memascend.checkpoint.files import Reader
 from memascend.deepspeed.streamed_swapper import StreamedSwapper
 from memascend.errors import StoreError, TornStepError
-from memascend.streaming.files import Reader
 
 if TYPE_CHECKING:
     from memascend.deepspeed.zero_optimizer import ZeroOptimizer

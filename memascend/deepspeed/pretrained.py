@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from memascend.checkpoint.files import FLUSH_BYTES
 from memascend.deepspeed.gather import swapper_of
 from memascend.mapped_files import MappedFiles, read_starts
-from memascend.streaming.files import FLUSH_BYTES
 
 
 def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,9 +25,9 @@ from fuzz.mutations import (
     mutate_json,
     mutate_safetensors,
 )
+from memascend.checkpoint.manifest import ITEMSIZES, PADDING_BYTES_MAX, manifest_name, read_manifest
 from memascend.config import block as config
 from memascend.errors import CheckpointError, ConfigError
-from memascend.manifest import ITEMSIZES, PADDING_BYTES_MAX, manifest_name, read_manifest
 from memascend.plan import shapes
 from memascend.volumes import weights as volume_weights
 from memascend.volumes.header import HEADER_BYTES, Header, HeaderError, new_header, parse

@@ -19,7 +19,7 @@ import deepspeed
 import torch
 
 import memascend.errors  # also does what the torch.backends entry point does in an installed copy
-from memascend.streaming.files import SummedFile
+from memascend.checkpoint.files import SummedFile
 
 WIDTH = 1024
 MEET_TIMEOUT_S = 120.0

@@ -18,9 +18,9 @@ import deepspeed
 import torch
 from checkpoint_program import build, train
 
+from memascend.checkpoint.files import SummedFile
 from memascend.errors import CheckpointError, StoreError, TornStepError
 from memascend.nvme.resident import ResidentStore
-from memascend.streaming.files import SummedFile
 
 
 def fail_writes_from(count: int) -> Callable[[], None]:

@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from memascend.deepspeed.checkpoint_source import (
+from memascend.checkpoint.divided import Saved, open_divided, read_parameters
+from memascend.checkpoint.files import Advance, SummedFile
+from memascend.checkpoint.folder import sync, write_latest
+from memascend.checkpoint.layout import flat
+from memascend.checkpoint.manifest import Manifest, check_name, missing_file, read_manifest
+from memascend.checkpoint.progress import ByteProgress
+from memascend.checkpoint.source import (
     CheckpointSource,
     Place,
     Wanted,
@@ -24,16 +30,10 @@ from memascend.deepspeed.checkpoint_source import (
     load_mapped,
     verify,
 )
-from memascend.deepspeed.divided_source import Saved, open_divided, read_parameters
+from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
+from memascend.checkpoint.universal import is_scalar
 from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
-from memascend.deepspeed.progress import ByteProgress
-from memascend.deepspeed.shard_layout import flat
-from memascend.deepspeed.universal_source import is_scalar
 from memascend.errors import CheckpointError
-from memascend.manifest import Manifest, check_name, missing_file, read_manifest
-from memascend.saving_folder import sync, write_latest
-from memascend.streaming.files import Advance, SummedFile
-from memascend.streaming.torch_file import StreamedTensor, Write, save_streamed
 
 BUFFER_BYTES = 16 << 20
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memascend.streaming.files import Reader
+from memascend.checkpoint.files import Reader
 
 #: Of one tensor. Pieces that follow each other are in as many files as there were ranks.
 OPEN_COUNT_MAX = 32

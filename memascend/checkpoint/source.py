@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
-from memascend.deepspeed.shard_layout import SubGroups
-from memascend.errors import CheckpointError
-from memascend.manifest import (
+from memascend.checkpoint.files import Advance, FileReader, Reader, Slots, TensorReader, sum_file
+from memascend.checkpoint.layout import SubGroups
+from memascend.checkpoint.manifest import (
     FileEntry,
     Manifest,
     check_file,
     check_nbytes,
     missing_file,
 )
-from memascend.streaming.files import Advance, FileReader, Reader, Slots, TensorReader, sum_file
+from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
+from memascend.errors import CheckpointError
 
 _FILE_NAME = re.compile(r"(?:(?P<state>.+)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp")
 

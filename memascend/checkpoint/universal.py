@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from memascend.deepspeed.checkpoint_source import CheckpointSource, Wanted, read_torch_file
+from memascend.checkpoint.files import Advance, TensorReader, drop_cache
+from memascend.checkpoint.layout import NamedParameter, Run, runs
+from memascend.checkpoint.manifest import missing_file
+from memascend.checkpoint.pieces import LazyReader, PieceReader, Segment
+from memascend.checkpoint.source import CheckpointSource, Wanted, read_torch_file
 from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
-from memascend.deepspeed.shard_layout import NamedParameter, Run, runs
 from memascend.errors import CheckpointError
-from memascend.manifest import missing_file
-from memascend.streaming.files import Advance, TensorReader, drop_cache
-from memascend.streaming.pieces import LazyReader, PieceReader, Segment
 
 _MASTER = "fp32"
 _STEP = "step"

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from memascend.streaming.files import SummedFile
+from memascend.checkpoint.files import SummedFile
 
 #: torch aligns records so that mapped tensors are aligned for any arithmetic.
 _ALIGNMENT = 64

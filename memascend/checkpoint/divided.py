@@ -14,15 +14,7 @@ from typing import Any
 
 import torch
 
-from memascend.deepspeed.checkpoint_source import (
-    CheckpointSource,
-    Place,
-    Wanted,
-    open_source,
-    read_torch_file,
-)
-from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
-from memascend.deepspeed.shard_layout import (
+from memascend.checkpoint.layout import (
     Division,
     NamedParameter,
     Piece,
@@ -31,9 +23,17 @@ from memascend.deepspeed.shard_layout import (
     runs,
     sub_group_numel,
 )
+from memascend.checkpoint.manifest import Manifest
+from memascend.checkpoint.pieces import PieceReader, Segment
+from memascend.checkpoint.source import (
+    CheckpointSource,
+    Place,
+    Wanted,
+    open_source,
+    read_torch_file,
+)
+from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
 from memascend.errors import CheckpointError
-from memascend.manifest import Manifest
-from memascend.streaming.pieces import PieceReader, Segment
 
 _Tensors = Mapping[tuple[int, str | None], LoadedTensor]
 

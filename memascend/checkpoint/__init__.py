@@ -1,0 +1,1 @@
+"""Files of a checkpoint: written, verified, divided otherwise, converted; not DeepSpeed."""
