@@ -25,7 +25,7 @@ import torch
 from memascend.base.interfaces import Event, Lease, SlotPool, TensorIO, Ticket
 from memascend.errors import StoreError
 from memascend.streaming.budget import Budget, derive_prefetch_bytes
-from memascend.streaming.returning import ReturningSlots, Staged
+from memascend.streaming.kept_slots import ReturningSlots, Staged
 from memascend.streaming.staging import StagingSlots
 
 #: Casts of updated parameters that may wait for the drive; bounds the slots that writing back
