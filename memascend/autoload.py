@@ -29,7 +29,7 @@ def install() -> None:
 
 def _observe(module: types.ModuleType) -> None:
     try:
-        from memascend.deepspeed.seams import observe
+        from memascend.deepspeed.seams.arm import observe
 
         observe(module)
     except Exception as error:

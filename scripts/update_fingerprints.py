@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes memascend/deepspeed/fingerprints.py from the installed DeepSpeed.
+"""Writes memascend/deepspeed/seams/fingerprints.py from the installed DeepSpeed.
 
 Run it in an environment of each supported release (oldest first); what is known already is kept.
 Only do so after the parity tests pass on that release: the table says "these seams fit this code".
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import deepspeed
 
-from memascend.deepspeed import fingerprints
-from memascend.deepspeed.fingerprint import fingerprint
-from memascend.deepspeed.seams import relied_on
+from memascend.deepspeed.seams import fingerprints
+from memascend.deepspeed.seams.arm import relied_on
+from memascend.deepspeed.seams.fingerprint import fingerprint
 
 TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "fingerprints.py"
 HEAD = '''"""Fingerprints of the upstream definitions that the seams were written for.

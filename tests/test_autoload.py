@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from memascend import autoload
-from memascend.deepspeed import seams
+from memascend.deepspeed.seams import arm as seams
 
 ROOT = Path(__file__).parent.parent
 TARGET = "observed_package.config"

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from memascend.deepspeed import transformers_seams
-from memascend.deepspeed.seams import SEAMS, WATCHED
+from memascend.deepspeed.seams import transformers as transformers_seams
+from memascend.deepspeed.seams.arm import SEAMS, WATCHED
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memascend.deepspeed import fingerprint as fingerprints
-from memascend.deepspeed.fingerprint import fingerprint, forget_sources, resolve
+from memascend.deepspeed.seams import fingerprint as fingerprints
+from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources, resolve
 
 PLAIN = """
 class Swapper:

@@ -12,8 +12,9 @@ import pytest
 
 deepspeed = pytest.importorskip("deepspeed")
 
-from memascend.deepspeed import fingerprints, seams  # noqa: E402
-from memascend.deepspeed.fingerprint import resolve  # noqa: E402
+from memascend.deepspeed.seams import arm as seams  # noqa: E402
+from memascend.deepspeed.seams import fingerprints
+from memascend.deepspeed.seams.fingerprint import resolve  # noqa: E402
 from memascend.errors import ConfigError, UnsupportedDeepSpeedError  # noqa: E402
 
 BLOCK_OFF: dict[str, Any] = {"memascend": {"enabled": False}}

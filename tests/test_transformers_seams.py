@@ -14,7 +14,9 @@ pytest.importorskip("deepspeed")
 modeling_utils: Any = pytest.importorskip("transformers.modeling_utils")
 import torch  # noqa: E402
 
-from memascend.deepspeed import pretrained, seams, transformers_seams  # noqa: E402
+from memascend.deepspeed import pretrained
+from memascend.deepspeed.seams import arm as seams
+from memascend.deepspeed.seams import transformers as transformers_seams  # noqa: E402
 from memascend.mapped_files import MappedFiles  # noqa: E402
 
 

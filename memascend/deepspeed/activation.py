@@ -352,7 +352,7 @@ _IDLE_KEYS = {
 def _log_armed(config: MemAscendConfig, ds_config: Mapping[str, Any], runtime: Runtime) -> None:
     if dist.get_rank() != 0:
         return
-    from memascend.deepspeed.seams import status
+    from memascend.deepspeed.seams.arm import status
 
     log.info(
         "memascend %s armed: %s; %s; %d seams; torch %s",

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memascend.config.block import active_config, find_block, is_disabled
-from memascend.deepspeed import fingerprints
-from memascend.deepspeed.fingerprint import fingerprint, forget_sources, resolve
+from memascend.deepspeed.seams import fingerprints
+from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources, resolve
 from memascend.errors import UnsupportedDeepSpeedError
 
 log = logging.getLogger(__name__)
@@ -279,8 +279,8 @@ def observe(config_module: types.ModuleType) -> None:
 def _notice(ds_config: Mapping[str, Any]) -> None:
     if find_block(ds_config) is None or active_config(ds_config) is None:
         return
-    from memascend.deepspeed import transformers_seams
     from memascend.deepspeed.activation import check_config
+    from memascend.deepspeed.seams import transformers as transformers_seams
 
     check_config(ds_config)
     arm()
@@ -312,7 +312,7 @@ def arm() -> None:
 
 def disarm() -> None:
     """Restores every upstream definition."""
-    from memascend.deepspeed import transformers_seams
+    from memascend.deepspeed.seams import transformers as transformers_seams
 
     transformers_seams.disarm()
     for seam in SEAMS:

@@ -1,0 +1,1 @@
+"""What is replaced in DeepSpeed and transformers, and how it is armed."""
