@@ -18,7 +18,7 @@ import torch
 from memascend.checkpoint.folder import SavingFolder
 from memascend.checkpoint.progress import ByteProgress
 from memascend.checkpoint.source import Place, Wanted, check_folder, open_source
-from memascend.deepspeed.checkpoint import naming
+from memascend.deepspeed.checkpoint.engine import naming
 from memascend.errors import CheckpointError
 
 NUMELS = [300, 7]

@@ -92,7 +92,7 @@ def _replace_consolidate(original: Any) -> Any:
 
 def _replace_in_checkpoint(name: str) -> Callable[[Any], Any]:
     def replace(original: Any) -> Any:
-        from memascend.deepspeed import checkpoint
+        from memascend.deepspeed.checkpoint import engine as checkpoint
 
         return getattr(checkpoint, f"wrap_{name.strip('_')}")(original)
 

@@ -38,7 +38,7 @@ from memascend.checkpoint.source import (
     verify,
 )
 from memascend.checkpoint.universal import open_universal, universal_files, verify_universal
-from memascend.deepspeed.every_rank import rank_of, together
+from memascend.deepspeed.checkpoint.every_rank import rank_of, together
 from memascend.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from deepspeed import comm as dist
 from memascend import _core
 from memascend.checkpoint.folder import SavingFolder, write_latest
 from memascend.deepspeed.activation import face_of
-from memascend.deepspeed.checkpoint_opener import opened
-from memascend.deepspeed.checkpoint_writer import write_rank
-from memascend.deepspeed.every_rank import rank_of, together
+from memascend.deepspeed.checkpoint.every_rank import rank_of, together
+from memascend.deepspeed.checkpoint.opener import opened
+from memascend.deepspeed.checkpoint.writer import write_rank
 from memascend.deepspeed.zero_optimizer import ZeroOptimizer
 from memascend.errors import CheckpointError, ConfigError, MemAscendError, WriteBudgetError
 

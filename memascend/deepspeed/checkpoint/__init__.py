@@ -1,0 +1,1 @@
+"""Saving and loading checkpoints around DeepSpeed's own functions."""
