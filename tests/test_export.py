@@ -15,8 +15,8 @@ from streaming_fakes import FakeMemory, FakeRangeStore
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed import export
-from memascend.deepspeed.export import WeightFile
+from memascend.deepspeed.weights import export
+from memascend.deepspeed.weights.export import WeightFile
 from memascend.errors import StoreError, StoreFullError
 from memascend.streaming.staging import StagingSlots
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memascend.mapped_files import MappedFiles, read_starts
+from memascend.deepspeed.weights.mapped_files import MappedFiles, read_starts
 from memascend.system.numa import filesystem_of
 
 PAGES = 64

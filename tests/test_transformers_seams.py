@@ -14,10 +14,10 @@ pytest.importorskip("deepspeed")
 modeling_utils: Any = pytest.importorskip("transformers.modeling_utils")
 import torch  # noqa: E402
 
-from memascend.deepspeed import pretrained
 from memascend.deepspeed.seams import arm as seams
 from memascend.deepspeed.seams import transformers as transformers_seams  # noqa: E402
-from memascend.mapped_files import MappedFiles  # noqa: E402
+from memascend.deepspeed.weights import pretrained
+from memascend.deepspeed.weights.mapped_files import MappedFiles  # noqa: E402
 
 
 def standing() -> list[Any]:

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
+from memascend.deepspeed.weights.mapped_files import page_out
 from memascend.errors import CheckpointError
-from memascend.mapped_files import page_out
 from memascend.streaming.staging import StagingSlots
 
 #: About so many bytes of a file may be in the page cache, on their way to the drive or from it.

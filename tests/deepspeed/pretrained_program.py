@@ -24,9 +24,9 @@ from parity import models
 from transformers.integrations import HfDeepSpeedConfig
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
-from memascend.deepspeed import pretrained
 from memascend.deepspeed.seams import arm as seams
 from memascend.deepspeed.seams import transformers as transformers_seams
+from memascend.deepspeed.weights import pretrained
 
 FAMILIES = ("llama", "qwen", "gpt2", "mixtral")
 DTYPE = torch.bfloat16

@@ -85,7 +85,7 @@ def _replace_builder(original: Any) -> Any:
 
 
 def _replace_consolidate(original: Any) -> Any:
-    from memascend.deepspeed.export import wrap_consolidate
+    from memascend.deepspeed.weights.export import wrap_consolidate
 
     return wrap_consolidate(original)
 

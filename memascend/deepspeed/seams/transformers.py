@@ -15,8 +15,8 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from memascend.deepspeed.pretrained import wrap_load, wrap_read
 from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources
+from memascend.deepspeed.weights.pretrained import wrap_load, wrap_read
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch
 
 from memascend.checkpoint.files import FLUSH_BYTES
 from memascend.deepspeed.gather import swapper_of
-from memascend.mapped_files import MappedFiles, read_starts
+from memascend.deepspeed.weights.mapped_files import MappedFiles, read_starts
 
 
 def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
