@@ -253,8 +253,8 @@ def test_an_application_that_set_up_logging_keeps_it(
 
 def test_a_model_from_several_contexts_is_refused() -> None:
     """DeepSpeed gives mixed lists to the first parameter's swapper: the others would not train."""
+    from memascend.deepspeed.optimizer.optimizer import _refuse_several_contexts
     from memascend.deepspeed.param_swapper import ParameterSwapper
-    from memascend.deepspeed.zero_optimizer import _refuse_several_contexts
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first, second = (ParameterSwapper.__new__(ParameterSwapper) for _ in range(2))
@@ -269,7 +269,7 @@ def test_a_model_from_several_contexts_is_refused() -> None:
 
 def test_a_model_without_a_trainable_parameter_is_refused() -> None:
     """DeepSpeed fails with "max() arg is an empty sequence"."""
-    from memascend.deepspeed.zero_optimizer import ZeroOptimizer, _refuse_nothing_to_train
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer, _refuse_nothing_to_train
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model[0].parameters())
@@ -295,7 +295,7 @@ def test_a_stated_key_that_is_ignored_is_warned_of_on_rank_0(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from memascend.deepspeed import zero_optimizer
+    from memascend.deepspeed.optimizer import optimizer as zero_optimizer
 
     config = changed(f"zero_optimization.{section}.{key}", value)
     config["memascend"] = {"host_memory_limit": "1GiB"}

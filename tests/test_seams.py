@@ -89,7 +89,7 @@ def test_every_upstream_method_that_is_overridden_is_watched() -> None:
     from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    from memascend.deepspeed.zero_optimizer import ZeroOptimizer
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 
     base = DeepSpeedZeroOptimizer_Stage3
     overridden = {
@@ -187,7 +187,7 @@ def test_without_a_block_the_armed_optimizer_class_makes_a_stock_optimizer(
     monkeypatch.delenv("MEMASCEND_CONFIG", raising=False)
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    from memascend.deepspeed.zero_optimizer import ZeroOptimizer
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 
     base = DeepSpeedZeroOptimizer_Stage3
     built: list[tuple[type, tuple[Any, ...], dict[str, Any]]] = []

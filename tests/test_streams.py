@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.config.block import parse_block
-from memascend.deepspeed import streams
+from memascend.deepspeed.optimizer import choice as streams
 from memascend.deepspeed.optimizer_kinds import ELEMENTWISE, state_count
 from memascend.errors import ConfigError
 

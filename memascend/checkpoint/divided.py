@@ -32,7 +32,7 @@ from memascend.checkpoint.source import (
     open_source,
     read_torch_file,
 )
-from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
+from memascend.deepspeed.optimizer.restore import LoadedTensor
 from memascend.errors import CheckpointError
 
 _Tensors = Mapping[tuple[int, str | None], LoadedTensor]

@@ -26,7 +26,7 @@ from memascend.checkpoint.manifest import (
     check_nbytes,
     missing_file,
 )
-from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
+from memascend.deepspeed.optimizer.restore import LoadedTensor
 from memascend.errors import CheckpointError
 
 _FILE_NAME = re.compile(r"(?:(?P<state>.+)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp")

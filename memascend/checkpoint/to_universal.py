@@ -32,7 +32,7 @@ from memascend.checkpoint.source import (
 )
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.checkpoint.universal import is_scalar
-from memascend.deepspeed.optimizer_checkpoint import LoadedTensor
+from memascend.deepspeed.optimizer.restore import LoadedTensor
 from memascend.errors import CheckpointError
 
 BUFFER_BYTES = 16 << 20

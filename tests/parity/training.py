@@ -20,7 +20,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
-from memascend.deepspeed.optimizer_checkpoint import replay_beta_powers
+from memascend.deepspeed.optimizer.restore import replay_beta_powers
 
 from . import accessors, models
 from .cases import Case, deepspeed_json

@@ -28,7 +28,7 @@ from memascend.deepspeed.activation import face_of
 from memascend.deepspeed.checkpoint.every_rank import rank_of, together
 from memascend.deepspeed.checkpoint.opener import opened
 from memascend.deepspeed.checkpoint.writer import write_rank
-from memascend.deepspeed.zero_optimizer import ZeroOptimizer
+from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 from memascend.errors import CheckpointError, ConfigError, MemAscendError, WriteBudgetError
 
 log = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ from memascend.deepspeed.checkpoint.every_rank import rank_of, together
 from memascend.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from memascend.deepspeed.zero_optimizer import ZeroOptimizer
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from memascend.checkpoint.manifest import (
 )
 from memascend.checkpoint.progress import ByteProgress
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
-from memascend.deepspeed.optimizer_checkpoint import StoredTensor, settle, stored_tensors
+from memascend.deepspeed.optimizer.restore import StoredTensor, settle, stored_tensors
 from memascend.errors import CheckpointError
 from memascend.streaming.staging import StagingSlots
 from memascend.version import __version__
 
 if TYPE_CHECKING:
-    from memascend.deepspeed.zero_optimizer import ZeroOptimizer
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 
 
 def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> None:

@@ -73,7 +73,7 @@ def _replace_partition(original: Any) -> Any:
 
 
 def _replace_optimizer(original: Any) -> Any:
-    from memascend.deepspeed.zero_optimizer import ZeroOptimizer
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 
     return ZeroOptimizer
 

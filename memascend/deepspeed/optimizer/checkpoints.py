@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.checkpoint.source import CheckpointSource
-from memascend.deepspeed import optimizer_checkpoint
+from memascend.deepspeed.optimizer import restore as optimizer_checkpoint
 
 
 class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]

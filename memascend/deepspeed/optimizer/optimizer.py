@@ -18,12 +18,16 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.base.units import format_nbytes
 from memascend.config.block import active_config
-from memascend.deepspeed import optimizer_checkpoint
 from memascend.deepspeed.activation import Attachment, attach
 from memascend.deepspeed.build import parameter_budget
-from memascend.deepspeed.checkpointed_optimizer import CheckpointedOptimizer
 from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.host_buffers import AbsentBuffers
+from memascend.deepspeed.optimizer import restore as optimizer_checkpoint
+from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
+from memascend.deepspeed.optimizer.choice import streams_in_use
+from memascend.deepspeed.optimizer.gradients import StreamedGradients
+from memascend.deepspeed.optimizer.steps import StreamedOptimizer
+from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
 from memascend.deepspeed.optimizer_swapper import (
     PipelinedSwapper,
@@ -32,10 +36,6 @@ from memascend.deepspeed.optimizer_swapper import (
 )
 from memascend.deepspeed.param_swapper import ParameterSwapper
 from memascend.deepspeed.planning import plan_for
-from memascend.deepspeed.streamed_gradients import StreamedGradients
-from memascend.deepspeed.streamed_optimizer import StreamedOptimizer
-from memascend.deepspeed.streamed_swapper import StreamedSwapper
-from memascend.deepspeed.streams import streams_in_use
 from memascend.errors import ConfigError
 from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool

@@ -18,11 +18,11 @@ from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
 from memascend.checkpoint.files import Reader
-from memascend.deepspeed.streamed_swapper import StreamedSwapper
+from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.errors import StoreError, TornStepError
 
 if TYPE_CHECKING:
-    from memascend.deepspeed.zero_optimizer import ZeroOptimizer
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO-3 optimizer over our streams."""
