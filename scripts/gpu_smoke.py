@@ -189,7 +189,7 @@ def check_event_order(folder: Path) -> list[Finding]:
 @contextmanager
 def two_shards(folder: Path) -> Iterator[SimpleNamespace]:
     """A swapper whose pool has one slot, and two parameters of that size on the drive."""
-    from memascend.deepspeed.param_swapper import ParameterSwapper
+    from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
     allocator = device_allocator()
     bounce = allocator.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")

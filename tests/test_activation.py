@@ -254,7 +254,7 @@ def test_an_application_that_set_up_logging_keeps_it(
 def test_a_model_from_several_contexts_is_refused() -> None:
     """DeepSpeed gives mixed lists to the first parameter's swapper: the others would not train."""
     from memascend.deepspeed.optimizer.optimizer import _refuse_several_contexts
-    from memascend.deepspeed.param_swapper import ParameterSwapper
+    from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first, second = (ParameterSwapper.__new__(ParameterSwapper) for _ in range(2))

@@ -17,9 +17,9 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, NoGatherHandle, ZeroParamStatus
 
-from memascend.deepspeed import param_swapper
-from memascend.deepspeed.gather import wrap_partition
-from memascend.deepspeed.param_swapper import ParameterSwapper
+from memascend.deepspeed.parameters import swapper as param_swapper
+from memascend.deepspeed.parameters.gather import wrap_partition
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.memory.budget import PAGE_BYTES, BudgetSlots
 from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream

@@ -16,8 +16,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
 )
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from memascend.deepspeed import param_swapper
-from memascend.deepspeed.param_swapper import TURN_BYTES, ParameterSwapper
+from memascend.deepspeed.parameters import swapper as param_swapper
+from memascend.deepspeed.parameters.swapper import TURN_BYTES, ParameterSwapper
 from memascend.errors import StoreError
 from memascend.streaming.parameters import ParameterStream
 

@@ -169,7 +169,7 @@ def test_armed_seams_give_stock_parts_to_models_without_a_block(
 ) -> None:
     monkeypatch.delenv("MEMASCEND_CONFIG", raising=False)
     from memascend.deepspeed.aio_handle import wrap_builder
-    from memascend.deepspeed.build import wrap_param_swapper
+    from memascend.deepspeed.parameters.build import wrap_param_swapper
 
     def stock_swapper(ds_config: Any, model_dtype: Any) -> tuple[str, Any, Any]:
         return ("stock", ds_config, model_dtype)

@@ -19,8 +19,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from memascend.base.units import format_nbytes
 from memascend.config.block import active_config
 from memascend.deepspeed.activation import Attachment, attach
-from memascend.deepspeed.build import parameter_budget
-from memascend.deepspeed.gather import swapper_of
 from memascend.deepspeed.host_buffers import AbsentBuffers
 from memascend.deepspeed.optimizer import restore as optimizer_checkpoint
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
@@ -34,7 +32,9 @@ from memascend.deepspeed.optimizer_swapper import (
     SequentialSwapper,
     buffers_needed,
 )
-from memascend.deepspeed.param_swapper import ParameterSwapper
+from memascend.deepspeed.parameters.build import parameter_budget
+from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.planning import plan_for
 from memascend.errors import ConfigError
 from memascend.runtime import streams_parameters

@@ -55,19 +55,19 @@ class SeamStatus:
 
 
 def _replace_param_swapper(original: Any) -> Any:
-    from memascend.deepspeed.build import wrap_param_swapper
+    from memascend.deepspeed.parameters.build import wrap_param_swapper
 
     return wrap_param_swapper(original)
 
 
 def _replace_convert(original: Any) -> Any:
-    from memascend.deepspeed.gather import wrap_convert
+    from memascend.deepspeed.parameters.gather import wrap_convert
 
     return wrap_convert(original)
 
 
 def _replace_partition(original: Any) -> Any:
-    from memascend.deepspeed.gather import wrap_partition
+    from memascend.deepspeed.parameters.gather import wrap_partition
 
     return wrap_partition(original)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from memascend.checkpoint.files import FLUSH_BYTES
-from memascend.deepspeed.gather import swapper_of
+from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.weights.mapped_files import MappedFiles, read_starts
 
 

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.config.block import MemAscendConfig, active_config
 from memascend.deepspeed.activation import attach
-from memascend.deepspeed.param_swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
+from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.memory.budget import PAGE_BYTES
 from memascend.runtime import Runtime
 from memascend.streaming.budget import Budget

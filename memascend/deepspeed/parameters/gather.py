@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 
-from memascend.deepspeed.param_swapper import ParameterSwapper
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
 Parameter = Any
 
