@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed import activation
+from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
 
 ARMED_LINE = re.compile(r"\bmemascend\b.*\barmed\b")
@@ -237,7 +237,7 @@ def test_in_a_script_without_logging_rank_0_shows_our_lines(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     activation._show_log_lines()
     activation._show_log_lines()
-    logging.getLogger("memascend.deepspeed.activation").info("memascend armed, says the test")
+    logging.getLogger("memascend.deepspeed.attach.attach").info("memascend armed, says the test")
     output = capsys.readouterr()
     assert (output.out + output.err).count("armed, says the test") == 1
 

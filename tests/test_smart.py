@@ -327,7 +327,7 @@ def test_a_run_says_once_that_nothing_is_known(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("deepspeed")
-    from memascend.deepspeed import activation
+    from memascend.deepspeed.attach import attach as activation
 
     monkeypatch.setattr(smart, "read_drives", lambda paths: Reading(silent={"sda": "no rights"}))
     with caplog.at_level(logging.INFO):
@@ -342,7 +342,7 @@ def test_an_attachment_reads_drives_at_its_start_and_at_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("deepspeed")
-    from memascend.deepspeed import activation
+    from memascend.deepspeed.attach import attach as activation
     from memascend.ledger.ledger import Ledger
 
     drives = [(DriveWear("a", "", 4, TB),), (DriveWear("a", "", 4, 2 * TB),)]

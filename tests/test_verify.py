@@ -325,7 +325,7 @@ def test_the_error_names_the_last_checkpoint_or_says_that_there_is_none(tmp_path
 
 
 def test_a_checkpoint_that_was_saved_or_loaded_is_noted() -> None:
-    from memascend.deepspeed import activation
+    from memascend.deepspeed.attach import attach as activation
     from memascend.deepspeed.checkpoint import engine as checkpoint
 
     noted: list[str] = []

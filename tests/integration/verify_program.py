@@ -17,7 +17,7 @@ import torch
 from checkpoint_program import build, train
 
 from memascend.base.verify import GRAIN_BYTES
-from memascend.deepspeed.activation import face_of
+from memascend.deepspeed.attach.attach import face_of
 from memascend.errors import CorruptionError
 from memascend.nvme.resident import ResidentStore
 

@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 
 from memascend import _core
 from memascend.checkpoint.folder import SavingFolder, write_latest
-from memascend.deepspeed.activation import face_of
+from memascend.deepspeed.attach.attach import face_of
 from memascend.deepspeed.checkpoint.every_rank import rank_of, together
 from memascend.deepspeed.checkpoint.opener import opened
 from memascend.deepspeed.checkpoint.writer import write_rank

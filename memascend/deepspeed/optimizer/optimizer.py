@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.base.units import format_nbytes
 from memascend.config.block import active_config
-from memascend.deepspeed.activation import Attachment, attach
+from memascend.deepspeed.attach.attach import Attachment, attach
 from memascend.deepspeed.host_buffers import AbsentBuffers
 from memascend.deepspeed.optimizer import restore as optimizer_checkpoint
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from memascend.config.block import MemAscendConfig, active_config
-from memascend.deepspeed.activation import attach
+from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.memory.budget import PAGE_BYTES
 from memascend.runtime import Runtime

@@ -100,7 +100,7 @@ def _replace_in_checkpoint(name: str) -> Callable[[Any], Any]:
 
 
 def _add_face(original: Any) -> Any:
-    from memascend.deepspeed.activation import face_of
+    from memascend.deepspeed.attach.attach import face_of
 
     return property(face_of, doc="memascend's attachment of this engine, None without a block.")
 
@@ -279,7 +279,7 @@ def observe(config_module: types.ModuleType) -> None:
 def _notice(ds_config: Mapping[str, Any]) -> None:
     if find_block(ds_config) is None or active_config(ds_config) is None:
         return
-    from memascend.deepspeed.activation import check_config
+    from memascend.deepspeed.attach.attach import check_config
     from memascend.deepspeed.seams import transformers as transformers_seams
 
     check_config(ds_config)

@@ -26,7 +26,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from memascend.base.units import format_nbytes
-from memascend.deepspeed.activation import Attachment, face_of
+from memascend.deepspeed.attach.attach import Attachment, face_of
 from memascend.errors import StoreError, StoreFullError
 from memascend.streaming.staging import StagingSlots
 

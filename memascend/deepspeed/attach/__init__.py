@@ -1,0 +1,1 @@
+"""From a configuration with a block to a running attachment."""
