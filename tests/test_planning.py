@@ -16,8 +16,8 @@ pytest.importorskip("deepspeed")
 
 from memascend.base.units import GIB, KIB, MIB
 from memascend.config.block import parse_block
-from memascend.deepspeed import planning
 from memascend.deepspeed.attach import attach as activation
+from memascend.deepspeed.plan import live as planning
 from memascend.errors import ConfigError
 from memascend.ledger.ledger import Ledger
 from memascend.plan.knobs import LimitTooSmallError

@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer import choice as streams
-from memascend.deepspeed.optimizer_kinds import ELEMENTWISE, state_count
+from memascend.deepspeed.plan.optimizers import ELEMENTWISE, state_count
 from memascend.errors import ConfigError
 
 

@@ -27,7 +27,7 @@ from memascend.config.block import MemAscendConfig, active_config, local_world_s
 from memascend.config.limit import memory_total
 from memascend.deepspeed.aio_handle import serving
 from memascend.deepspeed.host_buffers import HostBuffers
-from memascend.deepspeed.planning import building_sizes, check_smallest, stated_limit
+from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock_memory import (
     AioFileStore,
     LockedMemory,

@@ -26,7 +26,6 @@ from memascend.deepspeed.optimizer.choice import streams_in_use
 from memascend.deepspeed.optimizer.gradients import StreamedGradients
 from memascend.deepspeed.optimizer.steps import StreamedOptimizer
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
-from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
 from memascend.deepspeed.optimizer_swapper import (
     PipelinedSwapper,
     SequentialSwapper,
@@ -35,7 +34,8 @@ from memascend.deepspeed.optimizer_swapper import (
 from memascend.deepspeed.parameters.build import parameter_budget
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.deepspeed.planning import plan_for
+from memascend.deepspeed.plan.live import plan_for
+from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
 from memascend.errors import ConfigError
 from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool

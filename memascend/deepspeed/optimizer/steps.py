@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from memascend.deepspeed.optimizer_kinds import initial_state
 from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.deepspeed.plan.optimizers import initial_state
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.sub_groups import Member, State, Wholeness
 

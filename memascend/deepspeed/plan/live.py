@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.config.block import MemAscendConfig, local_world_size
 from memascend.config.limit import default_limit, memory_available, memory_total, parse_limit
-from memascend.deepspeed.optimizer_kinds import is_elementwise, state_count
+from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.request import is_elementwise as is_elementwise_name
