@@ -8,7 +8,7 @@ import pytest
 import torch
 from nvme_memory import BOUNCE_BYTES, PageMemory
 
-from memascend.deepspeed.aio_handle import AioHandle, serving, wrap_builder
+from memascend.deepspeed.stock.aio_handle import AioHandle, serving, wrap_builder
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore

@@ -9,11 +9,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from memascend.deepspeed.host_buffers import (
-    CHUNK_BYTES,
-    SHARED_BYTES_MAX,
-    HostBuffers,
-)
+from memascend.deepspeed.stock.host_buffers import CHUNK_BYTES, SHARED_BYTES_MAX, HostBuffers
 
 LARGE_NUMEL = SHARED_BYTES_MAX  # of float32: four times too large to share
 HOST = OffloadDeviceEnum.cpu

@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 
 import itertools
 
-from memascend.deepspeed.optimizer_swapper import (
+from memascend.deepspeed.stock.optimizer_swapper import (
     GradientMemory,
     buffers_needed,
     gradient_gaps,

@@ -168,8 +168,8 @@ def test_armed_seams_give_stock_parts_to_models_without_a_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MEMASCEND_CONFIG", raising=False)
-    from memascend.deepspeed.aio_handle import wrap_builder
     from memascend.deepspeed.parameters.build import wrap_param_swapper
+    from memascend.deepspeed.stock.aio_handle import wrap_builder
 
     def stock_swapper(ds_config: Any, model_dtype: Any) -> tuple[str, Any, Any]:
         return ("stock", ds_config, model_dtype)

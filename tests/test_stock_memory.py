@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed.stock_memory import (
+from memascend.deepspeed.stock.memory import (
     AioFileStore,
     LockedMemory,
     PinnedMemory,

@@ -25,10 +25,10 @@ from deepspeed.utils import logger as deepspeed_logger
 from memascend.base.units import format_nbytes
 from memascend.config.block import MemAscendConfig, active_config, local_world_size
 from memascend.config.limit import memory_total
-from memascend.deepspeed.aio_handle import serving
-from memascend.deepspeed.host_buffers import HostBuffers
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
-from memascend.deepspeed.stock_memory import (
+from memascend.deepspeed.stock.aio_handle import serving
+from memascend.deepspeed.stock.host_buffers import HostBuffers
+from memascend.deepspeed.stock.memory import (
     AioFileStore,
     LockedMemory,
     PinnedMemory,

@@ -19,23 +19,23 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from memascend.base.units import format_nbytes
 from memascend.config.block import active_config
 from memascend.deepspeed.attach.attach import Attachment, attach
-from memascend.deepspeed.host_buffers import AbsentBuffers
 from memascend.deepspeed.optimizer import restore as optimizer_checkpoint
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
 from memascend.deepspeed.optimizer.choice import streams_in_use
 from memascend.deepspeed.optimizer.gradients import StreamedGradients
 from memascend.deepspeed.optimizer.steps import StreamedOptimizer
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
-from memascend.deepspeed.optimizer_swapper import (
-    PipelinedSwapper,
-    SequentialSwapper,
-    buffers_needed,
-)
 from memascend.deepspeed.parameters.build import parameter_budget
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
 from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
+from memascend.deepspeed.stock.host_buffers import AbsentBuffers
+from memascend.deepspeed.stock.optimizer_swapper import (
+    PipelinedSwapper,
+    SequentialSwapper,
+    buffers_needed,
+)
 from memascend.errors import ConfigError
 from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool

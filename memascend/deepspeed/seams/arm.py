@@ -79,7 +79,7 @@ def _replace_optimizer(original: Any) -> Any:
 
 
 def _replace_builder(original: Any) -> Any:
-    from memascend.deepspeed.aio_handle import wrap_builder
+    from memascend.deepspeed.stock.aio_handle import wrap_builder
 
     return wrap_builder(original)
 
