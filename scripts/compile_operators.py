@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from memascend.cli.compare import show_warm_up
+from memascend.cli.compare.command import show_warm_up
 
 
 def main() -> int:

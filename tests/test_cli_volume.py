@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from memascend import _core
-from memascend.cli import volume_fio
 from memascend.cli.main import main
-from memascend.cli.volume_bench import Sample, choose
+from memascend.cli.volume import fio as volume_fio
+from memascend.cli.volume.bench import Sample, choose
 from memascend.errors import StoreError
 from memascend.volumes.speed import Load
 

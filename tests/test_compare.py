@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from memascend.base.units import MIB
-from memascend.cli import compare
-from memascend.cli.compare_run import Column, Run, columns_by_name, find_losses, run_column
-from memascend.cli.compare_warm_up import WarmUp
+from memascend.cli.compare import command as compare
+from memascend.cli.compare.run import Column, Run, columns_by_name, find_losses, run_column
+from memascend.cli.compare.warm_up import WarmUp
 from memascend.cli.main import main
 
 # Stands for a training run: prints what it was told, and says that it is armed when it is not off.

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from memascend.cli.checkpoint import checkpoint_command_parser
-from memascend.cli.compare import compare_command_parser
+from memascend.cli.compare.command import compare_command_parser
 from memascend.cli.doctor import doctor_command_parser
 from memascend.cli.plan import plan_command_parser
-from memascend.cli.volume import volume_command_parser
+from memascend.cli.volume.command import volume_command_parser
 from memascend.errors import MemAscendError
 from memascend.version import __version__
 

@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes
-from memascend.cli.compare_run import Run
+from memascend.cli.compare.run import Run
 
 LOG_TAIL_LINE_COUNT = 25
 _UNKNOWN = "n/a"

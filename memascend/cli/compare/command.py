@@ -16,11 +16,11 @@ from rich.console import Console
 
 from memascend.base.json_text import parse_json
 from memascend.base.units import format_nbytes
-from memascend.cli import compare_report
-from memascend.cli.activity import Activity
-from memascend.cli.compare_report import Report
-from memascend.cli.compare_run import Column, Run, columns_by_name, run_column
-from memascend.cli.compare_warm_up import WarmUp, warm_up
+from memascend.cli.compare import report as compare_report
+from memascend.cli.compare.activity import Activity
+from memascend.cli.compare.report import Report
+from memascend.cli.compare.run import Column, Run, columns_by_name, run_column
+from memascend.cli.compare.warm_up import WarmUp, warm_up
 
 EPILOG = """\
 example:

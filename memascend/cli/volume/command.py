@@ -89,13 +89,13 @@ def _add_bench(actions: argparse._SubParsersAction[Any]) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from memascend.cli.volume_bench import volume_bench_command
+    from memascend.cli.volume.bench import volume_bench_command
 
     return volume_bench_command(args)
 
 
 def _device_action(args: argparse.Namespace) -> int:
-    from memascend.cli.volume_device import volume_device_command
+    from memascend.cli.volume.device import volume_device_command
 
     return volume_device_command(args)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memascend.base.units import GIB
-from memascend.cli.compare_run import child_environment
+from memascend.cli.compare.run import child_environment
 from memascend.system.processes import process_status
 
 # Operators that a CPU or GPU run with NVMe offload loads, with what each of them is for.
@@ -53,7 +53,7 @@ def warm_up(log: Path, on_news: Callable[[str], None]) -> WarmUp:
     found = WarmUp()
     environment = child_environment({"MEMASCEND_DISABLE": "1"})
     environment.setdefault("MAX_JOBS", str(_compile_jobs()))
-    command = [sys.executable, "-m", "memascend.cli.compare_warm_up"]
+    command = [sys.executable, "-m", "memascend.cli.compare.warm_up"]
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command,

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from memascend import _core
 from memascend.base.units import KIB, MIB, format_nbytes
-from memascend.cli import volume_fio
+from memascend.cli.volume import fio as volume_fio
 from memascend.config.block import DirectNvmeConfig
 from memascend.config.volumes import VolumeConfig
 from memascend.errors import StoreError

@@ -1,0 +1,1 @@
+"""The volume command: format, wipe and measure volumes."""
