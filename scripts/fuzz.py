@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-from fuzz.targets import TARGETS  # noqa: E402
+from tests.fuzz.targets import TARGETS  # noqa: E402
 
 INPUT_SECONDS_MAX = 10
 RSS_MIB_MAX = 1024

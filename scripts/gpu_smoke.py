@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What can only be seen on a CUDA device; scripts/gpu_smoke.sh starts it, tests/test_gpu.py too.
+"""What can only be seen on a CUDA device. Started by gpu_smoke.sh and tests/device/test_gpu.py.
 
 Every check is a function that gives findings; none needs another. Nothing here uses CUDA while it
 is imported.
@@ -56,7 +56,7 @@ torch.backends.cuda.enable_mem_efficient_sdp(False)
 torch.backends.cuda.enable_cudnn_sdp(False)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-from memascend.deepspeed.seams import status
+from memascend.deepspeed.seams.arm import status
 print("seams armed:", sum(seam.armed for seam in status()), "of", len(status()))
 """
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Builds and runs the C++ tests: plain programs that exit 0 (pass), 1 (fail) or 77 (skipped).
 
-The first line of each tests/cpp/**/*_test.cpp names the sources it links: `// sources: csrc/a.cpp`,
-patterns such as csrc/nvme/*.cpp included, which leave out tests.
+The first lines of each tests/cpp/**/*_test.cpp name the sources it links: `// sources: csrc/a.cpp`,
+patterns such as csrc/nvme/**/*.cpp included, which leave out tests.
 Objects are shared between tests and built again only when something they include has changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import shutil
@@ -24,7 +25,17 @@ HEADER = "// sources:"
 SKIPPED = 77
 TIMEOUT_S = 600
 
-FLAGS = ["-std=c++20", "-Icsrc", "-g", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
+FLAGS = [
+    "-std=c++20",
+    "-Icsrc",
+    "-Itests/cpp",
+    "-g",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Wconversion",
+]
 SANITIZERS = {
     "plain": ["-O2"],
     "address": [
@@ -129,13 +140,13 @@ def command_of(program: Path, sanitizer: str) -> list[str]:
 
 
 def named_sources(test: Path) -> list[Path]:
-    """Reads the sources a test links from its first line."""
-    with test.open(encoding="utf-8") as file:
-        first = file.readline().strip()
-    if not first.startswith(HEADER):
-        raise SystemExit(f"{test}: the first line has to be '{HEADER} csrc/...', got {first!r}")
+    """Reads the sources a test links from its first lines."""
+    lines = test.read_text(encoding="utf-8").splitlines()
+    named = [*itertools.takewhile(lambda line: line.startswith(HEADER), lines)]
+    if not named:
+        raise SystemExit(f"{test}: the first line has to be '{HEADER} csrc/...', got {lines[:1]}")
     sources: dict[Path, None] = {}
-    for pattern in first.removeprefix(HEADER).split():
+    for pattern in " ".join(line.removeprefix(HEADER) for line in named).split():
         found = [path for path in sorted(Path().glob(pattern)) if not path.match("*_test.cpp")]
         if not found:
             raise SystemExit(f"{test}: no such source: {pattern}")

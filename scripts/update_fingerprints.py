@@ -15,7 +15,7 @@ from memascend.deepspeed.seams import fingerprints
 from memascend.deepspeed.seams.arm import relied_on
 from memascend.deepspeed.seams.fingerprint import fingerprint
 
-TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "fingerprints.py"
+TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "seams" / "fingerprints.py"
 HEAD = '''"""Fingerprints of the upstream definitions that the seams were written for.
 
 Written by scripts/update_fingerprints.py; do not edit.

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.program import run_program
+
+__all__ = ["run_program"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

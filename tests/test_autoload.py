@@ -20,7 +20,7 @@ import pytest
 from memascend import autoload
 from memascend.deepspeed.seams import arm as seams
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 TARGET = "observed_package.config"
 
 
@@ -200,7 +200,7 @@ result = {"without block": picture()}
 DeepSpeedConfig({**ARMING, "memascend": {"enabled": False}})
 result["off"] = picture()
 DeepSpeedConfig(ARMING)
-from memascend.deepspeed import seams
+from memascend.deepspeed.seams import arm as seams
 result["replaced"] = [new is not old for new, old in zip(objects(), before)]
 result["armed"] = [row.armed for row in seams.status()]
 DeepSpeedConfig(PLAIN)

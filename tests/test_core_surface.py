@@ -13,7 +13,7 @@ import pytest
 
 from memascend import _core
 
-STUB = Path(__file__).parent.parent / "memascend" / "_core.pyi"
+STUB = Path(__file__).resolve().parents[1] / "memascend" / "_core.pyi"
 SYSTEM_LIBRARIES = ("libstdc++", "libm", "libgcc_s", "libc", "ld-linux", "libpthread")
 # Of the buffer protocol; Python shows them from 3.12 on.
 BUFFER_METHODS = {"__buffer__", "__release_buffer__"}
@@ -159,10 +159,10 @@ class Blocker:
             raise ImportError(f"{name} must not be needed")
 
 sys.meta_path.insert(0, Blocker())
-import memascend, memascend.config, memascend.units, memascend.errors, memascend.pool
-import memascend.allocator, memascend.nvme, memascend.numa
-import memascend.cli.main
-assert memascend.config.parse_block({}).enabled
+import memascend, memascend.config.block, memascend.base.units, memascend.errors
+import memascend.memory.allocator, memascend.memory.pool, memascend.nvme.store
+import memascend.system.numa, memascend.cli.main
+assert memascend.config.block.parse_block({}).enabled
 assert memascend.base.units.parse_nbytes("1 MiB") == 1 << 20
 assert not {"torch", "deepspeed"} & set(sys.modules)
 """

@@ -12,7 +12,7 @@ import pytest
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.arm import SEAMS, WATCHED
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
 SOURCE_FOLDERS = ("benchmarks", "configs", "csrc", "docs", "memascend", "scripts", "tests")

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, make_core
-from plan_models import decoder
 
 import memascend.runtime
 from memascend.config.block import parse_block
@@ -25,6 +23,8 @@ from memascend.runtime import (
 )
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import SubGroup
+from tests.support.fake_cuda import FakeCuda, make_core
+from tests.support.plan_models import decoder
 
 SMALL: dict[str, Any] = {
     "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},

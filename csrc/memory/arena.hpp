@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "os/cuda_driver.hpp"
-#include "os/pages.hpp"
+#include "system/cuda_driver.hpp"
+#include "system/pages.hpp"
 
 namespace memascend {
 

@@ -19,11 +19,11 @@
 #include <string>
 #include <vector>
 
-#include "nvme/engine_factory.hpp"
-#include "nvme/errors.hpp"
-#include "nvme/space.hpp"
-#include "nvme/transfer.hpp"
-#include "nvme/volumes.hpp"
+#include "nvme/engine/errors.hpp"
+#include "nvme/engine/factory.hpp"
+#include "nvme/space/space.hpp"
+#include "nvme/space/volumes.hpp"
+#include "nvme/transfer/transfer.hpp"
 
 namespace memascend {
 

@@ -1,7 +1,7 @@
 """Verification: what the drives give back is compared with checksums of what was written to them.
 
-The checksums are kept by csrc/nvme/checksums.hpp; here are their numbers and the words about them,
-for whoever checks, plans or reports. Imports nothing.
+The checksums are kept by csrc/nvme/space/checksums.hpp; here are their numbers and the words about
+them, for whoever checks, plans or reports. Imports nothing.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Arithmetic before anything is allocated: host bytes, drive bytes, bytes moved; neither torch nor DeepSpeed."""
+"""Arithmetic before anything is allocated; neither torch nor DeepSpeed."""

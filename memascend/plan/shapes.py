@@ -208,13 +208,13 @@ def builtin(name: str) -> ModelShapes:
             f"no built-in model {name!r}. Known: {', '.join(known.values())}.{hint} Or give the "
             "path of a config.json, or of a .safetensors file, index or folder"
         )
-    text = resources.files("memascend").joinpath("models", f"{found}.json").read_text("utf-8")
+    text = resources.files("memascend.plan").joinpath("models", f"{found}.json").read_text("utf-8")
     return from_config(json.loads(text), name=found)
 
 
 def builtin_names() -> tuple[str, ...]:
     """Names that `builtin` takes."""
-    files = resources.files("memascend").joinpath("models").iterdir()
+    files = resources.files("memascend.plan").joinpath("models").iterdir()
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
 

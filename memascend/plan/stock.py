@@ -1,7 +1,7 @@
 """The same account for stock DeepSpeed 0.19.8, and for stock with the paper's four pieces.
 
 What memascend is compared with: the host memory of ZeRO-Infinity on one rank, term by term, with
-DeepSpeed's own rounding. Pure arithmetic; tests/deepspeed/test_stock_ledger.py measures the terms
+DeepSpeed's own rounding. Pure arithmetic; tests/integration/test_stock_ledger.py measures the terms
 on a real run. Python, torch, the device's context and the page cache are not in it.
 
 The four pieces are the paper's: a parameter pool with the sizes of the tensors, pinned memory

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 with atheris.instrument_imports(include=["memascend"]):
-    from fuzz.targets import TARGETS
+    from tests.fuzz.targets import TARGETS
 
 
 def main() -> None:

@@ -16,15 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifest_content import manifest_content
-
-from fuzz.mutations import (
-    Mutate,
-    mutate_bytes,
-    mutate_header,
-    mutate_json,
-    mutate_safetensors,
-)
 from memascend.checkpoint.manifest import ITEMSIZES, PADDING_BYTES_MAX, manifest_name, read_manifest
 from memascend.config import block as config
 from memascend.errors import CheckpointError, ConfigError
@@ -32,6 +23,14 @@ from memascend.plan import shapes
 from memascend.volumes import weights as volume_weights
 from memascend.volumes.header import HEADER_BYTES, Header, HeaderError, new_header, parse
 from memascend.volumes.signatures import _MAGICS, find_signatures
+from tests.fuzz.mutations import (
+    Mutate,
+    mutate_bytes,
+    mutate_header,
+    mutate_json,
+    mutate_safetensors,
+)
+from tests.support.manifest_content import manifest_content
 
 INT64_MAX = (1 << 63) - 1
 

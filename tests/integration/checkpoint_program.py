@@ -1,7 +1,7 @@
 """Trains a little, saves or loads a checkpoint, trains on: what a user's script does.
 
-Started by tests/test_checkpoint.py. Rank 0 prints `step N loss X` with every bit, and `drive WHEN
-NAMES`: what is visible below nvme_path at that moment.
+Started by tests/deepspeed/checkpoint/test_engine.py. Rank 0 prints
+`step N loss X` with every bit, and `drive WHEN NAMES`: what is visible below nvme_path then.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from typing import Any
 
 import deepspeed
 import torch
-from checkpoint_program import build, train
 
 from memascend.errors import StoreError
 from memascend.nvme.resident import ResidentStore
+from tests.integration.checkpoint_program import build, train
 
 MESSAGE = "the drive of this test is gone"
 

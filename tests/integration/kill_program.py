@@ -15,7 +15,8 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from checkpoint_program import build, print_masters, train
+
+from tests.integration.checkpoint_program import build, print_masters, train
 
 
 def main() -> None:

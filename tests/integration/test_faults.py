@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_checkpoint import BLOCK, config
+
+from tests.deepspeed.checkpoint.test_engine import BLOCK, config
 
 from .programs import REPOSITORY, free_port, losses, run
 

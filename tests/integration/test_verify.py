@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_checkpoint import BLOCK, config
+
+from tests.deepspeed.checkpoint.test_engine import BLOCK, config
 
 from .programs import REPOSITORY, run
 

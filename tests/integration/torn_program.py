@@ -16,11 +16,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from checkpoint_program import build, train
 
 from memascend.checkpoint.files import SummedFile
 from memascend.errors import CheckpointError, StoreError, TornStepError
 from memascend.nvme.resident import ResidentStore
+from tests.integration.checkpoint_program import build, train
 
 
 def fail_writes_from(count: int) -> Callable[[], None]:

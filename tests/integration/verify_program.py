@@ -14,12 +14,12 @@ from typing import Any
 
 import deepspeed
 import torch
-from checkpoint_program import build, train
 
 from memascend.base.verify import GRAIN_BYTES
 from memascend.deepspeed.attach.attach import face_of
 from memascend.errors import CorruptionError
 from memascend.nvme.resident import ResidentStore
+from tests.integration.checkpoint_program import build, train
 
 
 def content_of(store: ResidentStore, key: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-// sources: csrc/memory/*.cpp csrc/os/pages.cpp csrc/os/cuda_driver.cpp
+// sources: csrc/memory/*.cpp csrc/system/pages.cpp csrc/system/cuda_driver.cpp
 // Allocator: threads that allocate, write, check and free at once; limits; lifetime.
 #include "memory/allocator.hpp"
 
@@ -7,7 +7,7 @@
 #include <random>
 #include <thread>
 
-#include "expect.hpp"
+#include "support/expect.hpp"
 
 using namespace memascend;
 

@@ -1,4 +1,4 @@
-// sources: csrc/memory/*.cpp csrc/os/pages.cpp csrc/os/cuda_driver.cpp
+// sources: csrc/memory/*.cpp csrc/system/pages.cpp csrc/system/cuda_driver.cpp
 // Arena: memory appears on commit, is measured, goes back on decommit, and survives a fork.
 #include "memory/arena.hpp"
 
@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "expect.hpp"
+#include "support/expect.hpp"
 
 using namespace memascend;
 

@@ -1,4 +1,4 @@
-// sources: csrc/memory/*.cpp csrc/os/pages.cpp csrc/os/cuda_driver.cpp
+// sources: csrc/memory/*.cpp csrc/system/pages.cpp csrc/system/cuda_driver.cpp
 // Pool: a slot is leased to one at a time, also while another thread still holds it for I/O.
 #include "memory/pool.hpp"
 
@@ -6,7 +6,7 @@
 #include <random>
 #include <thread>
 
-#include "expect.hpp"
+#include "support/expect.hpp"
 
 using namespace memascend;
 

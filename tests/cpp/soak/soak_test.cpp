@@ -1,4 +1,5 @@
-// sources: csrc/base/*.cpp csrc/os/*.cpp csrc/memory/*.cpp csrc/nvme/*.cpp tests/cpp/soak/*.cpp
+// sources: csrc/base/*.cpp csrc/system/*.cpp csrc/memory/*.cpp csrc/nvme/**/*.cpp
+// sources: tests/cpp/soak/*.cpp
 //
 // The soak: random operations on stores, pools and allocators by several threads, with seeded
 // faults, compared with a model. Some seconds of it are a test; `make soak` runs it for longer.

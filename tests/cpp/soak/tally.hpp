@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "nvme/engine_memory.hpp"
+#include "nvme/engine/memory.hpp"
 
 namespace memascend::soak {
 

@@ -1,0 +1,63 @@
+// Engine: a way to run requests. Three implementations: uring, threads, memory (tests only).
+//
+// An engine moves bytes and reports completions. Comparing a completion with its request,
+// resubmitting short transfers, splitting and retrying belong to transfer.hpp above it, once for
+// all engines.
+//
+// Threads: one thread issues. It calls start(), and from then on it alone calls every other method
+// but wake(), which any thread may call, and destroys the engine. Before start(), construction and
+// attach() may happen on another thread. (One issuer lets io_uring skip its locks and interrupts,
+// and keeps completion work off the threads that compute.) Engines may use threads inside.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "nvme/engine/request.hpp"
+#include "system/volume.hpp"
+
+namespace memascend {
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  Engine() = default;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  /// "uring", "threads" or "memory".
+  virtual std::string name() const = 0;
+  /// One phrase on what was really obtained, e.g. "io_uring, deferred completions, depth 64".
+  virtual std::string description() const = 0;
+  /// Requests that may be in flight at once.
+  virtual std::size_t queue_depth() const = 0;
+
+  /// Makes a volume known, before start(). The volume's descriptor must outlive the engine. Returns
+  /// its index for requests.
+  virtual int attach(const Volume& volume) = 0;
+  /// Makes the calling thread the issuer. Throws SystemCallError when the kernel refuses.
+  virtual void start() = 0;
+  /// Offers memory for registration (fixed buffers). Best effort: returns false, and the cause is
+  /// in description(), when it is refused. Requests outside registered memory always work.
+  virtual bool register_buffer(std::span<std::byte> memory) = 0;
+  /// Forgets a span given to register_buffer; required before the memory is unmapped, and only when
+  /// no request on it is in flight.
+  virtual void unregister_buffer(std::span<std::byte> memory) = 0;
+
+  /// Starts requests. Pre: in-flight + requests.size() <= queue_depth(). One system call per batch
+  /// where the engine has system calls. Throws only when the engine itself is broken.
+  virtual void submit(std::span<const Request> requests) = 0;
+  /// Collects finished requests into `completions` and returns how many. Blocks until about
+  /// `count_min` are there (0: does not block), wake() was called, or `timeout` has passed; then
+  /// returns what is there, possibly nothing.
+  virtual std::size_t reap(std::span<Completion> completions, std::size_t count_min,
+                           std::chrono::milliseconds timeout) = 0;
+  /// Makes a blocked reap(), or else the next one, return soon. Any thread; never blocks.
+  virtual void wake() noexcept = 0;
+};
+
+}  // namespace memascend

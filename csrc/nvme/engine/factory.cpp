@@ -1,0 +1,132 @@
+#include "nvme/engine/factory.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "base/align.hpp"
+#include "base/check.hpp"
+#include "nvme/engine/errors.hpp"
+#include "nvme/engine/threads.hpp"
+#include "nvme/engine/uring.hpp"
+
+namespace memascend {
+namespace {
+
+constexpr std::size_t kProbeBytes = 8192;
+constexpr std::chrono::seconds kProbePatience{10};  // per look; the probe itself waits to the end
+
+std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& options) {
+  if (name == "uring") {
+    return std::make_unique<UringEngine>(
+        UringOptions{options.queue_depth, options.sqpoll, options.iopoll});
+  }
+  return std::make_unique<ThreadsEngine>(ThreadsOptions{options.queue_depth, options.thread_count});
+}
+
+// Runs one request to its end on an idle engine; throws SystemCallError unless all bytes moved.
+void run_one(Engine& engine, const Request& request, const char* what) {
+  engine.submit({&request, 1});
+  Completion completion{};
+  while (engine.reap({&completion, 1}, 1, kProbePatience) == 0) {
+  }
+  if (completion.result == static_cast<std::int64_t>(request.nbytes)) return;
+  throw SystemCallError(completion.result < 0 ? static_cast<int>(-completion.result) : EIO, what);
+}
+
+// Writes, reads back and compares with a throw-away engine: an engine keeps the thread that started
+// it as its issuer, and that is not this one.
+void probe(const std::string& name, const EngineOptions& options, const VolumeOptions& place) {
+  const Volume volume = open_volume(place);
+  const std::uint64_t offset = volume.start_bytes();
+  const std::unique_ptr<void, decltype(&std::free)> memory(
+      std::aligned_alloc(kProbeBytes, 2 * kProbeBytes), &std::free);
+  if (memory == nullptr) throw std::bad_alloc();
+  auto* source = static_cast<std::byte*>(memory.get());
+  std::byte* target = source + kProbeBytes;
+  std::memset(source, 0x5a, kProbeBytes);
+  std::memset(target, 0, kProbeBytes);
+  const std::unique_ptr<Engine> engine = construct(name, options);
+  const int index = engine->attach(volume);
+  engine->start();
+  run_one(*engine, {Operation::kWrite, index, offset, kProbeBytes, source, 1},
+          "write a probe block");
+  run_one(*engine, {Operation::kRead, index, offset, kProbeBytes, target, 2}, "read a probe block");
+  if (std::memcmp(source, target, kProbeBytes) != 0) {
+    throw SystemCallError(EIO, "read a probe block: it is not what was written");
+  }
+}
+
+const char* cause_and_fix(const std::string& name, const EngineOptions& options, int code) {
+  if (name == "uring" && (code == EPERM || code == EACCES)) {
+    return "likely cause: a container's seccomp profile or kernel.io_uring_disabled blocks "
+           "io_uring\n"
+           "fix: --security-opt seccomp=unconfined or sysctl kernel.io_uring_disabled=0, or engine "
+           "\"threads\" (or \"auto\")";
+  }
+  if (name == "uring" && code == ENOSYS) {
+    return "likely cause: no io_uring here (gVisor, or Linux before 5.11)\n"
+           "fix: engine \"threads\" (or \"auto\")";
+  }
+  if (name == "uring" && code == ENOMEM) {
+    return "likely cause: RLIMIT_MEMLOCK is used up by other rings (Linux before 5.12)\n"
+           "fix: ulimit -l unlimited, or a smaller queue_depth, or engine \"threads\"";
+  }
+  if (name == "uring" && options.iopoll && (code == EOPNOTSUPP || code == EINVAL)) {
+    return "likely cause: the device has no polled queues\n"
+           "fix: load nvme with poll_queues=4, or leave iopoll off";
+  }
+  return "likely cause: the directory's file system refuses this way of I/O\n"
+         "fix: another directory on a local disk, or another engine";
+}
+
+// Says in one phrase why an engine was passed over; longer advice is for those who asked by name.
+std::string short_cause(const std::string& name, const SystemCallError& error) {
+  std::string text = error.what();
+  if (name == "uring" && error.code() == EPERM) {
+    text += " (seccomp or kernel.io_uring_disabled)";
+  }
+  return text;
+}
+
+}  // namespace
+
+EngineChoice make_engine(const std::string& name, const EngineOptions& options,
+                         const VolumeOptions& volume) {
+  MA_EXPECT(options.queue_depth > 0, "queue_depth must be positive, got ", options.queue_depth);
+  MA_EXPECT(options.queue_depth <= kQueueDepthMax, "queue_depth must be at most ", kQueueDepthMax,
+            ", got ", options.queue_depth);
+  if (name == "memory") {
+    MA_EXPECT(options.faults != nullptr, "engine \"memory\" is for tests and needs faults");
+    return {std::make_unique<MemoryEngine>(options.faults, options.queue_depth), "asked for"};
+  }
+  if (name == "uring" || name == "threads") {
+    try {
+      probe(name, options, volume);
+      return {construct(name, options), "asked for"};
+    } catch (const SystemCallError& error) {
+      throw EngineUnavailableError(join("engine \"", name, "\" cannot run in ", volume.path,
+                                        " (queue_depth=", options.queue_depth, "): ", error.what(),
+                                        "\n", cause_and_fix(name, options, error.code())),
+                                   error.code());
+    }
+  }
+  MA_EXPECT(name == "auto", "engine must be auto, uring, threads or memory, got \"", name, "\"");
+  std::string passed_over;
+  int code = 0;
+  for (const char* candidate : {"uring", "threads"}) {
+    try {
+      probe(candidate, options, volume);
+      return {construct(candidate, options), passed_over.empty() ? "first choice" : passed_over};
+    } catch (const SystemCallError& error) {
+      passed_over += join(passed_over.empty() ? "" : "; ", short_cause(candidate, error));
+      code = error.code();
+    }
+  }
+  throw EngineUnavailableError(join("no engine can run in ", volume.path, ": ", passed_over, "\n",
+                                    cause_and_fix("threads", options, code)),
+                               code);
+}
+
+}  // namespace memascend

@@ -1,0 +1,92 @@
+// The memory engine: a device in RAM whose faults are chosen by a seed. Tests only.
+//
+// It runs requests on volumes opened with Volume::open_in_memory, on the issuing thread, inside
+// reap(), and refuses misaligned requests as a strict device does.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "nvme/engine/engine.hpp"
+
+namespace memascend {
+
+/// How often something went wrong, for whoever reports it.
+struct MemoryFaultCounts {
+  std::atomic<std::uint64_t> short_transfer = 0;
+  std::atomic<std::uint64_t> eio = 0;
+  std::atomic<std::uint64_t> enospc = 0;
+  std::atomic<std::uint64_t> again = 0;
+  std::atomic<std::uint64_t> reorder = 0;
+  std::atomic<std::uint64_t> delay = 0;
+  std::atomic<std::uint64_t> lost = 0;
+  std::atomic<std::uint64_t> flip = 0;
+};
+
+/// What goes wrong, each with a probability from 0 to 1 per request. What is paused, slow or gone
+/// may be changed by any thread while the engine runs; the rest is fixed.
+struct MemoryFaults {
+  std::uint64_t seed = 0;
+  double short_transfer = 0;  // a part is moved, at any byte
+  double eio = 0;
+  double enospc = 0;   // writes only
+  double again = 0;    // EAGAIN or EINTR, nothing moved
+  double reorder = 0;  // the next completion is any of those in flight, not the oldest
+  double flip = 0;     // a bit of what is read turns on its way; not when it is read once more
+  double lost = 0;     // a write is reported done, and nothing of it is on the volume
+  double delay = 0;    // this reap() gives nothing though something is in flight
+  std::uint64_t capacity_bytes = std::uint64_t{1} << 30;  // per volume
+  std::atomic<bool> paused = false;                       // while true, nothing completes
+  std::atomic<int> paused_volume = -1;                    // nothing of this volume completes
+  std::atomic<int> slow_volume = -1;  // runs one request at a time, each for slow_milliseconds
+  std::atomic<int> slow_milliseconds = 0;
+  std::atomic<int> gone = 0;  // the errno of every request from now on
+  MemoryFaultCounts counts;   // the engine's to raise
+};
+
+class MemoryEngine final : public Engine {
+ public:
+  MemoryEngine(std::shared_ptr<MemoryFaults> faults, std::size_t queue_depth);
+
+  std::string name() const override { return "memory"; }
+  std::string description() const override;
+  std::size_t queue_depth() const override { return queue_depth_; }
+  int attach(const Volume& volume) override;
+  void start() override {}
+  bool register_buffer(std::span<std::byte>) override { return false; }
+  void unregister_buffer(std::span<std::byte>) override {}
+  void submit(std::span<const Request> requests) override;
+  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
+                   std::chrono::milliseconds timeout) override;
+  void wake() noexcept override;
+
+ private:
+  struct File {
+    int descriptor;
+    Alignment alignment;
+  };
+
+  bool happens(double probability, std::atomic<std::uint64_t>* count = nullptr);
+  std::vector<std::size_t> ready() const;
+  std::int64_t run(const Request& request);
+  bool wait(std::chrono::milliseconds timeout);
+
+  std::shared_ptr<MemoryFaults> faults_;
+  std::size_t queue_depth_;
+  std::mt19937_64 random_;
+  std::vector<File> files_;
+  std::vector<Request> in_flight_;  // oldest first
+  std::chrono::steady_clock::time_point slow_until_{};
+  std::set<std::pair<int, std::uint64_t>> flipped_;  // volume and offset of the last read there
+  std::mutex mutex_;                                 // woken_
+  std::condition_variable wake_;
+  bool woken_ = false;
+};
+
+}  // namespace memascend

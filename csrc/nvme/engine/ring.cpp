@@ -1,0 +1,175 @@
+#include "nvme/engine/ring.hpp"
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "base/check.hpp"
+
+namespace memascend {
+namespace {
+
+// The queues' indices are shared with the kernel: what one side publishes with release, the other
+// reads with acquire, as in liburing's queue.c.
+unsigned load_acquire(unsigned* shared) {
+  return std::atomic_ref<unsigned>(*shared).load(std::memory_order_acquire);
+}
+
+void store_release(unsigned* shared, unsigned value) {
+  std::atomic_ref<unsigned>(*shared).store(value, std::memory_order_release);
+}
+
+// SQPOLL: the tail must be visible before the flag is read, or the kernel thread's going to sleep
+// is missed. Sequentially consistent accesses keep that order; a release and an acquire would not.
+void store_in_order(unsigned* shared, unsigned value) {
+  std::atomic_ref<unsigned>(*shared).store(value, std::memory_order_seq_cst);
+}
+
+unsigned load_in_order(unsigned* shared) {
+  return std::atomic_ref<unsigned>(*shared).load(std::memory_order_seq_cst);
+}
+
+struct Mode {
+  unsigned flags;
+  const char* name;
+};
+
+// Best first; a kernel that does not know a flag answers EINVAL and the next is tried.
+std::vector<Mode> modes(const Ring::Options& options) {
+  const unsigned polled = options.device_polled ? IORING_SETUP_IOPOLL : 0;
+  if (options.kernel_polls) {
+    return {{IORING_SETUP_SQPOLL | polled,
+             polled ? "kernel submission polling, device polling" : "kernel submission polling"}};
+  }
+  if (polled) return {{polled, "device polling"}};
+  return {{IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, "deferred completions"},
+          {IORING_SETUP_COOP_TASKRUN, "cooperative completions"},
+          {0, "plain completions"}};
+}
+
+constexpr unsigned kKernelThreadIdleMs = 50;  // SQPOLL: the kernel thread sleeps after this long
+constexpr unsigned kNeededFeatures =
+    IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_EXT_ARG;
+
+}  // namespace
+
+Ring::Ring(const Options& options) : kernel_polls_(options.kernel_polls) {
+  io_uring_params parameters{};
+  for (const Mode& mode : modes(options)) {
+    parameters = {};
+    parameters.flags = mode.flags | IORING_SETUP_R_DISABLED;
+    parameters.sq_thread_idle = kKernelThreadIdleMs;
+    mode_ = mode.name;
+    descriptor_ = uring::setup(options.entry_count, &parameters);
+    if (descriptor_ >= 0 || errno != EINVAL) break;
+  }
+  MA_SYSCALL(descriptor_, "io_uring_setup(entries=", options.entry_count, ")");
+  if ((parameters.features & kNeededFeatures) != kNeededFeatures) {
+    ::close(descriptor_);
+    throw SystemCallError(ENOSYS, "io_uring of this kernel lacks timed waits (Linux 5.11)");
+  }
+  try {
+    map(parameters);
+  } catch (...) {
+    if (queues_ != nullptr) ::munmap(queues_, queues_bytes_);
+    ::close(descriptor_);
+    throw;
+  }
+}
+
+void Ring::map(const io_uring_params& parameters) {
+  const std::size_t submissions_end =
+      parameters.sq_off.array + parameters.sq_entries * sizeof(unsigned);
+  const std::size_t completions_end =
+      parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe);
+  queues_bytes_ = submissions_end > completions_end ? submissions_end : completions_end;
+  entries_bytes_ = parameters.sq_entries * sizeof(io_uring_sqe);
+  const auto map_at = [&](std::size_t nbytes, unsigned long long offset) {
+    void* address = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
+                           descriptor_, static_cast<off_t>(offset));
+    MA_SYSCALL(address == MAP_FAILED ? -1 : 0, "map ", nbytes, " bytes of an io_uring");
+    return static_cast<std::byte*>(address);
+  };
+  queues_ = map_at(queues_bytes_, IORING_OFF_SQ_RING);
+  entries_ = reinterpret_cast<io_uring_sqe*>(map_at(entries_bytes_, IORING_OFF_SQES));
+
+  const auto word = [&](std::uint32_t offset) {
+    return reinterpret_cast<unsigned*>(queues_ + offset);
+  };
+  submission_head_ = word(parameters.sq_off.head);
+  submission_tail_ = word(parameters.sq_off.tail);
+  submission_flags_ = word(parameters.sq_off.flags);
+  submission_mask_ = *word(parameters.sq_off.ring_mask);
+  submission_count_ = parameters.sq_entries;
+  prepared_tail_ = *submission_tail_;
+  completion_head_ = word(parameters.cq_off.head);
+  completion_tail_ = word(parameters.cq_off.tail);
+  completion_mask_ = *word(parameters.cq_off.ring_mask);
+  completions_ = reinterpret_cast<io_uring_cqe*>(queues_ + parameters.cq_off.cqes);
+  // The indirection from queue place to entry is not used: place i always holds entry i.
+  unsigned* places = word(parameters.sq_off.array);
+  for (unsigned index = 0; index < parameters.sq_entries; ++index) places[index] = index;
+}
+
+Ring::~Ring() {
+  ::munmap(entries_, entries_bytes_);
+  ::munmap(queues_, queues_bytes_);
+  ::close(descriptor_);
+}
+
+void Ring::start() {
+  const int result = register_resource(uring::kRegisterEnableRings, nullptr, 0);
+  if (result < 0) throw SystemCallError(-result, "enable an io_uring");
+}
+
+io_uring_sqe* Ring::next_submission() noexcept {
+  if (prepared_tail_ - load_acquire(submission_head_) == submission_count_) return nullptr;
+  io_uring_sqe* entry = &entries_[prepared_tail_ & submission_mask_];
+  ++prepared_tail_;
+  std::memset(entry, 0, sizeof(*entry));
+  return entry;
+}
+
+void Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
+  store_in_order(submission_tail_, prepared_tail_);
+  for (;;) {
+    unsigned submit_count = prepared_tail_ - load_acquire(submission_head_);
+    if (kernel_polls_) submit_count = 0;  // its thread takes them
+    if (enter_once(submit_count, complete_min, timeout)) return;
+  }
+}
+
+// False when the kernel took a part and did not wait: call again.
+bool Ring::enter_once(unsigned submit_count, unsigned complete_min,
+                      std::chrono::milliseconds timeout) {
+  unsigned flags = IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG;
+  if (kernel_polls_ && (load_in_order(submission_flags_) & IORING_SQ_NEED_WAKEUP)) {
+    flags |= IORING_ENTER_SQ_WAKEUP;
+  }
+  const uring::Timespec timespec{timeout.count() / 1000, timeout.count() % 1000 * 1'000'000};
+  const uring::WaitArgument argument{0, 0, 0, reinterpret_cast<std::uint64_t>(&timespec)};
+  const int taken =
+      uring::enter(descriptor_, submit_count, complete_min, flags, &argument, sizeof(argument));
+  if (taken >= 0) return static_cast<unsigned>(taken) == submit_count;
+  // The wait ended early, or the kernel is short of memory and first wants completions reaped. What
+  // was not taken stays in the queue for the next call.
+  if (errno == ETIME || errno == EINTR || errno == EAGAIN || errno == EBUSY) return true;
+  throw SystemCallError(errno, join("io_uring_enter(submit=", submit_count, ")"));
+}
+
+bool Ring::next_completion(io_uring_cqe* completion) noexcept {
+  const unsigned head = *completion_head_;
+  if (head == load_acquire(completion_tail_)) return false;
+  std::memcpy(completion, &completions_[head & completion_mask_], sizeof(*completion));
+  store_release(completion_head_, head + 1);
+  return true;
+}
+
+int Ring::register_resource(unsigned opcode, const void* argument, unsigned count) const noexcept {
+  const int result = uring::do_register(descriptor_, opcode, argument, count);
+  return result < 0 ? -errno : 0;
+}
+
+}  // namespace memascend

@@ -1,0 +1,73 @@
+// Ring: one io_uring, its two queues mapped into this process, and nothing more.
+//
+// Knows the kernel's interface (os/uring_abi.hpp); never knows volumes, requests or retries. One
+// thread issues: the one that calls start(). Construction and registration may come before, on
+// another thread.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "system/uring_abi.hpp"
+
+namespace memascend {
+
+class Ring {
+ public:
+  struct Options {
+    unsigned entry_count = 64;   // submissions that fit at once; rounded up to a power of two
+    bool kernel_polls = false;   // SQPOLL: a kernel thread takes submissions
+    bool device_polled = false;  // IOPOLL: completions by polling the device, no interrupts
+  };
+
+  /// Sets up a disabled ring with the best mode the kernel knows. Throws SystemCallError.
+  explicit Ring(const Options& options);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  /// Enables the ring; the calling thread becomes its issuer. Throws SystemCallError.
+  void start();
+
+  /// The next free submission entry, cleared, or nullptr when all are taken.
+  io_uring_sqe* next_submission() noexcept;
+  /// Hands all prepared submissions to the kernel and waits until `complete_min` completions are
+  /// there, `timeout` has passed or a signal came; one system call unless the kernel takes only a
+  /// part. What a kernel short of memory does not take stays prepared for the next call.
+  void enter(unsigned complete_min, std::chrono::milliseconds timeout);
+  /// Copies the oldest completion and gives its place back to the kernel; false when there is none.
+  bool next_completion(io_uring_cqe* completion) noexcept;
+
+  /// io_uring_register; 0 or -errno.
+  int register_resource(unsigned opcode, const void* argument, unsigned count) const noexcept;
+  /// "deferred completions", "cooperative completions", "kernel polling", ...
+  const std::string& mode() const noexcept { return mode_; }
+
+ private:
+  void map(const io_uring_params& parameters);
+  bool enter_once(unsigned submit_count, unsigned complete_min, std::chrono::milliseconds timeout);
+
+  int descriptor_ = -1;
+  bool kernel_polls_ = false;
+  std::string mode_;
+  std::byte* queues_ = nullptr;  // submission and completion queue share one mapping
+  std::size_t queues_bytes_ = 0;
+  io_uring_sqe* entries_ = nullptr;
+  std::size_t entries_bytes_ = 0;
+
+  unsigned* submission_head_ = nullptr;  // advanced by the kernel
+  unsigned* submission_tail_ = nullptr;
+  unsigned* submission_flags_ = nullptr;
+  unsigned submission_mask_ = 0;
+  unsigned submission_count_ = 0;
+  unsigned prepared_tail_ = 0;  // our tail: entries up to here are filled, maybe not yet published
+
+  unsigned* completion_head_ = nullptr;
+  unsigned* completion_tail_ = nullptr;  // advanced by the kernel
+  unsigned completion_mask_ = 0;
+  io_uring_cqe* completions_ = nullptr;
+};
+
+}  // namespace memascend

@@ -1,0 +1,184 @@
+#include "nvme/engine/uring.hpp"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/check.hpp"
+
+namespace memascend {
+namespace {
+
+constexpr std::uint64_t kWakeTag = UINT64_MAX;
+constexpr unsigned kBufferCountMax = 256;
+constexpr std::size_t kBufferBytesMax = std::size_t{1} << 30;  // the kernel's limit for one entry
+
+}  // namespace
+
+UringEngine::UringEngine(const UringOptions& options)
+    : options_(options),
+      ring_({.entry_count = static_cast<unsigned>(options.queue_depth) + 1,  // 1: the wake request
+             .kernel_polls = options.sqpoll,
+             .device_polled = options.iopoll}) {
+  wake_descriptor_ = static_cast<int>(MA_SYSCALL(::eventfd(0, EFD_CLOEXEC), "eventfd"));
+}
+
+UringEngine::~UringEngine() {
+  // Closing the ring would not wait, and the kernel would go on writing into the caller's memory.
+  try {
+    Completion completion{};
+    while (in_flight_count_ > 0) reap({&completion, 1}, 1, std::chrono::seconds(1));
+  } catch (const SystemCallError& error) {
+    std::fprintf(stderr, "memascend: requests left in an io_uring: %s\n", error.what());
+  }
+  // The kernel tears a ring down some time after its close; the files go now.
+  if (files_registered_) ring_.register_resource(uring::kUnregisterFiles, nullptr, 0);
+  ::close(wake_descriptor_);
+}
+
+std::string UringEngine::description() const {
+  std::string text = join("io_uring, ", ring_.mode(), ", depth ", options_.queue_depth,
+                          files_registered_ ? ", registered files" : "");
+  if (!buffers_.empty()) text += join(", ", buffers_.size(), " registered buffers");
+  if (!refused_.empty()) text += join(", ", refused_);
+  return text;
+}
+
+int UringEngine::attach(const Volume& volume) {
+  files_.push_back(volume.descriptor());
+  return static_cast<int>(files_.size()) - 1;
+}
+
+void UringEngine::start() {
+  files_registered_ = ring_.register_resource(uring::kRegisterFiles, files_.data(),
+                                              static_cast<unsigned>(files_.size())) == 0;
+  const uring::ResourceRegister table{kBufferCountMax, uring::kSparse, 0, 0, 0};
+  buffer_table_ =
+      ring_.register_resource(uring::kRegisterBuffersSparse, &table, sizeof(table)) == 0;
+  for (unsigned index = kBufferCountMax; index > 0; --index) free_indices_.push_back(index - 1);
+  ring_.start();
+}
+
+int UringEngine::update_buffer(unsigned index, std::uintptr_t address, std::size_t nbytes) {
+  const iovec span{reinterpret_cast<void*>(address), nbytes};
+  const uring::ResourceUpdate update{index, 0, reinterpret_cast<std::uint64_t>(&span), 0, 1, 0};
+  return ring_.register_resource(uring::kRegisterBuffersUpdate, &update, sizeof(update));
+}
+
+bool UringEngine::register_buffer(std::span<std::byte> memory) {
+  if (!buffer_table_) {
+    refused_ = "buffers not registered: this kernel has no sparse buffer table (Linux 5.19)";
+    return false;
+  }
+  const auto start = reinterpret_cast<std::uintptr_t>(memory.data());
+  const std::uintptr_t end = start + memory.size();
+  for (std::uintptr_t piece = start; piece < end; piece += kBufferBytesMax) {
+    const std::size_t nbytes = std::min(end - piece, kBufferBytesMax);
+    const int result =
+        free_indices_.empty() ? -ENOSPC : update_buffer(free_indices_.back(), piece, nbytes);
+    if (result < 0) {
+      refused_ =
+          join("a buffer of ", memory.size(), " bytes not registered: ", std::strerror(-result),
+               result == -ENOMEM ? " (RLIMIT_MEMLOCK)" : "");
+      unregister_buffer({memory.data(), piece - start});
+      return false;
+    }
+    buffers_[piece] = {piece + nbytes, free_indices_.back()};
+    free_indices_.pop_back();
+  }
+  return true;
+}
+
+void UringEngine::unregister_buffer(std::span<std::byte> memory) {
+  const auto start = reinterpret_cast<std::uintptr_t>(memory.data());
+  auto entry = buffers_.lower_bound(start);
+  while (entry != buffers_.end() && entry->first < start + memory.size()) {
+    update_buffer(entry->second.index, 0, 0);
+    free_indices_.push_back(entry->second.index);
+    entry = buffers_.erase(entry);
+  }
+}
+
+void UringEngine::submit(std::span<const Request> requests) {
+  for (const Request& request : requests) prepare(request);
+  in_flight_count_ += requests.size();
+  // reap() follows and hands them over in the system call that it needs anyway.
+}
+
+void UringEngine::prepare(const Request& request) {
+  io_uring_sqe* entry = ring_.next_submission();
+  MA_INVARIANT(entry != nullptr);  // the ring has a place for every request in flight
+  const auto address = reinterpret_cast<std::uintptr_t>(request.data);
+  const bool reads = request.operation == Operation::kRead;
+  entry->opcode = reads ? IORING_OP_READ : IORING_OP_WRITE;
+  auto buffer = buffers_.upper_bound(address);
+  if (buffer != buffers_.begin()) {
+    --buffer;
+    if (address + request.nbytes <= buffer->second.end) {
+      entry->opcode = reads ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
+      entry->buf_index = static_cast<std::uint16_t>(buffer->second.index);
+    }
+  }
+  entry->fd = request.volume_index;
+  if (files_registered_) {
+    entry->flags = IOSQE_FIXED_FILE;
+  } else {
+    entry->fd = files_[static_cast<std::size_t>(request.volume_index)];
+  }
+  entry->off = request.offset;
+  entry->addr = address;
+  entry->len = static_cast<std::uint32_t>(request.nbytes);
+  entry->user_data = request.tag;
+}
+
+std::size_t UringEngine::reap(std::span<Completion> completions, std::size_t count_min,
+                              std::chrono::milliseconds timeout) {
+  if (options_.iopoll) {
+    // A polled ring takes no read of an event counter: with nothing to poll for, wait beside it.
+    if (in_flight_count_ == 0 && count_min > 0) wait_for_wake(timeout);
+    count_min = std::min(count_min, in_flight_count_);
+  } else if (!wake_armed_) {
+    arm_wake();
+  }
+  ring_.enter(static_cast<unsigned>(count_min), timeout);
+  std::size_t count = 0;
+  io_uring_cqe entry;
+  while (count < completions.size() && ring_.next_completion(&entry)) {
+    if (entry.user_data == kWakeTag) {
+      wake_armed_ = false;
+      continue;
+    }
+    completions[count++] = {entry.user_data, entry.res};
+    --in_flight_count_;
+  }
+  return count;
+}
+
+void UringEngine::arm_wake() {
+  io_uring_sqe* entry = ring_.next_submission();
+  MA_INVARIANT(entry != nullptr);
+  entry->opcode = IORING_OP_READ;
+  entry->fd = wake_descriptor_;
+  entry->addr = reinterpret_cast<std::uint64_t>(&wake_value_);
+  entry->len = sizeof(wake_value_);
+  entry->user_data = kWakeTag;
+  wake_armed_ = true;
+}
+
+void UringEngine::wait_for_wake(std::chrono::milliseconds timeout) {
+  pollfd event{wake_descriptor_, POLLIN, 0};
+  if (::poll(&event, 1, static_cast<int>(timeout.count())) > 0) {
+    (void)!::read(wake_descriptor_, &wake_value_, sizeof(wake_value_));
+  }
+}
+
+void UringEngine::wake() noexcept {
+  const std::uint64_t one = 1;
+  (void)!::write(wake_descriptor_, &one, sizeof(one));
+}
+
+}  // namespace memascend

@@ -1,0 +1,282 @@
+#include "nvme/space/space.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "base/align.hpp"
+#include "base/check.hpp"
+
+namespace memascend {
+namespace {
+
+constexpr std::uint64_t kExtentAlignmentMin = 4096;  // a file system block: no extent shares one
+// A key of fewer whole stripes is not cut: a request would be small and little run beside it.
+constexpr std::uint64_t kStripeCountMin = 2;
+
+// Appends a part, or lengthens the last extent where the part follows it on its volume.
+void append(const Extent& part, std::vector<Extent>* extents) {
+  if (!extents->empty()) {
+    Extent& last = extents->back();
+    if (last.volume_index == part.volume_index && last.offset + last.nbytes == part.offset) {
+      last.nbytes += part.nbytes;
+      return;
+    }
+  }
+  extents->push_back(part);
+}
+
+// Lays the volumes' shares out in the order of the runs. Pre: the sums agree on every volume.
+std::vector<Extent> lay_out(const std::vector<Run>& runs, std::vector<std::vector<Extent>> shares) {
+  std::vector<std::size_t> next(shares.size(), 0);
+  std::vector<Extent> extents;
+  for (const Run& run : runs) {
+    for (std::uint64_t left = run.nbytes; left > 0;) {
+      Extent& source = shares[run.lane_index][next[run.lane_index]];
+      const std::uint64_t part = std::min(left, source.nbytes);
+      append({source.volume_index, source.offset, part}, &extents);
+      source.offset += part;
+      source.nbytes -= part;
+      left -= part;
+      if (source.nbytes == 0) ++next[run.lane_index];
+    }
+  }
+  return extents;
+}
+
+}  // namespace
+
+Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
+    : volumes_(std::move(volumes)), weights_(options.weights), checksums_(options.checksums) {
+  MA_EXPECT(!volumes_.empty(), "a store needs at least one volume");
+  if (weights_.empty()) weights_.assign(volumes_.size(), 1.0);
+  MA_EXPECT(weights_.size() == volumes_.size(), "there are ", weights_.size(), " weights for ",
+            volumes_.size(), " volumes");
+  for (const double weight : weights_) {
+    MA_EXPECT(weight > 0 && std::isfinite(weight), "a weight must be positive, got ", weight);
+  }
+  for (const Volume& volume : volumes_) {
+    const Alignment alignment = volume.alignment();
+    alignment_.offset_bytes = std::max(alignment_.offset_bytes, alignment.offset_bytes);
+    alignment_.memory_bytes = std::max(alignment_.memory_bytes, alignment.memory_bytes);
+  }
+  if (checksums_ != nullptr) {
+    alignment_.offset_bytes = std::max(alignment_.offset_bytes, Checksums::kGrainBytes);
+  }
+  // One rule for all volumes, so that a transfer is cut alike wherever its extents lie.
+  const std::uint64_t alignment_bytes = std::max(kExtentAlignmentMin, alignment_.offset_bytes);
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    free_.emplace_back(static_cast<int>(index), alignment_bytes);
+  }
+  MA_EXPECT(options.stripe_bytes > 0, "stripe_bytes must be positive");
+  stripe_bytes_ = align_up(options.stripe_bytes, alignment_bytes);
+  grow_bytes_ = align_up(options.grow_bytes, alignment_bytes);
+}
+
+std::vector<Extent> Space::take(const std::string& key, std::uint64_t nbytes) {
+  const std::uint64_t rounded = align_up(nbytes, free_.front().alignment_bytes());
+  if (rounded < nbytes) throw full(key, nbytes, nbytes);  // the sum has wrapped
+  std::vector<Extent> extents;
+  if (volumes_.size() == 1) {
+    extents = take_on(0, rounded);
+  } else {
+    if (rounded / stripe_bytes_ < kStripeCountMin) extents = take_whole(rounded);
+    if (extents.empty()) extents = take_striped(rounded);
+  }
+  if (extents.empty()) throw full(key, nbytes, rounded);
+  if (checksums_ == nullptr) return extents;
+  try {
+    checksums_->take(extents);
+  } catch (...) {
+    give_back(extents);
+    throw;
+  }
+  return extents;
+}
+
+// On the volume with the least to do, for its weight, that has the room; or nothing.
+std::vector<Extent> Space::take_whole(std::uint64_t nbytes) {
+  std::vector<std::pair<double, std::size_t>> order;
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    order.emplace_back(static_cast<double>(used_bytes(index) + nbytes) / weights_[index], index);
+  }
+  std::sort(order.begin(), order.end());
+  for (const auto& [load, index] : order) {
+    if (available_bytes(index) < nbytes) continue;
+    std::vector<Extent> extents = take_on(index, nbytes);
+    if (!extents.empty()) return extents;
+  }
+  return {};
+}
+
+std::vector<Extent> Space::take_striped(std::uint64_t nbytes) {
+  std::vector<Lane> rooms = lanes();
+  // A file system may give less than it promised: the key is then dealt anew. The second time a
+  // volume falls short it is asked for what it has already and no more, so this ends.
+  std::vector<bool> short_before(volumes_.size(), false);
+  for (;;) {
+    const std::vector<Run> runs = deal(nbytes, stripe_bytes_, rooms);
+    if (runs.empty()) return {};
+    std::vector<std::uint64_t> shares(volumes_.size(), 0);
+    for (const Run& run : runs) shares[run.lane_index] += run.nbytes;
+    std::size_t short_index = 0;
+    std::vector<std::vector<Extent>> taken = take_shares(shares, &short_index);
+    if (!taken.empty()) return lay_out(runs, std::move(taken));
+    std::uint64_t room = free_[short_index].free_bytes();
+    if (!short_before[short_index]) room = std::max(room, available_bytes(short_index));
+    rooms[short_index].room_bytes =
+        align_down(std::min(room, shares[short_index] - 1), free_.front().alignment_bytes());
+    short_before[short_index] = true;
+  }
+}
+
+// The share of each volume, or nothing and the volume that has not got it.
+std::vector<std::vector<Extent>> Space::take_shares(const std::vector<std::uint64_t>& shares,
+                                                    std::size_t* short_index) {
+  std::vector<std::vector<Extent>> taken(volumes_.size());
+  const auto give_all_back = [&] {
+    for (const std::vector<Extent>& extents : taken) give_back(extents);
+  };
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    if (shares[index] == 0) continue;
+    try {
+      taken[index] = take_on(index, shares[index]);
+    } catch (...) {  // a drive that cannot grow its file
+      give_all_back();
+      throw;
+    }
+    if (!taken[index].empty()) continue;
+    give_all_back();
+    *short_index = index;
+    return {};
+  }
+  return taken;
+}
+
+std::vector<Extent> Space::take_on(std::size_t index, std::uint64_t nbytes) {
+  FreeExtents& free = free_[index];
+  auto extent = free.take(nbytes);
+  if (!extent) {
+    const std::uint64_t missing = nbytes - free.free_bytes_before(volumes_[index].capacity_bytes());
+    if (grow(index, missing)) extent = free.take(nbytes);
+  }
+  if (extent) return {*extent};
+  if (free.free_bytes() < nbytes) grow(index, nbytes - free.free_bytes());
+  return free.take_scattered(nbytes);
+}
+
+// What each volume may take of a key, and how far it is ahead of its share so far. By at most a
+// stripe: a key is read by itself, so that it must not make up for a volume that was full.
+std::vector<Lane> Space::lanes() const {
+  double used_total = 0;
+  double weight_total = 0;
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    used_total += static_cast<double>(used_bytes(index));
+    weight_total += weights_[index];
+  }
+  const auto stripe = static_cast<double>(stripe_bytes_);
+  std::vector<Lane> result;
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    const double share = used_total * weights_[index] / weight_total;
+    const double lead = static_cast<double>(used_bytes(index)) - share;
+    result.push_back({weights_[index],
+                      align_down(available_bytes(index), free_.front().alignment_bytes()),
+                      std::clamp(lead, -stripe, stripe)});
+  }
+  return result;
+}
+
+StoreFullError Space::full(const std::string& key, std::uint64_t nbytes,
+                           std::uint64_t rounded) const {
+  const std::uint64_t available = available_bytes();
+  std::string names;
+  std::string figures;
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    const std::string& name = volumes_[index].directory();
+    names += join(names.empty() ? "" : ", ", name);
+    figures += join("\n  ", name, ": ", used_bytes(index), " bytes used, ", available_bytes(index),
+                    " bytes available");
+  }
+  if (volumes_.size() == 1) figures.clear();
+  return StoreFullError(
+      join("cannot reserve ", nbytes, " bytes for \"", key, "\" in ", names, ": needed ", rounded,
+           " bytes, available ", available, " bytes", figures,
+           "\nlikely cause: the file system, its quota, RLIMIT_FSIZE or the volume's capacity is "
+           "exhausted\nfix: free at least ",
+           rounded - std::min(rounded, available),
+           " bytes there for this key alone (`memascend plan` says what a whole run needs), raise "
+           "the "
+           "volume's capacity, or name a directory on a larger disk"),
+      {key, names, 0, nbytes, ENOSPC});
+}
+
+void Space::give(const std::vector<Extent>& extents) {
+  if (checksums_ != nullptr) checksums_->give(extents);
+  give_back(extents);
+}
+
+void Space::give_back(const std::vector<Extent>& extents) {
+  for (const Extent& extent : extents) {
+    free_[static_cast<std::size_t>(extent.volume_index)].give(extent);
+  }
+}
+
+std::uint64_t Space::reserved_bytes() const {
+  std::uint64_t total = 0;
+  for (const Volume& volume : volumes_) total += volume.capacity_bytes() - volume.start_bytes();
+  return total;
+}
+
+std::uint64_t Space::free_bytes() const {
+  std::uint64_t total = 0;
+  for (const FreeExtents& free : free_) total += free.free_bytes();
+  return total;
+}
+
+std::uint64_t Space::available_bytes() const {
+  std::uint64_t total = free_bytes();
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    // What the volumes of one file system may grow by together, counted at the first of them.
+    std::uint64_t limits = 0;
+    bool first = true;
+    for (std::size_t other = 0; other < volumes_.size(); ++other) {
+      if (other != index && !volumes_[other].shares_device(volumes_[index])) continue;
+      if (other < index) first = false;
+      limits += std::min(UINT64_MAX - limits, volumes_[other].limit_bytes_left());
+    }
+    if (first) total += std::min(limits, volumes_[index].device_bytes_left());
+  }
+  return total;
+}
+
+std::uint64_t Space::used_bytes(std::size_t index) const {
+  const Volume& volume = volumes_[index];
+  return volume.capacity_bytes() - volume.start_bytes() - free_[index].free_bytes();
+}
+
+std::uint64_t Space::available_bytes(std::size_t index) const {
+  return free_[index].free_bytes() + volumes_[index].available_bytes();
+}
+
+// Grows the file by `nbytes` or more; false when the space is not there.
+bool Space::grow(std::size_t index, std::uint64_t nbytes) {
+  Volume& volume = volumes_[index];
+  const std::uint64_t start = volume.capacity_bytes();
+  // A whole step first, then what is needed and no more.
+  for (const std::uint64_t growth : {std::max(nbytes, grow_bytes_), nbytes}) {
+    if (growth > UINT64_MAX - start) continue;
+    try {
+      volume.grow(start + growth);
+    } catch (const VolumeFullError&) {
+      continue;
+    } catch (const SystemCallError& error) {
+      throw StoreError(join("cannot ", error.what(), describe_cause(error.code())),
+                       {"", volume.directory(), start, growth, error.code()});
+    }
+    free_[index].give({static_cast<int>(index), start, growth});
+    return true;
+  }
+  return false;
+}
+
+}  // namespace memascend

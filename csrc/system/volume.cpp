@@ -1,0 +1,227 @@
+#include "system/volume.hpp"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <utility>
+
+#include "base/align.hpp"
+
+namespace memascend {
+namespace {
+
+constexpr mode_t kOwnerOnly = 0600;
+constexpr std::uint64_t kBlockBytes = 4096;  // of every device we know of that tells nothing better
+constexpr std::size_t kMemoryNameMax = 200;  // memfd_create refuses more than 249 bytes
+
+// The head of struct statx up to the fields of Linux 6.1, which older C libraries lack.
+struct StatxHead {
+  std::uint32_t mask;
+  std::byte unused[148];
+  std::uint32_t dio_memory_bytes;
+  std::uint32_t dio_offset_bytes;
+  std::byte rest[96];
+};
+static_assert(offsetof(StatxHead, dio_memory_bytes) == 0x98);
+static_assert(sizeof(StatxHead) == 0x100);
+constexpr unsigned kStatxDioAlign = 0x2000;
+
+// Opens a file without a name, or returns -1 and leaves errno. Buffered: an open that creates a
+// file and then refuses O_DIRECT would leave the file behind.
+int open_nameless(const std::string& directory) {
+  const int descriptor =
+      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL | O_NOFOLLOW, kOwnerOnly);
+  if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
+  // Of no use to anybody else between its making and its unlinking: mkostemp makes it anew, never
+  // through a symbolic link, and for its owner alone.
+  std::string path = directory + "/.memascend-XXXXXX";
+  const int named = ::mkostemp(path.data(), O_CLOEXEC);  // mode 0600
+  if (named >= 0) ::unlink(path.c_str());
+  return named;
+}
+
+}  // namespace
+
+Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_bytes) {
+  Volume volume;
+  volume.directory_ = directory;
+  volume.limit_bytes_ = limit_bytes;
+  volume.descriptor_ = open_nameless(directory);
+  MA_SYSCALL(volume.descriptor_, "open an anonymous file in ", directory);
+  struct stat state{};
+  MA_SYSCALL(::fstat(volume.descriptor_, &state), "look at the file in ", directory);
+  volume.device_ = state.st_dev;
+  volume.find_alignment();
+  volume.direct_ = volume.set_direct(true) && volume.direct_write_works();
+  if (!volume.direct_) volume.set_direct(false);
+  return volume;
+}
+
+Volume Volume::adopt_device(int descriptor, const std::string& path, std::uint64_t start_bytes,
+                            std::uint64_t limit_bytes) {
+  MA_INVARIANT(start_bytes > 0);
+  Volume volume;
+  volume.directory_ = path;
+  volume.descriptor_ =
+      static_cast<int>(MA_SYSCALL(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0), "use ", path));
+  struct stat state{};
+  MA_SYSCALL(::fstat(volume.descriptor_, &state), "look at ", path);
+  if (!S_ISBLK(state.st_mode)) throw SystemCallError(ENOTBLK, join("use ", path));
+  const auto device_bytes = static_cast<std::uint64_t>(
+      MA_SYSCALL(::lseek(volume.descriptor_, 0, SEEK_END), "ask for the size of ", path));
+  volume.find_alignment();
+  if (!volume.set_direct(true)) throw SystemCallError(errno, join("set O_DIRECT on ", path));
+  volume.direct_ = true;
+  volume.start_bytes_ = start_bytes;
+  volume.capacity_bytes_ = start_bytes;
+  volume.limit_bytes_ = std::min(device_bytes, limit_bytes);
+  return volume;
+}
+
+Volume Volume::open_in_memory(std::uint64_t limit_bytes, const std::string& name) {
+  Volume volume;
+  volume.directory_ = name;
+  volume.descriptor_ = static_cast<int>(MA_SYSCALL(
+      ::memfd_create(name.substr(0, kMemoryNameMax).c_str(), MFD_CLOEXEC), "memfd_create"));
+  volume.direct_ = true;
+  volume.alignment_ = {512, 64};
+  volume.limit_bytes_ = limit_bytes;
+  return volume;
+}
+
+Volume::Volume(Volume&& other) noexcept { *this = std::move(other); }
+
+Volume& Volume::operator=(Volume&& other) noexcept {
+  std::swap(descriptor_, other.descriptor_);
+  std::swap(directory_, other.directory_);
+  std::swap(direct_, other.direct_);
+  std::swap(alignment_, other.alignment_);
+  std::swap(start_bytes_, other.start_bytes_);
+  std::swap(capacity_bytes_, other.capacity_bytes_);
+  std::swap(limit_bytes_, other.limit_bytes_);
+  std::swap(device_, other.device_);
+  return *this;
+}
+
+Volume::~Volume() {
+  if (descriptor_ < 0) return;
+  discard();
+  ::close(descriptor_);
+}
+
+// Tells a device that what was stored is of no use any more: the drive writes faster for it, and
+// the next reader finds nothing where it then gives zeros. Best effort; not every device can.
+void Volume::discard() const noexcept {
+  if (start_bytes_ == 0 || capacity_bytes_ == start_bytes_) return;
+  std::uint64_t range[2] = {start_bytes_, capacity_bytes_ - start_bytes_};
+  (void)::ioctl(descriptor_, BLKDISCARD, range);
+}
+
+std::uint64_t Volume::available_bytes() const {
+  return std::min(limit_bytes_left(), device_bytes_left());
+}
+
+std::uint64_t Volume::limit_bytes_left() const {
+  std::uint64_t available = limit_bytes_ - std::min(limit_bytes_, capacity_bytes_);
+  if (start_bytes_ > 0) return available;  // RLIMIT_FSIZE is about files
+  struct rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    available = std::min<std::uint64_t>(available,
+                                        limit.rlim_cur - std::min(limit.rlim_cur, capacity_bytes_));
+  }
+  return available;
+}
+
+std::uint64_t Volume::device_bytes_left() const {
+  if (device_ == 0) return UINT64_MAX;
+  struct statvfs state{};
+  MA_SYSCALL(::fstatvfs(descriptor_, &state), "ask for the free space of ", directory_);
+  return static_cast<std::uint64_t>(state.f_bavail) * state.f_frsize;
+}
+
+void Volume::grow(std::uint64_t capacity_bytes) {
+  if (capacity_bytes <= capacity_bytes_) return;
+  const std::uint64_t needed = capacity_bytes - capacity_bytes_;
+  const std::uint64_t available = available_bytes();
+  const auto full = [&] {
+    return VolumeFullError(join("grow the file in ", directory_, " by ", needed, " bytes (",
+                                available, " bytes available)"),
+                           needed, available);
+  };
+  // Asked before, too: fallocate may fill the disk for minutes before it fails, and growth beyond
+  // RLIMIT_FSIZE sends SIGXFSZ.
+  if (needed > available) throw full();
+  if (start_bytes_ > 0) {  // a device has its bytes already
+    capacity_bytes_ = capacity_bytes;
+    return;
+  }
+  int result = 0;
+  do {
+    result = ::fallocate(descriptor_, 0, static_cast<off_t>(capacity_bytes_),
+                         static_cast<off_t>(needed));
+  } while (result != 0 && errno == EINTR);
+  if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
+    result = ::ftruncate(descriptor_, static_cast<off_t>(capacity_bytes));
+  }
+  if (result != 0) {
+    const int code = errno;
+    // A failed fallocate may have allocated a part; give it back so that nothing changed.
+    (void)!::ftruncate(descriptor_, static_cast<off_t>(capacity_bytes_));
+    if (code == ENOSPC || code == EFBIG || code == EDQUOT) throw full();
+    throw SystemCallError(code, join("grow the file in ", directory_, " by ", needed, " bytes"));
+  }
+  capacity_bytes_ = capacity_bytes;
+}
+
+int Volume::drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcept {
+  const auto start = static_cast<off_t>(offset);
+  const auto length = static_cast<off_t>(nbytes);
+  const int result = ::sync_file_range(
+      descriptor_, start, length,
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  const int code = result == 0 || errno == ENOSYS ? 0 : errno;
+  ::posix_fadvise(descriptor_, start, length, POSIX_FADV_DONTNEED);
+  return code;
+}
+
+void Volume::find_alignment() {
+  StatxHead state{};
+  const long result = ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, kStatxDioAlign, &state);
+  if (result != 0 || (state.mask & kStatxDioAlign) == 0) return;
+  if (!is_power_of_two(state.dio_offset_bytes) || !is_power_of_two(state.dio_memory_bytes)) return;
+  alignment_ = {state.dio_offset_bytes, state.dio_memory_bytes};
+}
+
+bool Volume::set_direct(bool direct) const {
+  const int flags = ::fcntl(descriptor_, F_GETFL);
+  if (flags < 0) return false;
+  return ::fcntl(descriptor_, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+}
+
+bool Volume::direct_write_works() const {
+  const std::size_t block_bytes =
+      std::max({kBlockBytes, alignment_.offset_bytes, alignment_.memory_bytes});
+  const std::unique_ptr<void, decltype(&std::free)> block(
+      std::aligned_alloc(block_bytes, block_bytes), &std::free);
+  if (block == nullptr) throw std::bad_alloc();
+  std::memset(block.get(), 0, block_bytes);
+  const ssize_t written = ::pwrite(descriptor_, block.get(), block_bytes, 0);
+  const int code = errno;
+  MA_SYSCALL(::ftruncate(descriptor_, 0), "empty the file in ", directory_);
+  if (written < 0 && code != EINVAL && code != ENOSPC) {
+    throw SystemCallError(code, join("write a first block in ", directory_));
+  }
+  return written >= 0 || code == ENOSPC;  // a full disk says nothing against direct I/O
+}
+
+}  // namespace memascend

@@ -1,0 +1,110 @@
+"""The step bench: its arithmetic, its turns, and that it runs at its smallest size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+sys.path.insert(0, str(BENCHMARKS))
+import bench_step  # noqa: E402
+import trainee  # noqa: E402
+import transfers  # noqa: E402
+
+
+def step_of(wall_s: float, moved_bytes: int) -> dict[str, Any]:
+    part = {
+        "wall_s": wall_s,
+        "cpu_s": wall_s / 4,
+        "read_bytes": moved_bytes // 2,
+        "written_bytes": moved_bytes // 2,
+    }
+    return {"training": part, "optimizer": part}
+
+
+def test_ratios_to_stock_are_taken_within_a_round() -> None:
+    model = trainee.Model(1)
+    # The drive is ten times slower in the second round; the ratio is 0.5 in both.
+    stock = [step_of(2.0, 40 * model.numel), step_of(20.0, 40 * model.numel)]
+    ours = [step_of(1.0, 30 * model.numel), step_of(10.0, 30 * model.numel)]
+    found = bench_step.figures(ours, stock, model)
+    for part in ("training", "optimizer"):
+        assert found[f"{part}_bytes_per_parameter"] == pytest.approx(30)
+        assert found[f"{part}_bytes_ratio"] == pytest.approx(0.75)
+        assert found[f"{part}_wall_ratio"].p20 == found[f"{part}_wall_ratio"].p80 == 0.5
+        assert found[f"{part}_cpu_ratio"].p50 == 0.5
+
+
+def test_every_run_starts_a_round_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def step(self: trainee.Trainee) -> dict[str, Any]:
+        order.append(self.name)
+        return step_of(1.0, 2)
+
+    monkeypatch.setattr(trainee.Trainee, "start", lambda self: None)
+    monkeypatch.setattr(trainee.Trainee, "step", step)
+    taken = bench_step.take_steps(trainee.Model(1), tmp_path, rounds=1)
+    names = list(bench_step.CONTENDERS)
+    assert order[:3] == names
+    assert order[3:6] == [*names[1:], names[0]]
+    expected = dict.fromkeys([*names, bench_step.DRIVE], 1)
+    assert {name: len(steps) for name, steps in taken.items()} == expected
+
+
+def test_the_drive_alone_moves_what_a_step_moves(tmp_path: Path) -> None:
+    numel = 2 * transfers.TILE_NUMEL + 3  # two whole tiles and a bit
+    with transfers.Transfers(numel, tmp_path) as moved:
+        before = moved.stats()
+        moved.run()
+        after = moved.stats()
+    assert after["bytes_read"] - before["bytes_read"] == 14 * numel
+    assert after["bytes_written"] - before["bytes_written"] == 14 * numel
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_says_what_it_printed_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("print('no such drive')\nraise SystemExit(3)\n")
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    monkeypatch.setattr(trainee, "PROGRAM", program)
+    model = trainee.Model(1)
+    config = bench_step.training_config(model, {}, folder)
+    run = trainee.Trainee("stock", config, model, folder)
+    with pytest.raises(RuntimeError, match=r"status 3(.|\n)*no such drive"), run:
+        pass
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_memascend_moves_less_and_trains_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench_step.py"), "--small"]
+    command += ["--out", str(tmp_path), "--directory", str(tmp_path)]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "step.json").read_text())
+    *steps, drive = rows
+    assert [row["contender"] for row in steps] == list(bench_step.CONTENDERS)
+    assert all(row["config"]["losses_equal"] for row in steps)
+    assert drive["contender"] == bench_step.DRIVE
+    assert drive["figures"]["optimizer_wall_ratio"]["p50"] > 0
+    ours = steps[-1]["figures"]
+    assert ours["training_bytes_ratio"] < 1
+    assert ours["training_wall_ratio"]["p50"] > 0

@@ -1,0 +1,100 @@
+"""A tensor from pieces: every byte in its place, few files open, little memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from memascend.base.units import MIB  # noqa: E402
+from memascend.checkpoint.files import FLUSH_BYTES, FileReader, TensorReader  # noqa: E402
+from memascend.checkpoint.pieces import OPEN_COUNT_MAX, LazyReader, PieceReader, Segment  # noqa: E402
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=8), st.integers(1, 40))
+def test_pieces_are_put_together_and_gaps_are_zero(
+    parts: list[tuple[int, int]], chunk_bytes: int
+) -> None:
+    source = torch.arange(1, 201, dtype=torch.uint8)
+    expected = bytearray()
+    segments = []
+    for number, (gap, nbytes) in enumerate(parts):
+        expected += bytes(gap)
+        segments.append(Segment(len(expected), nbytes, TensorReader(source), number * 5))
+        expected += bytes(source[number * 5 : number * 5 + nbytes].tolist())
+    reader = PieceReader(segments)
+    found = b""
+    for begin in range(0, len(expected) + 3, chunk_bytes):
+        target = torch.full((chunk_bytes,), 7, dtype=torch.uint8)
+        reader.fill(begin, target)
+        found += bytes(target.tolist())
+    assert found[: len(expected)] == bytes(expected)
+    assert not any(found[len(expected) :])
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_few_of_many_files_are_open(tmp_path: Path) -> None:
+    segments = []
+    for number in range(3 * OPEN_COUNT_MAX):
+        path = tmp_path / str(number)
+        path.write_bytes(bytes([number]))
+        segments.append(Segment(number, 1, FileReader(path), 0))
+    before = open_files()
+    reader = PieceReader(segments)
+    target = torch.empty(len(segments), dtype=torch.uint8)
+    for _ in range(2):  # what was closed is opened again
+        reader.fill(0, target)
+        assert target.tolist() == list(range(len(segments)))
+        assert open_files() == before + OPEN_COUNT_MAX
+    reader.close()
+    assert open_files() == before
+
+
+def test_a_reader_is_opened_when_it_is_read() -> None:
+    opened = []
+
+    def opens() -> TensorReader:
+        opened.append(1)
+        return TensorReader(torch.tensor([5], dtype=torch.uint8))
+
+    reader = LazyReader(opens)
+    reader.close()
+    assert not opened
+    target = torch.empty(1, dtype=torch.uint8)
+    for _ in range(2):
+        reader.fill(0, target)
+        reader.fill(0, target)
+        reader.close()
+    assert (target.item(), len(opened)) == (5, 2)
+
+
+def mapped_bytes() -> int:
+    """Pages of files in this process's memory."""
+    status = Path("/proc/self/status").read_text()
+    match = re.search(r"RssFile:\s+(\d+) kB", status)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def test_of_a_mapped_file_few_pages_stay_in_memory(tmp_path: Path) -> None:
+    numel = 4 * FLUSH_BYTES
+    path = tmp_path / "values.pt"
+    torch.save(torch.ones(numel, dtype=torch.uint8), path)
+    tensor = torch.load(path, mmap=True)
+    reader = TensorReader(tensor, is_mapped=True)
+    target = torch.empty(MIB, dtype=torch.uint8)
+    before = peak = mapped_bytes()
+    for begin in range(0, numel, MIB):
+        reader.fill(begin, target)
+        assert target.all()
+        peak = max(peak, mapped_bytes())
+    assert peak - before < 2 * FLUSH_BYTES
+    assert tensor.sum() == numel  # nothing of it is lost

@@ -1,0 +1,217 @@
+"""`memascend plan`: what it takes, what it prints, and that it runs where torch does not exist."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.base.units import GIB
+from memascend.cli.main import main
+from memascend.plan.shapes import builtin_names
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_three_accounts_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "Llama-3.1-8B"]) == 0
+    printed = capsys.readouterr().out
+    parts = (
+        "stock 0.19.8", "four pieces", "memascend", "8.03 billion", "E flat gradients",
+        "optimizer tiles", "43.46 GB", "59.52 GB", "1.30 GB", "97 %", "read per step",
+        "a step takes at least", "no --config: bf16, AdamW", "largest tensor",
+    )  # fmt: skip
+    assert [part for part in parts if part not in printed.replace("\n", " ")] == []
+
+
+def test_the_json_has_every_byte_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "qwen2.5-7b", "--drive-read", "7", "--drive-write", "4")
+    assert found["parameters"] == 7615616512
+    for name in ("stock", "four_pieces", "memascend"):
+        account = found[name]
+        assert account["host_bytes"] == sum(account["host"].values())
+        assert account["drive_bytes"] == sum(account["drive"].values())
+        assert account["step_seconds"] > 0
+    assert found["memascend"]["request"]["precision"] == "bf16"
+
+
+def test_a_model_may_be_a_config_a_folder_or_safetensors(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [8], "data_offsets": [0, 16]}}).encode()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    exact = as_json(capsys, str(config))["parameters"]
+    assert as_json(capsys, str(folder))["parameters"] == exact
+    assert as_json(capsys, str(weights))["parameters"] == 8
+    config.write_text(json.dumps({"model_type": "mamba"}))
+    assert as_json(capsys, str(folder))["parameters"] == 8
+    weights.unlink()
+    assert main(["plan", str(folder)]) == 1
+    assert '"mamba"' in capsys.readouterr().err
+
+
+def test_a_configuration_decides_what_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ds_config = json.loads((ROOT / "configs" / "nvme_gpu.json").read_text())
+    ds_config["fp16"] = {"enabled": True}
+    del ds_config["bf16"]
+    ds_config["memascend"] = {"streaming": {"optimizer": {"tile_bytes": "1MiB"}}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ds_config))
+    found = as_json(capsys, "Llama-3.1-8B", "--config", str(path), "--world", "2")
+    assert found["memascend"]["tile_numel"] == 1 << 18
+    assert found["memascend"]["request"]["precision"] == "fp16"
+    assert "J overflow check" in found["stock"]["host_step"]
+
+
+@pytest.mark.parametrize("limit", ["2GiB", str(2 * GIB)])
+def test_a_limit_is_kept(capsys: pytest.CaptureFixture[str], limit: str) -> None:
+    found = as_json(capsys, "Llama-3.1-8B", "--limit", limit)["memascend"]
+    assert 2 * GIB - 4096 < found["host_bytes"] <= 2 * GIB
+    assert found["host"]["resident cache"] > 0
+
+
+def test_a_limit_may_be_a_fraction_of_what_is_available(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memascend.cli.plan.memory_total", lambda: 8 * GIB)
+    found = as_json(capsys, "Llama-3.1-8B", "--limit", "0.25")["memascend"]
+    assert found["limit_bytes"] == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Llama-3.1-8B", "--limit", "1MiB"], "at least"),
+        (["Llama-3.1-8B", "--limit", "much"], "host_memory_limit"),
+        (["Llama-3.1-8B", "--limit", "1.5"], "fraction"),
+        (["Llama-9"], "Did you mean"),
+        (["Llama-3.1-8B", "--config", "missing.json"], "cannot read --config"),
+        (["Llama-3.1-8B", "--plot", "/nowhere/plan.png"], "cannot write --plot"),
+        (["Llama-3.1-8B", "--plot", "plan.unknown"], "cannot write --plot"),
+    ],
+)
+def test_what_cannot_be_planned_is_exit_1(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["plan", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"zero_optimization": {"stage": 1}}'])
+def test_a_configuration_that_cannot_be_is_exit_1(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(content)
+    assert main(["plan", "Llama-3.1-8B", "--config", str(path)]) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["Llama-3.1-8B", "--table"],
+        ["Llama-3.1-8B", "--world", "0"],
+        ["Llama-3.1-8B", "--drive-read", "0"],
+        ["Llama-3.1-8B", "--drive-write", "nan"],
+        ["Llama-3.1-8B", "--speed", "1"],
+    ],
+)
+def test_a_mistake_in_the_command_line_is_exit_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *arguments])
+    assert caught.value.code == 2
+
+
+def test_a_plot_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert main(["plan", "Llama-3.1-8B", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", "Llama-3.1-8B", "--plot", str(tmp_path / "plan.png")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_the_table_has_every_model_and_stands_in_the_readme(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--table"]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert len(printed.splitlines()) == 2 + len(builtin_names())
+    assert printed in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_it_runs_where_neither_torch_nor_deepspeed_exists() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'deepspeed', 'transformers', 'numpy', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        "from memascend.cli.main import main\n"
+        "sys.exit(main(['plan', 'Llama-3.1-70B', '--limit', '2GiB']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "optimizer tiles" in done.stdout
+
+
+def written(tmp_path: Path, content: dict[str, Any]) -> str:
+    path = tmp_path / "ds.json"
+    nvme = {"device": "nvme", "nvme_path": "/mnt"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}} | content))
+    return str(path)
+
+
+def test_what_a_run_refuses_is_refused_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    config = written(tmp_path, {"zero_optimization": zero})
+    assert main(["plan", "Llama-3.1-8B", "--config", config, "--limit", "6GiB"]) == 1
+    assert 'offload_optimizer.device is "cpu"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("block", "note"),
+    [
+        ({"enabled": False}, "memascend.enabled is false: a run would be stock DeepSpeed's"),
+        ({"buffer_pool": {"enabled": False}}, "this JSON turns off: buffer_pool"),
+    ],
+)
+def test_a_block_that_does_less_is_pointed_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, block: dict[str, Any], note: str
+) -> None:
+    config = written(tmp_path, {"memascend": block})
+    assert main(["plan", "Llama-3.1-8B", "--config", config]) == 0
+    assert note in capsys.readouterr().out.replace("\n", " ")

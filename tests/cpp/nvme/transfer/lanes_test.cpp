@@ -1,0 +1,223 @@
+// sources: csrc/base/*.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
+//
+// The transfer queue over several volumes: a slow one holds up its own lane and nothing else.
+#include <condition_variable>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "base/check.hpp"
+#include "nvme/engine/memory.hpp"
+#include "nvme/transfer/transfer.hpp"
+
+namespace memascend {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr std::uint64_t kChunk = 4096;
+constexpr std::size_t kDepth = 64;
+constexpr std::size_t kVolumeCount = 2;
+
+alignas(4096) std::byte bounce[64 * 1024];
+alignas(4096) std::byte memory[1 << 20];
+
+/// The memory engine, and the most requests each volume had in flight.
+class CountingEngine final : public Engine {
+ public:
+  CountingEngine(std::shared_ptr<MemoryFaults> faults, std::map<int, std::size_t>* most)
+      : inner_(std::move(faults), kDepth), most_(most) {}
+  std::string name() const override { return "counting"; }
+  std::string description() const override { return inner_.description(); }
+  std::size_t queue_depth() const override { return inner_.queue_depth(); }
+  int attach(const Volume& volume) override { return inner_.attach(volume); }
+  void start() override { inner_.start(); }
+  bool register_buffer(std::span<std::byte>) override { return false; }
+  void unregister_buffer(std::span<std::byte>) override {}
+  void submit(std::span<const Request> requests) override {
+    for (const Request& request : requests) {
+      volumes_[request.tag] = request.volume_index;
+      std::size_t& most = (*most_)[request.volume_index];
+      most = std::max(most, ++counts_[request.volume_index]);
+    }
+    inner_.submit(requests);
+  }
+  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
+                   milliseconds timeout) override {
+    const std::size_t count = inner_.reap(completions, count_min, timeout);
+    for (std::size_t index = 0; index < count; ++index) {
+      --counts_[volumes_[completions[index].tag]];
+    }
+    return count;
+  }
+  void wake() noexcept override { inner_.wake(); }
+
+ private:
+  MemoryEngine inner_;
+  std::map<int, std::size_t>* most_;
+  std::map<std::uint64_t, int> volumes_;
+  std::map<int, std::size_t> counts_;
+};
+
+struct Bench {
+  std::shared_ptr<MemoryFaults> faults = std::make_shared<MemoryFaults>();
+  std::vector<Volume> volumes;
+  std::map<int, std::size_t> most;
+  std::vector<std::string> reports;
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::set<const Transfer*> finished;
+  std::unique_ptr<TransferQueue> queue;
+
+  explicit Bench(milliseconds watchdog = milliseconds{60'000},
+                 milliseconds window = milliseconds{60'000}) {
+    for (std::size_t index = 0; index < kVolumeCount; ++index) {
+      volumes.push_back(Volume::open_in_memory(1 << 20, join("volume ", index)));
+      volumes.back().grow(1 << 20);
+    }
+    TransferQueue::Options options;
+    options.chunk_bytes = kChunk;
+    options.bounce = bounce;
+    options.watchdog = watchdog;
+    options.pace.window = window;
+    options.report = [this](const std::string& text) {
+      const std::lock_guard lock(mutex);
+      reports.push_back(text);
+    };
+    queue = std::make_unique<TransferQueue>(std::make_unique<CountingEngine>(faults, &most),
+                                            volumes, volumes.front().alignment(), options,
+                                            [this](std::span<Transfer* const> over) {
+                                              const std::lock_guard lock(mutex);
+                                              finished.insert(over.begin(), over.end());
+                                              changed.notify_all();
+                                            });
+  }
+
+  /// Starts a write of `nbytes` from `shift` bytes behind a page, on one volume.
+  const Transfer* submit(int volume_index, std::uint64_t nbytes, std::uint64_t shift = 0) {
+    auto transfer = std::make_unique<Transfer>();
+    transfer->operation = Operation::kWrite;
+    transfer->key = "k";
+    transfer->pieces =
+        cut({Operation::kWrite, nbytes, 0, nbytes, memory + shift, nbytes},
+            std::vector<Extent>{{volume_index, 0, 1 << 20}}, volumes.front().alignment());
+    transfers.push_back(std::move(transfer));
+    queue->submit(transfers.back().get());
+    return transfers.back().get();
+  }
+
+  bool wait_for(const std::function<bool()>& condition) {
+    std::unique_lock lock(mutex);
+    return changed.wait_for(lock, std::chrono::seconds(30), condition);
+  }
+  bool wait_for(const Transfer* transfer) {
+    return wait_for([&] { return finished.contains(transfer); });
+  }
+  void resume_and_wait() {
+    faults->paused_volume = -1;
+    MA_INVARIANT(wait_for([&] { return finished.size() == transfers.size(); }));
+  }
+};
+
+void a_silent_volume_fills_its_own_lane_only() {
+  Bench bench;
+  bench.faults->paused_volume = 1;
+  const Transfer* slow = bench.submit(1, 64 * kChunk);
+  for (int turn = 0; turn < 20; ++turn) MA_INVARIANT(bench.wait_for(bench.submit(0, 64 * kChunk)));
+  {
+    const std::lock_guard lock(bench.mutex);
+    MA_INVARIANT(!bench.finished.contains(slow));
+  }
+  bench.resume_and_wait();
+  bench.queue.reset();
+  MA_INVARIANT(bench.most[0] == kDepth / kVolumeCount);
+  MA_INVARIANT(bench.most[1] == kDepth / kVolumeCount);
+}
+
+// A wait for an eighth of all requests in flight would wait for the silent ones.
+void few_requests_beside_a_silent_volume_come_back() {
+  Bench bench;
+  bench.faults->paused_volume = 1;
+  bench.submit(1, 64 * kChunk);
+  for (int turn = 0; turn < 20; ++turn) MA_INVARIANT(bench.wait_for(bench.submit(0, kChunk)));
+  bench.resume_and_wait();
+}
+
+void a_silent_volume_does_not_take_every_bounce_buffer() {
+  Bench bench;
+  bench.faults->paused_volume = 1;
+  bench.submit(1, 64 * kChunk, 1);
+  MA_INVARIANT(bench.wait_for(bench.submit(0, 64 * kChunk, 1)));
+  bench.resume_and_wait();
+}
+
+void a_volume_that_is_silent_beside_a_lively_one_is_reported() {
+  Bench bench(milliseconds{50});
+  bench.faults->paused_volume = 1;
+  bench.submit(1, kChunk);
+  const auto end = std::chrono::steady_clock::now() + milliseconds{250};
+  while (std::chrono::steady_clock::now() < end) {
+    MA_INVARIANT(bench.wait_for(bench.submit(0, kChunk)));
+  }
+  bench.resume_and_wait();
+  MA_INVARIANT(bench.reports.size() == 1);
+  MA_INVARIANT(bench.reports.front().find("volume 1") != std::string::npos);
+}
+
+// Volume 1 takes 10 ms for a request, the other microseconds.
+void a_volume_far_slower_than_the_other_is_named_once_and_waited_for() {
+  Bench bench(milliseconds{60'000}, milliseconds{100});
+  bench.faults->slow_volume = 1;
+  bench.faults->slow_milliseconds = 10;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  while (std::chrono::steady_clock::now() < end) {
+    const Transfer* slow = bench.submit(1, 4 * kChunk);
+    MA_INVARIANT(bench.wait_for(bench.submit(0, 64 * kChunk)));
+    MA_INVARIANT(bench.wait_for(slow));
+  }
+  MA_INVARIANT(bench.queue->counters().slow_spells == 1);
+  bench.resume_and_wait();
+  MA_INVARIANT(bench.reports.size() == 1);
+  MA_INVARIANT(bench.reports.front().starts_with("volume 1 is far slower than the other volumes"));
+}
+
+void volumes_that_are_alike_are_not_named() {
+  Bench bench(milliseconds{60'000}, milliseconds{50});
+  const auto end = std::chrono::steady_clock::now() + milliseconds{500};
+  while (std::chrono::steady_clock::now() < end) {
+    const Transfer* other = bench.submit(1, 64 * kChunk);
+    MA_INVARIANT(bench.wait_for(bench.submit(0, 64 * kChunk)));
+    MA_INVARIANT(bench.wait_for(other));
+  }
+  MA_INVARIANT(bench.queue->counters().slow_spells == 0);
+}
+
+void a_depth_below_one_per_volume_is_refused() {
+  std::vector<Volume> volumes;
+  for (int count = 0; count < 3; ++count) volumes.push_back(Volume::open_in_memory(1 << 20));
+  TransferQueue::Options options;
+  options.bounce = bounce;
+  try {
+    TransferQueue(std::make_unique<MemoryEngine>(std::make_shared<MemoryFaults>(), 2), volumes,
+                  volumes.front().alignment(), options, [](std::span<Transfer* const>) {});
+    MA_INVARIANT(false && "opened");
+  } catch (const std::invalid_argument&) {
+  }
+}
+
+}  // namespace
+}  // namespace memascend
+
+int main() {
+  memascend::a_silent_volume_fills_its_own_lane_only();
+  memascend::few_requests_beside_a_silent_volume_come_back();
+  memascend::a_silent_volume_does_not_take_every_bounce_buffer();
+  memascend::a_volume_that_is_silent_beside_a_lively_one_is_reported();
+  memascend::a_volume_far_slower_than_the_other_is_named_once_and_waited_for();
+  memascend::volumes_that_are_alike_are_not_named();
+  memascend::a_depth_below_one_per_volume_is_refused();
+  return 0;
+}

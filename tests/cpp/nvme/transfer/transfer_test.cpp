@@ -1,0 +1,180 @@
+// sources: csrc/base/*.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
+//
+// The transfer queue's patience: its watchdog speaks of a silent device, and of nothing else; what
+// fails with EIO is asked again, a stated number of times.
+#include "nvme/transfer/transfer.hpp"
+
+#include <cstdio>
+#include <future>
+#include <thread>
+
+#include "base/check.hpp"
+#include "nvme/engine/memory.hpp"
+
+namespace memascend {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr std::uint64_t kBytes = 4096;
+constexpr milliseconds kWatchdog{300};
+
+alignas(4096) std::byte bounce[64 * 1024];
+alignas(4096) std::byte memory[kBytes];
+
+struct Failures {
+  int count = 0;
+  int code = EIO;
+};
+
+/// The memory engine, on which the first requests fail.
+class FailingEngine final : public Engine {
+ public:
+  FailingEngine(std::shared_ptr<MemoryFaults> faults, Failures failures, std::atomic<int>* requests)
+      : faults_(faults), inner_(std::move(faults), 4), failures_(failures), requests_(requests) {}
+  std::string name() const override { return "failing"; }
+  std::string description() const override { return inner_.description(); }
+  std::size_t queue_depth() const override { return inner_.queue_depth(); }
+  int attach(const Volume& volume) override { return inner_.attach(volume); }
+  void start() override {}
+  bool register_buffer(std::span<std::byte>) override { return false; }
+  void unregister_buffer(std::span<std::byte>) override {}
+  void submit(std::span<const Request> requests) override {
+    *requests_ += static_cast<int>(requests.size());
+    inner_.submit(requests);
+  }
+  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
+                   milliseconds timeout) override {
+    faults_->gone = failures_.count > 0 ? failures_.code : 0;
+    const std::size_t count = inner_.reap(completions.first(1), count_min, timeout);
+    if (count > 0) --failures_.count;
+    return count;
+  }
+  void wake() noexcept override { inner_.wake(); }
+
+ private:
+  std::shared_ptr<MemoryFaults> faults_;
+  MemoryEngine inner_;
+  Failures failures_;
+  std::atomic<int>* requests_;
+};
+
+/// A queue over the memory engine, one transfer, and what the watchdog said.
+struct Bench {
+  std::shared_ptr<MemoryFaults> faults = std::make_shared<MemoryFaults>();
+  std::vector<Volume> volumes;
+  std::atomic<int> report_count = 0;
+  std::atomic<int> request_count = 0;
+  std::promise<void> finished;
+  Transfer transfer;
+  std::unique_ptr<TransferQueue> queue;
+
+  explicit Bench(Failures failures = {}, TransferQueue::Options options = {}) {
+    volumes.push_back(Volume::open_in_memory(1 << 20));
+    volumes.front().grow(1 << 20);
+    const Alignment alignment = volumes.front().alignment();
+    options.bounce = bounce;
+    options.watchdog = kWatchdog;
+    options.report = [this](const std::string&) { ++report_count; };
+    transfer.operation = Operation::kWrite;
+    transfer.key = "k";
+    transfer.pieces = cut({Operation::kWrite, kBytes, 0, kBytes, memory, kBytes},
+                          std::vector<Extent>{{0, 0, kBytes}}, alignment);
+    queue = std::make_unique<TransferQueue>(
+        std::make_unique<FailingEngine>(faults, failures, &request_count), volumes, alignment,
+        options, [this](std::span<Transfer* const>) { finished.set_value(); });
+  }
+};
+
+void a_silent_device_is_reported_once() {
+  Bench bench;
+  bench.faults->paused = true;
+  bench.queue->submit(&bench.transfer);
+  std::this_thread::sleep_for(kWatchdog * 3);
+  bench.faults->paused = false;
+  bench.finished.get_future().get();
+  MA_INVARIANT(bench.report_count == 1);
+}
+
+// What the queue's own thread did before the first request is not the device's silence.
+void a_slow_action_is_not_the_devices_silence() {
+  Bench bench;
+  std::promise<void> entered;
+  std::promise<void> leave;
+  std::thread first([&] {
+    bench.queue->call([&](Engine&) {
+      entered.set_value();
+      leave.get_future().get();
+    });
+  });
+  entered.get_future().get();
+  // Both wait for the first action to end, so that the queue's thread takes them in one turn.
+  bench.queue->submit(&bench.transfer);
+  std::thread second([&] {
+    bench.queue->call([&](Engine& engine) {
+      std::this_thread::sleep_for(kWatchdog * 2);
+      bench.faults->paused = true;
+      engine.wake();
+    });
+  });
+  std::this_thread::sleep_for(milliseconds(50));
+  leave.set_value();
+  first.join();
+  second.join();
+  std::this_thread::sleep_for(milliseconds(20));
+  bench.faults->paused = false;
+  bench.finished.get_future().get();
+  MA_INVARIANT(bench.report_count == 0);
+}
+
+void an_eio_of_a_moment_is_tried_again_after_a_pause() {
+  TransferQueue::Options options;
+  options.eio_retries = 3;
+  options.eio_pause = milliseconds(40);
+  Bench bench({3}, options);
+  const auto start = std::chrono::steady_clock::now();
+  bench.queue->submit(&bench.transfer);
+  bench.finished.get_future().get();
+  MA_INVARIANT(std::chrono::steady_clock::now() - start >= 3 * options.eio_pause);
+  MA_INVARIANT(!bench.transfer.error);
+  MA_INVARIANT(bench.request_count == 4);
+  MA_INVARIANT(bench.queue->counters().eio_retries == 3);
+  MA_INVARIANT(bench.queue->counters().retries == 0);
+}
+
+void an_eio_that_stays_is_an_error_after_as_many_tries_as_stated() {
+  for (const unsigned eio_retries : {0U, 2U}) {
+    TransferQueue::Options options;
+    options.eio_retries = eio_retries;
+    options.eio_pause = milliseconds(1);
+    Bench bench({1000}, options);
+    bench.queue->submit(&bench.transfer);
+    bench.finished.get_future().get();
+    MA_INVARIANT(bench.transfer.error && bench.transfer.error->code == EIO);
+    MA_INVARIANT(bench.request_count == static_cast<int>(eio_retries) + 1);
+    MA_INVARIANT(bench.queue->counters().eio_retries == eio_retries);
+  }
+}
+
+void no_other_error_is_tried_again() {
+  for (const int code : {ENOSPC, ENODEV, ENXIO, EROFS, EDQUOT, EFAULT, EINVAL}) {
+    Bench bench({1, code});
+    bench.queue->submit(&bench.transfer);
+    bench.finished.get_future().get();
+    MA_INVARIANT(bench.transfer.error && bench.transfer.error->code == code);
+    MA_INVARIANT(bench.request_count == 1);
+    MA_INVARIANT(bench.queue->counters().eio_retries == 0);
+  }
+}
+
+}  // namespace
+}  // namespace memascend
+
+int main() {
+  memascend::a_silent_device_is_reported_once();
+  memascend::a_slow_action_is_not_the_devices_silence();
+  memascend::an_eio_of_a_moment_is_tried_again_after_a_pause();
+  memascend::an_eio_that_stays_is_an_error_after_as_many_tries_as_stated();
+  memascend::no_other_error_is_tried_again();
+  return 0;
+}

@@ -1,0 +1,302 @@
+"""Shards without a slot under DeepSpeed's own partitioning code, of one rank and of several."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.streaming_fakes import FakeEvent, FakeMemory, FakeRangeStore
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import Init, NoGatherHandle, ZeroParamStatus
+
+from memascend.deepspeed.parameters import swapper as param_swapper
+from memascend.deepspeed.parameters.gather import wrap_partition
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.memory.budget import PAGE_BYTES, BudgetSlots
+from memascend.streaming.budget import Budget
+from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.staging import StagingSlots
+
+BUDGET_BYTES = 16 * PAGE_BYTES
+SMALL, LARGE = (5, 7), (300, 101)  # a page holds 2048 elements, the largest slot 8192
+ABSENT, THERE = PartitionedParamStatus.NOT_AVAILABLE, PartitionedParamStatus.AVAILABLE
+
+
+@pytest.fixture(autouse=True)
+def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed asks for its rank only to know whether to print."""
+    monkeypatch.setattr(partition_parameters, "print_rank_0", lambda *_, **__: None)
+
+
+class Rank:
+    """One rank's zero.Init as far as partitioning needs it, over a budget."""
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world = rank, world
+        self.store = FakeRangeStore()
+        self.pool = BudgetSlots(memory=FakeMemory(), budget_bytes=BUDGET_BYTES)
+        staging = StagingSlots(
+            store=self.store, memory=FakeMemory(), slot_bytes=PAGE_BYTES, slot_count=3
+        )
+        budget = Budget(
+            nbytes=BUDGET_BYTES,
+            slot_bytes_max=BUDGET_BYTES // 4,
+            page_bytes=PAGE_BYTES,
+            staging=staging,
+            device=torch.device("cpu"),
+        )
+        self.param_swapper = ParameterSwapper(
+            attachment=SimpleNamespace(host_buffers=nullcontext),  # type: ignore[arg-type]
+            stream=ParameterStream(store=self.store, pool=self.pool, budget=budget),
+            dtype=torch.bfloat16,
+        )
+        self.remote_device = OffloadDeviceEnum.nvme
+        self.params: list[Any] = []
+
+    # What Init._partition_param calls on itself.
+    def _aligned_size(self, param: Any) -> int:
+        return -(-int(param.ds_numel) // self.world) * self.world
+
+    def _partition_world_size(self, param: Any) -> int:
+        return self.world
+
+    def _partition_rank(self, param: Any) -> int:
+        return self.rank
+
+    def parameter(self, content: torch.Tensor) -> Any:
+        param: Any = torch.nn.Parameter(content.clone())
+        param.ds_id = len(self.params)
+        param.ds_shape, param.ds_numel = param.shape, param.numel()
+        param.ds_status = ZeroParamStatus.AVAILABLE
+        param.ds_tensor, param.ds_persist = None, False
+        param.ds_active_sub_modules = set()
+        param.ds_zero_partition_rank = self.rank
+        param.nvme_swapper = self.param_swapper
+        self.params.append(param)
+        return param
+
+    def partition(self, param: Any, *, updated: bool = False) -> None:
+        wrap_partition(Init._partition_param)(self, param, has_been_updated=updated)
+        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    def shard(self, param: Any) -> torch.Tensor:
+        """What the store holds, without the padding behind a last slice."""
+        begin = self.rank * param.ds_tensor.ds_numel
+        numel = max(0, min(param.ds_tensor.ds_numel, param.ds_numel - begin))
+        return self.store.value(f"param.{param.ds_id}", param.dtype)[:numel]
+
+    def slice_of(self, param: Any, whole: torch.Tensor) -> torch.Tensor:
+        begin = self.rank * param.ds_tensor.ds_numel
+        return whole.reshape(-1)[begin : begin + param.ds_tensor.ds_numel]
+
+    def gather(self, param: Any) -> None:
+        """As a gather over one rank does it."""
+        self.param_swapper.swap_in([param], async_op=False)
+        param.ds_status = ZeroParamStatus.INFLIGHT
+        handle = NoGatherHandle(param)
+        self.param_swapper.after_gather([param])
+        handle.wait()
+
+
+def content_of(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+RANKS = [(0, 1), (0, 2), (1, 2), (2, 3)]
+by_rank = pytest.mark.parametrize(("rank", "world"), RANKS)
+by_shape = pytest.mark.parametrize("shape", [(1,), SMALL, LARGE, (70_001,)], ids=str)
+
+
+@by_rank
+@by_shape
+def test_a_new_parameter_is_stored_and_leaves_no_host_memory(
+    rank: int, world: int, shape: tuple[int, ...]
+) -> None:
+    bench, content = Rank(rank, world), content_of(shape)
+    param = bench.parameter(content)
+    bench.partition(param)
+    assert torch.equal(bench.shard(param), bench.slice_of(param, content))
+    assert param.ds_tensor.final_location is OffloadDeviceEnum.nvme
+    assert (param.ds_tensor.status, param.ds_tensor.dim()) == (ABSENT, 0)
+    assert bench.pool.free_bytes == bench.pool.held_bytes
+    assert (bench.pool.held_bytes == 0) == (param.ds_tensor.ds_numel * 2 > BUDGET_BYTES // 4)
+
+
+@by_rank
+@by_shape
+def test_a_modified_parameter_is_stored_anew(rank: int, world: int, shape: tuple[int, ...]) -> None:
+    bench = Rank(rank, world)
+    param = bench.parameter(content_of(shape))
+    bench.partition(param)
+    shard = param.ds_tensor
+    changed = content_of(shape, seed=1)
+    param.data, param.ds_status = changed.clone(), ZeroParamStatus.AVAILABLE
+    bench.partition(param, updated=True)
+    assert param.ds_tensor is shard
+    assert torch.equal(bench.shard(param), bench.slice_of(param, changed))
+    assert bench.pool.free_bytes == bench.pool.held_bytes
+
+
+@by_shape
+def test_a_gathered_parameter_is_whole_and_holds_no_slot(shape: tuple[int, ...]) -> None:
+    bench, content = Rank(), content_of(shape)
+    param = bench.parameter(content)
+    bench.partition(param)
+    bench.gather(param)
+    assert torch.equal(param.data, content)
+    assert param.ds_tensor.status is ABSENT
+    # What is kept there gives way to anything.
+    bench.param_swapper.drop_unused()
+    assert bench.pool.free_bytes == bench.pool.held_bytes
+    # Modified where it is, as GatheredParameters allows.
+    param.data.mul_(2)
+    bench.partition(param, updated=True)
+    assert torch.equal(bench.shard(param), (content * 2).reshape(-1))
+
+
+def test_the_slice_itself_is_stored_where_it_is_complete() -> None:
+    """No second copy of a large parameter on the device."""
+    bench = Rank(0, 2)
+    param = bench.parameter(content_of(LARGE))
+    numel = param.numel() // 2
+    param.ds_tensor = None
+    buffer = bench.param_swapper.get_buffer(param, numel)
+    assert buffer.data_ptr() == param.data.data_ptr()
+    last = Rank(1, 2)
+    param = last.parameter(content_of((30_001,)))
+    assert last.param_swapper.get_buffer(param, 15_001).data_ptr() != param.data.data_ptr()
+
+
+def test_a_parameter_that_is_not_contiguous_is_stored_all_the_same() -> None:
+    bench, content = Rank(), content_of(LARGE)
+    param = bench.parameter(content)
+    param.data = content.t()
+    bench.partition(param)
+    assert torch.equal(bench.shard(param), content.t().reshape(-1))
+
+
+def test_an_absent_shard_keeps_its_dtype() -> None:
+    """A coalesced gather casts to it when the collective is waited for."""
+    bench = Rank()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        param = bench.parameter(content_of(SMALL).to(dtype))
+        bench.partition(param)
+        assert param.ds_tensor.dtype is dtype
+
+
+def test_every_shard_lives_on_the_drive() -> None:
+    bench = Rank()
+    assert bench.param_swapper.swappable_tensor(numel=1)
+    assert not bench.param_swapper.swappable_tensor(numel=0)
+
+
+def test_storing_a_shard_that_was_let_go_is_refused() -> None:
+    bench = Rank()
+    param = bench.parameter(content_of(SMALL))
+    bench.partition(param)
+    with pytest.raises(AssertionError, match="no shard to store"):
+        bench.param_swapper.swap_out_and_release([param])
+
+
+# -- gathers in flight -----------------------------------------------------------------------------
+
+
+def partitioned(bench: Rank, count: int, numel: int) -> list[Any]:
+    params = [bench.parameter(content_of((numel,), seed)) for seed in range(count)]
+    for param in params:
+        bench.partition(param)
+    return params
+
+
+def test_many_gathers_before_the_first_wait_do_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU a collective may read the slot until it is waited for."""
+    device = SimpleNamespace(is_synchronized_device=lambda: True)
+    monkeypatch.setattr(param_swapper, "get_accelerator", lambda: device)
+    bench = Rank(0, 2)
+    params = partitioned(bench, 12, 2 * 8000)
+    for param in params:
+        bench.param_swapper.swap_in([param], async_op=False)
+        param.ds_status = ZeroParamStatus.INFLIGHT
+        bench.param_swapper.after_gather([param])
+    assert [param.ds_tensor.status for param in params] == [THERE] * 12
+    for seed, param in enumerate(params):
+        assert torch.equal(param.ds_tensor.data, content_of((2 * 8000,), seed)[:8000])
+        param.ds_status = ZeroParamStatus.AVAILABLE
+    assert bench.pool.held_bytes <= BUDGET_BYTES
+    bench.param_swapper.drop_unused()
+    assert bench.pool.free_bytes == bench.pool.held_bytes
+
+
+def test_on_a_device_slots_come_back_with_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[FakeEvent] = []
+
+    def new_event() -> FakeEvent:
+        events.append(FakeEvent())
+        return events[-1]
+
+    device = SimpleNamespace(is_synchronized_device=lambda: False, Event=new_event)
+    monkeypatch.setattr(param_swapper, "get_accelerator", lambda: device)
+    bench = Rank(0, 2)
+    params = partitioned(bench, 12, 2 * 8000)
+    for param in params:
+        bench.param_swapper.swap_in([param], async_op=False)
+        bench.param_swapper.after_gather([param])
+    assert [param.ds_tensor.status for param in params] == [ABSENT] * 12
+    assert bench.pool.held_bytes <= BUDGET_BYTES
+    assert sum(event.wait_count for event in events) == 8
+
+
+def test_what_was_read_ahead_gives_way_to_what_is_needed() -> None:
+    bench = Rank()
+    params = partitioned(bench, 6, 8000)
+    bench.param_swapper.swap_in(params[:2], async_op=True)
+    assert [p.ds_tensor.status is ABSENT for p in params] == [False] * 2 + [True] * 4
+    bench.param_swapper.swap_in([params[0], *params[3:]], async_op=False)
+    assert [p.ds_tensor.status is THERE for p in params] == [True, False, False, *[True] * 3]
+    assert params[1].ds_tensor.status is ABSENT
+
+
+def test_a_large_parameter_is_not_read_ahead_and_stops_nothing() -> None:
+    bench = Rank()
+    (small,) = partitioned(bench, 1, 100)
+    (large,) = partitioned(bench, 1, 30_000)
+    (last,) = partitioned(bench, 1, 100)
+    bench.param_swapper.swap_in([small, large, last], async_op=True)
+    inflight = PartitionedParamStatus.INFLIGHT
+    assert [p.ds_tensor.status for p in (small, large, last)] == [inflight, ABSENT, inflight]
+
+
+def test_a_large_shard_moves_to_memory_of_deepspeeds() -> None:
+    bench = Rank()
+    (large,) = partitioned(bench, 1, 30_000)
+    target = torch.zeros(30_001, dtype=torch.bfloat16)
+    bench.param_swapper.swap_into_buffer(large, target[1:])
+    assert torch.equal(target[1:], content_of((30_000,)))
+
+
+# -- turns -----------------------------------------------------------------------------------------
+
+
+def test_turns_take_half_of_the_budget_in_whole_pages() -> None:
+    bench = Rank()
+    params = partitioned(bench, 20, 10)
+    turns = [[p.ds_id for p in turn] for turn in bench.param_swapper.turns(params)]
+    assert turns == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
+
+
+def test_a_turn_of_tiny_shards_is_read_at_once() -> None:
+    bench = Rank()
+    params = partitioned(bench, 8, 10)
+    bench.store.tickets.clear()
+    bench.store.in_flight_peak = 0
+    bench.param_swapper.swap_in(params, async_op=False)
+    assert bench.store.in_flight_peak == 8

@@ -1,0 +1,272 @@
+"""Arming DeepSpeed: all or nothing, only over definitions that are known, and undone completely."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+deepspeed = pytest.importorskip("deepspeed")
+
+from memascend.deepspeed.seams import arm as seams  # noqa: E402
+from memascend.deepspeed.seams import fingerprints  # noqa: E402
+from memascend.deepspeed.seams.fingerprint import resolve  # noqa: E402
+from memascend.errors import ConfigError, UnsupportedDeepSpeedError  # noqa: E402
+
+BLOCK_OFF: dict[str, Any] = {"memascend": {"enabled": False}}
+
+
+def targets() -> list[Any]:
+    return [seams.find(seam) for seam in seams.SEAMS]
+
+
+@pytest.fixture(autouse=True)
+def stock() -> Iterator[list[Any]]:
+    """What stands at each seam while disarmed; every test leaves it so."""
+    seams.disarm()
+    found = targets()
+    yield found
+    seams.disarm()
+    assert all(now is then for now, then in zip(targets(), found, strict=True))
+
+
+def test_arming_replaces_every_target_and_disarming_restores_it(stock: list[Any]) -> None:
+    seams.arm()
+    assert not any(now is then for now, then in zip(targets(), stock, strict=True))
+    assert all(row.armed for row in seams.status())
+    seams.disarm()
+    assert all(now is then for now, then in zip(targets(), stock, strict=True))
+    assert not any(row.armed for row in seams.status())
+
+
+def test_arming_twice_wraps_once(stock: list[Any]) -> None:
+    seams.arm()
+    first = targets()
+    seams.arm()
+    assert all(now is then for now, then in zip(targets(), first, strict=True))
+
+
+def test_arming_again_after_disarming_works(stock: list[Any]) -> None:
+    for _ in range(2):
+        seams.arm()
+        seams.disarm()
+    seams.arm()
+    assert all(row.armed for row in seams.status())
+
+
+def test_names_of_seams_are_unique() -> None:
+    names = [seam.name for seam in seams.SEAMS]
+    assert len(set(names)) == len(names)
+
+
+def test_classes_derived_from_the_stock_optimizer_keep_it_as_their_base() -> None:
+    seams.arm()
+    superoffload = resolve(
+        "deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3"
+    )
+    assert not any(base.__module__.startswith("memascend") for base in superoffload.__mro__)
+
+
+# -- what must be known --------------------------------------------------------------------------
+
+
+def test_the_installed_release_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        seams.check_fingerprints()
+    assert caplog.records == []
+
+
+def test_the_table_holds_what_is_relied_on_and_nothing_else() -> None:
+    relied_on = {f"{module}.{attribute}" for module, attribute in seams.relied_on()}
+    assert set(fingerprints.KNOWN) == relied_on
+
+
+def test_every_upstream_method_that_is_overridden_is_watched() -> None:
+    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
+
+    base = DeepSpeedZeroOptimizer_Stage3
+    overridden = {
+        name
+        for name, value in vars(ZeroOptimizer).items()
+        if callable(value) and name in vars(base) and name != "__new__"
+    }
+    home = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+    assert {name for name in overridden if f"{home}.{name}" not in fingerprints.KNOWN} == set()
+    assert f"{OptimizerSwapper.__module__}.OptimizerSwapper" in fingerprints.KNOWN
+
+
+def test_an_unknown_version_with_known_definitions_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", "0.99.1")
+    with caplog.at_level(logging.WARNING):
+        seams.arm()
+        seams.arm()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "0.99.1" in record.getMessage()
+    assert fingerprints.VERSIONS[-1] in record.getMessage()
+    assert all(row.armed for row in seams.status())
+
+
+@pytest.mark.parametrize("name", sorted(fingerprints.KNOWN))
+def test_a_changed_definition_is_refused_by_name_and_nothing_is_replaced(
+    name: str, stock: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprints, "KNOWN", fingerprints.KNOWN | {name: ("0" * 16,)})
+    with pytest.raises(UnsupportedDeepSpeedError) as refusal:
+        seams.arm()
+    text = str(refusal.value)
+    assert f"{name} (" in text
+    assert deepspeed.__version__ in text
+    assert ", ".join(fingerprints.VERSIONS) in text
+    assert "MEMASCEND_DISABLE=1" in text
+    assert all(now is then for now, then in zip(targets(), stock, strict=True))
+    assert not any(row.armed for row in seams.status())
+
+
+def test_a_definition_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3.no_such_step")
+    monkeypatch.setattr(seams, "WATCHED", (*seams.WATCHED, gone))
+    with pytest.raises(UnsupportedDeepSpeedError, match=r"no_such_step \(missing\)"):
+        seams.arm()
+
+
+def test_all_differences_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "KNOWN", {})
+    with pytest.raises(UnsupportedDeepSpeedError) as refusal:
+        seams.arm()
+    for module, attribute in seams.relied_on():
+        assert f"{module}.{attribute}" in str(refusal.value)
+
+
+def test_a_replacement_that_cannot_be_built_leaves_every_target_stock(
+    stock: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(original: Any) -> Any:
+        raise RuntimeError("cannot build")
+
+    *rows, last = seams.SEAMS
+    monkeypatch.setattr(seams, "SEAMS", (*rows, dataclasses.replace(last, replace=fail)))
+    with pytest.raises(RuntimeError, match="cannot build"):
+        seams.arm()
+    assert all(now is then for now, then in zip(targets(), stock, strict=True))
+    assert not any(row.armed for row in seams.status())
+
+
+# -- dispatchers ---------------------------------------------------------------------------------
+
+
+def test_armed_seams_give_stock_parts_to_models_without_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MEMASCEND_CONFIG", raising=False)
+    from memascend.deepspeed.parameters.build import wrap_param_swapper
+    from memascend.deepspeed.stock.aio_handle import wrap_builder
+
+    def stock_swapper(ds_config: Any, model_dtype: Any) -> tuple[str, Any, Any]:
+        return ("stock", ds_config, model_dtype)
+
+    for raw_config in ({}, BLOCK_OFF):
+        ds_config = SimpleNamespace(_param_dict=raw_config)
+        built = wrap_param_swapper(stock_swapper)(ds_config, "dtype")
+        assert built == ("stock", ds_config, "dtype")
+    assert wrap_builder(lambda *a, **k: ("stock", a, k))(1, two=2) == ("stock", (1,), {"two": 2})
+
+
+def test_without_a_block_the_armed_optimizer_class_makes_a_stock_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MEMASCEND_CONFIG", raising=False)
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
+
+    base = DeepSpeedZeroOptimizer_Stage3
+    built: list[tuple[type, tuple[Any, ...], dict[str, Any]]] = []
+
+    def construct(self: Any, *arguments: Any, **keywords: Any) -> None:
+        built.append((type(self), arguments, keywords))
+
+    monkeypatch.setattr(base, "__init__", construct)
+    by_position = ZeroOptimizer("module", "optimizer", "names", "timers", BLOCK_OFF, clip_grad=1.0)
+    assert type(by_position) is base
+    by_keyword = ZeroOptimizer("module", "optimizer", "names", timers="timers", ds_config={})
+    assert type(by_keyword) is base
+    assert [type_ for type_, _, _ in built] == [base, base]
+    assert built[0][1:] == (
+        ("module", "optimizer", "names", "timers", BLOCK_OFF),
+        {"clip_grad": 1.0},
+    )
+
+
+# -- noticing a block ----------------------------------------------------------------------------
+
+
+class Watched:
+    """Stands for DeepSpeedConfig."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._param_dict = config
+
+
+@pytest.fixture
+def config_class(monkeypatch: pytest.MonkeyPatch) -> type:
+    monkeypatch.delenv("MEMASCEND_CONFIG", raising=False)
+    monkeypatch.delenv("MEMASCEND_DISABLE", raising=False)
+    return type("Watched", (Watched,), {"__init__": Watched.__init__})
+
+
+NVME = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/drive"}}
+
+
+def test_a_config_with_a_block_arms(config_class: type) -> None:
+    seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
+    config_class({"zero_optimization": NVME})
+    assert not any(row.armed for row in seams.status())
+    config_class({"zero_optimization": NVME, "memascend": {}})
+    assert all(row.armed for row in seams.status())
+
+
+def test_a_block_in_the_environment_arms(
+    config_class: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
+    monkeypatch.setenv("MEMASCEND_CONFIG", "{}")
+    config_class({"zero_optimization": NVME})
+    assert all(row.armed for row in seams.status())
+
+
+def test_a_config_that_cannot_work_is_refused_before_anything_is_replaced(
+    config_class: type,
+) -> None:
+    seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="stage"):
+        config_class({"zero_optimization": {"stage": 2}, "memascend": {}})
+    with pytest.raises(ConfigError, match=r"memascend\.alocator"):
+        config_class({"zero_optimization": NVME, "memascend": {"alocator": {}}})
+    assert not any(row.armed for row in seams.status())
+
+
+def test_observing_twice_watches_once(config_class: type) -> None:
+    module: Any = SimpleNamespace(DeepSpeedConfig=config_class)
+    seams.observe(module)
+    watched = config_class.__init__
+    seams.observe(module)
+    assert config_class.__init__ is watched
+    assert watched.__wrapped__ is Watched.__init__
+
+
+def test_disabled_the_config_is_not_watched(
+    config_class: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMASCEND_DISABLE", "1")
+    seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
+    assert config_class.__init__ is Watched.__init__

@@ -1,0 +1,143 @@
+"""Arming transformers: only where it is imported and known, and undone completely."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+modeling_utils: Any = pytest.importorskip("transformers.modeling_utils")
+import torch  # noqa: E402
+
+from memascend.deepspeed.seams import arm as seams  # noqa: E402
+from memascend.deepspeed.seams import transformers as transformers_seams  # noqa: E402
+from memascend.deepspeed.weights import pretrained  # noqa: E402
+from memascend.deepspeed.weights.mapped_files import MappedFiles  # noqa: E402
+
+
+def standing() -> list[Any]:
+    return [getattr(modeling_utils, name) for name in transformers_seams.WRAPPERS]
+
+
+@pytest.fixture(autouse=True)
+def stock() -> Iterator[list[Any]]:
+    transformers_seams.disarm()
+    found = standing()
+    yield found
+    transformers_seams.disarm()
+    assert standing() == found
+
+
+def test_arming_wraps_and_disarming_restores(
+    stock: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers_seams.arm()
+    assert transformers_seams.is_armed()
+    wrapped = standing()
+    assert [one.__wrapped__ for one in wrapped] == stock
+    transformers_seams.arm()
+    assert standing() == wrapped
+    seams.disarm()
+    assert not transformers_seams.is_armed()
+    assert standing() == stock
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", list(transformers_seams.WRAPPERS))
+def test_code_that_is_not_known_is_left_alone_and_told_once(
+    name: str, stock: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = transformers_seams.KNOWN | {name: ("0" * 16,)}
+    monkeypatch.setattr(transformers_seams, "KNOWN", known)
+    with caplog.at_level(logging.WARNING):
+        transformers_seams.arm()
+        transformers_seams.arm()
+    assert standing() == stock
+    (record,) = caplog.records
+    assert name in record.getMessage()
+    assert "5.23.0" in record.getMessage()
+
+
+def test_a_function_that_is_gone_is_told_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(modeling_utils, "_load_state_dict_into_zero3_model")
+        transformers_seams.arm()
+    assert not transformers_seams.is_armed()
+    assert "missing" in caplog.text
+
+
+def test_transformers_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, transformers_seams.MODULE)
+        transformers_seams.arm()
+        assert transformers_seams.MODULE not in sys.modules
+    assert not transformers_seams.is_armed()
+
+
+# -- what stands there then ----------------------------------------------------------------------
+
+
+def test_models_of_others_pass_through_untouched() -> None:
+    model, weights = torch.nn.Linear(2, 2), {"weight": torch.ones(2, 2)}
+    seen = []
+
+    def original(*arguments: Any, **keywords: Any) -> str:
+        seen.append((arguments, keywords))
+        return "loaded"
+
+    load = pretrained.wrap_load(original)
+    assert load(model, weights, 7, load_config=8) == "loaded"
+    assert seen == [((model, weights, 7), {"load_config": 8})]
+    assert seen[0][0][1] is weights
+
+
+@pytest.mark.parametrize(
+    ("name", "location", "looked_at"),
+    [
+        ("model.safetensors", "cpu", [("/models/model.safetensors", True)]),
+        ("model.safetensors", "meta", [("/models/model.safetensors", False)]),
+        ("model.bin", "cpu", []),
+    ],
+)
+def test_only_shards_that_are_mapped_are_looked_at_first(
+    name: str, location: str, looked_at: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        pretrained, "read_starts", lambda path, *, tensors: seen.append((path, tensors))
+    )
+    read = pretrained.wrap_read(lambda *arguments, **keywords: (arguments, keywords))
+    answer = read(Path("/models") / name, location, weights_only=True)
+    assert answer == ((Path("/models") / name, location), {"weights_only": True})
+    assert seen == looked_at
+
+
+def test_pages_go_in_steps_and_hooks_go_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6)))
+    weights = {name: torch.randn(64, 64) for name in model.state_dict()}
+    safetensors_torch.save_file(weights, tmp_path / "model.safetensors")
+    mapped = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    monkeypatch.setattr(pretrained, "FLUSH_BYTES", 2 * 64 * 64 * 4)
+    monkeypatch.setattr(pretrained, "swapper_of", lambda parameter: object())
+    drops: list[int] = []
+    drop = MappedFiles.drop
+
+    def counted(files: MappedFiles) -> None:
+        drops.append(len(files.mappings))
+        drop(files)
+
+    monkeypatch.setattr(MappedFiles, "drop", counted)
+    pretrained.wrap_load(lambda module, state: module.load_state_dict(state))(model, mapped)
+    assert len(drops) == 3  # before the third layer, the fifth, and at the end
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
+    assert not any(module._load_state_dict_pre_hooks for module in model.modules())

@@ -1,0 +1,392 @@
+"""What a store leaves behind, and what it does where the system refuses things."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.nvme_memory import uring_refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELUDE = """
+import os, signal, sys
+from pathlib import Path
+from tests.support.nvme_memory import open_store, read, write
+from memascend.errors import *
+directory = Path(sys.argv[1])
+"""
+
+
+def start(
+    directory: Path, script: str, *more: str, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    search_path = {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(directory), *more],
+        stdin=subprocess.PIPE,
+        env=os.environ | search_path | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(directory: Path, script: str) -> str:
+    process = start(directory, script)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return output
+
+
+def free_bytes(directory: Path) -> int:
+    state = os.statvfs(directory)
+    return state.f_bfree * state.f_frsize
+
+
+def wait_for_free_bytes(directory: Path, wanted: int) -> int:
+    """Others use the disk, too: the space has to be back within their noise."""
+    deadline = time.monotonic() + 10
+    while free_bytes(directory) < wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return free_bytes(directory)
+
+
+RESERVE = """
+store = open_store(directory, ENGINE, grow_bytes=2 << 30)
+write(store, "k", bytes(1 << 20)).wait()
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+@pytest.mark.parametrize("end", ["close", "return", "exception", "SIGTERM", "SIGKILL"])
+def test_nothing_is_left_however_the_process_ends(tmp_path, engine, end):
+    endings = {
+        "close": "store.close(); print(os.listdir(directory))",
+        "return": "pass",
+        "exception": "raise RuntimeError('on purpose')",
+    }
+    before = free_bytes(tmp_path)
+    script = RESERVE.replace("ENGINE", repr(engine)) + endings.get(end, "signal.pause()")
+    process = start(tmp_path, script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if end.startswith("SIG"):
+        assert free_bytes(tmp_path) < before - (1 << 30)
+        process.send_signal(getattr(signal, end))
+    output, errors = process.communicate(timeout=60)
+    expected = {"exception": 1, "SIGTERM": -signal.SIGTERM, "SIGKILL": -signal.SIGKILL}
+    assert process.returncode == expected.get(end, 0), errors
+    assert output in ("", "[]\n")
+    assert os.listdir(tmp_path) == []
+    assert wait_for_free_bytes(tmp_path, before - (1 << 30)) > before - (1 << 30)
+
+
+def test_closing_gives_the_space_back_at_once(tmp_path):
+    output = run(
+        tmp_path,
+        """
+        def free():
+            state = os.statvfs(directory)
+            return state.f_bfree * state.f_frsize
+        before = free()
+        store = open_store(directory, "auto", grow_bytes=2 << 30)
+        store.reserve(key="k", nbytes=1)
+        taken = before - free()
+        store.close()
+        print(taken > 1 << 30, before - free() < 1 << 30)
+        """,
+    )
+    assert output == "True True\n"
+
+
+def test_a_limit_on_file_sizes_is_found_when_space_is_reserved(tmp_path):
+    output = run(
+        tmp_path,
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        store = open_store(directory, "auto")
+        store.reserve(key="fits", nbytes=600 << 10)
+        try:
+            store.reserve(key="big", nbytes=600 << 10)
+        except StoreFullError as error:
+            print(error.strerror.splitlines()[0].split(": ")[-1])
+        """,
+    )
+    assert output == "needed 614400 bytes, available 434176 bytes\n"
+
+
+# A seccomp filter, as container runtimes install one. A row: code, jump if true, if false, value.
+FILTER = """
+import ctypes, errno, struct
+def install(rows):
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    class Program(ctypes.Structure):
+        _fields_ = [("count", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+    program = Program(len(rows), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP
+LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
+NUMBER, THIRD_ARGUMENT = 0, 32  # where they are in struct seccomp_data
+"""
+DENY_URING = (
+    FILTER
+    + """
+IO_URING_SETUP = 425
+install([
+    (LOAD, 0, 0, NUMBER), (EQUAL, 0, 1, IO_URING_SETUP),
+    (RETURN, 0, 0, FAIL_WITH | errno.EPERM), (RETURN, 0, 0, ALLOW)])
+"""
+)
+DENY_TMPFILE = (
+    FILTER
+    + """
+OPENAT, TMPFILE_BIT = 257, 0o20000000
+install([
+    (LOAD, 0, 0, NUMBER), (EQUAL, 0, 3, OPENAT), (LOAD, 0, 0, THIRD_ARGUMENT),
+    (ANY_BIT, 0, 1, TMPFILE_BIT), (RETURN, 0, 0, FAIL_WITH | errno.EOPNOTSUPP),
+    (RETURN, 0, 0, ALLOW)])
+"""
+)
+on_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64 call numbers")
+
+
+@on_x86_64
+def test_auto_takes_threads_where_io_uring_is_forbidden_and_says_why(tmp_path):
+    output = run(
+        tmp_path,
+        DENY_URING
+        + """
+store = open_store(directory, "auto")
+write(store, "k", b"abc").wait()
+print(store.engine_name, "|", store.engine_reason, "|", read(store, "k", 3))
+""",
+    )
+    name, reason, content = output.strip().split(" | ")
+    assert name == "threads"
+    assert reason.endswith("Operation not permitted (seccomp or kernel.io_uring_disabled)")
+    assert reason.startswith("io_uring_setup")
+    assert content == "b'abc'"
+
+
+@on_x86_64
+def test_uring_asked_for_by_name_fails_clearly_where_it_is_forbidden(tmp_path):
+    output = run(
+        tmp_path,
+        DENY_URING
+        + """
+try:
+    open_store(directory, "uring")
+except EngineUnavailableError as error:
+    print(error.errno, error.strerror)
+""",
+    )
+    lines = output.splitlines()
+    assert lines[0].startswith(
+        f'1 engine "uring" cannot run in {tmp_path} (queue_depth=64): io_uring'
+    )
+    assert lines[1].startswith("likely cause: a container's seccomp profile")
+    assert lines[2].startswith("fix: --security-opt seccomp=unconfined")
+
+
+@on_x86_64
+def test_a_file_system_without_nameless_files_is_left_empty_all_the_same(tmp_path):
+    output = run(
+        tmp_path,
+        DENY_TMPFILE
+        + """
+try:
+    os.open(directory, os.O_TMPFILE | os.O_RDWR)
+except OSError as error:
+    print(error.errno == errno.EOPNOTSUPP)
+store = open_store(directory, "auto")
+print(store.direct, os.listdir(directory))
+write(store, "k", b"abc").wait()
+print(read(store, "k", 3))
+""",
+    )
+    assert output == "True\nTrue []\nb'abc'\n"
+
+
+def test_a_forked_child_can_neither_use_nor_harm_the_store(tmp_path):
+    output = run(
+        tmp_path,
+        """
+        store = open_store(directory, "auto")
+        write(store, "k", b"abc").wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                store.contains(key="k")
+            except ValueError as error:
+                print("belongs to the process" in str(error), flush=True)
+            store.close()
+            del store
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print(read(store, "k", 3))
+        """,
+    )
+    assert output == "True\nb'abc'\n"
+
+
+def test_a_file_system_without_direct_io_is_used_buffered():
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        pytest.skip("needs a writable tmpfs at /dev/shm")
+    output = run(
+        shared,
+        """
+        store = open_store(directory, "auto")
+        content = os.urandom(300_001)
+        write(store, "k", content, shift=1).wait()
+        print(read(store, "k", 300_001, shift=5) == content)
+        """,
+    )
+    assert output == "True\n"
+
+
+# Time of day that jumps by up to a year, forward and back, whenever somebody asks.
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+static time_t jump(void) { return rand() % 63072000 - 31536000; }
+int clock_gettime(clockid_t clock, struct timespec* now) {
+  static int (*real)(clockid_t, struct timespec*);
+  if (!real) real = (int (*)(clockid_t, struct timespec*))dlsym(RTLD_NEXT, "clock_gettime");
+  int result = real(clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec += jump();
+  return result;
+}
+int gettimeofday(struct timeval* now, void* zone) {
+  struct timespec value;
+  clock_gettime(CLOCK_REALTIME, &value);
+  now->tv_sec = value.tv_sec;
+  now->tv_usec = value.tv_nsec / 1000;
+  return 0;
+}
+"""
+
+
+@pytest.fixture
+def jumping_clock(tmp_path):
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "clock.c").write_text(CLOCK)
+    library = tmp_path / "clock.so"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True
+    )
+    return {"LD_PRELOAD": str(library)}
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads", "memory"])
+def test_a_clock_that_jumps_neither_ends_a_wait_nor_prolongs_it(tmp_path, jumping_clock, engine):
+    """Waits, pauses and the watchdog go by a clock that never does."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    script = """
+    import time
+    from memascend import _core
+    times = [time.time() for _ in range(10)]
+    print(max(times) - min(times) > 86_400)
+    faults = _core.MemoryFaults(seed=3, eio=0.3, delay=0.3)
+    more = {"faults": faults, "eio_retries": 20} if ENGINE == "memory" else {}
+    began = time.monotonic()
+    store = open_store(directory, ENGINE, watchdog_seconds=5, eio_pause_seconds=0.01, **more)
+    content = os.urandom(1 << 20)
+    for turn in range(20):
+        write(store, "k", content).wait()
+        assert read(store, "k", 1 << 20) == content
+    print(store.stats()["stalls"], time.monotonic() - began < 30)
+    """.replace("ENGINE", repr(engine))
+    process = start(drive, script, environment=jumping_clock)
+    output, errors = process.communicate(timeout=60)
+    assert output == "True\n0 True\n", errors
+
+
+def test_a_directory_removed_under_a_run_is_not_missed_by_it(tmp_path):
+    output = run(
+        tmp_path,
+        """
+        folder = directory / "gone"
+        folder.mkdir()
+        store = open_store(folder, "auto", grow_bytes=1 << 20)
+        write(store, "k", b"abc").wait()
+        folder.rmdir()
+        write(store, "more", bytes(4 << 20)).wait()
+        print(read(store, "k", 3), read(store, "more", 4 << 20) == bytes(4 << 20))
+        store.close()
+        try:
+            open_store(folder, "auto")
+        except FileNotFoundError as error:
+            print(error.strerror)
+        """,
+    )
+    first, second = output.splitlines()
+    assert first == "b'abc' True"
+    assert second.startswith(f"open an anonymous file in {tmp_path}/gone: No such file")
+
+
+def test_two_processes_on_one_directory_do_not_see_each_other(tmp_path):
+    script = """
+    content = os.urandom(1 << 20)
+    store = open_store(directory, "auto")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for turn in range(50):
+        write(store, f"k{turn % 5}", content).wait()
+        assert read(store, f"k{turn % 5}", 1 << 20) == content
+    print(len(store.keys()))
+    """
+    processes = [start(tmp_path, script) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        output, errors = process.communicate(timeout=60)
+        assert output == "5\n", errors
+
+
+def test_memory_that_may_not_be_locked_is_used_unregistered():
+    if uring_refusal():
+        pytest.skip(f"needs io_uring: {uring_refusal()}")
+    output = run(
+        Path(tempfile.gettempdir()),
+        """
+        import resource
+        from tests.support.nvme_memory import PageMemory
+        if os.geteuid() == 0:  # root may lock without limit
+            os.setgid(65534)
+            os.setuid(65534)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+        store = open_store(directory, "uring")
+        memory = PageMemory(8 << 20)
+        print(store.register_buffer(address=memory.address, nbytes=memory.nbytes))
+        print("RLIMIT_MEMLOCK" in store.engine_description)
+        ticket = store.write(key="k", address=memory.address, nbytes=memory.nbytes)
+        ticket.wait()
+        """,
+    )
+    assert output == "False\nTrue\n"

@@ -1,0 +1,133 @@
+"""The face that training sees: tensors by key."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import stat
+import weakref
+
+import pytest
+import torch
+
+from memascend.errors import EngineUnavailableError, StoreError
+from memascend.nvme.store import MemoryFaults, TensorStore
+from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
+
+
+@pytest.fixture
+def store(tmp_path):
+    with TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 300_007])
+def test_a_tensor_comes_back_bit_by_bit(store, dtype, numel):
+    source = torch.randint(0, 255, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    store.write(key="w", source=source).wait()
+    target = torch.zeros(numel, dtype=dtype)
+    store.read(key="w", target=target).wait()
+    assert torch.equal(source.view(torch.uint8), target.view(torch.uint8))
+
+
+def test_a_slice_of_a_key_is_written_and_read_at_its_offset(store):
+    store.write(key="w", source=torch.zeros(1000)).wait()
+    store.write(key="w", source=torch.ones(10), offset_bytes=400).wait()
+    target = torch.empty(30)
+    store.read(key="w", target=target, offset_bytes=360).wait()
+    assert target.tolist() == [0.0] * 10 + [1.0] * 10 + [0.0] * 10
+
+
+def test_a_tensor_that_is_not_contiguous_is_refused(store):
+    with pytest.raises(ValueError, match=r"contiguous CPU tensors, got shape \(3, 4\)"):
+        store.write(key="w", source=torch.zeros(4, 3).t())
+
+
+def test_a_tensor_elsewhere_is_refused(store):
+    with pytest.raises(ValueError, match="on meta"):
+        store.read(key="w", target=torch.empty(4, device="meta"))
+
+
+def test_the_tensor_and_what_it_lies_in_are_kept_until_the_io_is_over():
+    faults = MemoryFaults()
+    store = TensorStore(
+        volumes=["(memory)"], bounce=PageMemory(BOUNCE_BYTES), engine="memory", faults=faults
+    )
+    faults.paused = True
+    tensor, lease = torch.ones(1000), PageMemory(1)
+    alive = (weakref.ref(tensor), weakref.ref(lease))
+    ticket = store.write(key="w", source=tensor, hold=lease)
+    del tensor, lease
+    gc.collect()
+    assert all(reference() is not None for reference in alive)
+    faults.paused = False
+    store.wait(ticket)
+    gc.collect()
+    assert all(reference() is None for reference in alive)
+
+
+def test_waiting_for_several_tickets_ends_all_before_the_first_error():
+    store = TensorStore(
+        volumes=["(memory)"],
+        bounce=PageMemory(BOUNCE_BYTES),
+        engine="memory",
+        faults=MemoryFaults(seed=3, eio=0.5),
+        eio_retries=0,
+    )
+    tickets = [store.write(key=f"k{n}", source=torch.zeros(4096)) for n in range(20)]
+    with pytest.raises(StoreError, match="cannot write"):
+        store.wait(tickets)
+    assert all(ticket.done() for ticket in tickets)
+
+
+def test_one_line_says_what_was_obtained(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "memascend.nvme.store"):
+        TensorStore(
+            volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES), engine="threads", threads=3
+        ).close()
+    (line,) = caplog.messages
+    assert line.startswith("nvme: engine threads (asked for; pread and pwrite by 3 threads")
+    assert str(tmp_path) in line
+
+
+def test_missing_directories_are_made_for_their_owner_only(tmp_path):
+    directory = tmp_path / "a" / "b"
+    TensorStore(volumes=[directory], bounce=PageMemory(BOUNCE_BYTES)).close()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert os.listdir(directory) == []
+
+
+def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot use the store's directory") as caught:
+        TensorStore(volumes=[tmp_path / "file"], bounce=PageMemory(BOUNCE_BYTES))
+    assert caught.value.volume == str(tmp_path / "file")
+    assert "fix: name a writable directory" in str(caught.value)
+
+
+def test_a_file_system_that_takes_no_files_is_a_clear_error():
+    with pytest.raises(StoreError, match="cannot use the store's directory /proc"):
+        TensorStore(volumes=["/proc"], bounce=PageMemory(BOUNCE_BYTES))
+
+
+def test_an_engine_that_cannot_run_is_not_called_a_directory_error(tmp_path):
+    with pytest.raises(EngineUnavailableError, match="no polled queues"):
+        TensorStore(
+            volumes=["/dev/shm"], bounce=PageMemory(BOUNCE_BYTES), engine="uring", iopoll=True
+        )
+
+
+def test_bounce_memory_that_is_too_small_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="bounce buffers need at least"):
+        TensorStore(volumes=[tmp_path], bounce=PageMemory(100))
+
+
+def test_a_store_that_nobody_holds_is_closed(tmp_path):
+    store = TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES))
+    core = store.core
+    del store
+    gc.collect()
+    with pytest.raises(ValueError, match="closed"):
+        core.keys()

@@ -1,0 +1,217 @@
+"""The plan: its arithmetic, what lies on the drive and what moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.base.units import GIB, MIB
+from memascend.errors import ConfigError
+from memascend.plan.derive import PlanRequest, derive
+from memascend.plan.shapes import builtin
+from tests.support.plan_models import decoder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# -- defaults --------------------------------------------------------------------------------------
+
+
+def test_the_defaults_of_an_8b_model() -> None:
+    plan = derive(builtin("Llama-3.1-8B"), request=PlanRequest())
+    largest = 14336 * 4096 * 2
+    layer = (3 * 14336 * 4096 + 2 * 4096 * 4096 + 2 * 1024 * 4096) * 2 + 2 * 8192
+    tile = 8 << 20
+    assert dict(plan.host) == {
+        "bounce buffers": 4 * MIB,
+        "staging slots": 4 * 16 * MIB,
+        "optimizer tiles": 3 * tile * (4 + 8 + 2 + 2),
+        "optimizer scratch": 4 * tile,
+        "parameter slots": 2 * largest + layer + largest,
+        "resident cache": 0,
+    }
+    assert plan.prefetch_bytes == 2 * largest
+    assert plan.slot_bytes_max == largest
+    assert (plan.tile_bytes, plan.tile_count, plan.is_tiled) == (32 * MIB, 3, True)
+    assert plan.not_ours == {}
+    assert plan.initialization_bytes == plan.step_bytes == plan.host_bytes
+
+
+def test_a_70b_model_takes_at_most_5_gib() -> None:
+    assert derive(builtin("Llama-3.1-70B"), request=PlanRequest()).host_bytes <= 5 * GIB
+
+
+def test_the_embedding_does_not_count() -> None:
+    small = derive(decoder(vocabulary=80_000), request=PlanRequest())
+    large = derive(decoder(vocabulary=800_000), request=PlanRequest())
+    assert small.host["parameter slots"] == large.host["parameter slots"]
+    assert large.slot_bytes_max == 512 * 512 * 2
+
+
+def test_fused_experts_go_in_chunks() -> None:
+    plan = derive(builtin("Mixtral-8x7B"), request=PlanRequest())
+    assert plan.slot_bytes_max == 4096 * 4096 * 2
+    assert plan.host_bytes < GIB
+
+
+@pytest.mark.parametrize(
+    ("changes", "element_bytes"),
+    [
+        ({}, 16),
+        ({"accumulation_itemsize": 4}, 18),
+        ({"precision": "fp32"}, 16),
+        ({"optimizer": "Lion"}, 16),
+        ({"optimizer": "Adagrad"}, 12),
+        ({"optimizer": "SGD"}, 8),
+        ({"optimizer": "SGD", "state_count": 1}, 12),
+    ],
+)
+def test_a_tile_has_master_states_gradient_and_16_bit_result(
+    changes: dict[str, Any], element_bytes: int
+) -> None:
+    plan = derive(decoder(), request=PlanRequest(**changes))
+    assert plan.host["optimizer tiles"] == 3 * plan.tile_numel * element_bytes
+
+
+def test_a_tile_is_never_larger_than_the_largest_sub_group() -> None:
+    shapes = decoder(layers=3, hidden=64, vocabulary=100)
+    plan = derive(shapes, request=PlanRequest(has_decay_groups=False))
+    assert shapes.numel <= plan.tile_numel < shapes.numel + 4096
+    assert plan.tile_numel % 4096 == 0
+
+
+@pytest.mark.parametrize("optimizer", ["Lamb", "SomethingNew"])
+def test_an_optimizer_that_looks_at_whole_tensors_takes_whole_sub_groups(optimizer: str) -> None:
+    plan = derive(builtin("Llama-3.1-8B"), request=PlanRequest(optimizer=optimizer))
+    assert (plan.tile_numel, plan.tile_count, plan.is_tiled) == (1_048_576_000, 1, False)
+
+
+def test_ranks_share_parameters_and_tiles_stay() -> None:
+    one, two = (derive(builtin("Qwen2.5-7B"), request=PlanRequest(world=w)) for w in (1, 2))
+    assert two.drive_bytes * 2 == pytest.approx(one.drive_bytes, rel=1e-6)
+    assert two.slot_bytes_max * 2 == one.slot_bytes_max
+    assert two.tile_numel == one.tile_numel
+
+
+def test_nothing_on_a_drive_is_an_error() -> None:
+    request = PlanRequest(parameters_device="cpu", optimizer_device="none")
+    with pytest.raises(ConfigError, match="nothing is on a drive"):
+        derive(decoder(), request=request)
+
+
+def test_what_is_on_the_cpu_is_named_as_not_ours() -> None:
+    request = PlanRequest(optimizer_device="cpu")
+    plan = derive(decoder(), request=request)
+    assert (plan.tile_numel, plan.host["optimizer tiles"]) == (0, 0)
+    assert plan.not_ours == {
+        "DeepSpeed: optimizer and gradients on the CPU": decoder().numel * (4 + 8 + 4 + 2)
+    }
+
+
+# -- drive and traffic -----------------------------------------------------------------------------
+
+
+def test_the_drive_holds_parameters_master_weights_states_and_gradients() -> None:
+    numel = decoder().numel
+    plan = derive(decoder(), request=PlanRequest())
+    expected = {
+        "parameters": 2 * numel,
+        "gradients": 2 * numel,
+        "master weights": 4 * numel,
+        "optimizer state": 8 * numel,
+    }
+    assert plan.drive == expected
+    accumulating = derive(decoder(), request=PlanRequest(gradient_accumulation_steps=3))
+    assert accumulating.drive == expected | {"gradients": 2 * 2 * numel}
+
+
+def test_a_step_reads_and_writes_what_each_stream_needs() -> None:
+    numel = decoder().numel
+    plan = derive(decoder(), request=PlanRequest(gradient_accumulation_steps=3))
+    states = {"master weights": 4 * numel, "optimizer state": 8 * numel}
+    gradients = {"gradients": 3 * 2 * numel}
+    assert plan.read_bytes == {"parameters": 3 * 3 * 2 * numel} | gradients | states
+    assert plan.written_bytes == {"parameters": 2 * numel} | gradients | states
+    assert plan.passes_read_bytes == (3 * 3 * 2 + 2 * 2) * numel
+    assert plan.passes_written_bytes == 3 * 2 * numel
+
+
+def test_without_recomputing_parameters_are_read_twice() -> None:
+    plan = derive(decoder(), request=PlanRequest(is_checkpointing=False))
+    assert plan.read_bytes["parameters"] == 2 * 2 * decoder().numel
+
+
+def test_frozen_tensors_are_only_read() -> None:
+    shapes = decoder(frozen=True)
+    learning = sum(tensor.numel for tensor in shapes.trainable)
+    plan = derive(shapes, request=PlanRequest())
+    assert plan.drive["parameters"] == 2 * shapes.numel
+    assert plan.read_bytes["parameters"] == 3 * 2 * shapes.numel
+    assert plan.written_bytes["parameters"] == 2 * learning
+    assert plan.drive["optimizer state"] == 8 * learning
+    assert plan.written_bytes["gradients"] == 2 * learning
+
+
+def test_the_floor_adds_the_passes_and_the_optimizer() -> None:
+    plan = derive(decoder(), request=PlanRequest())
+    numel = decoder().numel
+    passes = max(6 * numel / 2, 2 * numel / 1)
+    optimizer = max(14 * numel / 2, 14 * numel / 1)
+    floor = plan.step_seconds(read_gb_s=2, write_gb_s=1)
+    assert floor == pytest.approx((passes + optimizer) / 1e9)
+    assert plan.step_seconds(read_gb_s=2, write_gb_s=1, ranks=4) == pytest.approx(4 * floor)
+    with pytest.raises(ConfigError, match="above 0"):
+        plan.step_seconds(read_gb_s=0, write_gb_s=1)
+
+
+# -- as a value ------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_a_plain_frozen_value() -> None:
+    plan = derive(decoder(), request=PlanRequest())
+    assert json.loads(json.dumps(dataclasses.asdict(plan)))["host"] == plan.host
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.tile_numel = 1  # type: ignore[misc]
+
+
+def test_the_plan_needs_neither_torch_nor_deepspeed() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['deepspeed'] = sys.modules['transformers'] = None\n"
+        "from memascend.plan.derive import PlanRequest, derive\n"
+        "from memascend.plan.shapes import builtin\n"
+        "print(derive(builtin('Qwen2.5-7B'), request=PlanRequest()).host_bytes)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > GIB
+
+
+def test_parameters_that_the_user_keeps_in_memory_are_counted() -> None:
+    config: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "max_in_cpu": 1e9},
+            "offload_optimizer": {"device": "nvme"},
+        },
+    }
+    shapes = builtin("Llama-3.1-8B")
+    request = PlanRequest.from_deepspeed(config)
+    without = derive(shapes, request=dataclasses.replace(request, max_in_cpu=0))
+    plan = derive(shapes, request=request)
+    assert plan.host["parameters in cpu"] == 2 * 10**9
+    assert plan.host_bytes == without.host_bytes + 2 * 10**9
+    small = decoder(vocabulary=80_000)
+    assert derive(small, request=request).host["parameters in cpu"] == 2 * small.numel
+    # Under a limit the plan decides what stays in memory.
+    config["memascend"] = {"host_memory_limit": "4GiB"}
+    assert PlanRequest.from_deepspeed(config).max_in_cpu == 0

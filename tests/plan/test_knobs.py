@@ -1,0 +1,191 @@
+"""Plans under a limit: the smallest one to the byte, what shrinks first, and what is kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memascend.base.units import GIB, KIB, MIB
+from memascend.plan.derive import LimitTooSmallError, Plan, PlanRequest, derive
+from memascend.plan.shapes import ModelShapes, builtin
+from tests.support.plan_models import decoder
+
+COMPONENTS = [
+    "bounce buffers",
+    "staging slots",
+    "optimizer tiles",
+    "optimizer scratch",
+    "parameter slots",
+    "resident cache",
+]
+
+
+shapes_of = st.builds(
+    decoder,
+    layers=st.integers(1, 6),
+    hidden=st.integers(1, 900),
+    vocabulary=st.integers(1, 9000),
+    frozen=st.booleans(),
+)
+requests = st.builds(
+    PlanRequest,
+    world=st.integers(1, 9),
+    gradient_accumulation_steps=st.integers(1, 3),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
+    accumulation_itemsize=st.sampled_from([None, 4]),
+    optimizer=st.sampled_from(["AdamW", "Lion", "SGD", "Lamb", "Unheard"]),
+    sub_group_size=st.integers(0, 10**7),
+    has_decay_groups=st.booleans(),
+    optimizer_device=st.sampled_from(["nvme", "nvme", "cpu"]),
+    is_checkpointing=st.booleans(),
+    tile_bytes=st.sampled_from([None, None, 64 * KIB, 100_000, MIB]),
+    prefetch_bytes=st.sampled_from([None, None, 0, 12345, MIB]),
+)
+
+
+def minimum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
+    with pytest.raises(LimitTooSmallError) as caught:
+        derive(shapes, request=request, limit_bytes=0)
+    return caught.value.minimum_bytes
+
+
+@given(shapes=shapes_of, request=requests)
+@settings(deadline=None, max_examples=150)
+def test_the_smallest_limit_works_and_one_byte_less_does_not(
+    shapes: ModelShapes, request: PlanRequest
+) -> None:
+    least = minimum_bytes(shapes, request)
+    plan = derive(shapes, request=request, limit_bytes=least)
+    assert plan.host_bytes == least
+    with pytest.raises(LimitTooSmallError):
+        derive(shapes, request=request, limit_bytes=least - 1)
+
+
+@given(shapes=shapes_of, request=requests, data=st.data())
+@settings(deadline=None, max_examples=300)
+def test_every_plan_keeps_its_limit_and_its_own_rules(
+    shapes: ModelShapes, request: PlanRequest, data: st.DataObject
+) -> None:
+    default = derive(shapes, request=request)
+    least = minimum_bytes(shapes, request)
+    limit = data.draw(st.integers(least, 2 * default.host_bytes + 32 * shapes.numel))
+    plan = derive(shapes, request=request, limit_bytes=limit)
+    assert plan.host_bytes <= limit
+    for either in (default, plan):
+        check_rules(either)
+    if limit >= default.host_bytes:
+        assert plan.host | {"resident cache": 0} == default.host
+        stays = sum(plan.resident.values())
+        full = stays == sum(default.drive.values()) - copies_of_gradients(default)
+        assert full or plan.host_bytes > limit - 4 * KIB
+    else:
+        assert plan.host["resident cache"] == 0
+        assert all(plan.host[name] <= default.host[name] for name in COMPONENTS)
+
+
+def copies_of_gradients(plan: Plan) -> int:
+    steps = plan.request.gradient_accumulation_steps
+    return plan.drive["gradients"] // 2 if steps > 1 else 0
+
+
+def check_rules(plan: Plan) -> None:
+    assert list(plan.host) == COMPONENTS
+    assert all(nbytes % (4 * KIB) == 0 for nbytes in plan.host.values())
+    assert plan.tile_numel % 4096 == 0
+    assert 2 <= plan.staging_slot_count <= 4
+    assert 256 * KIB <= plan.staging_slot_bytes <= 16 * MIB
+    assert plan.parameter_slots_bytes >= 4 * MIB
+    assert 0 < plan.slot_bytes_max <= plan.parameter_slots_bytes // 4
+    assert plan.slot_bytes_max % (4 * KIB) == 0
+    assert plan.prefetch_bytes <= plan.parameter_slots_bytes
+    for stream, nbytes in plan.drive.items():
+        assert min(nbytes, plan.read_bytes[stream], plan.written_bytes[stream]) >= 0
+    assert plan.passes_read_bytes <= sum(plan.read_bytes.values())
+
+
+@given(shapes=shapes_of, request=requests, more=st.integers(0, 100 * MIB))
+@settings(deadline=None, max_examples=100)
+def test_a_higher_limit_never_moves_more_bytes(
+    shapes: ModelShapes, request: PlanRequest, more: int
+) -> None:
+    least = minimum_bytes(shapes, request)
+    low, high = (derive(shapes, request=request, limit_bytes=n) for n in (least, least + more))
+    assert sum(high.read_bytes.values()) <= sum(low.read_bytes.values())
+    assert sum(high.written_bytes.values()) <= sum(low.written_bytes.values())
+
+
+def test_what_shrinks_and_in_which_order() -> None:
+    shapes, request = builtin("Llama-3.1-8B"), PlanRequest()
+    default = derive(shapes, request=request)
+    changed = []
+    limit = default.host_bytes
+    while True:
+        try:
+            plan = derive(shapes, request=request, limit_bytes=limit)
+        except LimitTooSmallError:
+            break
+        for knob in ("prefetch_bytes", "tile_numel", "staging_slot_bytes", "slot_bytes_max"):
+            if getattr(plan, knob) < getattr(default, knob) and knob not in changed:
+                changed.append(knob)
+        limit -= 4 * MIB
+    assert changed == ["prefetch_bytes", "tile_numel", "staging_slot_bytes", "slot_bytes_max"]
+
+
+def test_at_the_minimum_slots_are_1_mib_and_tiles_16_ki_elements() -> None:
+    shapes, request = builtin("Llama-3.1-8B"), PlanRequest()
+    plan = derive(shapes, request=request, limit_bytes=minimum_bytes(shapes, request))
+    assert plan.tile_numel == 16 << 10
+    assert (plan.staging_slot_count, plan.staging_slot_bytes) == (2, 256 * KIB)
+    assert (plan.parameter_slots_bytes, plan.slot_bytes_max) == (4 * MIB, MIB)
+    assert plan.host_bytes < 10 * MIB
+
+
+def test_fixed_knobs_do_not_shrink() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    request = PlanRequest(tile_bytes=MIB, prefetch_bytes=3 * MIB)
+    plan = derive(shapes, request=request, limit_bytes=minimum_bytes(shapes, request))
+    assert (plan.tile_bytes, plan.prefetch_bytes) == (MIB, 3 * MIB)
+
+
+def test_the_cache_takes_parameters_first_and_gradients_when_accumulating() -> None:
+    shapes = decoder()
+    default = derive(shapes, request=PlanRequest())
+    limit = default.host_bytes + 3 * MIB
+    assert derive(shapes, request=PlanRequest(), limit_bytes=limit).resident == {
+        "parameters": 3 * MIB,
+        "gradients": 0,
+        "master weights": 0,
+        "optimizer state": 0,
+    }
+    accumulating = PlanRequest(gradient_accumulation_steps=2)
+    plan = derive(shapes, request=accumulating, limit_bytes=limit)
+    assert plan.resident["gradients"] == 3 * MIB
+    # Two places for each; what a sum in memory displaces is on the drive.
+    assert plan.drive["gradients"] == 2 * 2 * shapes.numel - 3 * MIB
+    assert plan.written_bytes["gradients"] == 2 * (2 * shapes.numel - 3 * MIB) + 3 * MIB
+
+
+def test_with_room_for_everything_the_drive_is_idle() -> None:
+    plan = derive(decoder(), request=PlanRequest(), limit_bytes=100 * GIB)
+    assert plan.drive_bytes == 0
+    assert plan.step_seconds(read_gb_s=1, write_gb_s=1) == 0
+    assert plan.host["resident cache"] < 16 * decoder().numel + 16 * KIB
+
+
+def test_a_limit_too_small_says_what_is_needed_and_which_knob_costs_what() -> None:
+    request = PlanRequest(tile_bytes=MIB, prefetch_bytes=5 * MIB)
+    with pytest.raises(LimitTooSmallError) as caught:
+        derive(builtin("Llama-3.1-8B"), request=request, limit_bytes=MIB)
+    error = caught.value
+    assert error.minimum_bytes == sum(error.needed.values())
+    for part in (
+        "1048576 bytes (1.00 MiB)",
+        f"at least {error.minimum_bytes} bytes",
+        "optimizer tiles      12.00 MiB",
+        "streaming.optimizer.tile_bytes=1048576 costs 13.00 MiB",
+        "buffer_pool.prefetch_bytes=5242880 costs 5.00 MiB",
+    ):
+        assert part in str(error)
+    with pytest.raises(LimitTooSmallError, match=r"Lamb.*sub_group_size"):
+        derive(builtin("Llama-3.1-8B"), request=PlanRequest(optimizer="Lamb"), limit_bytes=MIB)

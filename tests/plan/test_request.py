@@ -1,0 +1,96 @@
+"""Requests: what is read from a DeepSpeed JSON, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.base.units import MIB
+from memascend.errors import ConfigError
+from memascend.plan.request import PlanRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_gpu_configuration_reads_as_the_defaults() -> None:
+    ds_config = json.loads((ROOT / "configs" / "nvme_gpu.json").read_text())
+    request = PlanRequest.from_deepspeed(ds_config)
+    # Besides what the file says for stock's sake, as the tutorials do.
+    expected = PlanRequest(accumulation_itemsize=2, state_count=2, max_in_cpu=10**9)
+    assert request == expected
+
+
+def nvme(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, **keys}
+
+
+def test_a_configuration_left_to_the_trainer_gets_its_defaults() -> None:
+    auto = {"enabled": "auto"}
+    request = PlanRequest.from_deepspeed(
+        nvme(bf16=auto, fp16=auto, gradient_accumulation_steps="auto", optimizer={"type": "auto"})
+    )
+    assert (request.precision, request.gradient_accumulation_steps) == ("bf16", 1)
+    assert (request.optimizer, request.states) == ("AdamW", 2)
+    assert (request.parameters_device, request.optimizer_device) == ("nvme", "none")
+
+
+def test_a_precision_that_is_on_goes_before_one_left_to_the_trainer() -> None:
+    half = nvme(bf16={"enabled": "auto"}, fp16={"enabled": True})
+    assert PlanRequest.from_deepspeed(half).precision == "fp16"
+    assert PlanRequest.from_deepspeed(nvme()).precision == "fp32"
+
+
+def test_what_a_configuration_says_is_read() -> None:
+    ds_config = nvme(
+        fp16={"enabled": True},
+        data_types={"grad_accum_dtype": "fp32"},
+        train_batch_size=64,
+        train_micro_batch_size_per_gpu=2,
+        optimizer={"type": "SGD", "params": {"momentum": 0.9}},
+        memascend={
+            "streaming": {"optimizer": {"tile_bytes": "1MiB"}},
+            "buffer_pool": {"prefetch_bytes": 7},
+        },
+    )
+    ds_config["zero_optimization"]["sub_group_size"] = 1e8
+    request = PlanRequest.from_deepspeed(ds_config, world=4)
+    assert (request.precision, request.gradient_itemsize) == ("fp16", 4)
+    assert request.gradient_accumulation_steps == 8
+    assert (request.states, request.sub_group_size) == (1, 10**8)
+    assert (request.tile_bytes, request.prefetch_bytes) == (MIB, 7)
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "message"),
+    [
+        ({}, "stage 3"),
+        ({"zero_optimization": {"stage": 2}}, "stage 3"),
+        ({"zero_optimization": True}, "JSON object"),
+        (nvme(gradient_accumulation_steps=1.5), "whole number"),
+        (nvme(memascend={"tile": 1}), "unknown key"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_an_error(
+    ds_config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PlanRequest.from_deepspeed(ds_config)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"world": 0},
+        {"gradient_accumulation_steps": 0},
+        {"precision": "int8"},
+        {"accumulation_itemsize": 8},
+        {"optimizer_device": "gpu"},
+        {"sub_group_size": -1},
+    ],
+)
+def test_an_impossible_request_is_an_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PlanRequest(**wrong)

@@ -1,0 +1,262 @@
+"""The gradient spool against the flat buffers it replaces, bit by bit.
+
+The reference is DeepSpeed's CPU offload in a few lines: one buffer of sums that micro-steps copy to
+or add to, and one fp32 buffer that finished sums are copied to and every step multiplies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memascend.errors import StoreError
+from memascend.kernels.overflow import scan
+from memascend.nvme.store import MemoryFaults, TensorStore
+from memascend.streaming.gradients import FACTOR_COUNT_MAX, GradientSpool
+from memascend.streaming.staging import StagingSlots
+from tests.support.streaming_hosts import memory_store, staging_slots
+
+GROUP = "0_9"
+
+
+def squares(value: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(scan(value, sum_squares=True).sum_squares, dtype=torch.float64)
+
+
+def open_spool(
+    *, slot_count: int = 3, faults: MemoryFaults | None = None
+) -> tuple[GradientSpool, TensorStore, StagingSlots]:
+    store = memory_store(faults)
+    slots = staging_slots(store, slot_count=slot_count)
+    return GradientSpool(store=store, slots=slots, sum_of_squares=squares), store, slots
+
+
+class FlatBuffers:
+    """What the spool must equal."""
+
+    def __init__(self, sizes: list[int], dtype: torch.dtype) -> None:
+        self.sizes = sizes
+        self.offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.sums = torch.zeros(sum(sizes), dtype=dtype)
+        self.seen = torch.zeros(sum(sizes))
+
+    def put(self, index: int, gradient: torch.Tensor, *, accumulate: bool, final: bool) -> None:
+        part = self.sums.narrow(0, self.offsets[index], gradient.numel())
+        part.add_(gradient) if accumulate else part.copy_(gradient)
+        if final:
+            self.finish(index, gradient.numel())
+
+    def finish(self, index: int, numel: int) -> None:
+        offset = self.offsets[index]
+        self.seen.narrow(0, offset, numel).copy_(self.sums.narrow(0, offset, numel))
+
+
+def seen_by_tiles(spool: GradientSpool, numel: int, tile_numel: int, dtype: torch.dtype):
+    """The gradients as the optimizer step reads them."""
+    tiles = []
+    for begin in range(0, numel, tile_numel):
+        count = min(tile_numel, numel - begin)
+        raw = torch.full((count,), 77.0, dtype=dtype)
+        gradient = raw if dtype is torch.float32 else torch.full((count,), -5.0)
+        for ticket in spool.start_read(GROUP, begin, raw):
+            ticket.wait()
+        spool.load(GROUP, begin, raw, gradient)
+        tiles.append(gradient.clone())
+    return torch.cat(tiles)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("put"), st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 999)
+        ),
+        st.tuples(st.just("step"), st.sampled_from([1.0, 0.5, 0.3, 1 / 65536])),
+        st.tuples(st.just("finish"), st.integers(0, 3)),
+        st.tuples(st.just("set"), st.integers(0, 3), st.integers(0, 999)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=4, max_size=4),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    tile_numel=st.sampled_from([4096, 8192]),
+    events=events,
+)
+def test_any_history_leaves_what_flat_buffers_would_hold(sizes, dtype, tile_numel, events) -> None:
+    spool, store, _ = open_spool()
+    flat = FlatBuffers(sizes, dtype)
+    arrived = set()
+    for event in events:
+        if event[0] == "put":
+            _, index, accumulate, final, seed = event
+            generator = torch.Generator().manual_seed(seed)
+            gradient = torch.randn(sizes[index], generator=generator).to(dtype)
+            spool.put(GROUP, flat.offsets[index], gradient, accumulate=accumulate, final=final)
+            flat.put(index, gradient, accumulate=accumulate, final=final)
+            arrived.add(index)
+        elif event[0] == "finish" and event[1] in arrived:
+            spool.finish(GROUP, flat.offsets[event[1]])
+            flat.finish(event[1], sizes[event[1]])
+        elif event[0] == "set":
+            value = torch.randn(sizes[event[1]], generator=torch.Generator().manual_seed(event[2]))
+            spool.set(GROUP, flat.offsets[event[1]], value)
+            flat.seen.narrow(0, flat.offsets[event[1]], sizes[event[1]]).copy_(value)
+        elif event[0] == "step":
+            numel = sum(sizes)
+            assert same_bits(seen_by_tiles(spool, numel, tile_numel, dtype), flat.seen)
+            spool.note_factor(GROUP, event[1], torch.float32)
+            flat.seen.mul_(event[1])
+    assert same_bits(seen_by_tiles(spool, sum(sizes), tile_numel, dtype), flat.seen)
+    whole = torch.empty(sum(sizes))
+    spool.get(GROUP, 0, whole)
+    assert same_bits(whole, flat.seen)
+    store.close()
+
+
+def test_a_shard_without_gradients_is_multiplied_by_every_step() -> None:
+    spool, _, _ = open_spool()
+    gradient = torch.randn(3000).bfloat16()
+    spool.put(GROUP, 0, gradient)
+    expected = gradient.float()
+    for step in range(3 * FACTOR_COUNT_MAX):
+        factor = 1.0 + step / 1000
+        spool.note_factor(GROUP, factor, torch.float32)
+        expected.mul_(factor)
+    assert same_bits(seen_by_tiles(spool, 3000, 4096, torch.bfloat16), expected)
+    shard = spool.find(GROUP, 0)
+    assert shard is not None
+    assert len(shard.factors) <= FACTOR_COUNT_MAX
+
+
+def test_the_sum_of_squares_is_that_of_the_latest_values() -> None:
+    spool, _, _ = open_spool()
+    first, second = torch.randn(9000).bfloat16(), torch.randn(700).bfloat16()
+    spool.put(GROUP, 0, first)
+    shard = spool.put(GROUP, 9000, second, final=False)
+    shard = spool.put(GROUP, 9000, second, accumulate=True)
+    doubled = (second + second).double()
+    assert shard.squares is not None
+    assert shard.squares.item() == pytest.approx(doubled.square().sum().item(), rel=1e-13)
+    total = first.double().square().sum() + doubled.square().sum()
+    assert spool.sum_of_squares().item() == pytest.approx(total.item(), rel=1e-13)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_bad_element_shows_until_it_is_replaced(bad: float) -> None:
+    spool, _, _ = open_spool()
+    gradient = torch.randn(9000).half()
+    spool.put(GROUP, 0, torch.where(torch.arange(9000) == 8999, bad, gradient))
+    spool.put(GROUP, 9000, gradient)
+    assert not torch.isfinite(spool.sum_of_squares())
+    spool.put(GROUP, 0, gradient)
+    assert torch.isfinite(spool.sum_of_squares())
+
+
+def test_a_gradient_may_be_overwritten_as_soon_as_it_was_put() -> None:
+    spool, _, _ = open_spool(slot_count=2)
+    gradient = torch.randn(50_000)
+    expected = gradient.clone()
+    spool.put(GROUP, 0, gradient)
+    gradient.fill_(0.0)
+    assert same_bits(seen_by_tiles(spool, 50_000, 4096, torch.float32), expected)
+
+
+class OnceRefusing:
+    """A store that fails the next write; as after any failed write, the key is broken."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self.is_armed = False
+        self.broken: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def write(self, *, key: str, **keywords: Any) -> Any:
+        if self.is_armed:
+            self.is_armed = False
+            self.broken.add(key)
+            raise StoreError(5, f"write of {key} failed")
+        return self._store.write(key=key, **keywords)
+
+    def read(self, *, key: str, **keywords: Any) -> Any:
+        if key in self.broken:
+            raise StoreError(5, f"an earlier write of {key} failed")
+        return self._store.read(key=key, **keywords)
+
+    def discard(self, *, key: str) -> bool:
+        self.broken.discard(key)
+        return self._store.discard(key=key)
+
+
+def test_a_failed_write_is_raised_and_not_read_back_as_data() -> None:
+    store: Any = OnceRefusing(memory_store(None))
+    slots = staging_slots(store, slot_count=3)
+    spool = GradientSpool(store=store, slots=slots, sum_of_squares=squares)
+    spool.put(GROUP, 0, torch.randn(50_000))
+    slots.wait_writes()
+    store.is_armed = True
+    spool.put(GROUP, 0, torch.randn(50_000))
+    with pytest.raises(StoreError, match="write of"):
+        slots.wait_writes()
+    with pytest.raises(StoreError, match="an earlier write"):
+        spool.get(GROUP, 0, torch.empty(50_000))
+    # More is added to what was lost: that is lost too.
+    with pytest.raises(StoreError, match="an earlier write"):
+        spool.put(GROUP, 0, torch.randn(50_000), accumulate=True)
+    # A new window does not need it.
+    gradient = torch.randn(50_000)
+    spool.put(GROUP, 0, gradient)
+    slots.wait_writes()
+    found = torch.empty(50_000)
+    spool.get(GROUP, 0, found)
+    assert same_bits(found, gradient)
+
+
+def test_errors_of_others_cost_no_slot() -> None:
+    """A training loop may catch a device's out-of-memory error and go on."""
+
+    def no_memory(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    spool, _, slots = open_spool(slot_count=3)
+    spool.put(GROUP, 0, torch.randn(5000))
+    for accumulate in (False, True) * 4:
+        with pytest.raises(torch.OutOfMemoryError):
+            spool.put(GROUP, 0, torch.randn(5000), accumulate=accumulate, consume=no_memory)
+    slots.resize(slot_bytes=slots.slot_bytes, slot_count=3)  # refuses while one is taken
+
+
+def test_what_was_set_over_a_stored_product_stays() -> None:
+    """The product of many factors lies where set() writes; it may be shorter than what is set."""
+    spool, _, slots = open_spool()
+    spool.put(GROUP, 0, torch.ones(900))
+    for _ in range(FACTOR_COUNT_MAX + 1):
+        spool.note_factor(GROUP, 0.5, torch.float32)
+    value = torch.randn(1000)
+    spool.set(GROUP, 0, value)
+    slots.wait_writes()
+    found = torch.empty(1000)
+    spool.get(GROUP, 0, found)
+    assert same_bits(found, value)
+
+
+def test_discarding_gives_the_space_back() -> None:
+    spool, store, _ = open_spool()
+    spool.put(GROUP, 0, torch.randn(5000), final=False)
+    spool.put(GROUP, 0, torch.randn(5000))
+    spool.set(GROUP, 0, torch.randn(5000))
+    spool.discard()
+    assert store.keys() == []

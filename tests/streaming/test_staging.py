@@ -1,0 +1,370 @@
+"""Tensors of any size through few slots: every byte arrives, on any device, whatever goes wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memascend.errors import StoreError
+from memascend.memory.allocator import HostAllocator
+from memascend.nvme.store import MemoryFaults, TensorStore
+from memascend.streaming.staging import StagingSlots
+from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+
+SLOT_BYTES = 4096
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
+
+
+def make(store: object, *, slot_count: int = 3, device: LateDevice | None = None) -> StagingSlots:
+    return StagingSlots(
+        store=store,  # type: ignore[arg-type]
+        memory=FakeMemory(),
+        slot_bytes=SLOT_BYTES,
+        slot_count=slot_count,
+        new_event=None if device is None else device.new_event,
+    )
+
+
+@pytest.fixture
+def store() -> FakeRangeStore:
+    return FakeRangeStore()
+
+
+@pytest.fixture
+def staging(store: FakeRangeStore) -> StagingSlots:
+    return make(store)
+
+
+def counted(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 200, (numel,), generator=generator).to(dtype)
+
+
+# -- whole transfers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 10_000])
+def test_what_is_written_is_read_whatever_its_size(
+    staging: StagingSlots, store: FakeRangeStore, numel: int
+) -> None:
+    source, target = counted(numel, torch.float32), torch.zeros(numel)
+    store.reserve(key="a", nbytes=source.nbytes)
+    staging.write(key="a", source=source)
+    staging.read(key="a", target=target)
+    assert torch.equal(source, target)
+    staging.wait_writes()
+
+
+def test_an_empty_tensor_is_no_transfer(staging: StagingSlots, store: FakeRangeStore) -> None:
+    staging.write(key="a", source=torch.empty(0))
+    staging.read(key="a", target=torch.empty(0))
+    staging.wait_writes()
+    assert store.tickets == []
+
+
+def test_a_source_is_cast_on_its_way(staging: StagingSlots, store: FakeRangeStore) -> None:
+    source = torch.randn(5000)
+    store.reserve(key="a", nbytes=10_000)
+    staging.write(key="a", source=source, dtype=torch.bfloat16)
+    target = torch.zeros(5000, dtype=torch.bfloat16)
+    staging.read(key="a", target=target)
+    assert torch.equal(target, source.bfloat16())
+
+
+def test_the_source_may_change_once_write_has_returned(
+    staging: StagingSlots, store: FakeRangeStore
+) -> None:
+    source = torch.ones(5000)
+    store.reserve(key="a", nbytes=source.nbytes)
+    staging.write(key="a", source=source)
+    source.zero_()
+    staging.wait_writes()
+    assert bool((store.value("a", torch.float32) == 1).all())
+
+
+def test_reads_are_under_way_while_earlier_ones_are_copied(store: FakeRangeStore) -> None:
+    staging = make(store, slot_count=4)
+    store.content["a"] = torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8)
+    staging.read(key="a", target=torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8))
+    assert store.in_flight_peak == 4
+
+
+def test_writes_of_a_key_come_before_its_read(store: FakeRangeStore) -> None:
+    device = LateDevice()
+    staging = make(store, device=device)
+    store.reserve(key="a", nbytes=400)
+    store.reserve(key="b", nbytes=400)
+    with device:
+        staging.write(key="b", source=device.tensor(torch.full((100,), 2.0)))
+        staging.write(key="a", source=device.tensor(torch.full((100,), 3.0)))
+        target = device.tensor(torch.zeros(100))
+        staging.read(key="a", target=target)
+        device.synchronize()
+    assert target.plain()[0] == 3.0
+
+
+def test_what_stays_in_the_way_of_a_read_is_not_its_writes(store: FakeRangeStore) -> None:
+    """A read needs one slot, and gets by on it while all others hold writes."""
+    staging = make(store, slot_count=3)
+    store.content["a"] = counted(5 * SLOT_BYTES, torch.uint8)
+    store.reserve(key="b", nbytes=2 * SLOT_BYTES)
+    staging.write(key="b", source=torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8))
+    target = torch.zeros(5 * SLOT_BYTES, dtype=torch.uint8)
+    staging.read(key="a", target=target)
+    assert torch.equal(target, store.content["a"])
+
+
+# -- single slots --------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_read_changed_and_written_back(
+    staging: StagingSlots, store: FakeRangeStore
+) -> None:
+    store.content["a"] = torch.arange(100.0).view(torch.uint8)
+    chunk = staging.read_chunk(key="a", numel=10, dtype=torch.float32, offset_bytes=40)
+    chunk.add_(1)
+    staging.submit("a", chunk, 40)
+    staging.wait_writes()
+    assert store.value("a", torch.float32)[9:21].tolist() == [9, *range(11, 21), 20]
+
+
+@pytest.mark.parametrize("numel", [0, -1, 1025])
+def test_a_slot_is_not_given_for_what_does_not_fit(staging: StagingSlots, numel: int) -> None:
+    for _ in range(10):  # and none is lost
+        with pytest.raises(ValueError, match=r"chunks\(\)"):
+            staging.take(numel, torch.float32)
+    staging.take(1024, torch.float32)
+
+
+def test_taking_more_than_there_is_says_so(staging: StagingSlots) -> None:
+    for _ in range(3):
+        staging.take(1, torch.float32)
+    with pytest.raises(AssertionError, match="none was given back"):
+        staging.take(1, torch.float32)
+
+
+@pytest.mark.parametrize(("slot_bytes", "slot_count"), [(0, 2), (-1, 2), (4096, 1)])
+def test_slots_that_serve_nothing_are_refused(slot_bytes: int, slot_count: int) -> None:
+    with pytest.raises(ValueError, match="slot_"):
+        StagingSlots(
+            store=FakeRangeStore(),
+            memory=FakeMemory(),
+            slot_bytes=slot_bytes,
+            slot_count=slot_count,
+        )
+
+
+def test_memory_is_taken_once(store: FakeRangeStore) -> None:
+    memory = FakeMemory()
+    StagingSlots(store=store, memory=memory, slot_bytes=8192, slot_count=3, component="c")
+    assert memory.taken == [("c", 8192)] * 3
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def all_slots_are_free(staging: StagingSlots, count: int = 3) -> bool:
+    taken = [staging.take(1, torch.uint8) for _ in range(count)]
+    for slot in taken:
+        staging.give_back(slot)
+    return len({slot.data_ptr() for slot in taken}) == count
+
+
+def test_a_failed_write_is_told_by_wait_writes_alone(
+    staging: StagingSlots, store: FakeRangeStore
+) -> None:
+    store.failing.add(("write", "a"))
+    store.reserve(key="a", nbytes=10 * SLOT_BYTES)
+    store.content["b"] = counted(10 * SLOT_BYTES, torch.uint8)
+    staging.write(key="a", source=torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8))
+    target = torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8)
+    staging.read(key="b", target=target)
+    assert torch.equal(target, store.content["b"])
+    with pytest.raises(StoreError, match="write of a failed"):
+        staging.wait_writes()
+    staging.wait_writes()
+    assert all_slots_are_free(staging)
+
+
+def test_a_write_that_cannot_be_started_is_told_once_too(staging: StagingSlots) -> None:
+    staging.write(key="never reserved", source=torch.zeros(5 * SLOT_BYTES))
+    with pytest.raises(StoreError, match="no key"):
+        staging.wait_writes()
+    staging.wait_writes()
+    assert all_slots_are_free(staging)
+
+
+def test_a_failed_read_gives_every_slot_back(staging: StagingSlots, store: FakeRangeStore) -> None:
+    store.content["a"] = torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8)
+    store.failing.add(("read", "a"))
+    with pytest.raises(StoreError, match="read of a failed"):
+        staging.read(key="a", target=torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8))
+    with pytest.raises(StoreError, match="read of a failed"):
+        staging.read_chunk(key="a", numel=1, dtype=torch.uint8, offset_bytes=0)
+    assert all(ticket.finished for ticket in store.tickets)
+    assert all_slots_are_free(staging)
+
+
+def test_a_read_that_cannot_be_started_gives_its_slot_back(staging: StagingSlots) -> None:
+    for _ in range(5):
+        with pytest.raises(StoreError, match="no key"):
+            staging.read(key="nobody", target=torch.zeros(10))
+        with pytest.raises(StoreError, match="no key"):
+            staging.read_chunk(key="nobody", numel=1, dtype=torch.uint8, offset_bytes=0)
+    assert all_slots_are_free(staging)
+
+
+def test_a_source_that_cannot_be_copied_gives_its_slot_back(staging: StagingSlots) -> None:
+    for _ in range(5):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            staging.write(key="a", source=torch.zeros(10, device="meta"))
+    assert all_slots_are_free(staging)
+
+
+# -- a device whose copies happen late -------------------------------------------------------------
+
+
+def test_a_slot_goes_to_the_drive_only_when_its_copy_has_happened(store: FakeRangeStore) -> None:
+    device = LateDevice()
+    staging = make(store, device=device)
+    store.reserve(key="a", nbytes=400)
+    with device:
+        staging.write(key="a", source=device.tensor(torch.ones(100)))
+        assert store.tickets == []
+        device.synchronize()
+        staging.wait_writes()
+    assert store.value("a", torch.float32).tolist() == [1.0] * 100
+
+
+def test_a_slot_is_read_into_again_only_when_it_was_copied_out(store: FakeRangeStore) -> None:
+    device = LateDevice()
+    staging = make(store, slot_count=2, device=device)
+    store.content["a"] = counted(9 * SLOT_BYTES, torch.uint8)
+    with device:
+        target = device.tensor(torch.zeros(9 * SLOT_BYTES, dtype=torch.uint8))
+        staging.read(key="a", target=target)
+        device.synchronize()
+    assert torch.equal(target.plain(), store.content["a"])
+
+
+Action = tuple[str, int, int, int]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(["write", "read", "chunk", "settle", "pass"]),
+            st.integers(0, 2),  # key
+            st.integers(0, 3 * SLOT_BYTES),  # offset
+            st.integers(1, 5 * SLOT_BYTES),  # elements
+        ),
+        max_size=25,
+    ),
+    dtype=st.sampled_from(DTYPES),
+    slot_count=st.integers(2, 5),
+    late=st.booleans(),
+)
+def test_any_mix_of_transfers_gives_what_program_order_gives(
+    actions: list[Action], dtype: torch.dtype, slot_count: int, late: bool
+) -> None:
+    store, device = FakeRangeStore(), LateDevice()
+    staging = make(store, slot_count=slot_count, device=device if late else None)
+    capacity = 8 * SLOT_BYTES
+    expected = {f"k{number}": torch.zeros(capacity, dtype=dtype) for number in range(3)}
+    for key, content in expected.items():
+        store.content[key] = content.view(torch.uint8).clone()
+    checks: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+    with device:
+        for seed, (kind, number, begin, length) in enumerate(actions):
+            key = f"k{number}"
+            part = slice(begin, min(begin + length, capacity))
+            count, offset_bytes = part.stop - begin, begin * dtype.itemsize
+            if kind == "write":
+                content = counted(count, dtype, seed)
+                expected[key][part] = content
+                source = device.tensor(content.clone()) if late else content
+                staging.write(key=key, source=source, offset_bytes=offset_bytes)
+            elif kind == "read":
+                target = torch.zeros(count, dtype=dtype)
+                target = device.tensor(target) if late else target
+                staging.read(key=key, target=target, offset_bytes=offset_bytes)
+                checks.append((target, expected[key][part].clone()))
+            elif kind == "chunk":
+                count = min(count, SLOT_BYTES // dtype.itemsize)
+                chunk = staging.read_chunk(
+                    key=key, numel=count, dtype=dtype, offset_bytes=offset_bytes
+                )
+                assert torch.equal(chunk, expected[key][begin : begin + count])
+                chunk.fill_(seed)
+                expected[key][begin : begin + count] = seed
+                staging.submit(key, chunk, offset_bytes)
+            elif kind == "settle":
+                staging.wait_writes()
+            else:
+                device.advance(length % 4)
+        staging.wait_writes()
+        device.synchronize()
+    for target, content in checks:
+        assert torch.equal(target.plain() if late else target, content)
+    for key, content in expected.items():
+        assert torch.equal(store.value(key, dtype), content)
+
+
+# -- the real store --------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["well", "with faults"])
+def real_store(request: pytest.FixtureRequest) -> Iterator[TensorStore]:
+    memory = HostAllocator(lock=False, huge_pages="off")
+    often = 0.3 if request.param == "with faults" else 0.0
+    with TensorStore(
+        volumes=["unused"],
+        bounce=memory.tensor(64 << 10, torch.uint8, component="bounce buffers"),
+        engine="memory",
+        chunk_bytes=64 << 10,
+        faults=MemoryFaults(seed=7, short=often, again=often, reorder=often, delay=often),
+    ) as store:
+        yield store
+
+
+def test_the_real_store_keeps_every_byte(real_store: TensorStore) -> None:
+    memory = HostAllocator(lock=False, huge_pages="off")
+    staging = StagingSlots(store=real_store, memory=memory, slot_bytes=64 << 10, slot_count=3)
+    sources = {f"k{i}": torch.randn(numel) for i, numel in enumerate((1, 3, 70_001, 200_000))}
+    for key, source in sources.items():
+        real_store.reserve(key=key, nbytes=source.nbytes)
+        staging.write(key=key, source=source)
+    for key, source in sources.items():
+        target = torch.empty_like(source)
+        staging.read(key=key, target=target)
+        assert torch.equal(source, target)
+        staging.write(key=key, source=-source[1:], offset_bytes=4)
+        staging.read(key=key, target=target)
+        assert torch.equal(target, torch.cat([source[:1], -source[1:]]))
+    staging.wait_writes()
+
+
+def test_a_broken_drive_is_told_and_no_slot_is_lost() -> None:
+    memory = HostAllocator(lock=False, huge_pages="off")
+    with TensorStore(
+        volumes=["unused"],
+        bounce=memory.tensor(64 << 10, torch.uint8, component="bounce buffers"),
+        engine="memory",
+        faults=MemoryFaults(seed=3, eio=0.2),
+        eio_retries=0,
+    ) as store:
+        staging = StagingSlots(store=store, memory=memory, slot_bytes=64 << 10, slot_count=3)
+        store.reserve(key="a", nbytes=4 << 20)
+        for _ in range(5):
+            staging.write(key="a", source=torch.zeros(4 << 20, dtype=torch.uint8))
+            with pytest.raises(StoreError):
+                staging.wait_writes()
+            with pytest.raises(StoreError):
+                staging.read(key="a", target=torch.zeros(4 << 20, dtype=torch.uint8))
+        assert all_slots_are_free(staging)

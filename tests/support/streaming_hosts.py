@@ -1,0 +1,47 @@
+"""A store in memory, staging slots and host tensors, for what streams through them."""
+
+from __future__ import annotations
+
+import torch
+
+from memascend.nvme.store import MemoryFaults, TensorStore
+from memascend.streaming.staging import StagingSlots
+from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
+
+PAGE_BYTES = 4096
+SLOT_BYTES = 4096
+
+
+class HostTensors:
+    """Ordinary torch memory, page-aligned, and how much of it was asked for by component."""
+
+    def __init__(self) -> None:
+        self.nbytes: dict[str, int] = {}
+
+    def tensor(
+        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
+    ) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        self.nbytes[component] = self.nbytes.get(component, 0) + nbytes
+        whole = torch.full((nbytes + PAGE_BYTES,), 0xA5, dtype=torch.uint8)
+        begin = -whole.data_ptr() % PAGE_BYTES
+        piece = whole[begin : begin + nbytes].view(dtype)
+        return piece.zero_() if zero else piece
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
+def memory_store(faults: MemoryFaults | None = None) -> TensorStore:
+    return TensorStore(
+        volumes=["(memory)"],
+        bounce=PageMemory(BOUNCE_BYTES),
+        engine="memory",
+        faults=faults or MemoryFaults(),
+    )
+
+
+def staging_slots(store: TensorStore, *, slot_count: int = 3) -> StagingSlots:
+    return StagingSlots(
+        store=store, memory=HostTensors(), slot_bytes=SLOT_BYTES, slot_count=slot_count
+    )
