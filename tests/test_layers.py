@@ -1,225 +1,130 @@
-"""The layer rule and the house rules that a program can check: who imports what, and how long."""
+"""The three rules that hold the house: imports point down, no cycles, a test file for each file.
+
+The floors are the rows of the table in docs/ARCHITECTURE.md, the lowest first.
+"""
 
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "memascend"
-FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
+from tests.support.source_tree import (
+    NATIVE,
+    PYTHON,
+    ROOT,
+    find_cycle,
+    floors,
+    imported_files,
+    imported_names,
+    included_files,
+    parsed,
+    row_of,
+)
 
-FLOORS = (
-    {"_core", "errors", "json_text", "units", "version", "autoload"},
-    {"limit", "smart", "wear", "verify", "config_errors", "config_volumes"},
-    {"volume_header", "volume_signatures"},
-    {"volume_device"},
-    {"config", "tensors", "architectures", "footprint", "manifest", "saving_folder"},
-    {"shapes", "plan_request"},
-    {"plan_verify"},
-    {"plan_knobs"},
-    {"plan", "plan_stock"},
-    {"ledger"},
-    {"allocator", "budget", "pool", "nvme", "numa", "overflow", "overflow_triton", "sampling"},
-    {"mapped_files", "resident", "volume_speed"},
-    {"volume_weights"},
-    {"volumes"},
-    {"streaming"},
-    {"runtime"},
-    {"deepspeed"},
-    {"cli"},
-)
-# Who may look sideways or up, each for one reason.
-EXCEPTIONS = {
-    ("units", "errors"),  # the root of the family
-    ("pool", "allocator"),  # a pool is stacked on an allocator
-    ("overflow", "overflow_triton"),  # the same feature on the device
-    ("autoload", "deepspeed"),  # deferred until DeepSpeed itself is imported
-}
-NATIVE_FLOORS = ({"base"}, {"os"}, {"memory", "nvme", "kernels"}, {"bindings"})
+ROWS = floors()
+IMPORTS = {file: imported_files(parsed(file)) for file in PYTHON}
+INCLUDES = {file: included_files((ROOT / file).read_text(encoding="utf-8")) for file in NATIVE}
 
-MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-NATIVE = sorted(
-    path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".hpp")
-)
-SOURCES = sorted(
-    path.relative_to(ROOT)
-    for folder in ("memascend", "benchmarks", "scripts", "tests")
-    for path in (ROOT / folder).rglob("*.py")
-)
+#: Product files without a test file of their name, and why.
+WITHOUT_TESTS: dict[str, str] = {}
 
 
 def as_text(path: Path) -> str:
     return path.as_posix()
 
 
-def parsed(module: Path) -> ast.Module:
-    return ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
+def climbs(file: Path, other: Path, rows: list[str]) -> bool:
+    """Tell whether an import leads to another row that is not below."""
+    own, target = row_of(file, rows), row_of(other, rows)
+    return own != target and rows.index(target) > rows.index(own)
 
 
-def imported_names(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of everything imported, wherever in the file."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports inside the package are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def test_every_folder_has_one_row() -> None:
+    folders = {row_of(file, ROWS) for file in (*PYTHON, *NATIVE)}
+    assert sorted(folders) == sorted(ROWS)
 
 
-def floor_of(unit: str, floors: tuple[set[str], ...]) -> int:
-    found = [index for index, units in enumerate(floors) if unit in units]
-    assert found, f"{unit} has no floor: add it to FLOORS"
-    return found[0]
+@pytest.mark.parametrize("file", PYTHON, ids=as_text)
+def test_imports_point_down(file: Path) -> None:
+    assert [as_text(other) for other in IMPORTS[file] if climbs(file, other, ROWS)] == []
 
 
-def unit_of(module: Path) -> str:
-    return module.parts[0].removesuffix(".py")
+@pytest.mark.parametrize("file", NATIVE, ids=as_text)
+def test_includes_point_down(file: Path) -> None:
+    assert [as_text(other) for other in INCLUDES[file] if climbs(file, other, ROWS)] == []
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.stem != "__init__"], ids=as_text)
-def test_modules_import_downward_only(module: Path) -> None:
-    unit = unit_of(module)
-    for name in imported_names(parsed(module)):
-        parts = name.split(".")
-        if parts[0] != "memascend":
-            continue
-        other = parts[1]
-        if other == unit or (unit, other) in EXCEPTIONS:
-            continue
-        assert floor_of(other, FLOORS) < floor_of(unit, FLOORS), f"{unit} imports {other}"
+def test_no_file_imports_itself_through_others() -> None:
+    assert find_cycle(IMPORTS) == []
+    assert find_cycle(INCLUDES) == []
 
 
-def test_importing_the_package_stays_on_the_ground_floor() -> None:
-    units = {
-        name.split(".")[1]
-        for name in imported_names(parsed(Path("__init__.py")))
-        if name.startswith("memascend.")
-    }
-    assert units <= FLOORS[0]
+def tests_of(file: Path) -> Path:
+    """Return where the tests of a product file are."""
+    if file.suffix == ".cpp":
+        return Path("tests/cpp", *file.parts[1:-1], f"{file.stem}_test.cpp")
+    return Path("tests", *file.parts[1:-1], f"test_{file.stem}.py")
 
 
-@pytest.mark.parametrize("module", MODULES, ids=as_text)
-def test_only_the_adapters_and_commands_know_deepspeed(module: Path) -> None:
+def has_own_tests(file: Path) -> bool:
+    """Tell whether a file is to have tests: not what only names or declares."""
+    return file.name != "__init__.py" and file.suffix != ".hpp"
+
+
+@pytest.mark.parametrize("file", filter(has_own_tests, (*PYTHON, *NATIVE)), ids=as_text)
+def test_every_file_has_tests_of_its_name(file: Path) -> None:
+    assert (ROOT / tests_of(file)).exists() != (as_text(file) in WITHOUT_TESTS)
+
+
+# -- the rules see what breaks them --------------------------------------------------------------
+
+
+def test_an_import_that_climbs_is_seen() -> None:
+    low, high = Path("memascend/base/units.py"), Path("memascend/config/block.py")
+    for text in (
+        "from memascend.config.block import parse_block",
+        "from memascend.config import block",
+        "import memascend.config.block",
+        "def late():\n    from memascend.config.block import parse_block",
+    ):
+        assert imported_files(ast.parse(text)) == {high}, text
+    assert climbs(low, high, ROWS)
+    assert not climbs(high, low, ROWS)
+
+
+def test_a_cycle_is_seen() -> None:
+    a, b, c = Path("a.py"), Path("b.py"), Path("c.py")
+    assert find_cycle({a: {b}, b: {c}, c: set()}) == []
+    assert find_cycle({a: {b}, b: {c}, c: {b}}) == [b, c]
+
+
+def test_a_file_without_tests_is_seen() -> None:
+    assert tests_of(Path("memascend/nvme/new.py")) == Path("tests/nvme/test_new.py")
+    assert tests_of(Path("csrc/nvme/space/new.cpp")) == Path("tests/cpp/nvme/space/new_test.cpp")
+
+
+# -- what outside may be imported where -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", PYTHON, ids=as_text)
+def test_only_the_adapters_and_commands_know_deepspeed(file: Path) -> None:
     imports_deepspeed = any(
-        name.split(".")[0] == "deepspeed" for name in imported_names(parsed(module))
+        name.split(".")[0] == "deepspeed" for name in imported_names(parsed(file))
     )
-    assert not imports_deepspeed or unit_of(module) in ("deepspeed", "cli")
+    assert not imports_deepspeed or file.parts[1] in ("deepspeed", "cli")
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert {as_text(other) for other in IMPORTS[Path("memascend/__init__.py")]} <= {
+        "memascend/autoload.py",
+        "memascend/errors.py",
+        "memascend/version.py",
+    }
 
 
 def test_autoload_imports_ours_inside_a_function_alone() -> None:
-    tree = parsed(Path("autoload.py"))
-    top = ast.Module(
-        body=[n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], type_ignores=[]
-    )
-    assert [name for name in imported_names(top) if name.startswith("memascend")] == []
-
-
-@pytest.mark.parametrize("source", NATIVE, ids=as_text)
-def test_native_sources_include_downward_only(source: Path) -> None:
-    folder = source.parts[1]
-    text = (ROOT / source).read_text(encoding="utf-8")
-    for included in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
-        other = included.split("/")[0]
-        if other != folder:
-            assert floor_of(other, NATIVE_FLOORS) < floor_of(folder, NATIVE_FLOORS), included
-
-
-# -- who assigns to DeepSpeed --------------------------------------------------------------------
-
-
-def deepspeed_names(tree: ast.AST) -> set[str]:
-    """Names bound by importing DeepSpeed or something of it."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {
-                alias.asname or alias.name.split(".")[0]
-                for alias in node.names
-                if alias.name.split(".")[0] == "deepspeed"
-            }
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
-            names |= {alias.asname or alias.name for alias in node.names}
-    return names
-
-
-def root_name(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def assignments_to(tree: ast.AST, names: set[str]) -> list[int]:
-    """Lines that assign to, delete from or setattr one of the names."""
-    lines = []
-    for node in ast.walk(tree):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign | ast.Delete):
-            targets = list(node.targets)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and root_name(node.func) in ("setattr", "delattr"):
-            targets = [ast.Attribute(value=node.args[0], attr="")]
-        for target in targets:
-            if isinstance(target, ast.Attribute | ast.Subscript) and root_name(target) in names:
-                lines.append(node.lineno)
-    return lines
-
-
-@pytest.mark.parametrize("module", [m for m in MODULES if m.stem != "seams"], ids=as_text)
-def test_only_seams_assigns_to_deepspeed(module: Path) -> None:
-    tree = parsed(module)
-    assert assignments_to(tree, deepspeed_names(tree)) == []
-    # A computed attribute could reach anything.
-    calls = [root_name(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    assert "setattr" not in calls
-
-
-def test_the_check_for_assignments_sees_them() -> None:
-    tree = ast.parse(
-        "from deepspeed.runtime import engine\n"
-        "import deepspeed\n"
-        "engine.Engine.step = None\n"
-        "setattr(deepspeed.zero, 'Init', None)\n"
-        "local = engine\n"
-    )
-    assert assignments_to(tree, deepspeed_names(tree)) == [3, 4]
-
-
-# -- house rules ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "module", [m for m in MODULES if unit_of(m) not in ("config", "cli")], ids=as_text
-)
-def test_only_config_and_commands_read_the_environment(module: Path) -> None:
-    tree = parsed(module)
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {name.split(".")[-1] for name in imported_names(tree)}
-    assert not used & {"environ", "getenv", "putenv", "environb"}
-
-
-@pytest.mark.parametrize("module", [m for m in MODULES if unit_of(m) != "cli"], ids=as_text)
-def test_only_commands_print(module: Path) -> None:
-    calls = [node.func for node in ast.walk(parsed(module)) if isinstance(node, ast.Call)]
-    assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=as_text)
-def test_python_files_and_functions_are_short(source: Path) -> None:
-    text = (ROOT / source).read_text(encoding="utf-8")
-    assert text.count("\n") <= FILE_LINES_MAX
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES_MAX, node.name
-
-
-@pytest.mark.parametrize("source", NATIVE, ids=as_text)
-def test_native_files_are_short(source: Path) -> None:
-    lines = (ROOT / source).read_text(encoding="utf-8").count("\n")
-    assert lines <= (HEADER_LINES_MAX if source.suffix == ".hpp" else FILE_LINES_MAX)
+    tree = parsed(Path("memascend/autoload.py"))
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert imported_files(ast.Module(body=[*top], type_ignores=[])) == set()

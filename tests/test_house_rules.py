@@ -1,0 +1,120 @@
+"""House rules that a program can check: who assigns to DeepSpeed, who prints, what is how long."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.support.source_tree import NATIVE, PYTHON, ROOT, imported_names, parsed
+
+FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
+
+SOURCES = sorted(
+    path.relative_to(ROOT)
+    for folder in ("memascend", "benchmarks", "scripts", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def as_text(path: Path) -> str:
+    return path.as_posix()
+
+
+# -- who assigns to DeepSpeed --------------------------------------------------------------------
+
+
+def deepspeed_names(tree: ast.AST) -> set[str]:
+    """Names bound by importing DeepSpeed or something of it."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {
+                alias.asname or alias.name.split(".")[0]
+                for alias in node.names
+                if alias.name.split(".")[0] == "deepspeed"
+            }
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def root_name(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def assignments_to(tree: ast.AST, names: set[str]) -> list[int]:
+    """Lines that assign to, delete from or setattr one of the names."""
+    lines = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = list(node.targets)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and root_name(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(value=node.args[0], attr="")]
+        for target in targets:
+            if isinstance(target, ast.Attribute | ast.Subscript) and root_name(target) in names:
+                lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "module", [f for f in PYTHON if f.as_posix() != "memascend/deepspeed/seams/arm.py"], ids=as_text
+)
+def test_only_seams_assigns_to_deepspeed(module: Path) -> None:
+    tree = parsed(module)
+    assert assignments_to(tree, deepspeed_names(tree)) == []
+    # A computed attribute could reach anything.
+    calls = [root_name(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    assert "setattr" not in calls
+
+
+def test_the_check_for_assignments_sees_them() -> None:
+    tree = ast.parse(
+        "from deepspeed.runtime import engine\n"
+        "import deepspeed\n"
+        "engine.Engine.step = None\n"
+        "setattr(deepspeed.zero, 'Init', None)\n"
+        "local = engine\n"
+    )
+    assert assignments_to(tree, deepspeed_names(tree)) == [3, 4]
+
+
+# -- house rules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module", [f for f in PYTHON if f.parts[1] not in ("config", "cli")], ids=as_text
+)
+def test_only_config_and_commands_read_the_environment(module: Path) -> None:
+    tree = parsed(module)
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {name.split(".")[-1] for name in imported_names(tree)}
+    assert not used & {"environ", "getenv", "putenv", "environb"}
+
+
+@pytest.mark.parametrize("module", [f for f in PYTHON if f.parts[1] != "cli"], ids=as_text)
+def test_only_commands_print(module: Path) -> None:
+    calls = [node.func for node in ast.walk(parsed(module)) if isinstance(node, ast.Call)]
+    assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=as_text)
+def test_python_files_and_functions_are_short(source: Path) -> None:
+    text = (ROOT / source).read_text(encoding="utf-8")
+    assert text.count("\n") <= FILE_LINES_MAX
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES_MAX, node.name
+
+
+@pytest.mark.parametrize("source", NATIVE, ids=as_text)
+def test_native_files_are_short(source: Path) -> None:
+    lines = (ROOT / source).read_text(encoding="utf-8").count("\n")
+    assert lines <= (HEADER_LINES_MAX if source.suffix == ".hpp" else FILE_LINES_MAX)
