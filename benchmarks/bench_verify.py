@@ -18,10 +18,9 @@ import harness
 import torch
 
 from memascend import _core
-from memascend.base.units import KIB, MIB, format_nbytes
+from memascend.base.units import KIB, MIB, format_nbytes, page_up
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme import store as nvme
-from memascend.plan.knobs import page_up
 
 QUESTION = "verify: the cost of checksums, and of reading back"
 WAYS = ("off", "reads", "full")

@@ -13,21 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memascend.base.components import (
+    CHECKSUMS,
+    PARAMETER_SLOTS,
+    PARAMETERS_IN_CPU,
+    RESIDENT_CACHE,
+)
+from memascend.base.units import page_down, page_up
 from memascend.errors import ConfigError
 from memascend.plan.checksums import rounding_bytes
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
-from memascend.plan.knobs import (
-    BOUNCE_BYTES,
-    CACHE,
-    CHECKSUMS,
-    IN_CPU,
-    SLOTS,
-    Knobs,
-    LimitTooSmallError,
-    choose_knobs,
-    page_down,
-    page_up,
-)
+from memascend.plan.knobs import BOUNCE_BYTES, Knobs, LimitTooSmallError, choose_knobs
 from memascend.plan.request import PlanRequest, has_known_start, is_elementwise
 from memascend.plan.shapes import ModelShapes
 
@@ -114,9 +110,9 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
     # Where something had to shrink, what is left over is less than a step of a knob.
     if rest_bytes is not None and knobs == choose_knobs(shapes, request, None):
         resident = _resident(totals, request, page_down(rest_bytes - sum(host.values())))
-    host[CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
+    host[RESIDENT_CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
     if in_cpu_bytes:
-        host[IN_CPU] = in_cpu_bytes
+        host[PARAMETERS_IN_CPU] = in_cpu_bytes
     return Plan(
         model=shapes.name,
         request=request,
@@ -127,7 +123,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         tile_numel=knobs.tile_numel,
         tile_count=knobs.tile_count,
         is_tiled=is_elementwise(request.optimizer),
-        parameter_slots_bytes=host[SLOTS],
+        parameter_slots_bytes=host[PARAMETER_SLOTS],
         prefetch_bytes=knobs.prefetch_bytes,
         slot_bytes_max=knobs.slot_bytes_max,
         resident=resident,
