@@ -54,7 +54,7 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
         stores = {}
         for way in WAYS:
             bounce = arena.block(nvme.BOUNCE_BYTES, component="bench")
-            store = nvme.TensorStore(volumes=[Path(parent, way)], bounce=bounce, verify=way)
+            store = nvme.TensorStore(volumes=[parent], bounce=bounce, verify=way)
             stores[way] = stack.enter_context(store)
         for nbytes, count in CASES[size]:
             config = {"nbytes": nbytes, "count": count, "rounds": rounds}

@@ -22,19 +22,19 @@ from memascend.base.components import (
 )
 from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.base.units import format_nbytes, page_up
-from memascend.base.verify import describe_recovery
 from memascend.config.block import MemAscendConfig, local_world_size
 from memascend.kernels.overflow import scan
-from memascend.ledger.ledger import Ledger, LedgerRow, resident_memory
+from memascend.ledger.ledger import Ledger, LedgerRow
 from memascend.ledger.wear import Wear, WearMeter
 from memascend.memory.allocator import HostAllocator, describe
 from memascend.memory.budget import BudgetSlots
 from memascend.memory.pool import ArenaSlots, ParameterPool
 from memascend.nvme.resident import ResidentStore
-from memascend.nvme.store import TensorStore
+from memascend.nvme.store import TensorStore, describe_recovery
 from memascend.plan.derive import Plan
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.streaming.staging import StagingSlots
+from memascend.system.memory import resident_memory
 from memascend.system.numa import preferred_node
 from memascend.volumes.prepare import prepared, volume_paths
 

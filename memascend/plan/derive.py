@@ -27,8 +27,10 @@ from memascend.plan.knobs import BOUNCE_BYTES, Knobs, LimitTooSmallError, choose
 from memascend.plan.request import PlanRequest, has_known_start, is_elementwise
 from memascend.plan.shapes import ModelShapes
 
-__all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "derive"]
+__all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "default_limit", "derive"]
 
+#: Without a stated limit, take at most this share of what is free.
+DEFAULT_SHARE = 0.5
 #: On the drive with verification: what tensors take beyond their own bytes, at most.
 ROUNDING = "rounding up to whole grains"
 
@@ -131,6 +133,19 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         host=host,
         **_traffic(shapes, request, totals, resident),
     )
+
+
+def default_limit(plan_default_bytes: int, *, available: int) -> int:
+    """Return the limit when the key is left out.
+
+    It is what the plan takes by default (no resident cache), but no more than half of what is
+    free: the other half is for the model's own Python, torch, data loading and the page cache.
+
+    Args:
+        plan_default_bytes: `host_bytes` of a plan derived without a limit.
+        available: Bytes this process can have, from `memory_available`.
+    """
+    return min(plan_default_bytes, int(available * DEFAULT_SHARE))
 
 
 def _in_cpu_bytes(shapes: ModelShapes, request: PlanRequest) -> int:

@@ -17,10 +17,10 @@ from hypothesis.stateful import initialize, rule
 
 from memascend import _core
 from memascend.base.components import CHECKSUMS
-from memascend.base.verify import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
 from memascend.config.block import parse_block
 from memascend.errors import ConfigError, CorruptionError, HostMemoryError, StoreError
 from memascend.nvme.store import TensorStore
+from memascend.plan.checksums import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
 from memascend.plan.derive import ROUNDING, LimitTooSmallError, PlanRequest, derive
 from memascend.plan.shapes import builtin
 from memascend.runtime import Runtime, Substitutes
