@@ -36,7 +36,7 @@ from trainee import (
     model_of,
 )
 
-from memascend.system.processes import process_status
+from memascend.system.memory import process_status
 
 QUESTION = "Loading: memory of rank 0 as the checkpoint grows, above what imports take"
 PROGRAM = Path(__file__).parent / "load_program.py"

@@ -205,7 +205,7 @@ def _sides(
         for engine in ENGINES:
             bounce = allocator.block(nvme.BOUNCE_BYTES, component="bench")
             try:
-                store = nvme.TensorStore(volumes=[parent / engine], bounce=bounce, engine=engine)
+                store = nvme.TensorStore(volumes=[parent], bounce=bounce, engine=engine)
             except EngineUnavailableError as error:
                 refusals[f"memascend {engine}"] = str(error)
                 continue

@@ -18,10 +18,9 @@ import harness
 import torch
 
 from memascend import _core
-from memascend.base.units import KIB, MIB, format_nbytes
+from memascend.base.units import KIB, MIB, format_nbytes, page_up
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme import store as nvme
-from memascend.plan.knobs import page_up
 
 QUESTION = "verify: the cost of checksums, and of reading back"
 WAYS = ("off", "reads", "full")
@@ -55,7 +54,7 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
         stores = {}
         for way in WAYS:
             bounce = arena.block(nvme.BOUNCE_BYTES, component="bench")
-            store = nvme.TensorStore(volumes=[Path(parent, way)], bounce=bounce, verify=way)
+            store = nvme.TensorStore(volumes=[parent], bounce=bounce, verify=way)
             stores[way] = stack.enter_context(store)
         for nbytes, count in CASES[size]:
             config = {"nbytes": nbytes, "count": count, "rounds": rounds}

@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from device_bytes import DeviceBytes
 from transformers.integrations import HfDeepSpeedConfig
 
-from memascend.system.processes import process_status
+from memascend.system.memory import process_status
 
 MARK = "@@"
 SEED = 42

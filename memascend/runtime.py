@@ -14,22 +14,27 @@ from dataclasses import dataclass
 
 import torch
 
+from memascend.base.components import (
+    BOUNCE_BUFFERS,
+    PARAMETER_POOL,
+    PARAMETER_SLOTS,
+    RESIDENT_CACHE,
+)
 from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, TensorIO
-from memascend.base.units import format_nbytes
-from memascend.base.verify import describe_recovery
+from memascend.base.units import format_nbytes, page_up
 from memascend.config.block import MemAscendConfig, local_world_size
 from memascend.kernels.overflow import scan
-from memascend.ledger.ledger import Ledger, LedgerRow, resident_memory
+from memascend.ledger.ledger import Ledger, LedgerRow
 from memascend.ledger.wear import Wear, WearMeter
 from memascend.memory.allocator import HostAllocator, describe
 from memascend.memory.budget import BudgetSlots
 from memascend.memory.pool import ArenaSlots, ParameterPool
 from memascend.nvme.resident import ResidentStore
-from memascend.nvme.store import TensorStore
+from memascend.nvme.store import TensorStore, describe_recovery
 from memascend.plan.derive import Plan
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
-from memascend.plan.knobs import CACHE, page_up
 from memascend.streaming.staging import StagingSlots
+from memascend.system.memory import resident_memory
 from memascend.system.numa import preferred_node
 from memascend.volumes.prepare import prepared, volume_paths
 
@@ -136,7 +141,7 @@ class Runtime:
         if streams_parameters(config):
             budget_bytes = parameter_budget_bytes or PARAMETER_BUDGET_BYTES
             self.parameter_slots = BudgetSlots(
-                memory=memory, budget_bytes=budget_bytes, component="parameter slots"
+                memory=memory, budget_bytes=budget_bytes, component=PARAMETER_SLOTS
             )
         self._pool = self.parameter_slots or substitutes.pool or _make_pool(self.arena)
         self.overflow_check = _make_overflow_check(config)
@@ -208,7 +213,7 @@ class Runtime:
             )
         if self.store is not None and self.store.granted != _pages(plan.resident):
             resident = self._within_arena(_pages(plan.resident))
-            self.store.grant(resident, memory=self.memory, component=CACHE)
+            self.store.grant(resident, memory=self.memory, component=RESIDENT_CACHE)
         self.plan = plan
 
     def _within_arena(self, resident: dict[str, int]) -> dict[str, int]:
@@ -308,7 +313,7 @@ def _pages(resident: Mapping[str, int]) -> dict[str, int]:
 def _make_pool(arena: HostAllocator | None) -> SlotPool | None:
     if arena is None:
         return None
-    return ArenaSlots(ParameterPool(allocator=arena, component="parameter pool"))
+    return ArenaSlots(ParameterPool(allocator=arena, component=PARAMETER_POOL))
 
 
 def _make_arena(
@@ -338,7 +343,7 @@ def _make_store(
     config: MemAscendConfig, directory: str, memory: HostMemory, arena: HostAllocator | None
 ) -> ResidentStore:
     section = config.direct_nvme
-    bounce = memory.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")
+    bounce = memory.tensor(BOUNCE_BYTES, torch.uint8, component=BOUNCE_BUFFERS)
     with prepared(config, directory) as volumes:
         store = TensorStore(
             volumes=volumes,

@@ -1,14 +1,18 @@
-"""JSON from elsewhere: read so that nothing but a ValueError comes of it, and shown in messages.
+"""JSON from elsewhere, read so that every mistake is one kind of error, and shown in messages.
 
 Whoever wrote it may mean harm, or have made a mistake: nesting ends the interpreter's recursion,
-numbers are too long to be converted, a value is too long to be printed. Pure; imports nothing of
-ours.
+numbers are too long to be converted, a value is too long to be printed. Imports nothing of ours but
+errors.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memascend.errors import ConfigError
 
 _SHOWN_DEPTH_MAX = 4
 _SHOWN_COUNT_MAX = 8  # of the elements of a list or an object
@@ -16,7 +20,7 @@ _SHOWN_LETTERS_MAX = 200  # of a string or a number
 
 
 def parse_json(text: str | bytes) -> object:
-    """Reads a document.
+    """Read a document.
 
     Raises:
         ValueError: It is not JSON or not UTF-8, is nested too deeply, has a number of too many
@@ -30,8 +34,30 @@ def parse_json(text: str | bytes) -> object:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_json_object(path: Path, name: str = "") -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Args:
+        path: Of the file.
+        name: What it is called in messages; left out: the path alone.
+
+    Raises:
+        ConfigError: It cannot be read, or is something else.
+    """
+    name = f"{name} {path}".lstrip()
+    try:
+        content = parse_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} must hold a JSON object, got {show_json(content)}")
+    return content
+
+
 def show_json(value: object) -> str:
-    """The value as JSON where it is of JSON's types, in a length fit for a message."""
+    """Return the value as JSON where it is of JSON's types, in a length fit for a message."""
     return _show(value, _SHOWN_DEPTH_MAX)
 
 

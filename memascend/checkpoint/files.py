@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from memascend.deepspeed.weights.mapped_files import page_out
 from memascend.errors import CheckpointError
 from memascend.streaming.staging import StagingSlots
+from memascend.system.pages import page_out
 
 #: About so many bytes of a file may be in the page cache, on their way to the drive or from it.
 FLUSH_BYTES = 64 << 20

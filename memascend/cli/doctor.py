@@ -30,7 +30,8 @@ from rich.text import Text
 
 from memascend.base.units import GIB, MIB, format_nbytes
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
-from memascend.system.numa import filesystem_of
+from memascend.system.memory import group_limit
+from memascend.system.mounts import IN_MEMORY, filesystem_of
 
 TRIAL_BYTES = MIB
 FREE_BYTES_COMFORTABLE = 20 * GIB
@@ -193,28 +194,11 @@ def _huge_pages() -> Check:
 
 def _memory_limit() -> Check:
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_limit_bytes()
+    limit = group_limit()
     if limit is None or limit >= total_bytes:
         return Check("host memory", "ok", f"{format_nbytes(total_bytes)}, no lower cgroup limit")
     found = f"{format_nbytes(limit)} by cgroup, {format_nbytes(total_bytes)} in the machine"
     return Check("host memory", "ok", found)
-
-
-def _cgroup_limit_bytes() -> int | None:
-    """The tightest memory limit of our control group and all above it."""
-    limits = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
-            _, controllers, name = line.split(":", 2)
-            below = {"": "", "memory": "memory"}.get(controllers)
-            if below is None:
-                continue
-            group = Path("/sys/fs/cgroup", below, name.lstrip("/"))
-            for folder in (group, *group.parents):
-                for file in ("memory.max", "memory.limit_in_bytes"):
-                    with contextlib.suppress(OSError, ValueError):
-                        limits.append(int((folder / file).read_text(encoding="ascii")))
-    return min(limits, default=None)
 
 
 def _libaio() -> Check:
@@ -232,7 +216,7 @@ def _free_space(path: Path) -> Check:
     free = shutil.disk_usage(path).free
     kind = filesystem_of(path)
     found = f"{format_nbytes(free)} free on {path.resolve()} ({kind})"
-    if kind in ("tmpfs", "ramfs"):
+    if kind in IN_MEMORY:
         return Check("disk", "problem", f"{found}: this is memory", "choose a folder on an SSD")
     if free < FREE_BYTES_COMFORTABLE:
         fix = "plan for 18 bytes per parameter: weights, master weights, Adam's states, gradients"

@@ -19,15 +19,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from memascend.base.json_text import parse_json
+from memascend.base.json_text import read_json_object
 from memascend.config.block import MemAscendConfig, find_block, is_disabled, parse_block
-from memascend.config.limit import memory_total, parse_limit
+from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
 from memascend.plan.request import check_limit_can_be_kept, sections_off
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
 from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
+from memascend.system.memory import memory_total
 
 GB = 10**9
 #: What a PCIe 4.0 drive keeps up; said in the output, since only a measurement tells the truth.
@@ -116,7 +117,7 @@ def plan_command(args: argparse.Namespace) -> int:
     """Derives the accounts, prints them, and gives the exit status."""
     if (args.model is None) != args.table:
         args.usage_error("give either MODEL or --table")
-    ds_config = DEFAULT_CONFIG if args.config is None else _read_config(args.config)
+    ds_config = DEFAULT_CONFIG if args.config is None else read_json_object(args.config, "--config")
     if args.table:
         print(markdown([_accounts(builtin(name), ds_config, args) for name in builtin_names()]))
         return 0
@@ -201,18 +202,6 @@ def _limit(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
     value = block.host_memory_limit
     is_fraction = isinstance(value, int | float) and value <= 1
     return parse_limit(value, available=memory_total() // args.world if is_fraction else 0)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--config {path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} must hold a JSON object, got {content!r}")
-    return content
 
 
 def _whole(text: str) -> int:

@@ -22,7 +22,6 @@ from pydantic import (
 
 from memascend.base.json_text import parse_json, show_json
 from memascend.base.units import parse_nbytes
-from memascend.base.verify import check_verifiable
 from memascend.config.limit import parse_limit
 from memascend.config.messages import explain
 from memascend.config.volumes import VolumeConfig, accept_paths, check_path, check_together
@@ -230,8 +229,11 @@ class MemAscendConfig(_Section):
     @classmethod
     def _check_verify(cls, value: str, info: ValidationInfo) -> str:
         direct_nvme = info.data.get("direct_nvme")
-        if value != "off" and direct_nvme is not None:
-            check_verifiable(direct_nvme=direct_nvme.enabled)
+        if value != "off" and direct_nvme is not None and not direct_nvme.enabled:
+            raise ValueError(
+                "memascend.verify needs memascend.direct_nvme, which is off: DeepSpeed's own "
+                "engine keeps no checksums. Turn it on, or leave verify out"
+            )
         return value
 
     @property

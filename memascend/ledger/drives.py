@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from memascend.base.json_text import parse_json
 from memascend.base.units import format_nbytes
+from memascend.system.mounts import drives_below
 
-SYSFS = Path("/sys")
 SMARTCTL_TIMEOUT_S = 5.0
 #: For the answer of one that has ended while another was waited for.
 _ANSWER_TIMEOUT_S = 0.1
@@ -226,53 +224,6 @@ def parse(name: str, answer: Mapping[str, Any], *, status: int = 0) -> DriveWear
         return _reason(answer, status)
     model = answer.get("model_name")
     return DriveWear(name, model if isinstance(model, str) else "", used, written)
-
-
-def drives_below(
-    path: str | os.PathLike[str],
-    sysfs: Path = SYSFS,
-    mounts: Path = Path("/proc/self/mountinfo"),
-) -> list[str]:
-    """The kernel's names of the drives that hold a directory, or that a block device is made of.
-
-    Partitions lead to their disk; device-mapper and md volumes to all of their parts. Of a btrfs
-    over several devices only the one it was mounted by is known. Empty for what is on no drive of
-    this machine: tmpfs, a network share.
-    """
-    try:
-        state = os.stat(path)
-        device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
-        link = sysfs / "dev/block" / f"{os.major(device)}:{os.minor(device)}"
-        if not link.exists():  # some file systems have a number of their own
-            link = sysfs / "class/block" / Path(_mounted_by(Path(path).resolve(), mounts)).name
-        return sorted(_parts(link.resolve())) if (link / "dev").exists() else []
-    except OSError:
-        return []
-
-
-def _mounted_by(path: Path, mounts: Path) -> str:
-    """What the file system that holds a path was mounted from, symbolic links resolved."""
-    longest, found = -1, "none"
-    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
-        mount, _, kind = line.partition(" - ")
-        words, source = mount.split(), kind.split()
-        if len(words) < 5 or len(source) < 2:
-            continue
-        # The kernel writes blanks in octal.
-        point = words[4].replace("\\040", " ")
-        if path.is_relative_to(point) and len(point) >= longest:
-            longest, found = len(point), source[1]
-    return os.path.realpath(found) if found.startswith("/dev/") else "none"
-
-
-def _parts(folder: Path, depth: int = 8) -> set[str]:
-    """Names of the drives of a device's folder in sysfs; stacks are never as deep as `depth`."""
-    if (folder / "partition").exists():
-        folder = folder.parent
-    slaves = [slave.resolve() for slave in (folder / "slaves").glob("*")]
-    if not slaves or depth == 0:
-        return {folder.name}
-    return set().union(*(_parts(slave, depth - 1) for slave in slaves))
 
 
 def _since(before: DriveWear | None, now: DriveWear, seconds: float) -> DriveWear:

@@ -162,17 +162,3 @@ def describe_plan(plan: Plan) -> str:
     rows.append(("on the drive", plan.drive_bytes))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {format_nbytes(nbytes):>11}" for name, nbytes in rows)
-
-
-def resident_memory(status: Path = Path("/proc/self/status")) -> tuple[int, int]:
-    """Resident bytes of this process, now and at most; zeros where the kernel does not say."""
-    found = {"VmRSS": 0, "VmHWM": 0}
-    try:
-        text = status.read_text(encoding="ascii")
-    except OSError:
-        return 0, 0
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name in found:
-            found[name] = int(value.split()[0]) * 1024
-    return found["VmRSS"], max(found.values())

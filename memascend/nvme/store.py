@@ -76,8 +76,8 @@ class TensorStore:
         """Opens one anonymous file in each volume's directory, and the engine.
 
         Args:
-            volumes: Directories to keep the data in, made (mode 0700) where missing. Over several,
-                tensors are striped by their weights.
+            volumes: Directories to keep the data in, or what `volumes.prepare` made of them. Over
+                several, tensors are striped by their weights.
             bounce: Page-aligned host memory for unaligned heads and tails, best of `BOUNCE_BYTES`;
                 belongs to the store until it is closed.
             engine: "auto", "uring" or "threads" ("memory" in tests).
@@ -89,15 +89,18 @@ class TensorStore:
             watchdog_seconds: Silence of the device before it is reported on stderr.
             eio_retries: Tries after EIO of the device; no other error is tried again.
             verify: "off"; "reads": compare what is read with checksums; "full": writes, too.
-            checksum_memory: Arena of the checksums, 4 bytes for each `verify.GRAIN_BYTES` under
+            checksum_memory: Arena of the checksums, 4 bytes for each 64 KiB under
                 keys; None: memory of the process.
             faults: What goes wrong on the memory engine.
 
         Raises:
-            StoreError: A directory is missing and cannot be made, or cannot be written.
+            StoreError: A directory is missing or cannot be written.
             EngineUnavailableError: The engine asked for cannot run here.
         """
-        options = [as_options(volume, is_memory=engine == "memory") for volume in volumes]
+        options = [
+            volume if isinstance(volume, VolumeOptions) else VolumeOptions(os.path.realpath(volume))
+            for volume in volumes
+        ]
         paths = [volume.path for volume in options]
         address, nbytes = _span(bounce)
         with _naming(paths):
@@ -259,23 +262,6 @@ class TensorStore:
         self.close()
 
 
-def as_options(volume: str | Path | VolumeOptions, *, is_memory: bool = False) -> VolumeOptions:
-    """What the core is told of a volume, whose directory is made where it is missing.
-
-    A path may be a symbolic link; the core follows none, so that nobody can turn it elsewhere
-    between here and there.
-
-    Raises:
-        StoreError: The directory is missing and cannot be made.
-    """
-    if is_memory:
-        return volume if isinstance(volume, VolumeOptions) else VolumeOptions(str(volume))
-    if isinstance(volume, VolumeOptions):
-        return volume
-    provide_directory(volume)
-    return VolumeOptions(os.path.realpath(volume))
-
-
 def _span(memory: Memory | torch.Tensor) -> tuple[int, int]:
     """Address and size of a tensor or of anything that states them."""
     if not hasattr(memory, "data_ptr"):
@@ -298,56 +284,51 @@ def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def provide_directory(path: str | Path) -> None:
-    """As `make_directory`, for a directory that the configuration names.
+def describe_recovery(folder: str | None) -> str:
+    """Return what to do once data on a drive turned out to be wrong, for a message.
 
-    Raises:
-        StoreError: It cannot be made.
+    Args:
+        folder: Of the last complete checkpoint; None while there is none.
     """
-    try:
-        make_directory(os.path.abspath(path))
-    except OSError as error:
-        raise _directory_error("create", str(path), error) from error
+    if folder is None:
+        return (
+            "then start the run again: no checkpoint is at hand, since this run has neither saved "
+            "nor loaded one"
+        )
+    parent, tag = os.path.split(folder)
+    return (
+        f"then resume from the last complete checkpoint, {folder}: start the run again with "
+        f"engine.load_checkpoint({parent!r}, tag={tag!r}), or with resume_from_checkpoint where a "
+        "trainer saved it"
+    )
 
 
-def make_directory(path: str) -> None:
-    """Makes a directory and what is missing above it, for its owner alone; keeps one that is there.
+def volume_error(path: str, verb: str, code: int, *, cause: str = "", fix: str = "") -> StoreError:
+    """Return the error for a volume that cannot be used.
 
-    Raises:
-        OSError: It cannot be made.
+    Args:
+        path: Of the volume.
+        verb: What was tried.
+        code: The errno.
+        cause: The likely one; left out: by the errno.
+        fix: What to do; left out: by the errno.
     """
-    missing = []
-    while not os.path.lexists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for directory in reversed(missing):
-        try:
-            os.mkdir(directory, 0o700)
-        except FileExistsError:
-            if not os.path.isdir(directory):  # another rank was faster
-                raise
+    advice = _core.describe_cause(code=code)
+    if cause or code not in DRIVE_CODES:
+        cause = cause or "memascend.volumes or nvme_path is misspelt, not mounted, or not yours"
+        fix = fix or "name a directory on a local disk that you can write"
+        advice = f"\nlikely cause: {cause}\nfix: {fix}"
+    error = StoreError(code, f"cannot {verb} the volume {path}: {os.strerror(code)}{advice}")
+    error.volume = path
+    return error
 
 
 @contextmanager
 def _naming(paths: Sequence[str]) -> Iterator[None]:
-    """Makes an error of the system one about the directories, with what to do."""
+    """Make an error of the system one about the volumes, with what to do."""
     try:
         yield
     except OSError as error:
         if isinstance(error, MemAscendError):
             raise
-        raise _directory_error("use", ", ".join(paths), error) from error
-
-
-def _directory_error(verb: str, path: str, cause: OSError) -> StoreError:
-    advice = (
-        "\nlikely cause: nvme_path or memascend.volumes is misspelt, not mounted, or another user's"
-        "\nfix: name a writable directory on a local disk"
-    )
-    if cause.errno in DRIVE_CODES:
-        advice = _core.describe_cause(code=cause.errno)
-    error = StoreError(
-        cause.errno, f"cannot {verb} the store's directory {path}: {cause.strerror}{advice}"
-    )
-    error.volume = path
-    return error
+        raise volume_error(", ".join(paths), "use", error.errno or errno.EIO) from error

@@ -6,10 +6,18 @@ cache: what is resident later has been on the drive before.
 
 from __future__ import annotations
 
-from memascend.base.verify import PAGE_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES, grain_up
+from memascend.base.units import PAGE_BYTES
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
+# As csrc/nvme/space/checksums.hpp keeps them.
+#: What one checksum stands for, and with verification the block of every transfer.
+GRAIN_BYTES = 64 << 10
+CHECKSUM_BYTES = 4
+#: Checksums of so much of a volume lie in one page.
+PAGE_SPAN_BYTES = PAGE_BYTES // CHECKSUM_BYTES * GRAIN_BYTES
+#: Memory for them is taken in multiples of this.
+SLAB_BYTES = 64 << 10
 #: Of each volume: where one kind of keys ends and the next begins.
 PAGES_BESIDE = 2
 #: Besides the sums: what a program sets by hand.
@@ -17,7 +25,7 @@ GRADIENTS_SET = 1
 
 
 def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Host bytes of the checksums of all that may lie on the drives; 0 without verification."""
+    """Return the host bytes of the checksums of all that may lie on drives; 0 without any."""
     if request.verify == "off":
         return 0
     _, rounded = _key_bytes(shapes, request, GRADIENTS_SET)
@@ -26,7 +34,7 @@ def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
 
 
 def rounding_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Drive bytes that keys take beyond their own because they end in whole grains; at most."""
+    """Return the most drive bytes that keys take beyond their own, ending in whole grains."""
     if request.verify == "off":
         return 0
     exact, rounded = _key_bytes(shapes, request, 0)
@@ -34,7 +42,7 @@ def rounding_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
 
 
 def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) -> tuple[int, int]:
-    """All keys together, as they are and in whole grains."""
+    """Return the bytes of all keys together, as they are and in whole grains."""
     sizes: list[tuple[int, int]] = []  # (bytes, how many such keys)
     world = request.world
     if request.parameters_device == "nvme":
@@ -48,4 +56,4 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
             # Of whole sub-groups: one for each tensor is the most there can be.
             sizes.append((numel * request.master_itemsize, 1 + request.states))
     exact = sum(nbytes * count for nbytes, count in sizes)
-    return exact, sum(grain_up(nbytes) * count for nbytes, count in sizes)
+    return exact, sum(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES * count for nbytes, count in sizes)

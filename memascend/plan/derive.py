@@ -13,26 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memascend.base.components import (
+    CHECKSUMS,
+    PARAMETER_SLOTS,
+    PARAMETERS_IN_CPU,
+    RESIDENT_CACHE,
+)
+from memascend.base.units import page_down, page_up
 from memascend.errors import ConfigError
 from memascend.plan.checksums import rounding_bytes
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
-from memascend.plan.knobs import (
-    BOUNCE_BYTES,
-    CACHE,
-    CHECKSUMS,
-    IN_CPU,
-    SLOTS,
-    Knobs,
-    LimitTooSmallError,
-    choose_knobs,
-    page_down,
-    page_up,
-)
+from memascend.plan.knobs import BOUNCE_BYTES, Knobs, LimitTooSmallError, choose_knobs
 from memascend.plan.request import PlanRequest, has_known_start, is_elementwise
 from memascend.plan.shapes import ModelShapes
 
-__all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "derive"]
+__all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "default_limit", "derive"]
 
+#: Without a stated limit, take at most this share of what is free.
+DEFAULT_SHARE = 0.5
 #: On the drive with verification: what tensors take beyond their own bytes, at most.
 ROUNDING = "rounding up to whole grains"
 
@@ -114,9 +112,9 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
     # Where something had to shrink, what is left over is less than a step of a knob.
     if rest_bytes is not None and knobs == choose_knobs(shapes, request, None):
         resident = _resident(totals, request, page_down(rest_bytes - sum(host.values())))
-    host[CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
+    host[RESIDENT_CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
     if in_cpu_bytes:
-        host[IN_CPU] = in_cpu_bytes
+        host[PARAMETERS_IN_CPU] = in_cpu_bytes
     return Plan(
         model=shapes.name,
         request=request,
@@ -127,7 +125,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         tile_numel=knobs.tile_numel,
         tile_count=knobs.tile_count,
         is_tiled=is_elementwise(request.optimizer),
-        parameter_slots_bytes=host[SLOTS],
+        parameter_slots_bytes=host[PARAMETER_SLOTS],
         prefetch_bytes=knobs.prefetch_bytes,
         slot_bytes_max=knobs.slot_bytes_max,
         resident=resident,
@@ -135,6 +133,19 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         host=host,
         **_traffic(shapes, request, totals, resident),
     )
+
+
+def default_limit(plan_default_bytes: int, *, available: int) -> int:
+    """Return the limit when the key is left out.
+
+    It is what the plan takes by default (no resident cache), but no more than half of what is
+    free: the other half is for the model's own Python, torch, data loading and the page cache.
+
+    Args:
+        plan_default_bytes: `host_bytes` of a plan derived without a limit.
+        available: Bytes this process can have, from `memory_available`.
+    """
+    return min(plan_default_bytes, int(available * DEFAULT_SHARE))
 
 
 def _in_cpu_bytes(shapes: ModelShapes, request: PlanRequest) -> int:

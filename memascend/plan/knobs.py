@@ -11,18 +11,25 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memascend.base.units import KIB, MIB, format_nbytes
+from memascend.base.components import (
+    BOUNCE_BUFFERS,
+    CHECKSUMS,
+    OPTIMIZER_SCRATCH,
+    OPTIMIZER_TILES,
+    PARAMETER_SLOTS,
+    STAGING_SLOTS,
+)
+from memascend.base.units import KIB, MIB, PAGE_BYTES, format_nbytes, page_down, page_up
 from memascend.errors import ConfigError
 from memascend.plan.checksums import checksum_bytes
 from memascend.plan.request import PlanRequest, is_elementwise
 from memascend.plan.shapes import ModelShapes
 
-PAGE_BYTES = 4 * KIB
 BOUNCE_BYTES = 4 * MIB
 STAGING_SLOT_COUNT, STAGING_SLOT_COUNT_MIN = 4, 2
 STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_MIN = 16 * MIB, 256 * KIB
 TILE_NUMEL, TILE_NUMEL_MIN = 8 << 20, 16 << 10
-TILE_NUMEL_STEP = 4096  # keeps every block of a tile a multiple of the page
+TILE_NUMEL_STEP = PAGE_BYTES  # elements: keeps every block of a tile a multiple of the page
 TILE_COUNT = 3  # one is read, one computed, one written
 GRADIENT_FP32_BYTES = 4
 PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
@@ -32,10 +39,6 @@ PARAMETER_SLOTS_PARTS = 4
 SLOT_BYTES_MAX = 512 * MIB
 PREFETCH_BYTES_MIN = 32 * MIB
 REPEATED_COUNT_MIN = 3
-
-BOUNCE, STAGING, TILES = "bounce buffers", "staging slots", "optimizer tiles"
-SCRATCH, SLOTS, CACHE = "optimizer scratch", "parameter slots", "resident cache"
-IN_CPU, CHECKSUMS = "parameters in cpu", "checksums"
 
 
 class LimitTooSmallError(ConfigError):
@@ -84,11 +87,11 @@ class Knobs:
         """Bytes of each component but the cache."""
         checksums = {CHECKSUMS: self.checksum_bytes} if self.checksum_bytes else {}
         return {
-            BOUNCE: BOUNCE_BYTES,
-            STAGING: self.staging_slot_count * self.staging_slot_bytes,
-            TILES: self.tile_count * self.tile_numel * tile_element_bytes(request),
-            SCRATCH: self.tile_numel * scratch_element_bytes(request),
-            SLOTS: self.layer_bytes + self.prefetch_bytes,
+            BOUNCE_BUFFERS: BOUNCE_BYTES,
+            STAGING_SLOTS: self.staging_slot_count * self.staging_slot_bytes,
+            OPTIMIZER_TILES: self.tile_count * self.tile_numel * tile_element_bytes(request),
+            OPTIMIZER_SCRATCH: self.tile_numel * scratch_element_bytes(request),
+            PARAMETER_SLOTS: self.layer_bytes + self.prefetch_bytes,
             **checksums,
         }
 
@@ -130,16 +133,6 @@ def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | N
     if knobs.host_bytes(request) > limit_bytes:
         raise _too_small(knobs, request, limit_bytes, shapes.name)
     return knobs
-
-
-def page_up(nbytes: int) -> int:
-    """The next multiple of the page."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def page_down(nbytes: int) -> int:
-    """The last multiple of the page."""
-    return nbytes // PAGE_BYTES * PAGE_BYTES
 
 
 # -- defaults --------------------------------------------------------------------------------------
@@ -258,7 +251,7 @@ def _too_small(
     minimum_bytes = sum(needed.values())
     width = max(map(len, needed))
     rows = [f"  {name:<{width}}  {format_nbytes(nbytes):>11}" for name, nbytes in needed.items()]
-    tile_bytes = needed[TILES] + needed[SCRATCH]
+    tile_bytes = needed[OPTIMIZER_TILES] + needed[OPTIMIZER_SCRATCH]
     fixes = [f"set the limit to {minimum_bytes} bytes or more"]
     if not is_elementwise(request.optimizer) and knobs.tile_numel:
         fixes.append(

@@ -16,16 +16,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from memascend.base.json_text import parse_json, show_json
+from memascend.base.json_text import read_json_object
 from memascend.base.units import NBYTES_MAX
 from memascend.errors import ConfigError
 from memascend.plan.architectures import tensors_of
-
-#: What the safetensors library itself accepts.
-HEADER_BYTES_MAX = 100_000_000
-DIMENSION_COUNT_MAX = 64
-#: Bytes of one element of what can be a parameter; masks and counters are not.
-FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+from memascend.plan.safetensors import read_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +154,7 @@ def from_config(source: Path | str | Mapping[str, Any], name: str | None = None)
         default_name = next((text for text in named if isinstance(text, str) and text), "model")
     else:
         path = Path(source)
-        config = _read_json(path)
+        config = read_json_object(path)
         default_name = path.stem if path.stem != "config" else path.resolve().parent.name
     tensors, tied = tensors_of(config)
     return _checked(
@@ -178,17 +173,7 @@ def from_safetensors(source: Path | str, name: str | None = None) -> ModelShapes
         ConfigError: Missing, not safetensors, or damaged.
     """
     path = Path(source)
-    tensors: list[TensorShape] = []
-    for file, wanted in _safetensors_files(path):
-        found = _read_header(file)
-        missing = sorted(wanted - set(found))
-        if missing:
-            raise ConfigError(
-                f"{path} says that {file.name} holds {show_json(missing[0])}, but it does not. "
-                "Likely cause: files of different checkpoints in one folder. Download them again"
-            )
-        kept = wanted or set(found)
-        tensors += [TensorShape(key, shape) for key, shape in found.items() if key in kept]
+    tensors = [TensorShape(key, shape) for key, shape in read_shapes(path)]
     tensors.sort(key=lambda tensor: _natural(tensor.name))
     return _checked(name or path.stem, tensors, {})
 
@@ -225,110 +210,6 @@ def _checked(name: str, tensors: list[TensorShape], tied: dict[str, str]) -> Mod
     if model.numel >= NBYTES_MAX:
         raise ConfigError(f"{name} has {model.numel} parameters, more than there can be")
     return model
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
-
-
-def _safetensors_files(path: Path) -> list[tuple[Path, set[str]]]:
-    """Files to read, each with the names wanted of it (empty: all)."""
-    if path.is_dir():
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            return _safetensors_files(index)
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"{path} holds no .safetensors file and no index of such files")
-        return [(file, set()) for file in files]
-    if path.suffix != ".json":
-        return [(path, set())]
-    weight_map = _read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f'{path} has no "weight_map": it is not an index of safetensors files')
-    names_of: dict[str, set[str]] = {}
-    for key, file_name in weight_map.items():
-        is_beside = isinstance(file_name, str) and file_name == Path(file_name).name
-        if not is_beside or file_name in ("", ".."):
-            raise ConfigError(
-                f"{path}: {show_json(key)} must name a file beside it, got {show_json(file_name)}"
-            )
-        names_of.setdefault(file_name, set()).add(key)
-    return [(path.parent / file_name, names) for file_name, names in sorted(names_of.items())]
-
-
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's floating-point tensors; every length is checked before it is used."""
-    try:
-        with path.open("rb") as file:
-            file_bytes = file.seek(0, 2)
-            file.seek(0)
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if file_bytes < 8 or not 2 <= header_bytes <= min(HEADER_BYTES_MAX, file_bytes - 8):
-                raise ConfigError(
-                    f"{path} is not a safetensors file: its first 8 bytes announce a header of "
-                    f"{header_bytes} bytes in a file of {file_bytes}. Likely cause: a Git LFS "
-                    "pointer or a download that broke off"
-                )
-            header = parse_json(file.read(header_bytes))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path}: the safetensors header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise ConfigError(f"{path}: the safetensors header must be a JSON object")
-    room_bytes = file_bytes - 8 - header_bytes
-    found = {}
-    for key, entry in header.items():
-        if key == "__metadata__":
-            continue
-        shape = _entry_shape(path, key, entry, room_bytes)
-        if entry["dtype"] in FLOAT_BYTES:
-            found[key] = shape
-    return found
-
-
-def _entry_shape(path: Path, key: str, entry: Any, room_bytes: int) -> tuple[int, ...]:
-    is_sound = (
-        isinstance(entry, dict)
-        and isinstance(entry.get("dtype"), str)
-        and _is_counts(entry.get("shape"))
-        and _is_counts(entry.get("data_offsets"))
-        and len(entry["data_offsets"]) == 2
-    )
-    if is_sound:
-        begin, end = entry["data_offsets"]
-        itemsize = FLOAT_BYTES.get(entry["dtype"])
-        is_sound = begin <= end and (
-            itemsize is None or end - begin == itemsize * math.prod(entry["shape"])
-        )
-    if not is_sound:
-        raise ConfigError(
-            f"{path}: the header entry of {show_json(key)} is damaged: {show_json(entry)}"
-        )
-    if entry["data_offsets"][1] > room_bytes:
-        raise ConfigError(
-            f"{path}: {show_json(key)} ends at byte {entry['data_offsets'][1]} of {room_bytes}. "
-            "Likely cause: a download that broke off"
-        )
-    return tuple(entry["shape"])
-
-
-def _is_counts(value: Any) -> bool:
-    """Few and of a size that can be multiplied: the header may be anybody's."""
-    if not isinstance(value, list) or len(value) > DIMENSION_COUNT_MAX:
-        return False
-    return all(type(n) is int and 0 <= n < NBYTES_MAX for n in value)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

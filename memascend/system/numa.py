@@ -6,17 +6,15 @@ moves memory: binding is done by the native core. Every function takes the sysfs
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import stat
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-_LOG = logging.getLogger(__name__)
+from memascend.system.mounts import SYSFS, block_folder
 
-SYSFS = Path("/sys")
+_LOG = logging.getLogger(__name__)
 
 
 def online_nodes(sysfs: Path = SYSFS) -> list[int]:
@@ -26,15 +24,6 @@ def online_nodes(sysfs: Path = SYSFS) -> list[int]:
         if nodes is not None:
             return nodes
     return parse_node_list(_read(sysfs / "devices/system/node/online"))
-
-
-def node_memory_bytes(node: int, sysfs: Path = SYSFS) -> int:
-    """Memory of a node, 0 when the kernel does not tell."""
-    for line in _read(sysfs / f"devices/system/node/node{node}/meminfo").splitlines():
-        words = line.split()  # Node 0 MemTotal:  24602124 kB
-        if len(words) >= 4 and words[2] == "MemTotal:":
-            return int(words[3]) * 1024
-    return 0
 
 
 def node_of_pci(address: str, sysfs: Path = SYSFS) -> int | None:
@@ -67,10 +56,8 @@ def node_of_block_device(name: str, sysfs: Path = SYSFS) -> int | None:
 
 def node_of_path(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> int | None:
     """The node of a block device, or of the drive below a directory; None when unknown (tmpfs)."""
-    state = os.stat(path)
-    device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
-    link = sysfs / "dev/block" / f"{os.major(device)}:{os.minor(device)}"
-    return node_of_block_device(link.resolve().name, sysfs) if link.exists() else None
+    folder = block_folder(path, sysfs)
+    return None if folder is None else node_of_block_device(folder.name, sysfs)
 
 
 def preferred_node(
@@ -143,14 +130,3 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def filesystem_of(path: Path) -> str:
-    """Kind of the file system that holds a path, such as "ext4"."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            if line.split()[2] == wanted:
-                return line.partition(" - ")[2].split()[0]
-    return "unknown file system"

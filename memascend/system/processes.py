@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from memascend.base.units import KIB
+from memascend.system.memory import process_status
 
 # Finding the processes walks all of /proc, the others page tables and folders: less often.
 TREE_INTERVAL_S = 0.25
@@ -162,17 +163,6 @@ def process_tree(pid: int) -> list[int]:
         return [pid, *(child.pid for child in root.children(recursive=True))]
     except psutil.Error:
         return []
-
-
-def process_status(pid: int) -> dict[str, int]:
-    """Gives the byte counts of /proc/PID/status; empty when the process is gone."""
-    sizes: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-            if line.endswith(" kB"):
-                key, _, value = line.partition(":")
-                sizes[key] = int(value.split()[0]) * KIB
-    return sizes
 
 
 def pss_bytes(pid: int) -> int:

@@ -20,6 +20,16 @@ from pathlib import Path
 
 from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
+from memascend.system.mounts import (
+    PROC,
+    SYSFS,
+    device_name,
+    device_number,
+    read_line,
+    read_lines,
+    read_mounts,
+    unescaped,
+)
 from memascend.volumes.header import (
     DEVICE_BYTES_MIN,
     HEADER_BYTES,
@@ -31,8 +41,6 @@ from memascend.volumes.header import (
 )
 from memascend.volumes.signatures import ask_blkid, find_signatures
 
-SYSFS = Path("/sys")
-PROC = Path("/proc")
 _BLKROGET, _BLKSSZGET, _BLKDISCARD = 0x125E, 0x1268, 0x1277
 _LOCK_SECONDS = 2.0  # udev looks at a device for a moment whenever it was closed
 _SECTOR_BYTES_MAX = 4096
@@ -243,34 +251,27 @@ def find_users(path: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> list[str
         proc: Root of procfs, for tests.
     """
     try:
-        state = os.stat(path)
+        is_device = stat.S_ISBLK(os.stat(path).st_mode)
+        return users_of(device_number(path), sysfs=sysfs, proc=proc) if is_device else []
     except OSError:
-        return []  # opening it will say
-    if not stat.S_ISBLK(state.st_mode):
-        return []
-    number = f"{os.major(state.st_rdev)}:{os.minor(state.st_rdev)}"
-    return users_of(number, sysfs=sysfs, proc=proc)
+        return []  # opening it will raise
 
 
 def users_of(number: str, *, sysfs: Path, proc: Path) -> list[str]:
     """As `find_users`, for a device number such as "259:0"."""
     folder = (sysfs / "dev/block" / number).resolve()
     folders = [folder, *sorted(path.parent for path in folder.glob("*/partition"))]
-    numbers = {_line(part / "dev"): part.name for part in folders}
+    numbers = {read_line(part / "dev"): part.name for part in folders}
     numbers[number] = folder.name
     names = {part.name for part in folders}
     users = []
-    for line in _lines(proc / "self/mountinfo"):
-        mount, _, kind = line.partition(" - ")
-        words, source = mount.split(), kind.split()[1:2]
-        if len(words) < 5:
-            continue
+    for mount in read_mounts(proc):
         # Some file systems (btrfs) have a device number of their own, but name their source.
-        name = numbers.get(words[2]) or _device_name(source[0] if source else "")
+        name = numbers.get(mount.number) or device_name(mount.source)
         if name in names:
-            users.append(f"{name} is mounted on {_unescaped(words[4])}")
-    for line in _lines(proc / "swaps")[1:]:
-        name = _device_name(line.split()[0])
+            users.append(f"{name} is mounted on {mount.point}")
+    for line in read_lines(proc / "swaps")[1:]:
+        name = device_name(unescaped(line.split()[0]))
         if name in names:
             users.append(f"{name} is used as swap")
     for part in folders:
@@ -352,26 +353,3 @@ def _how_to_format(path: str, found: list[str]) -> str:
             f"then memascend volume format {path}"
         )
     return f"memascend volume format {path} (destroys what is on it)"
-
-
-def _device_name(source: str) -> str:
-    """The kernel's name of a device that is named by a path, symbolic links resolved."""
-    return os.path.basename(os.path.realpath(_unescaped(source))) if source else ""
-
-
-def _unescaped(text: str) -> str:
-    """The kernel writes blanks and backslashes in octal."""
-    for code in ("040", "011", "012", "134"):
-        text = text.replace(f"\\{code}", chr(int(code, 8)))
-    return text
-
-
-def _line(path: Path) -> str:
-    return "".join(_lines(path)[:1]).strip()
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

@@ -6,27 +6,22 @@ Knows directories, devices, the configuration and the core; nothing of tensors o
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memascend import _core
 from memascend.config.block import MemAscendConfig, cache_directory, local_rank, local_world_size
 from memascend.config.volumes import KEY, VolumeConfig
-from memascend.errors import ConfigError, StoreError
-from memascend.nvme.store import DRIVE_CODES, make_directory
-from memascend.system.numa import filesystem_of
+from memascend.errors import ConfigError
 from memascend.volumes.device import formatted
+from memascend.volumes.directory import provide_volume
 from memascend.volumes.header import START_BYTES
 from memascend.volumes.speed import Load
 from memascend.volumes.weights import PROBE_SECONDS, PROBE_SPAN_BYTES, measured_weights
 
 log = logging.getLogger(__name__)
-
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def volume_paths(config: MemAscendConfig, fallback: str) -> list[str]:
@@ -58,17 +53,15 @@ def prepared(
         StoreError: A directory cannot be made or written, or a device must be left alone.
     """
     if not config.volumes:
-        yield [_directory(VolumeConfig(path=fallback))]
+        yield [provide_volume(VolumeConfig(path=fallback))]
         return
     mine = share_of_rank(config.volumes, rank=local_rank(), rank_count=local_world_size())
     with contextlib.ExitStack() as claims:
-        for volume in mine:
-            if not volume.raw:
-                _directory(volume)
+        directories = [None if volume.raw else provide_volume(volume) for volume in mine]
         _check_apart(mine)
         opened = [
-            claims.enter_context(on_device(volume)) if volume.raw else _directory(volume)
-            for volume in mine
+            directory or claims.enter_context(claimed_device(volume))
+            for volume, directory in zip(mine, directories, strict=True)
         ]
         yield _weighed(config, opened, cache or cache_directory())
 
@@ -123,7 +116,7 @@ def _weighed(
 
 
 @contextlib.contextmanager
-def on_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
+def claimed_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
     """A raw device with our header, claimed.
 
     Raises:
@@ -138,66 +131,6 @@ def on_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
             descriptor=device.descriptor,
             start_bytes=START_BYTES,
         )
-
-
-def _directory(volume: VolumeConfig) -> _core.VolumeOptions:
-    """A volume in a directory that is there and can be written. Follows symbolic links, once.
-
-    Raises:
-        StoreError: It is not, or cannot.
-    """
-    path = os.path.realpath(volume.path)
-    if path.startswith("/dev/") and not os.path.lexists(path):  # a folder there would be memory
-        raise refused(volume.path, "use", errno.ENOENT, cause="a device that is not there")
-    if not os.path.isdir(path) and local_rank() == 0:
-        log.warning(
-            "memascend: the volume %s is not there and is made, on the drive of the folder above "
-            "it. Is a drive not mounted, or the path misspelt?",
-            volume.path,
-        )
-    try:
-        make_directory(path)
-    except OSError as error:
-        raise refused(volume.path, "make", error.errno or errno.EIO) from error
-    if filesystem_of(Path(path)) in _IN_MEMORY and local_rank() == 0:
-        log.warning(
-            "memascend: %s is in memory: what is offloaded there takes host memory beyond every "
-            "limit. Name a folder on an SSD",
-            path,
-        )
-    return look_at(volume)
-
-
-def look_at(volume: VolumeConfig) -> _core.VolumeOptions:
-    """The same for a directory that has to be there."""
-    path = os.path.realpath(volume.path)
-    try:
-        state = os.stat(path)
-    except OSError as error:
-        raise refused(volume.path, "use", error.errno or errno.EIO) from error
-    if stat.S_ISBLK(state.st_mode):
-        raise refused(
-            volume.path,
-            "use",
-            errno.ENOTDIR,
-            cause="it is a block device",
-            fix=f'name a directory on it, or say {{"path": "{volume.path}", "raw": true}}, which '
-            "destroys what is on it",
-        )
-    if not stat.S_ISDIR(state.st_mode):
-        raise refused(volume.path, "use", errno.ENOTDIR)
-    # With the identity that will open the files: a launcher may have changed user or capabilities.
-    if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
-        is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-        raise refused(volume.path, "write in", errno.EROFS if is_read_only else errno.EACCES)
-    return _options(path, volume)
-
-
-def _options(path: str, volume: VolumeConfig) -> _core.VolumeOptions:
-    weight = 1.0 if volume.weight is None else volume.weight
-    if volume.capacity is None:
-        return _core.VolumeOptions(path, weight=weight)
-    return _core.VolumeOptions(path, weight=weight, capacity_bytes=volume.capacity)
 
 
 def _with_weight(volume: _core.VolumeOptions, weight: float) -> _core.VolumeOptions:
@@ -237,16 +170,3 @@ def _check_apart(volumes: Sequence[VolumeConfig]) -> None:
                 path,
             )
         drives.setdefault(state.st_dev, path)
-
-
-def refused(path: str, verb: str, code: int, *, cause: str = "", fix: str = "") -> StoreError:
-    """The error for a volume that cannot be used."""
-    if cause or code not in DRIVE_CODES:
-        cause = cause or f"{KEY} or nvme_path is misspelt, not mounted, or belongs to another user"
-        fix = fix or "name a directory on a local disk that you can write"
-        advice = f"\nlikely cause: {cause}\nfix: {fix}"
-    else:
-        advice = _core.describe_cause(code=code)
-    error = StoreError(code, f"cannot {verb} the volume {path}: {os.strerror(code)}{advice}")
-    error.volume = path
-    return error

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import stat
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,12 +22,12 @@ from pathlib import Path
 from memascend import _core
 from memascend.base.json_text import parse_json
 from memascend.base.units import MIB
+from memascend.system.mounts import SYSFS, block_folder, device_number, read_line
 from memascend.volumes.speed import Bench, Load
 
 log = logging.getLogger(__name__)
 
 CACHE_FILE = "volume-weights.json"
-SYSFS = Path("/sys")
 #: Most time for writing what is then read, and time of each of the measurements, of which the
 #: median counts: other programs may use a drive for a moment.
 PROBE_SECONDS = 0.2
@@ -105,20 +104,17 @@ def identity(path: str, sysfs: Path = SYSFS) -> str:
         path: Directory, or block device.
         sysfs: Root of sysfs, for tests.
     """
-    state = os.stat(path)
-    device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    block = sysfs / "dev/block" / number
-    if not block.exists():
+    block = block_folder(path, sysfs)
+    if block is None:
         system = os.statvfs(path)
-        return f"device {number}, {system.f_blocks * system.f_frsize} bytes"
-    size = _text_of(block / "size")
-    for folder in (block, block.resolve().parent):  # a partition's parent is its drive
+        return f"device {device_number(path)}, {system.f_blocks * system.f_frsize} bytes"
+    size = read_line(block / "size")
+    for folder in (block, block.parent):  # a partition's parent is its drive
         for name in ("wwid", "device/wwid", "serial", "device/serial"):  # wwid: of a namespace
-            serial = _text_of(folder / name)
+            serial = read_line(folder / name)
             if serial:
                 return f"{os.path.basename(name)} {serial}, {size} sectors"
-    return f"device {number}, {size} sectors"
+    return f"device {device_number(path)}, {size} sectors"
 
 
 def _context(load: Load) -> str:
@@ -129,13 +125,6 @@ def _text(volumes: Sequence[_core.VolumeOptions], weights: Sequence[float]) -> s
     return ", ".join(
         f"{volume.path}={weight:g}" for volume, weight in zip(volumes, weights, strict=True)
     )
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _checked(value: object, count: int) -> list[float] | None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memascend.base.units import format_nbytes, parse_nbytes
+from memascend.base.units import format_nbytes, page_down, page_up, parse_nbytes
 from memascend.errors import ConfigError
 
 
@@ -40,3 +40,10 @@ def test_a_bool_or_a_negative_number_is_no_byte_count(value: int) -> None:
 @given(st.integers(min_value=0, max_value=1 << 50))
 def test_formatting_keeps_the_size_within_half_a_percent(nbytes: int) -> None:
     assert parse_nbytes(format_nbytes(nbytes)) == pytest.approx(nbytes, rel=0.005, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "up", "down"), [(0, 0, 0), (1, 4096, 0), (4096, 4096, 4096), (4097, 8192, 4096)]
+)
+def test_bytes_are_rounded_to_whole_pages(nbytes: int, up: int, down: int) -> None:
+    assert (page_up(nbytes), page_down(nbytes)) == (up, down)

@@ -9,7 +9,7 @@ import pytest
 
 from memascend.cli import doctor
 from memascend.cli.main import main
-from memascend.system.numa import filesystem_of
+from memascend.system.mounts import filesystem_of
 from memascend.version import __version__
 
 CHECKS = ["system", "torch", "deepspeed", "activation", "io_uring", "page lock", "huge pages"]

@@ -15,10 +15,10 @@ from typing import Any
 import deepspeed
 import torch
 
-from memascend.base.verify import GRAIN_BYTES
 from memascend.deepspeed.attach.attach import face_of
 from memascend.errors import CorruptionError
 from memascend.nvme.resident import ResidentStore
+from memascend.plan.checksums import GRAIN_BYTES
 from tests.integration.checkpoint_program import build, train
 
 

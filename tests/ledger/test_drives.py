@@ -1,10 +1,9 @@
-"""SMART data: which drives are below a path, what they say, and that no run fails over it."""
+"""SMART data: what drives say, and that no run fails over it."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 from memascend.cli import doctor
 from memascend.config.block import parse_block
 from memascend.ledger import drives as smart
-from memascend.ledger.drives import DriveWatch, DriveWear, Reading, drives_below, parse, read_drives
+from memascend.ledger.drives import DriveWatch, DriveWear, Reading, parse, read_drives
 
 SAMPLES = Path(__file__).parent / "smart"
 TB = 10**12
@@ -217,67 +216,6 @@ def test_without_smartctl_or_drives_nothing_is_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(smart, "drives_below", lambda path: ["sda"] * (path == "/a"))
     assert read_drives(["/a"]).silent == {"sda": smart.NO_SMARTCTL}
     assert read_drives(["/b"]).why_silent() == "drives: none was found below the volumes"
-
-
-# -- which drives --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sysfs(tmp_path: Path) -> Path:
-    """A partition of nvme0n1, and an LVM volume over it and over an md of two disks."""
-    root = tmp_path / "sys"
-    devices = root / "devices"
-    for name in ("nvme0n1/nvme0n1p2", "sda", "sdb", "md0", "dm-0"):
-        (devices / name).mkdir(parents=True)
-    (devices / "nvme0n1/nvme0n1p2/partition").write_text("2\n")
-    (root / "class/block").mkdir(parents=True)
-    (root / "dev/block").mkdir(parents=True)
-    for parent, parts in {"md0": ["sda", "sdb"], "dm-0": ["nvme0n1/nvme0n1p2", "md0"]}.items():
-        (devices / parent / "slaves").mkdir()
-        for part in parts:
-            link = devices / parent / "slaves" / Path(part).name
-            link.symlink_to(devices / part)
-    for name in ("nvme0n1", "nvme0n1/nvme0n1p2", "sda", "sdb", "md0", "dm-0"):
-        (devices / name / "dev").write_text("1:1\n")
-        (root / "class/block" / Path(name).name).symlink_to(devices / name)
-    return root
-
-
-@pytest.mark.parametrize(
-    ("device", "drives"),
-    [
-        ("nvme0n1", ["nvme0n1"]),
-        ("nvme0n1/nvme0n1p2", ["nvme0n1"]),
-        ("md0", ["sda", "sdb"]),
-        ("dm-0", ["nvme0n1", "sda", "sdb"]),
-    ],
-)
-def test_a_folder_leads_to_its_drives(
-    device: str, drives: list[str], sysfs: Path, tmp_path: Path
-) -> None:
-    number = tmp_path.stat().st_dev
-    link = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
-    link.symlink_to(sysfs / "devices" / device)
-    assert drives_below(tmp_path, sysfs) == drives
-
-
-def test_a_file_system_with_a_number_of_its_own_leads_to_what_it_was_mounted_from(
-    sysfs: Path, tmp_path: Path
-) -> None:
-    mounts = tmp_path / "mountinfo"
-    blank = str(tmp_path).replace(" ", "\\040")
-    lines = ["1 1 0:1 / / rw - btrfs /dev/sdb rw", f"1 1 0:2 / {blank} rw shared:1 - btrfs {{}} rw"]
-    text = "\n".join([*lines, "a line of another kind", ""])
-    mounts.write_text(text.format("/dev/nvme0n1p2"))
-    assert drives_below(tmp_path, sysfs, mounts) == ["nvme0n1"]
-    mounts.write_text(text.format("server:/export"))
-    assert drives_below(tmp_path, sysfs, mounts) == []
-
-
-def test_what_is_on_no_drive_has_none(sysfs: Path, tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    assert drives_below(tmp_path, sysfs, missing) == []
-    assert drives_below(missing, sysfs) == []
 
 
 def test_this_machine_can_be_asked(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memascend.base.units import MIB, format_nbytes
-from memascend.ledger.ledger import Ledger, LedgerRow, describe_plan, resident_memory
+from memascend.ledger.ledger import Ledger, LedgerRow, describe_plan
 from memascend.plan.derive import PlanRequest, derive
 from tests.support.plan_models import decoder
 
@@ -123,28 +123,3 @@ def test_the_file_holds_every_number_and_the_sums(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         LEDGER.write(tmp_path / "missing" / "ledger.json")
-
-
-# -- resident memory -----------------------------------------------------------------------------
-
-
-def test_resident_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\nThreads:\t3\n")
-    assert resident_memory(status) == (1 * MIB, 2 * MIB)
-
-
-def test_a_kernel_without_the_peak_gives_what_is_now(tmp_path: Path) -> None:
-    # As in some sandboxes.
-    status = tmp_path / "status"
-    status.write_text("VmRSS:\t    1024 kB\n")
-    assert resident_memory(status) == (1 * MIB, 1 * MIB)
-
-
-def test_a_kernel_that_says_nothing_gives_zeros(tmp_path: Path) -> None:
-    assert resident_memory(tmp_path / "missing") == (0, 0)
-
-
-def test_this_process_has_some() -> None:
-    now, most = resident_memory()
-    assert 0 < now <= most

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from memascend import _core
-from memascend.base.verify import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
+from memascend.base.components import CHECKSUMS
 from memascend.config.block import parse_block
 from memascend.errors import ConfigError, CorruptionError, HostMemoryError, StoreError
 from memascend.nvme.store import TensorStore
+from memascend.plan.checksums import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
 from memascend.plan.derive import ROUNDING, LimitTooSmallError, PlanRequest, derive
-from memascend.plan.knobs import CHECKSUMS
 from memascend.plan.shapes import builtin
 from memascend.runtime import Runtime, Substitutes
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory, flip_bit, open_store, read, write

@@ -13,7 +13,7 @@ import pytest
 
 from memascend.base.units import GIB, MIB
 from memascend.errors import ConfigError
-from memascend.plan.derive import PlanRequest, derive
+from memascend.plan.derive import PlanRequest, default_limit, derive
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
 
@@ -215,3 +215,8 @@ def test_parameters_that_the_user_keeps_in_memory_are_counted() -> None:
     # Under a limit the plan decides what stays in memory.
     config["memascend"] = {"host_memory_limit": "4GiB"}
     assert PlanRequest.from_deepspeed(config).max_in_cpu == 0
+
+
+def test_the_default_is_the_plan_but_at_most_half_of_what_is_free() -> None:
+    assert default_limit(3 * GIB, available=100 * GIB) == 3 * GIB
+    assert default_limit(3 * GIB, available=4 * GIB) == 2 * GIB

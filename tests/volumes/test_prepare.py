@@ -1,4 +1,4 @@
-"""Volumes from the configuration: directories made and refused, and who is asked for weights."""
+"""Volumes from the configuration: shares and weights, and who is asked for weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from memascend import _core
 from memascend.config.block import MemAscendConfig, parse_block
-from memascend.errors import ConfigError, StoreError
+from memascend.errors import ConfigError
 from memascend.runtime import Runtime, Substitutes
 from memascend.volumes import prepare as volumes_module
 from memascend.volumes.prepare import prepared, share_of_rank, volume_paths
@@ -91,14 +91,6 @@ def test_two_names_of_one_directory_are_refused(tmp_path, measured):
         prepare(block(str(tmp_path / "a"), str(tmp_path / "b")), "unused")
 
 
-def test_a_directory_that_has_to_be_made_is_pointed_out(tmp_path, measured, caplog):
-    prepare(block(str(tmp_path / "mistyped")), "unused")
-    assert f"the volume {tmp_path / 'mistyped'} is not there and is made" in caplog.text
-    caplog.clear()
-    prepare(block(str(tmp_path / "mistyped")), "unused")
-    assert caplog.text == ""
-
-
 def test_two_directories_on_one_drive_are_warned_of(tmp_path, measured, caplog):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -106,25 +98,6 @@ def test_two_directories_on_one_drive_are_warned_of(tmp_path, measured, caplog):
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert f"{tmp_path / 'a'} and {tmp_path / 'b'} are on one file system" in warnings[0]
-
-
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path, measured, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
-    with pytest.raises(StoreError, match="cannot write in the volume") as caught:
-        prepare(block(str(tmp_path)), "unused")
-    assert caught.value.volume == str(tmp_path)
-    assert "fix: name a directory" in str(caught.value)
-
-
-def test_what_is_no_directory_is_refused(tmp_path, measured):
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot use the volume"):
-        prepare(block(str(tmp_path / "file")), "unused")
-    with pytest.raises(StoreError, match="cannot make the volume"):
-        prepare(block(str(tmp_path / "file" / "below")), "unused")
-    (tmp_path / "dangling").symlink_to("nowhere")
-    prepare(block(str(tmp_path / "dangling")), "unused")  # as mkdir -p of what it names
-    assert (tmp_path / "nowhere").is_dir()
 
 
 def test_a_runtime_stripes_over_the_volumes_of_its_block(tmp_path):
@@ -175,17 +148,3 @@ def test_a_rank_without_a_device_is_an_error():
     assert share_of_rank(volumes, rank=0, rank_count=2) == list(volumes)
     with pytest.raises(ConfigError, match="1 raw devices for 2 ranks"):
         share_of_rank(volumes, rank=1, rank_count=2)
-
-
-@pytest.mark.parametrize(("kind", "is_warned"), [("tmpfs", True), ("ext4", False)])
-def test_a_folder_in_memory_is_warned_of(
-    kind: str,
-    is_warned: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(volumes_module, "filesystem_of", lambda _: kind)
-    with prepared(parse_block({}), str(tmp_path)):
-        pass
-    assert ("is in memory" in caplog.text) is is_warned

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from memascend.base.units import GIB
 from memascend.cli.compare.run import child_environment
-from memascend.system.processes import process_status
+from memascend.system.memory import process_status
 
 # Operators that a CPU or GPU run with NVMe offload loads, with what each of them is for.
 OPERATORS = {

@@ -27,7 +27,8 @@ from memascend.config.block import DirectNvmeConfig
 from memascend.config.volumes import VolumeConfig
 from memascend.errors import StoreError
 from memascend.version import __version__
-from memascend.volumes.prepare import look_at, on_device
+from memascend.volumes.directory import existing_volume
+from memascend.volumes.prepare import claimed_device
 from memascend.volumes.speed import Bench, Load, Mode
 from memascend.volumes.weights import identity, weights_of
 
@@ -68,8 +69,8 @@ def volume_bench_command(args: argparse.Namespace) -> int:
 def _open(path: str, claims: contextlib.ExitStack) -> _core.VolumeOptions:
     """A folder, or a formatted device, claimed until `claims` is closed."""
     if os.path.exists(path) and stat.S_ISBLK(os.stat(path).st_mode):
-        return claims.enter_context(on_device(VolumeConfig(path=path, raw=True)))
-    return look_at(VolumeConfig(path=path))
+        return claims.enter_context(claimed_device(VolumeConfig(path=path, raw=True)))
+    return existing_volume(VolumeConfig(path=path))
 
 
 def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from memascend.base.units import format_nbytes
 from memascend.config.block import MemAscendConfig, active_config, local_world_size
-from memascend.config.limit import memory_total
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
@@ -37,10 +36,11 @@ from memascend.deepspeed.stock.memory import (
 from memascend.errors import ConfigError
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.ledger import Ledger, describe_plan
-from memascend.nvme.store import provide_directory
 from memascend.plan.request import check_limit_can_be_kept
 from memascend.runtime import Runtime, Substitutes
+from memascend.system.memory import memory_total
 from memascend.version import __version__
+from memascend.volumes.directory import provide_directory
 from memascend.volumes.prepare import volume_paths
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,13 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from memascend.config.block import MemAscendConfig, local_world_size
-from memascend.config.limit import default_limit, memory_available, memory_total, parse_limit
+from memascend.config.limit import parse_limit
 from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
-from memascend.plan.derive import Plan, PlanRequest, derive
+from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.request import is_elementwise as is_elementwise_name
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
+from memascend.system.memory import memory_available, memory_total
 
 #: While the model is built, of the limit: what parameters, and each staging slot, may take.
 PARAMETER_SHARE = 1 / 4

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from memascend.base.json_text import parse_json
-from memascend.plan.shapes import HEADER_BYTES_MAX
-from memascend.system.numa import filesystem_of
+from memascend.plan.safetensors import HEADER_BYTES_MAX
+from memascend.system.mounts import filesystem_of
+from memascend.system.pages import page_out
 
-_MADV_PAGEOUT = 21  # since Linux 5.4; not in Python's mmap
 #: What a file that is something else may lead to.
 _NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 #: Their pages are the only copy; paging them out would write them to swap.
@@ -83,16 +82,6 @@ class MappedFiles:
             # What was read ahead and never touched. It may be read again, but memory stays bounded.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def page_out(begin: int, nbytes: int) -> None:
-    """Asks the kernel to take mapped pages out of memory; where it refuses they stay.
-
-    Args:
-        begin: First address, at the start of a page.
-        nbytes: From there on.
-    """
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _MADV_PAGEOUT)
 
 
 def read_starts(path: str, *, tensors: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memascend.deepspeed.weights.mapped_files import MappedFiles, read_starts
-from memascend.system.numa import filesystem_of
+from memascend.system.mounts import filesystem_of
 
 PAGES = 64
 NBYTES = PAGES * mmap.PAGESIZE

@@ -1,0 +1,119 @@
+"""Memory of this machine and of its processes, as the kernel counts it.
+
+Reads procfs and the files of control groups below a folder that tests replace. Ranks ask at
+different moments, so whoever builds something that must be the same on every rank agrees on the
+smallest answer first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from memascend.base.units import KIB
+from memascend.errors import ConfigError
+
+ROOT, PROC = Path("/"), Path("/proc")
+
+
+def memory_available(root: Path = ROOT) -> int:
+    """Return the bytes this process can have: the least of what is free and allowed.
+
+    Counts the machine's MemTotal and MemAvailable, and the memory limit of this process's control
+    group and of every group above it (cgroup v2 and v1). What other processes of the same group
+    use is not subtracted.
+
+    Args:
+        root: Where `proc` and `sys` are; tests give a folder of their own.
+
+    Raises:
+        ConfigError: The kernel's files are missing; set the limit in bytes instead.
+    """
+    return _least([*_machine(root, "MemTotal", "MemAvailable"), *_groups(root)], root)
+
+
+def memory_total(root: Path = ROOT) -> int:
+    """Return the bytes there are, in use or not: the least of the machine's and its groups' limits.
+
+    A limit that is a fraction is a fraction of this, so that the same configuration means the same
+    on every day.
+
+    Raises:
+        ConfigError: As in `memory_available`.
+    """
+    return _least([*_machine(root, "MemTotal"), *_groups(root)], root)
+
+
+def group_limit(root: Path = ROOT) -> int | None:
+    """Return the tightest memory limit of our control group and all above it, None without one."""
+    return min(_groups(root), default=None)
+
+
+def resident_memory(proc: Path = PROC) -> tuple[int, int]:
+    """Return the resident bytes of this process, now and at most; zeros where they are unknown."""
+    found = process_status("self", proc)
+    now = found.get("VmRSS", 0)
+    return now, max(now, found.get("VmHWM", 0))
+
+
+def process_status(pid: int | str, proc: Path = PROC) -> dict[str, int]:
+    """Return the byte counts of a process's `status` in procfs; empty when the process is gone."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in (proc / str(pid) / "status").read_text(encoding="ascii").splitlines():
+            if line.endswith(" kB"):
+                key, _, value = line.partition(":")
+                sizes[key] = int(value.split()[0]) * KIB
+    return sizes
+
+
+def _least(found: list[int], root: Path) -> int:
+    if not found:
+        raise ConfigError(
+            f"cannot find out how much memory there is: neither {root / 'proc/meminfo'} nor a "
+            "control group has a number. Set memascend.host_memory_limit to a number of bytes, "
+            'such as "6GiB"'
+        )
+    return min(found)
+
+
+def _machine(root: Path, *names: str) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name in names:
+                with contextlib.suppress(ValueError, IndexError):
+                    yield int(value.split()[0]) * KIB
+
+
+def _groups(root: Path) -> Iterator[int]:
+    """Yield every limit from our group upwards. "max", or a file that is not there, is none."""
+    for mount, group, file in _memberships(root):
+        folder = mount / group
+        # Seen from within a container the group's own path may not exist below the mount; the
+        # folders above it, down to the mount itself, still have the limits that bind us.
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                yield int((folder / file).read_text(encoding="ascii"))
+            if folder == mount:
+                break
+            folder = folder.parent
+
+
+def _memberships(root: Path) -> Iterator[tuple[Path, PurePosixPath, str]]:
+    """Yield (mount point, our group below it, name of the limit's file)."""
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        # A process outside its cgroup namespace sees "/../..": nothing above the mount is visible.
+        group = PurePosixPath(*(part for part in name.split("/") if part not in ("", "..")))
+        if controllers == "":
+            yield mounts, group, "memory.max"
+            yield mounts / "unified", group, "memory.max"
+        elif "memory" in controllers.split(","):
+            yield mounts / "memory", group, "memory.limit_in_bytes"

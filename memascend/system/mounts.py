@@ -1,0 +1,148 @@
+"""From a path to what holds it: the mount, the block device, the drives below.
+
+Reads procfs and sysfs, below folders that tests replace. Nothing here opens a device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSFS = Path("/sys")
+PROC = Path("/proc")
+#: Kinds of file systems whose files are host memory.
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_STACK_DEPTH_MAX = 8  # of device-mapper and md volumes over each other
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo.
+
+    Attributes:
+        number: Of the file system's device, such as "259:1".
+        point: The folder it is mounted on.
+        kind: Such as "ext4".
+        source: What was mounted, such as "/dev/nvme0n1p1".
+    """
+
+    number: str
+    point: str
+    kind: str
+    source: str
+
+
+def read_mounts(proc: Path = PROC) -> list[Mount]:
+    """Return what is mounted, in the order of mounting; empty where that cannot be read."""
+    found = []
+    for line in read_lines(proc / "self/mountinfo"):
+        mount, _, origin = line.partition(" - ")
+        words, kind_and_source = mount.split(), origin.split()
+        if len(words) >= 5 and len(kind_and_source) >= 2:
+            kind, source = map(unescaped, kind_and_source[:2])
+            found.append(Mount(words[2], unescaped(words[4]), kind, source))
+    return found
+
+
+def mount_of(path: str | os.PathLike[str], proc: Path = PROC) -> Mount | None:
+    """Return the mount that holds a path, None where it cannot be found.
+
+    Raises:
+        OSError: The path is not there.
+    """
+    mounts, number = read_mounts(proc), device_number(path)
+    for mount in mounts:
+        if mount.number == number:
+            return mount
+    # Some file systems (btrfs) give their files a device number of their own.
+    real = Path(path).resolve()
+    above = [mount for mount in mounts if real.is_relative_to(mount.point)]
+    return max(reversed(above), key=lambda mount: len(mount.point), default=None)
+
+
+def filesystem_of(path: str | os.PathLike[str]) -> str:
+    """Return the kind of the file system that holds a path, such as "ext4".
+
+    Raises:
+        OSError: The path is not there.
+    """
+    mount = mount_of(path)
+    return "unknown file system" if mount is None else mount.kind
+
+
+def device_number(path: str | os.PathLike[str]) -> str:
+    """Return the number, such as "259:1", of a block device or of what holds a directory.
+
+    Raises:
+        OSError: The path is not there.
+    """
+    state = os.stat(path)
+    device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
+def block_folder(
+    path: str | os.PathLike[str], sysfs: Path = SYSFS, proc: Path = PROC
+) -> Path | None:
+    """Return the folder in sysfs of a block device, or of the one below a directory.
+
+    None for what is on no block device of this machine: tmpfs, a network share. Of a btrfs over
+    several devices only the one it was mounted by is known.
+
+    Raises:
+        OSError: The path is not there.
+    """
+    link = sysfs / "dev/block" / device_number(path)
+    if not link.exists():
+        mount = mount_of(path, proc)
+        name = device_name(mount.source) if mount is not None else ""
+        link = sysfs / "class/block" / (name or "none")
+    return link.resolve() if link.exists() else None
+
+
+def drives_below(path: str | os.PathLike[str], sysfs: Path = SYSFS, proc: Path = PROC) -> list[str]:
+    """Return the kernel's names of the drives that a block device or a directory lies on.
+
+    Partitions lead to their disk; device-mapper and md volumes to all of their parts. Empty for
+    what is on no drive of this machine.
+    """
+    try:
+        folder = block_folder(path, sysfs, proc)
+        return [] if folder is None else sorted(_drives_of(folder))
+    except OSError:
+        return []
+
+
+def device_name(source: str) -> str:
+    """Return the kernel's name of a device from its path, symbolic links resolved; else ""."""
+    return os.path.basename(os.path.realpath(source)) if source.startswith("/dev/") else ""
+
+
+def unescaped(text: str) -> str:
+    """Replace the octal numbers in which the kernel writes blanks, line ends and backslashes."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of one of the kernel's files; none where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def read_line(path: Path) -> str:
+    """Return the first line of one of the kernel's files, stripped; "" where there is none."""
+    return "".join(read_lines(path)[:1]).strip()
+
+
+def _drives_of(folder: Path, depth: int = _STACK_DEPTH_MAX) -> set[str]:
+    if (folder / "partition").exists():
+        folder = folder.parent
+    slaves = [slave.resolve() for slave in (folder / "slaves").glob("*")]
+    if not slaves or depth == 0:
+        return {folder.name}
+    return set().union(*(_drives_of(slave, depth - 1) for slave in slaves))
