@@ -26,7 +26,6 @@ from memascend.checkpoint.manifest import (
     check_nbytes,
     missing_file,
 )
-from memascend.deepspeed.optimizer.restore import LoadedTensor
 from memascend.errors import CheckpointError
 
 _FILE_NAME = re.compile(r"(?:(?P<state>.+)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp")
@@ -81,6 +80,16 @@ class Wanted:
     parameters: SubGroups = ()
     groups: Sequence[int] = ()
     ids: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """A tensor of a checkpoint, not read yet; `state` is None for the master weights."""
+
+    sub_group: int
+    state: str | None
+    dtype: torch.dtype
+    reader: Reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from memascend.checkpoint.manifest import Manifest, check_name, missing_file, re
 from memascend.checkpoint.progress import ByteProgress
 from memascend.checkpoint.source import (
     CheckpointSource,
+    LoadedTensor,
     Place,
     Wanted,
     check_folder,
@@ -32,7 +33,6 @@ from memascend.checkpoint.source import (
 )
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.checkpoint.universal import is_scalar
-from memascend.deepspeed.optimizer.restore import LoadedTensor
 from memascend.errors import CheckpointError
 
 BUFFER_BYTES = 16 << 20

@@ -21,8 +21,7 @@ from memascend.checkpoint.files import Advance, TensorReader, drop_cache
 from memascend.checkpoint.layout import NamedParameter, Run, runs
 from memascend.checkpoint.manifest import missing_file
 from memascend.checkpoint.pieces import LazyReader, PieceReader, Segment
-from memascend.checkpoint.source import CheckpointSource, Wanted, read_torch_file
-from memascend.deepspeed.optimizer.restore import LoadedTensor
+from memascend.checkpoint.source import CheckpointSource, LoadedTensor, Wanted, read_torch_file
 from memascend.errors import CheckpointError
 
 _MASTER = "fp32"
