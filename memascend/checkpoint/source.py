@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memascend.checkpoint.files import Advance, FileReader, Reader, Slots, TensorReader, sum_file
+from memascend.checkpoint.files import Advance, FileReader, Reader, TensorReader, sum_file
 from memascend.checkpoint.layout import SubGroups
 from memascend.checkpoint.manifest import (
     FileEntry,
@@ -132,7 +132,7 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def verify(folder: Path, entries: Sequence[FileEntry], slots: Slots, advance: Advance) -> None:
+def verify(folder: Path, entries: Sequence[FileEntry], advance: Advance) -> None:
     """Compares files with their entries in manifests; reads each of them once.
 
     Raises:
@@ -146,7 +146,7 @@ def verify(folder: Path, entries: Sequence[FileEntry], slots: Slots, advance: Ad
         if nbytes != entry.nbytes:
             check_file(folder, entry, nbytes, 0)
     for entry in entries:
-        found = sum_file(folder / entry.name, slots, advance)
+        found = sum_file(folder / entry.name, advance)
         check_file(folder, entry, found.nbytes, found.crc32)
 
 
