@@ -27,12 +27,12 @@ from memascend.checkpoint.manifest import Manifest
 from memascend.checkpoint.pieces import PieceReader, Segment
 from memascend.checkpoint.source import (
     CheckpointSource,
+    LoadedTensor,
     Place,
     Wanted,
     open_source,
     read_torch_file,
 )
-from memascend.deepspeed.optimizer.restore import LoadedTensor
 from memascend.errors import CheckpointError
 
 _Tensors = Mapping[tuple[int, str | None], LoadedTensor]

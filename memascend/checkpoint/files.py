@@ -1,7 +1,7 @@
-"""Tensors of the store as files of a checkpoint, and back, a staging slot at a time.
+"""Files of a checkpoint, written and read a piece at a time.
 
-Knows torch, the slots and the file system; never DeepSpeed. However large a tensor is, no more of
-it is in memory than the slots hold, and what was written or read leaves the page cache behind.
+Knows torch and the file system; never DeepSpeed. However large a tensor is, no more than a piece of
+it is in memory, and the page cache is left as soon as bytes were written or read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from memascend.errors import CheckpointError
-from memascend.streaming.staging import StagingSlots
 from memascend.system.pages import page_out
 
 #: About so many bytes of a file may be in the page cache, on their way to the drive or from it.
 FLUSH_BYTES = 64 << 20
+#: What is read at once where no staging slot is at hand.
+PIECE_BYTES = 16 << 20
 
-#: Told how many bytes have been moved since it was last called.
+#: Called with the number of bytes that have been moved since the last call.
 Advance = Callable[[int], None]
 
 
@@ -36,30 +37,57 @@ class FileSum:
     crc32: int
 
 
-class SummedFile:
-    """A new file that is written once from front to end, summed up and made durable."""
+class FlushedFile:
+    """A new file that is made durable, and leaves the page cache, while it grows."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        """Writes to `file`; use `create`."""
-        self.path = path
+    def __init__(self, file: BinaryIO) -> None:
+        """Takes an open file that nobody else writes to."""
         self._file = file
-        self._flushed_bytes = 0
+        self._unflushed_bytes = 0
+
+    def write(self, piece: Any) -> int:
+        """Append anything with a buffer, and return its bytes, as files do."""
+        view = memoryview(piece).cast("B")
+        self._file.write(view)
+        self._unflushed_bytes += len(view)
+        if self._unflushed_bytes >= FLUSH_BYTES:
+            self.make_durable()
+        return len(view)
+
+    def make_durable(self) -> None:
+        """Wait until all that was written is on the drive."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        drop_cache(self._file.fileno())
+        self._unflushed_bytes = 0
+
+
+class SummedFile(FlushedFile):
+    """A new file that is written once from front to end and summed up meanwhile; use `create`."""
+
+    def __init__(self, file: BinaryIO, advance: Advance | None) -> None:
+        super().__init__(file)
+        self._advance = advance
         self.nbytes = 0
         self.crc32 = 0
 
     @classmethod
     @contextmanager
-    def create(cls, path: Path) -> Iterator[SummedFile]:
-        """Makes a file that is not there; on a clean exit all of it is on the drive.
+    def create(cls, path: Path, advance: Advance | None = None) -> Iterator[SummedFile]:
+        """Make a file that is not there; on a clean exit all of it is on the drive.
+
+        Args:
+            path: Of the file.
+            advance: Called with the bytes of each write.
 
         Raises:
             CheckpointError: The file cannot be made or written.
         """
         try:
             with path.open("xb") as file:
-                made = cls(path, file)
+                made = cls(file, advance)
                 yield made
-                made._flush()
+                made.make_durable()
         except CheckpointError:
             raise
         except OSError as error:
@@ -70,101 +98,44 @@ class SummedFile:
             ) from error
 
     def write(self, piece: Any) -> int:
-        """Appends anything with a buffer; gives its bytes, as files do."""
-        view = memoryview(piece).cast("B")
-        self._file.write(view)
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.nbytes += len(view)
-        if self.nbytes - self._flushed_bytes >= FLUSH_BYTES:
-            self._flush()
-        return len(view)
+        """Append anything with a buffer, and return its bytes, as files do."""
+        nbytes = super().write(piece)
+        self.crc32 = zlib.crc32(memoryview(piece).cast("B"), self.crc32)
+        self.nbytes += nbytes
+        if self._advance is not None:
+            self._advance(nbytes)
+        return nbytes
 
     def flush(self) -> None:
-        """Nothing: `create` makes all of it durable in the end."""
+        """Do nothing: `create` makes all of it durable in the end."""
 
     def sum(self) -> FileSum:
-        """Of all that was written."""
+        """Return size and checksum of all that was written."""
         return FileSum(self.nbytes, self.crc32)
-
-    def _flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        drop_cache(self._file.fileno())
-        self._flushed_bytes = self.nbytes
 
 
 def drop_cache(descriptor: int) -> None:
-    """Asks the kernel to forget the cached pages of a file; those not yet written stay."""
+    """Ask the kernel to forget the cached pages of a file; those not yet written stay."""
     with suppress(OSError):  # a hint, which not every file system takes
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def write_file(
-    slots: StagingSlots,
-    *,
-    key: str,
-    nbytes: int,
-    padded_bytes: int,
-    file: SummedFile,
-    advance: Advance,
-    also: Callable[[Any], object] | None = None,
-) -> None:
-    """Appends a key to a file, which is then filled up with zeros.
-
-    Args:
-        slots: Through which the bytes pass.
-        key: In the store.
-        nbytes: Of the key, from its beginning.
-        padded_bytes: Size of the file in the end.
-        file: A new one.
-        advance: Told of progress.
-        also: Gets the bytes of the key too.
-
-    Raises:
-        StoreError: The store could not be read.
-    """
-    for staged in slots.stream(key=key, nbytes=nbytes):
-        file.write(staged.numpy())
-        if also is not None:
-            also(staged.numpy())
-        advance(staged.numel())
-    file.write(bytes(padded_bytes - nbytes))
-
-
-class Slots(Protocol):
-    """Memory for pieces of a file, lent for a while."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """The largest piece."""
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A piece to work in."""
-
-    def give_back(self, staged: torch.Tensor) -> None:
-        """Ends what `take` began."""
-
-
-def sum_file(path: Path, slots: Slots, advance: Advance) -> FileSum:
-    """Reads a file once.
+def sum_file(path: Path, advance: Advance) -> FileSum:
+    """Read a file once, and return its size and checksum.
 
     Raises:
         OSError: It cannot be read.
     """
-    staged = slots.take(slots.slot_bytes, torch.uint8)
-    view = staged.numpy().data
+    view = torch.empty(PIECE_BYTES, dtype=torch.uint8).numpy().data
     crc32 = nbytes = 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(view):
-                crc32 = zlib.crc32(view[:count], crc32)
-                nbytes += count
-                advance(count)
-                if nbytes % FLUSH_BYTES < count:
-                    drop_cache(file.fileno())
-            drop_cache(file.fileno())
-    finally:
-        slots.give_back(staged)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(view):
+            crc32 = zlib.crc32(view[:count], crc32)
+            nbytes += count
+            advance(count)
+            if nbytes % FLUSH_BYTES < count:
+                drop_cache(file.fileno())
+        drop_cache(file.fileno())
     return FileSum(nbytes, crc32)
 
 
@@ -172,10 +143,10 @@ class Reader(Protocol):
     """Where the bytes of a tensor come from, in pieces."""
 
     def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
-        """Fills a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
+        """Fill a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
 
     def close(self) -> None:
-        """Lets go of file and pages; reading on opens them again."""
+        """Let go of file and pages; reading on opens them again."""
 
 
 class FileReader:
@@ -187,7 +158,7 @@ class FileReader:
         self._file: BinaryIO | None = None
 
     def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
-        """Fills a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
+        """Fill a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
         if self._file is None:
             self._file = self._path.open("rb", buffering=0)
         view = target.numpy().data
@@ -203,7 +174,7 @@ class FileReader:
             drop_cache(self._file.fileno())
 
     def close(self) -> None:
-        """Closes it, and lets its pages go; reading on opens it again."""
+        """Close it, and let its pages go; reading on opens it again."""
         file, self._file = self._file, None
         if file is not None:
             drop_cache(file.fileno())
@@ -211,7 +182,7 @@ class FileReader:
 
 
 class TensorReader:
-    """The same of a tensor in memory, or mapped into it."""
+    """The bytes of a tensor in memory, or mapped into it; behind its end there are zeros."""
 
     def __init__(self, tensor: torch.Tensor, *, is_mapped: bool = False) -> None:
         """Keeps the tensor; of a file that is mapped, few pages stay in memory."""
@@ -220,7 +191,7 @@ class TensorReader:
         self._read_bytes = 0
 
     def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
-        """Fills a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
+        """Fill a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
         count = max(0, min(target.numel(), self._data.numel() - begin_bytes))
         if count:
             target[:count].copy_(self._data[begin_bytes : begin_bytes + count])
@@ -230,13 +201,13 @@ class TensorReader:
             self.close()
 
     def close(self) -> None:
-        """Gives back the pages of a mapped file that were read."""
+        """Give back the pages of a mapped file that were read."""
         if self._read_bytes and self._is_mapped:
             _page_out(self._data)
         self._read_bytes = 0
 
 
 def _page_out(data: torch.Tensor) -> None:
-    """Lets the pages go that a tensor of a mapped file lies in."""
+    """Let the pages go that a tensor of a mapped file lies in."""
     begin = data.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     page_out(begin, data.data_ptr() + data.nbytes - begin)

@@ -38,7 +38,7 @@ class SavingFolder:
     """The working folder of one save."""
 
     def __init__(self, save_dir: str, tag: str) -> None:
-        """Nothing is done yet.
+        """Takes names only; `begin` makes the folder.
 
         Raises:
             CheckpointError: The tag leads out of `save_dir`.
@@ -58,7 +58,7 @@ class SavingFolder:
         self._lock: int | None = None
 
     def begin(self) -> None:
-        """Removes what killed saves left, and makes the working folder.
+        """Remove what killed saves left, and make the working folder.
 
         Raises:
             CheckpointError: Another run is saving under this tag.
@@ -78,7 +78,7 @@ class SavingFolder:
             self._lock = _try_lock(self.path)
 
     def publish(self) -> None:
-        """Makes the folders durable and puts the checkpoint in its place. Files are durable.
+        """Make the folders durable and put the checkpoint in its place. Files are durable.
 
         Raises:
             OSError: The file system refused; the checkpoint that was there before still is.
@@ -95,13 +95,13 @@ class SavingFolder:
         self._unlock()
 
     def abandon(self) -> None:
-        """Removes the working folder if the save did not come to its end."""
+        """Remove the working folder if the save did not come to its end."""
         if self._lock is not None or self.path.is_dir():
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
     def _keep_others(self) -> None:
-        """What others put into the tag's folder stays there."""
+        """Keep what others put into the tag's folder."""
         for other in self.target.iterdir():
             is_ours = any(fnmatch(other.name, pattern) for pattern in _CHECKPOINT_FILES)
             place = self.path / other.name
@@ -132,7 +132,7 @@ class SavingFolder:
 
 
 def clean(parent: Path) -> None:
-    """Removes what killed saves left in a folder; what a living one writes stays.
+    """Remove what killed saves left in a folder; what a living one writes stays.
 
     A checkpoint that was moved away and whose successor did not arrive is put back.
     """
@@ -155,21 +155,39 @@ def _clean(parent: Path) -> None:
             os.close(lock)
 
 
+def check_space(folder: Path, nbytes: int, failure: str, remedy: str) -> None:
+    """Refuse before hours are spent: is there room?
+
+    Args:
+        folder: On the file system that is written to.
+        nbytes: How many bytes are going to be written.
+        failure: How the message begins.
+        remedy: What else can be done than removing older checkpoints.
+
+    Raises:
+        CheckpointError: There is too little space.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < nbytes:
+        raise CheckpointError(
+            f"{failure}: {nbytes} bytes are needed, {free_bytes} are free. Likely cause: older "
+            f"checkpoints. Remove some, or {remedy}"
+        )
+
+
 def write_latest(save_dir: str, tag: str, *, name: str = "latest") -> None:
-    """Points the file `name` to a tag, in one step."""
+    """Point the file `name` to a tag, in one step."""
     folder = Path(save_dir)
     working = folder / f"{_PREFIX}{name}"
     with _alone_in(folder):
-        with working.open("w", encoding="utf-8") as file:
-            file.write(tag)
-            file.flush()
-            os.fsync(file.fileno())
+        working.unlink(missing_ok=True)
+        write_durably(working, tag)
         os.replace(working, folder / name)
         sync(folder)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Makes a file of text that is on the drive on return."""
+    """Make a file of text that is on the drive on return."""
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -177,7 +195,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the entries of a folder, durable."""
+    """Make a file, or the entries of a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -194,7 +212,7 @@ def _left(parent: Path, ending: str) -> Iterator[Path]:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None while a living process does.
+    """Return a descriptor that holds the folder's lock; None while a living process does.
 
     Where locks do not work nobody can tell, and the folder is left alone.
     """
@@ -211,7 +229,7 @@ def _try_lock(folder: Path) -> int | None:
 
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
-    """Inside, no other run makes, renames or removes working folders here; where locks work.
+    """Keep other runs from making, renaming or removing working folders here; where locks work.
 
     Without it two runs that save the same tag would take each other's new folder, still without a
     lock, or old one, which has none, for a killed save's.
@@ -253,7 +271,7 @@ def _link(source: str | Path, place: str | Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Lets two folders change places in one step; False where the system cannot."""
+    """Let two folders change places in one step; False where the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

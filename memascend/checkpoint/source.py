@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memascend.checkpoint.files import Advance, FileReader, Reader, Slots, TensorReader, sum_file
+from memascend.checkpoint.files import Advance, FileReader, Reader, TensorReader, sum_file
 from memascend.checkpoint.layout import SubGroups
 from memascend.checkpoint.manifest import (
     FileEntry,
@@ -26,7 +26,6 @@ from memascend.checkpoint.manifest import (
     check_nbytes,
     missing_file,
 )
-from memascend.deepspeed.optimizer.restore import LoadedTensor
 from memascend.errors import CheckpointError
 
 _FILE_NAME = re.compile(r"(?:(?P<state>.+)-)?(?P<first>\d+)_(?P<last>\d+)\.tensor\.swp")
@@ -84,6 +83,16 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """A tensor of a checkpoint, not read yet; `state` is None for the master weights."""
+
+    sub_group: int
+    state: str | None
+    dtype: torch.dtype
+    reader: Reader
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSource:
     """A verified checkpoint.
 
@@ -123,7 +132,7 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def verify(folder: Path, entries: Sequence[FileEntry], slots: Slots, advance: Advance) -> None:
+def verify(folder: Path, entries: Sequence[FileEntry], advance: Advance) -> None:
     """Compares files with their entries in manifests; reads each of them once.
 
     Raises:
@@ -137,7 +146,7 @@ def verify(folder: Path, entries: Sequence[FileEntry], slots: Slots, advance: Ad
         if nbytes != entry.nbytes:
             check_file(folder, entry, nbytes, 0)
     for entry in entries:
-        found = sum_file(folder / entry.name, slots, advance)
+        found = sum_file(folder / entry.name, advance)
         check_file(folder, entry, found.nbytes, found.crc32)
 
 

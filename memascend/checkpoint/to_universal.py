@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from memascend.checkpoint.divided import Saved, open_divided, read_parameters
-from memascend.checkpoint.files import Advance, SummedFile
-from memascend.checkpoint.folder import sync, write_latest
+from memascend.checkpoint.files import PIECE_BYTES, Advance, SummedFile
+from memascend.checkpoint.folder import check_space, sync, write_latest
 from memascend.checkpoint.layout import flat
 from memascend.checkpoint.manifest import Manifest, check_name, missing_file, read_manifest
-from memascend.checkpoint.progress import ByteProgress
+from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.source import (
     CheckpointSource,
+    LoadedTensor,
     Place,
     Wanted,
     check_folder,
@@ -32,27 +33,9 @@ from memascend.checkpoint.source import (
 )
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.checkpoint.universal import is_scalar
-from memascend.deepspeed.optimizer.restore import LoadedTensor
 from memascend.errors import CheckpointError
 
-BUFFER_BYTES = 16 << 20
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-
-
-class Buffer:
-    """The only memory that tensors pass through: one slot, as staging slots have several."""
-
-    def __init__(self, slot_bytes: int = BUFFER_BYTES) -> None:
-        """Takes the memory."""
-        self.slot_bytes = slot_bytes
-        self._slot = torch.empty(slot_bytes, dtype=torch.uint8)
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The slot as so many elements."""
-        return self._slot[: numel * dtype.itemsize].view(dtype)
-
-    def give_back(self, staged: torch.Tensor) -> None:
-        """Nothing: there is one slot and one user."""
 
 
 def write_universal(folder: Path, output: Path) -> int:
@@ -73,21 +56,22 @@ def write_universal(folder: Path, output: Path) -> int:
         raise CheckpointError(
             f"cannot convert into {output}: it is there already. Remove it, or name another folder"
         )
-    buffer = Buffer()
     states = _find_states(folder)
     saved, wanted = _survey(folder, states)
     manifests = [manifest for rank in range(saved.world) if (manifest := saved.manifest_of(rank))]
     entries = [entry for manifest in manifests for entry in manifest.files]
     nbytes = sum(entry.nbytes for entry in entries)
-    with ByteProgress(f"verifying checkpoint {folder}", nbytes, leads=True) as progress:
-        verify(folder, entries, buffer, progress.advance)
+    with byte_progress(f"verifying checkpoint {folder}", nbytes, leads=True) as advance:
+        verify(folder, entries, advance)
     source = open_divided(saved, wanted, rank=0, world=1)
     working = output.with_name(f".memascend-{output.name}.converting")
     shutil.rmtree(working, ignore_errors=True)
     try:
-        _check_space(output, source, wanted)
+        parent = next(path for path in output.parents if path.is_dir())
+        nbytes = _nbytes(source, wanted)
+        check_space(parent, nbytes, f"cannot convert into {output}", "name another with --output")
         working.mkdir(parents=True)
-        _write(source, wanted, working, buffer)
+        _write(source, wanted, working)
         for path in sorted(folder.glob("*_model_states.pt")):
             shutil.copy2(path, working)
             sync(working / path.name)
@@ -106,15 +90,8 @@ def write_universal(folder: Path, output: Path) -> int:
     return len(wanted.parameters)
 
 
-def _check_space(output: Path, source: CheckpointSource, wanted: Wanted) -> None:
-    nbytes = sum(wanted.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
-    parent = next(path for path in output.parents if path.is_dir())
-    free_bytes = shutil.disk_usage(parent).free
-    if free_bytes < nbytes:
-        raise CheckpointError(
-            f"cannot convert into {output}: {nbytes} bytes are needed, {free_bytes} are free. "
-            "Likely cause: older checkpoints. Remove some, or name another folder with --output"
-        )
+def _nbytes(source: CheckpointSource, wanted: Wanted) -> int:
+    return sum(wanted.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
 
 
 def _find_states(folder: Path) -> list[Path]:
@@ -182,12 +159,12 @@ def _check_convertible(folder: Path, manifests: Sequence[Manifest | None], world
         )
 
 
-def _write(source: CheckpointSource, wanted: Wanted, folder: Path, buffer: Buffer) -> None:
+def _write(source: CheckpointSource, wanted: Wanted, folder: Path) -> None:
     groups: dict[int, list[LoadedTensor]] = {}
     for tensor in source.tensors:
         groups.setdefault(tensor.sub_group, []).append(tensor)
-    nbytes = sum(wanted.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
-    with ByteProgress(f"writing {folder}", nbytes, leads=True) as progress:
+    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    with byte_progress(f"writing {folder}", _nbytes(source, wanted), leads=True) as advance:
         for number, tensors in groups.items():
             own = folder / "zero" / wanted.names[number]
             own.mkdir(parents=True)
@@ -195,9 +172,7 @@ def _write(source: CheckpointSource, wanted: Wanted, folder: Path, buffer: Buffe
                 streamed = StreamedTensor(
                     numel=wanted.numels[number],
                     dtype=tensor.dtype,
-                    write=functools.partial(
-                        _pour, tensor, wanted.numels[number], buffer, progress.advance
-                    ),
+                    write=functools.partial(_pour, tensor, wanted.numels[number], buffer, advance),
                 )
                 with SummedFile.create(own / f"{tensor.state or 'fp32'}.pt") as file:
                     save_streamed(streamed, file)
@@ -207,11 +182,11 @@ def _write(source: CheckpointSource, wanted: Wanted, folder: Path, buffer: Buffe
 
 
 def _pour(
-    tensor: LoadedTensor, numel: int, buffer: Buffer, advance: Advance, append: Write
+    tensor: LoadedTensor, numel: int, buffer: torch.Tensor, advance: Advance, append: Write
 ) -> None:
     nbytes = numel * tensor.dtype.itemsize
-    for begin in range(0, nbytes, buffer.slot_bytes):
-        piece = buffer.take(min(buffer.slot_bytes, nbytes - begin), torch.uint8)
+    for begin in range(0, nbytes, PIECE_BYTES):
+        piece = buffer[: nbytes - begin]
         tensor.reader.fill(begin, piece)
         append(piece.numpy())
         advance(piece.numel())

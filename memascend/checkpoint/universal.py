@@ -17,17 +17,15 @@ from typing import Any
 
 import torch
 
-from memascend.checkpoint.files import Advance, TensorReader, drop_cache
+from memascend.checkpoint.files import PIECE_BYTES, Advance, TensorReader, drop_cache
 from memascend.checkpoint.layout import NamedParameter, Run, runs
 from memascend.checkpoint.manifest import missing_file
 from memascend.checkpoint.pieces import LazyReader, PieceReader, Segment
-from memascend.checkpoint.source import CheckpointSource, Wanted, read_torch_file
-from memascend.deepspeed.optimizer.restore import LoadedTensor
+from memascend.checkpoint.source import CheckpointSource, LoadedTensor, Wanted, read_torch_file
 from memascend.errors import CheckpointError
 
 _MASTER = "fp32"
 _STEP = "step"
-_PIECE_BYTES = 1 << 20
 #: What zipfile raises: of a turned bit it also says that it is a password, a method, or a place.
 _DAMAGE = (zipfile.BadZipFile, EOFError, RuntimeError, OSError, ValueError, zlib.error)
 
@@ -66,7 +64,7 @@ def verify_universal(paths: list[Path], advance: Advance) -> None:
             with path.open("rb") as file, zipfile.ZipFile(file) as archive:
                 for record in archive.infolist():
                     with archive.open(record) as content:
-                        while piece := content.read(_PIECE_BYTES):
+                        while piece := content.read(PIECE_BYTES):
                             advance(len(piece))
                 drop_cache(file.fileno())
         except _DAMAGE as error:

@@ -1,4 +1,4 @@
-"""Tensors of the store as files, and back: every byte, few slots, errors that say what to do."""
+"""Files of a checkpoint: every byte, summed up, durable, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -12,79 +12,35 @@ import pytest
 import torch
 
 from memascend.checkpoint import files
-from memascend.checkpoint.files import FileReader, SummedFile, TensorReader, sum_file, write_file
+from memascend.checkpoint.files import FileReader, SummedFile, TensorReader, sum_file
 from memascend.errors import CheckpointError
-from memascend.nvme.store import TensorStore
-from memascend.streaming.staging import StagingSlots
-from tests.support.streaming_hosts import memory_store, staging_slots
-
-SIZES = (0, 1, 4096, 100_003)
 
 
-@pytest.fixture
-def store() -> TensorStore:
-    return memory_store()
-
-
-@pytest.fixture
-def slots(store: TensorStore) -> StagingSlots:
-    return staging_slots(store)
-
-
-def stored(store: TensorStore, slots: StagingSlots, nbytes: int) -> torch.Tensor:
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_003])
+def test_a_file_is_summed_up_while_it_is_written_and_read_again(
+    tmp_path: Path, nbytes: int
+) -> None:
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    store.reserve(key="a", nbytes=max(nbytes, 1))
-    slots.fill(key="a", nbytes=nbytes, source=TensorReader(data).fill)
-    return data
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_a_key_becomes_a_file_and_a_key_again(
-    store: TensorStore, slots: StagingSlots, tmp_path: Path, nbytes: int
-) -> None:
-    data = stored(store, slots, nbytes)
-    moved, passed = [], []
-    with SummedFile.create(tmp_path / "a") as file:
-        write_file(
-            slots,
-            key="a",
-            nbytes=nbytes,
-            padded_bytes=nbytes + 13,
-            file=file,
-            advance=moved.append,
-            also=lambda piece: passed.append(bytes(piece)),
-        )
-    content = (tmp_path / "a").read_bytes()
-    assert content == bytes(data.numpy()) + bytes(13)
-    assert b"".join(passed) == bytes(data.numpy())
-    assert sum(moved) == nbytes
-    assert (file.nbytes, file.crc32) == (len(content), zlib.crc32(content))
-    assert sum_file(tmp_path / "a", slots, lambda _: None) == file.sum()
+    written: list[int] = []
+    summed: list[int] = []
+    with SummedFile.create(tmp_path / "a", written.append) as file:
+        for begin in range(0, nbytes, 4096):
+            file.write(data[begin : begin + 4096].numpy())
+    content = bytes(data.numpy())
+    assert (tmp_path / "a").read_bytes() == content
+    assert (file.nbytes, file.crc32) == (nbytes, zlib.crc32(content))
+    assert sum_file(tmp_path / "a", summed.append) == file.sum()
+    assert sum(written) == sum(summed) == nbytes
     reader = FileReader(tmp_path / "a")
-    store.reserve(key="b", nbytes=nbytes + 20)
-    slots.fill(key="b", nbytes=nbytes + 20, source=reader.fill)
-    reader.close()
     target = torch.full((nbytes + 20,), 7, dtype=torch.uint8)
-    slots.read(key="b", target=target)
-    assert bytes(target.numpy()) == bytes(data.numpy()) + bytes(20)
-
-
-def test_whoever_stops_listening_gives_every_slot_back(
-    store: TensorStore, slots: StagingSlots
-) -> None:
-    data = stored(store, slots, 100_003)
-    for _ in range(3):
-        for _staged in slots.stream(key="a", nbytes=data.numel()):
-            break
-    unfinished = slots.stream(key="a", nbytes=data.numel())
-    next(unfinished)
-    with pytest.raises(KeyError):
-        unfinished.throw(KeyError())  # type: ignore[attr-defined]
-    slots.resize(slot_bytes=slots.slot_bytes, slot_count=2)  # refuses while one is taken
+    for begin in range(0, nbytes + 20, 999):
+        reader.fill(begin, target[begin : begin + 999])
+    reader.close()
+    assert bytes(target.numpy()) == content + bytes(20)
 
 
 def test_files_are_made_durable_as_they_grow(
-    store: TensorStore, slots: StagingSlots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     syncs = []
     real = os.fsync

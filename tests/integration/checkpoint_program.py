@@ -89,11 +89,11 @@ def kill_in_the_middle_of_a_save() -> None:
     """Has each rank kill itself when it begins its third file; one that lived would tidy up."""
     create, left = SummedFile.create, [2]
 
-    def count(path: Path) -> Any:
+    def count(path: Path, *more: Any) -> Any:
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         left[0] -= 1
-        return create(path)
+        return create(path, *more)
 
     SummedFile.create = count  # type: ignore[method-assign,assignment]
 

@@ -43,10 +43,10 @@ def save_on_a_full_drive(engine: Any, folder: Path) -> None:
     """The second file finds no room."""
     create, numbers = SummedFile.create, itertools.count()
 
-    def failing(path: Path) -> Any:
+    def failing(path: Path, *more: Any) -> Any:
         if next(numbers) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return create(path)
+        return create(path, *more)
 
     SummedFile.create = failing  # type: ignore[method-assign,assignment]
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from memascend.checkpoint.manifest import (
     missing_file,
     read_manifest,
 )
-from memascend.checkpoint.progress import ByteProgress
+from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.source import (
     CheckpointSource,
     Place,
@@ -194,9 +194,8 @@ class _Opener:
         share = list(entries.values())
         if len(places) > 1:
             share = share[self.rank :: self.world]
-        slots = self.optimizer.attachment.runtime.staging
         with self._progress(sum(entry.nbytes for entry in share)) as advance:
-            verify(self.folder, share, slots, advance)
+            verify(self.folder, share, advance)
 
     # -- universal -------------------------------------------------------------------------------
 
@@ -210,11 +209,8 @@ class _Opener:
 
     # -- files -----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _progress(self, nbytes: int) -> Iterator[Advance]:
-        title = f"verifying checkpoint {self.folder}"
-        with ByteProgress(title, nbytes, leads=self.leads) as progress:
-            yield progress.advance
+    def _progress(self, nbytes: int) -> AbstractContextManager[Advance]:
+        return byte_progress(f"verifying checkpoint {self.folder}", nbytes, leads=self.leads)
 
     def _place(self, number: int, rank: int, world: int) -> Place:
         """The part of a rank; `number` is upstream's in the folder of the tensors' files."""

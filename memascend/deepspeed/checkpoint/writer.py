@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.files import FileSum, SummedFile, sum_file, write_file
-from memascend.checkpoint.folder import SavingFolder, sync, write_durably
+from memascend.checkpoint.files import Advance, FileSum, SummedFile, sum_file
+from memascend.checkpoint.folder import SavingFolder, check_space, sync, write_durably
 from memascend.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -18,10 +17,9 @@ from memascend.checkpoint.manifest import (
     TensorEntry,
     manifest_name,
 )
-from memascend.checkpoint.progress import ByteProgress
+from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.deepspeed.optimizer.restore import StoredTensor, settle, stored_tensors
-from memascend.errors import CheckpointError
 from memascend.streaming.staging import StagingSlots
 from memascend.version import __version__
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> None:
-    """Writes what DeepSpeed left to us, and makes this rank's files durable.
+    """Write what DeepSpeed left to us, and make this rank's files durable.
 
     Args:
         engine: DeepSpeed's.
@@ -48,20 +46,23 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     is_portable = runtime.config.checkpoint.portable
     twice = [tensor for tensor in tensors if tensor.state is None or is_portable]
     once = [tensor for tensor in tensors if tensor.state is not None and not is_portable]
-    nbytes = sum(tensor.padded_bytes for tensor in tensors)
-    _check_space(folder.path, nbytes + sum(tensor.nbytes for tensor in twice), is_portable)
+    nbytes = sum(t.padded_bytes for t in tensors) + sum(t.nbytes for t in twice)
+    smaller = ', or set "checkpoint": {"portable": false}' if is_portable else ""
+    check_space(folder.path, nbytes, f"cannot save to {folder.target}", f"save elsewhere{smaller}")
     settle(optimizer)
     target = folder.path / "offloaded_tensors" / f"rank{rank:02d}"
     target.mkdir(parents=True)
-    slots = runtime.staging
-    model_states, zero_states = _own_files(engine, folder)
-    with ByteProgress(f"saving {folder.target}", nbytes, leads=leads) as progress:
-        writer = _Writer(folder.path, target, slots, progress)
+    # DeepSpeed's files of this rank: of the module, and of the optimizer.
+    names = str(folder.path.parent), folder.path.name
+    model_states = Path(engine._get_ckpt_name(*names))
+    zero_states = Path(engine._get_zero_ckpt_name(*names))
+    nbytes += model_states.stat().st_size + zero_states.stat().st_size
+    with byte_progress(f"saving {folder.target}", nbytes, leads=leads) as advance:
+        writer = _Writer(folder.path, target, runtime.staging, advance)
         writer.add_also_to(zero_states, twice)
         for tensor in once:
             writer.add(tensor)
-    found = sum_file(model_states, slots, lambda _: None)
-    writer.files.append(_entry(folder.path, model_states, found))
+        writer.note(model_states, sum_file(model_states, advance))
     # Others of DeepSpeed's files may be this rank's too; what is durable already costs nothing.
     for path in folder.path.iterdir():
         if path.is_file():
@@ -73,79 +74,48 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
 class _Writer:
     """Writes files and keeps the manifest's account of them."""
 
-    def __init__(
-        self, folder: Path, target: Path, slots: StagingSlots, progress: ByteProgress
-    ) -> None:
+    def __init__(self, folder: Path, target: Path, slots: StagingSlots, advance: Advance) -> None:
         self._folder, self._target = folder, target
-        self._slots, self._progress = slots, progress
+        self._slots, self._advance = slots, advance
         self.files: list[FileEntry] = []
 
+    def note(self, path: Path, found: FileSum) -> None:
+        """Enter a file that is complete into the manifest."""
+        name = path.relative_to(self._folder).as_posix()
+        self.files.append(FileEntry(name=name, nbytes=found.nbytes, crc32=f"{found.crc32:08x}"))
+
     def add(self, tensor: StoredTensor, also: Write | None = None) -> None:
-        """Writes the file of a tensor; `also` gets its bytes too."""
+        """Write the file of a tensor; `also` gets its bytes too."""
         path = self._target / tensor.file_name
-        with SummedFile.create(path) as file:
-            write_file(
-                self._slots,
-                key=tensor.key,
-                nbytes=tensor.nbytes,
-                padded_bytes=tensor.padded_bytes,
-                file=file,
-                advance=self._progress.advance,
-                also=also,
-            )
-        self.files.append(_entry(self._folder, path, file.sum()))
+        with SummedFile.create(path, self._advance) as file:
+            for staged in self._slots.stream(key=tensor.key, nbytes=tensor.nbytes):
+                file.write(staged.numpy())
+                if also is not None:
+                    also(staged.numpy())
+            file.write(bytes(tensor.padded_bytes - tensor.nbytes))
+        self.note(path, file.sum())
 
     def add_also_to(self, path: Path, tensors: list[StoredTensor]) -> None:
-        """Writes DeepSpeed's file again with tensors that its tools take for granted there.
+        """Write DeepSpeed's file again with tensors that its tools take for granted there.
 
         `zero_to_fp32.py` reads the master weights, `ds_to_universal.py` and CPU offload the states
         too. They pass by on their way into files of their own.
         """
         content = torch.load(path, map_location="cpu", weights_only=False)
         zero_states = content["optimizer_state_dict"]
-        masters = list(zero_states["fp32_flat_groups"])
+        masters = zero_states["fp32_flat_groups"] = list(zero_states["fp32_flat_groups"])
         states = zero_states["optimizer_state_dict"]["state"]
         for tensor in tensors:
-            streamed = StreamedTensor(
-                numel=tensor.numel,
-                dtype=tensor.dtype,
-                write=functools.partial(self.add, tensor),
-            )
+            write = functools.partial(self.add, tensor)
+            streamed = StreamedTensor(numel=tensor.numel, dtype=tensor.dtype, write=write)
             if tensor.state is None:
                 masters[tensor.sub_group] = streamed
             else:
                 states.setdefault(tensor.sub_group, {})[tensor.state] = streamed
-        zero_states["fp32_flat_groups"] = masters
         path.unlink()
-        with SummedFile.create(path) as file:
+        with SummedFile.create(path, self._advance) as file:
             save_streamed(content, file)
-        self.files.append(_entry(self._folder, path, file.sum()))
-
-
-def _check_space(path: Path, nbytes: int, is_portable: bool) -> None:
-    """Before hours are spent: is there room for this rank's tensors?"""
-    free_bytes = shutil.disk_usage(path).free
-    if free_bytes < nbytes:
-        smaller = ', or set "checkpoint": {"portable": false}' if is_portable else ""
-        raise CheckpointError(
-            f"cannot save to {path.parent}: {nbytes} bytes are needed, {free_bytes} are free. "
-            f"Likely cause: older checkpoints. Remove some, save elsewhere{smaller}"
-        )
-
-
-def _own_files(engine: Any, folder: SavingFolder) -> tuple[Path, Path]:
-    """DeepSpeed's files of this rank: of the module, and of the optimizer."""
-    save_dir = str(folder.path.parent)
-    tag = folder.path.name
-    return (
-        Path(engine._get_ckpt_name(save_dir, tag)),
-        Path(engine._get_zero_ckpt_name(save_dir, tag)),
-    )
-
-
-def _entry(folder: Path, path: Path, found: FileSum) -> FileEntry:
-    name = path.relative_to(folder).as_posix()
-    return FileEntry(name=name, nbytes=found.nbytes, crc32=f"{found.crc32:08x}")
+        self.note(path, file.sum())
 
 
 def _manifest(
@@ -182,7 +152,7 @@ def _manifest(
 
 
 def _step(optimizer: ZeroOptimizer) -> int | None:
-    """The optimizer's own count, which leaves out steps that overflowed; None where it has none."""
+    """Return the optimizer's own count, without steps that overflowed; None where it has none."""
     for parameter in optimizer.fp32_partitioned_groups_flat:
         step = optimizer.optimizer.state.get(parameter, {}).get("step")
         if isinstance(step, int | float | torch.Tensor):

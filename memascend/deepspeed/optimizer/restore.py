@@ -17,7 +17,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
-from memascend.checkpoint.files import Reader
+from memascend.checkpoint.source import LoadedTensor
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.errors import StoreError, TornStepError
 
@@ -51,16 +51,6 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedTensor:
-    """A tensor of a checkpoint, not read yet; `state` is None for the master weights."""
-
-    sub_group: int
-    state: str | None
-    dtype: torch.dtype
-    reader: Reader
 
 
 def all_keys(swapper: Any) -> Iterator[str]:

@@ -8,7 +8,6 @@ that file, mapped. Its pages are the kernel's to drop, and its space is free aga
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import logging
@@ -18,7 +17,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -26,20 +25,19 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from memascend.base.units import format_nbytes
+from memascend.checkpoint.files import FlushedFile
 from memascend.deepspeed.attach.attach import Attachment, face_of
 from memascend.errors import StoreError, StoreFullError
 from memascend.streaming.staging import StagingSlots
 
 log = logging.getLogger(__name__)
 
-#: Written bytes after which they are made durable and leave the page cache.
-FLUSH_BYTES = 256 << 20
-
 StateDict = OrderedDict[str, torch.Tensor]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _NamedTensor:
     """One name of the state dict: a parameter, or a buffer."""
 
     key: str
@@ -48,7 +46,7 @@ class _Entry:
 
 
 def wrap_consolidate(original: Callable[..., StateDict | None]) -> Callable[..., Any]:
-    """Replaces DeepSpeedEngine._zero3_consolidated_16bit_state_dict for engines with a block."""
+    """Replace DeepSpeedEngine._zero3_consolidated_16bit_state_dict for engines with a block."""
 
     @functools.wraps(original)
     def consolidate(engine: Any, exclude_frozen_parameters: bool = False) -> StateDict | None:
@@ -62,65 +60,64 @@ def wrap_consolidate(original: Callable[..., StateDict | None]) -> Callable[...,
         ):
             return original(engine, exclude_frozen_parameters)
         _partition_all(engine.optimizer)
-        entries = list(_entries(engine.module, exclude_frozen_parameters))
-        return _consolidate(entries, attachment)
+        tensors = list(_named_tensors(engine.module, exclude_frozen_parameters))
+        return _consolidate(tensors, attachment)
 
     return consolidate
 
 
-def _entries(module: torch.nn.Module, exclude_frozen: bool) -> Iterator[_Entry]:
-    """Every name of the state dict, in upstream's order: by module, parameters before buffers."""
+def _named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> Iterator[_NamedTensor]:
+    """Yield every name of the state dict in upstream's order: by module, parameters first."""
     for prefix, part in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, param in part.named_parameters(recurse=False):
             if param.requires_grad or not exclude_frozen:
-                yield _Entry(dot + name, param, is_parameter=True)
+                yield _NamedTensor(dot + name, param, is_parameter=True)
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
-                yield _Entry(dot + name, buffer, is_parameter=False)
+                yield _NamedTensor(dot + name, buffer, is_parameter=False)
 
 
 def _partition_all(optimizer: Any) -> None:
-    """Lets go what is gathered, as upstream does before; of an optimizer, or what stands for it."""
+    """Let go what is gathered, as upstream does first; an optimizer, or what stands for it, can."""
     for name in ("_partition_all_parameters", "partition_all_parameters"):
         if hasattr(optimizer, name):
             getattr(optimizer, name)()
             return
 
 
-def _consolidate(entries: list[_Entry], attachment: Attachment) -> StateDict | None:
-    """Called by every rank; gives the state dict on rank 0."""
-    weights = {id(entry.tensor): entry.tensor for entry in entries if entry.is_parameter}
+def _consolidate(tensors: list[_NamedTensor], attachment: Attachment) -> StateDict | None:
+    """Gather and write every parameter, on all ranks; return the state dict on rank 0."""
+    weights = {id(named.tensor): named.tensor for named in tensors if named.is_parameter}
     runtime = attachment.runtime
-    file: WeightFile | None = None
-    error: OSError | None = None
     is_first = dist.get_rank() == 0
+    errors: list[OSError] = []
+
+    def attempt(action: Callable[..., Result], *arguments: Any) -> Result | None:
+        """Keep an error for later: the other ranks are in the next gather already."""
+        try:
+            return action(*arguments) if is_first and not errors else None
+        except OSError as error:
+            errors.append(error)
+            return None
+
+    shapes = {
+        number: (getattr(param, "ds_shape", param.shape), param.dtype)
+        for number, param in weights.items()
+    }
+    file = attempt(WeightFile, runtime.directory, shapes)
     try:
-        if is_first:
-            shapes = {number: (_shape(param), param.dtype) for number, param in weights.items()}
-            try:
-                file = WeightFile(runtime.directory, shapes)
-            except OSError as reason:
-                error = reason
-        _raise_together(error)
+        _raise_everywhere(errors)
         for number, param in weights.items():
             with deepspeed.zero.GatheredParameters([param]):
-                if file is not None and error is None:
-                    try:
-                        file.write(number, param.data, runtime.staging)
-                    except OSError as reason:
-                        error = reason  # the other ranks are in the next gather already
-        mapped = {}
-        if file is not None and error is None:
-            try:
-                mapped = file.map()
-            except OSError as reason:
-                error = reason
-        _raise_together(error)
+                if file is not None:
+                    attempt(file.write_tensor, number, param.data, runtime.staging)
+        mapped = attempt(file.map) if file is not None else None
+        _raise_everywhere(errors)
     finally:
         if file is not None:
             file.close()
-    if file is None:
+    if file is None or mapped is None:
         return None
     log.info(
         "memascend: the consolidated weights are a file of %s in %s, not host memory",
@@ -128,28 +125,23 @@ def _consolidate(entries: list[_Entry], attachment: Attachment) -> StateDict | N
         runtime.directory,
     )
     return OrderedDict(
-        (entry.key, mapped[id(entry.tensor)] if entry.is_parameter else entry.tensor.detach().cpu())
-        for entry in entries
+        (named.key, mapped[id(named.tensor)] if named.is_parameter else named.tensor.detach().cpu())
+        for named in tensors
     )
 
 
-def _raise_together(error: OSError | None) -> None:
-    """Raises rank 0's error there and another one on every other rank: none waits for ever."""
-    failed = torch.tensor([error is not None], dtype=torch.int32)
+def _raise_everywhere(errors: list[OSError]) -> None:
+    """Raise rank 0's first error there and another one on every other rank: none waits for ever."""
+    failed = torch.tensor([bool(errors)], dtype=torch.int32)
     failed = failed.to(get_accelerator().current_device_name())
     dist.broadcast(failed, src=0)
-    if error is not None:
-        raise error
+    if errors:
+        raise errors[0]
     if failed.item():
         raise StoreError(errno.EIO, "rank 0 could not write the consolidated weights; see its log")
 
 
-def _shape(param: Any) -> torch.Size:
-    shape: torch.Size = getattr(param, "ds_shape", param.shape)
-    return shape
-
-
-class WeightFile:
+class WeightFile(FlushedFile):
     """An unnamed file with room for tensors, which are written one by one and then mapped."""
 
     def __init__(self, directory: str, shapes: dict[int, tuple[torch.Size, torch.dtype]]) -> None:
@@ -170,8 +162,7 @@ class WeightFile:
             self._offsets[number] = self.nbytes
             nbytes = shape.numel() * dtype.itemsize
             self.nbytes += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._flushed = 0
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        super().__init__(tempfile.TemporaryFile(dir=directory))  # noqa: SIM115
         try:
             if self.nbytes:
                 os.posix_fallocate(self._file.fileno(), 0, self.nbytes)
@@ -185,26 +176,25 @@ class WeightFile:
                 '("stage3_gather_16bit_weights_on_model_save": false)',
             ) from error
 
-    def write(self, number: int, tensor: torch.Tensor, staging: StagingSlots) -> None:
-        """Writes one tensor of any device, through a staging slot where that is not the host."""
+    def write_tensor(self, number: int, tensor: torch.Tensor, staging: StagingSlots) -> None:
+        """Write one tensor of any device, through a staging slot where that is not the host."""
         flat = tensor.detach().contiguous().view(-1)
-        itemsize = flat.element_size()
-        offset = self._offsets[number]
-        for begin, count in staging.chunks(flat.numel(), itemsize):
+        self._file.seek(self._offsets[number])
+        for begin, count in staging.chunks(flat.numel(), flat.element_size()):
             piece = flat.narrow(0, begin, count)
             if piece.device.type == "cpu":
-                self._write(piece, offset + begin * itemsize)
+                self.write(piece.view(torch.uint8).numpy())
                 continue
             staged = staging.take(count, piece.dtype)
             try:
                 staged.copy_(piece)
-                self._write(staged, offset + begin * itemsize)
+                self.write(staged.view(torch.uint8).numpy())
             finally:
                 staging.give_back(staged)
 
     def map(self) -> dict[int, torch.Tensor]:
-        """All tensors; together they keep the file."""
-        self._flush(self.nbytes)
+        """Map all tensors; together they keep the file."""
+        self.make_durable()
         memory = mmap.mmap(self._file.fileno(), self.nbytes) if self.nbytes else b""
         found = {}
         for number, (shape, dtype) in self._shapes.items():
@@ -217,20 +207,5 @@ class WeightFile:
         return found
 
     def close(self) -> None:
-        """Closes the file; what was mapped stays."""
+        """Close the file; what was mapped stays."""
         self._file.close()
-
-    def _write(self, piece: torch.Tensor, offset: int) -> None:
-        memory = memoryview((ctypes.c_char * piece.nbytes).from_address(piece.data_ptr()))
-        done = 0
-        while done < piece.nbytes:
-            done += os.pwrite(self._file.fileno(), memory[done:], offset + done)
-        if offset + done - self._flushed >= FLUSH_BYTES:
-            self._flush(offset + done)
-
-    def _flush(self, end: int) -> None:
-        os.fdatasync(self._file.fileno())
-        os.posix_fadvise(
-            self._file.fileno(), self._flushed, end - self._flushed, os.POSIX_FADV_DONTNEED
-        )
-        self._flushed = end

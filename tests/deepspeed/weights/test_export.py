@@ -16,6 +16,7 @@ from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 pytest.importorskip("deepspeed")
 
+from memascend.checkpoint import files
 from memascend.deepspeed.weights import export
 from memascend.deepspeed.weights.export import WeightFile
 from memascend.errors import StoreError, StoreFullError
@@ -38,7 +39,7 @@ def shapes_of(tensors: dict[int, torch.Tensor]) -> dict[int, tuple[torch.Size, t
 def test_what_is_mapped_is_what_was_written(
     tmp_path: Path, staging: StagingSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "FLUSH_BYTES", 1 << 14)
+    monkeypatch.setattr(files, "FLUSH_BYTES", 1 << 14)
     tensors = {
         1: torch.randn(3, 5).bfloat16(),
         2: torch.randn(70, 200),
@@ -49,7 +50,7 @@ def test_what_is_mapped_is_what_was_written(
     file = WeightFile(str(tmp_path), shapes_of(tensors))
     assert list(tmp_path.iterdir()) == []  # no name: nothing is left behind, whatever happens
     for number, tensor in tensors.items():
-        file.write(number, tensor, staging)
+        file.write_tensor(number, tensor, staging)
     found = file.map()
     file.close()
     for number, tensor in tensors.items():
@@ -82,11 +83,11 @@ def test_a_full_drive_is_told_before_anything_is_written(
         WeightFile(str(tmp_path), {1: (torch.Size([4096]), torch.bfloat16)})
 
 
-def entry_of(tensor: torch.Tensor) -> export._Entry:
-    return export._Entry("weight", tensor, is_parameter=True)
+def named(tensor: torch.Tensor) -> export._NamedTensor:
+    return export._NamedTensor("weight", tensor, is_parameter=True)
 
 
-@pytest.mark.parametrize("place", ["posix_fallocate", "pwrite", "fdatasync"])
+@pytest.mark.parametrize("place", ["posix_fallocate", "write", "fsync"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_raises_when_the_first_one_fails(
     rank: int,
@@ -115,9 +116,10 @@ def test_every_rank_raises_when_the_first_one_fails(
     monkeypatch.setattr(export.dist, "get_rank", lambda: rank)
     monkeypatch.setattr(export.dist, "broadcast", broadcast)
     monkeypatch.setattr(export.deepspeed.zero, "GatheredParameters", Gathered)
-    monkeypatch.setattr(os, place, failing(errno.EIO))
+    owner = files.FlushedFile if place == "write" else os
+    monkeypatch.setattr(owner, place, failing(errno.EIO))
     runtime = SimpleNamespace(directory=str(tmp_path), staging=staging)
-    entries = [entry_of(torch.ones(3)), entry_of(torch.ones(5))]
+    tensors = [named(torch.ones(3)), named(torch.ones(5))]
     with pytest.raises(StoreError if rank or place == "posix_fallocate" else OSError):
-        export._consolidate(entries, SimpleNamespace(runtime=runtime))  # type: ignore[arg-type]
+        export._consolidate(tensors, SimpleNamespace(runtime=runtime))  # type: ignore[arg-type]
     assert len(gathered) == (0 if place == "posix_fallocate" else 2)
