@@ -43,6 +43,9 @@ SHORT_NAMES = {"zero.": "deepspeed.runtime.zero.", "swap.": "deepspeed.runtime.s
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
 )
+each_workflow = pytest.mark.parametrize(
+    "workflow", sorted(ROOT.glob(".github/**/*.yml")), ids=lambda path: path.name
+)
 
 
 def read(path: Path) -> str:
@@ -70,6 +73,10 @@ def commands(path: Path, program: str) -> list[list[str]]:
         if words[:1] == [program] and words[1:] and "..." not in words:
             found.append(words[1:])
     return found
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE))
 
 
 def anchors(path: Path) -> set[str]:
@@ -163,9 +170,8 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
 
 @each_document
 def test_every_make_target_named_exists(document: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE))
-    named = {words[0] for words in commands(document, "make")}
-    assert named <= targets
+    named = {word for words in commands(document, "make") for word in words if "=" not in word}
+    assert named <= make_targets()
 
 
 @each_document
@@ -188,9 +194,24 @@ def test_every_command_of_ours_named_exists(
 
 
 @each_document
-def test_every_script_run_exists(document: Path) -> None:
-    run = [words[0] for words in commands(document, "python") if words[0].endswith(".py")]
-    assert [name for name in run if not (ROOT / name).exists()] == []
+def test_every_script_and_test_run_exists(document: Path) -> None:
+    words = [word for words in commands(document, "python") for word in words]
+    files = [word for word in words if word.endswith(".py") or word.startswith("tests/")]
+    assert [
+        name for name in files if not set(name) & set("<>*") and not (ROOT / name).exists()
+    ] == []
+
+
+@each_workflow
+def test_every_workflow_is_valid(workflow: Path) -> None:
+    content = pytest.importorskip("yaml").safe_load(read(workflow))
+    if workflow.parent.name != "workflows":
+        return
+    steps = [step for job in content["jobs"].values() for step in job["steps"]]
+    used = [step["uses"] for step in steps if "uses" in step]
+    assert [name for name in used if not re.search(r"@[0-9a-f]{40}$", name)] == []
+    runs = [line.split() for step in steps for line in step.get("run", "").splitlines()]
+    assert {words[1] for words in runs if words[:1] == ["make"]} <= make_targets()
 
 
 # -- what exists is named --------------------------------------------------------------------------
