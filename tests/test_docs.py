@@ -1,32 +1,93 @@
-"""What the documents name exists, and what has to be named is: they cannot fall behind the code."""
+"""What documents name exists, what is generated is current, and newcomers' pages stay short."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from memascend.cli.main import main
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.arm import SEAMS, WATCHED
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
-SOURCE_FOLDERS = ("benchmarks", "configs", "csrc", "docs", "memascend", "scripts", "tests")
+SEAMS_PAGE = ROOT / "docs" / "SEAMS.md"
+ERRORS = ROOT / "docs" / "errors.md"
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(ROOT.glob("*/README.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob(".github/**/*.md")),
+]
+LINES_MAX = {README: 200, ARCHITECTURE: 250}
+SOURCE_FOLDERS = (
+    ".github",
+    "benchmarks",
+    "configs",
+    "csrc",
+    "docs",
+    "memascend",
+    "scripts",
+    "tests",
+)
 SHORT_NAMES = {"zero.": "deepspeed.runtime.zero.", "swap.": "deepspeed.runtime.swap_tensor."}
+
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+each_workflow = pytest.mark.parametrize(
+    "workflow", sorted(ROOT.glob(".github/**/*.yml")), ids=lambda path: path.name
+)
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def code_spans(path: Path) -> set[str]:
-    return set(re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")))
+    return set(re.findall(r"`([^`\n]+)`", read(path)))
+
+
+def code_lines(path: Path) -> list[str]:
+    """Return the lines of the blocks of code that are commands, continued lines joined."""
+    blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", read(path), re.MULTILINE | re.DOTALL)
+    return "".join(blocks).replace("\\\n", " ").splitlines()
+
+
+def commands(path: Path, program: str) -> list[list[str]]:
+    """Return every use of a program, in blocks of code and in code within the text."""
+    found = []
+    for text in (*code_lines(path), *sorted(code_spans(path))):
+        try:
+            words = shlex.split(text, comments=True)
+        except ValueError:
+            continue
+        if words[:1] == [program] and words[1:] and "..." not in words:
+            found.append(words[1:])
+    return found
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE))
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the names under which GitHub reaches the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", read(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def first_column(heading: str, column: int) -> set[str]:
-    """The code in a column of the table below a heading of SEAMS.md, names in full."""
-    text = (ROOT / "docs" / "SEAMS.md").read_text(encoding="utf-8")
-    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    """Return the code in a column of the table below a heading of SEAMS.md, names in full."""
+    section = read(SEAMS_PAGE).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[column] for line in section.splitlines() if line.startswith("|")]
     names = [match.group(1) for row in rows if (match := re.search(r"`([^`]+)`", row))]
     for short, full in SHORT_NAMES.items():
@@ -37,11 +98,27 @@ def first_column(heading: str, column: int) -> set[str]:
     return set(names)
 
 
+def literals() -> str:
+    """Return every piece of text in the product's code, what is filled in as {}."""
+    found = []
+    for path in ROOT.glob("memascend/**/*.py"):
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
+                ]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    for path in ROOT.glob("csrc/**/*.cpp"):
+        found += re.findall(r'"((?:[^"\\\n]|\\.)*)"', re.sub(r'"\s*\n\s*"', "", read(path)))
+    return "\n".join(found)
+
+
 @pytest.fixture(scope="module")
-def update_readme() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "update_readme", ROOT / "scripts" / "update_readme.py"
-    )
+def update_docs() -> ModuleType:
+    path = ROOT / "scripts" / "update_docs.py"
+    spec = importlib.util.spec_from_file_location("update_docs", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -49,7 +126,10 @@ def update_readme() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+# -- what is named exists --------------------------------------------------------------------------
+
+
+@each_document
 def test_every_file_named_exists(document: Path) -> None:
     named = {
         span
@@ -62,35 +142,94 @@ def test_every_file_named_exists(document: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_document
 def test_every_test_named_exists(document: Path) -> None:
     named = {span for span in code_spans(document) if span.startswith("tests/") and "::" in span}
     missing = []
     for name in sorted(named):
         path, _, test = name.partition("::")
-        text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
+        text = read(ROOT / path) if (ROOT / path).exists() else ""
         if not re.search(rf"^(def|class) {re.escape(test)}\b", text, re.MULTILINE):
             missing.append(name)
     assert missing == []
     assert named or document != ROOT / "docs" / "faults.md"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_document
 def test_every_relative_link_leads_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))
-    local = [link for link in links if "://" not in link]
-    assert [link for link in local if not (document.parent / link).exists()] == []
+    missing = []
+    for link in re.findall(r"\]\(([^)]+)\)", read(document)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    assert missing == []
 
 
-def test_the_architecture_names_every_python_file_and_every_header() -> None:
-    sources = [*ROOT.glob("memascend/**/*.py"), *ROOT.glob("csrc/*/*.hpp")]
-    assert len(sources) > 60, "the patterns found too little to check"
-    packages = {
-        path for path in sources if path.name == "__init__.py" and path.parent.parent != ROOT
-    }
-    named = code_spans(ARCHITECTURE)
-    expected = {str(path.relative_to(ROOT)) for path in sources if path not in packages}
-    assert sorted(expected - named) == []
+@each_document
+def test_every_make_target_named_exists(document: Path) -> None:
+    named = {word for words in commands(document, "make") for word in words if "=" not in word}
+    assert named <= make_targets()
+
+
+@each_document
+def test_every_command_of_ours_named_exists(
+    document: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in commands(document, "memascend"):
+        actions = [word for word in words[:2] if re.fullmatch(r"[a-z-]+", word)]
+        if not actions:
+            continue
+        for length in range(len(actions), 0, -1):  # the second word may be an argument
+            with pytest.raises(SystemExit) as ended:
+                main([*actions[:length], "--help"])
+            if ended.value.code == 0:
+                break
+        assert ended.value.code == 0, words
+        known = capsys.readouterr().out
+        own = words[: words.index("--")] if "--" in words else words
+        assert [word for word in own if word.startswith("--") and word not in known] == []
+
+
+@each_document
+def test_every_script_and_test_run_exists(document: Path) -> None:
+    words = [word for words in commands(document, "python") for word in words]
+    files = [word for word in words if word.endswith(".py") or word.startswith("tests/")]
+    assert [
+        name for name in files if not set(name) & set("<>*") and not (ROOT / name).exists()
+    ] == []
+
+
+@each_workflow
+def test_every_workflow_is_valid(workflow: Path) -> None:
+    content = pytest.importorskip("yaml").safe_load(read(workflow))
+    if workflow.parent.name != "workflows":
+        return
+    steps = [step for job in content["jobs"].values() for step in job["steps"]]
+    used = [step["uses"] for step in steps if "uses" in step]
+    assert [name for name in used if not re.search(r"@[0-9a-f]{40}$", name)] == []
+    runs = [line.split() for step in steps for line in step.get("run", "").splitlines()]
+    assert {words[1] for words in runs if words[:1] == ["make"]} <= make_targets()
+
+
+# -- what exists is named --------------------------------------------------------------------------
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")}
+    assert pages - set(re.findall(r"\]\(([^)#]+)\)", read(README))) == set()
+
+
+def test_every_design_note_is_reached_from_the_architecture() -> None:
+    notes = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/design/*.md")}
+    assert notes - set(re.findall(r"\]\(([^)#]+)\)", read(ARCHITECTURE))) == set()
+
+
+@pytest.mark.parametrize("document", LINES_MAX, ids=lambda path: path.name)
+def test_a_page_for_newcomers_stays_short(document: Path) -> None:
+    assert len(read(document).splitlines()) <= LINES_MAX[document]
 
 
 def test_the_seams_page_has_a_row_for_each_seam() -> None:
@@ -103,16 +242,27 @@ def test_the_seams_page_has_a_row_for_each_watched_definition() -> None:
 
 def test_the_seams_page_has_what_is_wrapped_of_transformers() -> None:
     assert first_column("transformers", 1) == set(transformers_seams.WRAPPERS)
-    text = (ROOT / "docs" / "SEAMS.md").read_text(encoding="utf-8")
-    assert all(version in text for version in transformers_seams.VERSIONS)
+    assert all(version in read(SEAMS_PAGE) for version in transformers_seams.VERSIONS)
 
 
-def test_the_readme_has_the_configuration_as_it_is(update_readme: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert update_readme.replaced(text) == text, "run scripts/update_readme.py"
+def test_the_page_of_errors_has_phrases_of_the_code() -> None:
+    phrases = re.findall(r"^\| `([^`]+)` \|", read(ERRORS), re.MULTILINE)
+    assert len(phrases) > 30, "the pattern found too little to check"
+    known = literals()
+    assert [phrase for phrase in phrases if phrase not in known] == []
 
 
-def test_a_configuration_key_that_is_gone_is_noticed(update_readme: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+# -- what is generated is current ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["configuration reference", "table of models"])
+def test_what_is_generated_is_current(update_docs: ModuleType, name: str) -> None:
+    text = read(update_docs.PARTS[name][0])
+    assert update_docs.replaced(name, text) == text, "run scripts/update_docs.py"
+
+
+def test_a_configuration_key_that_is_gone_is_noticed(update_docs: ModuleType) -> None:
+    text = read(CONFIGURATION)
     row = next(line for line in text.splitlines() if "`direct_nvme.engine`" in line)
-    assert update_readme.replaced(text.replace(row, row.replace("engine", "motor"))) == text
+    changed = text.replace(row, row.replace("engine", "motor"))
+    assert update_docs.replaced("configuration reference", changed) == text

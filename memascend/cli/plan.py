@@ -155,12 +155,14 @@ def find_model(name: str) -> ModelShapes:
 def markdown(rows: list[Accounts]) -> str:
     """Gives the table of the README: host memory of one rank in GB, steady and at its highest."""
     titles = ["model", "parameters", "stock", "at its peak", "four pieces", "at its peak"]
-    lines = [f"| {' | '.join([*titles, 'memascend', 'less than stock'])} |", "|---" * 8 + "|"]
+    lines = [f"| {' | '.join([*titles, 'memascend', 'less than stock', 'on the drive'])} |"]
+    lines.append("|---" * 9 + "|")
     for row in sorted(rows, key=lambda row: row.shapes.numel):
         cells = [row.shapes.name, f"{row.shapes.numel / GB:.1f} billion"]
         for plan in (row.stock, row.four_pieces):
             cells += [f"{plan.host_bytes / GB:.1f}", f"{_peak(plan) / GB:.1f}"]
         cells += [f"**{row.memascend.host_bytes / GB:.1f}**", _saved(row.memascend, row.stock)]
+        cells.append(f"{row.memascend.drive_bytes / GB:.0f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

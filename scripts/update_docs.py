@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Write the generated parts of the documents: the configuration reference and the table of models.
+
+tests/test_docs.py fails when a document and the code disagree; this script makes them agree again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from memascend.cli.main import main as run_memascend
+from memascend.config.block import MemAscendConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- {}: written by scripts/update_docs.py -->", "<!-- end of {} -->"
+KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+UNITS = ((1 << 60, "EiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def reference() -> str:
+    """Return the reference of the block: a heading and a table for each section, in their order."""
+    return "\n\n".join(_section(MemAscendConfig, ""))
+
+
+def models() -> str:
+    """Return what `memascend plan --table` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = run_memascend(["plan", "--table"])
+    if status != 0:
+        raise SystemExit(f"memascend plan --table ended with status {status}")
+    return printed.getvalue().strip()
+
+
+#: What is generated: its name in the marks, the document, and who writes it.
+PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "configuration reference": (ROOT / "docs" / "configuration.md", reference),
+    "table of models": (ROOT / "README.md", models),
+}
+
+
+def replaced(name: str, text: str) -> str:
+    """Return the text with the part of that name generated anew between its marks."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise SystemExit(f"{PARTS[name][0]} has no {begin} ... {end}")
+    return f"{before}{begin}\n{PARTS[name][1]()}\n{end}{after}"
+
+
+def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    title = f"`{prefix.rstrip('.')}`" if prefix else "The block"
+    rows, inner_sections = [], []
+    for name, field in section.model_fields.items():
+        inner, element = _models_in(field.annotation)
+        if inner is not None and not element:
+            inner_sections.append((inner, f"{prefix}{name}."))
+            continue
+        if inner is not None:
+            inner_sections.append((inner, f"{prefix}{name}[]."))
+        takes = "list of paths or objects" if element else _takes(section, name, field)
+        row = f"`{prefix}{name}`", takes, _default(section, name, field), field.description or ""
+        rows.append(f"| {' | '.join(row)} |")
+    yield f"### {title}\n\n{(section.__doc__ or '').strip()}"
+    if rows:
+        yield "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows])
+    for inner, inner_prefix in inner_sections:
+        yield from _section(inner, inner_prefix)
+
+
+def _models_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """Return the section that an annotation holds, and whether it holds a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    for argument in typing.get_args(annotation):
+        found, _ = _models_in(argument)
+        if found is not None:
+            return found, True
+    return None, False
+
+
+def _takes(section: type[BaseModel], name: str, field: FieldInfo) -> str:
+    kinds = [_kind(kind) for kind in _alternatives(field.annotation) if kind is not type(None)]
+    is_size = _takes_units(section, name)
+    rules = {
+        attribute: (_as_size if is_size else str)(getattr(rule, attribute))
+        for rule in field.metadata
+        for attribute in ("ge", "le", "multiple_of")
+        if getattr(rule, attribute, None) is not None
+    }
+    parts = ["size"] if is_size else kinds
+    if "ge" in rules and "le" in rules:
+        parts.append(f"{rules['ge']} to {rules['le']}")
+    if "multiple_of" in rules:
+        parts.append(f"a multiple of {rules['multiple_of']}")
+    return ", ".join(parts)
+
+
+def _takes_units(section: type[BaseModel], name: str) -> bool:
+    """Ask the section itself; text for a key of numbers can only be a size."""
+    alternatives = _alternatives(section.model_fields[name].annotation)
+    if int not in alternatives or str in alternatives:
+        return False
+    try:
+        section.model_validate({name: "1MiB"})
+    except ValidationError as error:
+        return all(found["loc"][:1] != (name,) for found in error.errors())
+    return True
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) is Annotated:
+        return _alternatives(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(kind for part in typing.get_args(annotation) for kind in _alternatives(part))
+    return (annotation,)
+
+
+def _kind(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(f'"{value}"' for value in typing.get_args(annotation))
+    return KINDS.get(annotation) or str(annotation.__name__)
+
+
+def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:
+    if field.default is None:
+        return "automatic"
+    if field.default is PydanticUndefined:
+        return "required"
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    return _as_size(field.default) if _takes_units(section, name) else str(field.default)
+
+
+def _as_size(nbytes: int) -> str:
+    for factor, unit in UNITS:
+        if nbytes >= factor and nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return str(nbytes)
+
+
+def main() -> None:
+    """Rewrite every document that has a generated part."""
+    for name, (path, _) in PARTS.items():
+        path.write_text(replaced(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
