@@ -120,7 +120,10 @@ class WorkerGroup:
             port = probe.getsockname()[1]
         for rank in range(self.world):
             self._start_rank(rank, port)
-        answers = self._receive(START_TIMEOUT_S)
+        try:
+            answers = self._receive(START_TIMEOUT_S)
+        except (OSError, EOFError) as error:
+            answers = [f"{error!r}: exit codes {self._exit_codes()}"]
         if answers != ["ready"] * self.world:
             self.stop()
             raise CaseFailed(
@@ -129,7 +132,7 @@ class WorkerGroup:
 
     def _start_rank(self, rank: int, port: int) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "parity.worker", "--socket", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.parity.worker", "--socket", str(theirs.fileno())]
         if self.memlock_bytes is not None:
             command += ["--memlock-bytes", str(self.memlock_bytes)]
         with theirs, self._log_paths()[rank].open("wb") as log:
@@ -271,7 +274,7 @@ def worker_environment(*, rank: int, world: int, port: int) -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault("DS_ACCELERATOR", "cpu")
     environment.setdefault("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".venv" / "torch_extensions"))
-    search_path = [str(REPOSITORY / "tests"), str(REPOSITORY), environment.get("PYTHONPATH", "")]
+    search_path = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
     # ninja, which DeepSpeed needs to load its ops, lies beside the interpreter.
     programs = [str(Path(sys.executable).parent), environment.get("PATH", "")]
     return environment | {
