@@ -28,7 +28,7 @@ from memascend.plan.knobs import (
     page_down,
     page_up,
 )
-from memascend.plan.request import PlanRequest, has_known_start, is_elementwise
+from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
 __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "derive"]
@@ -126,7 +126,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         staging_slot_bytes=knobs.staging_slot_bytes,
         tile_numel=knobs.tile_numel,
         tile_count=knobs.tile_count,
-        is_tiled=is_elementwise(request.optimizer),
+        is_tiled=request.is_tiled,
         parameter_slots_bytes=host[SLOTS],
         prefetch_bytes=knobs.prefetch_bytes,
         slot_bytes_max=knobs.slot_bytes_max,
@@ -215,7 +215,7 @@ def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[s
     every = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
     master = request.master_itemsize
     found = {}
-    if knobs.tile_numel and not has_known_start(request.optimizer):
+    if knobs.tile_numel and not request.has_known_start:
         nbytes = knobs.tile_numel * master * request.states
         found["torch: optimizer state of one tile, first step"] = nbytes
     if request.parameters_device == "cpu":
