@@ -6,7 +6,6 @@ gradients, ranks or loss scales. Callable from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from memascend._core import ScanResult, overflow_scan
@@ -14,13 +13,13 @@ from memascend._core import ScanResult, overflow_scan
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ScanResult", "has_non_finite", "scan"]
+__all__ = ["ScanResult", "scan", "sum_of_squares"]
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -> ScanResult:
-    """Reads a contiguous fp32, fp16 or bf16 tensor once and allocates nothing of its size.
+    """Read a contiguous fp32, fp16 or bf16 tensor once; allocate nothing of its size.
 
     `sum_squares` of the result is NaN unless it was asked for and every element is finite. On the
     host its bits depend on the values and their number alone, not on threads or instruction set.
@@ -59,6 +58,21 @@ def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -
     )
 
 
-def has_non_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Says whether any element is inf or nan; stops at the first tensor that has one."""
-    return any(scan(tensor).non_finite for tensor in tensors)
+def sum_of_squares(tensor: torch.Tensor, *, fused: bool = True, threads: int = 0) -> torch.Tensor:
+    """Return the sum of squares, added up in fp64; not finite exactly if an element is not.
+
+    Args:
+        tensor: 1-D.
+        fused: Use `scan` on the host; a device, and a host without it, makes an fp64 copy.
+        threads: As for `scan`.
+
+    Returns:
+        A 0-dim fp64 tensor on the tensor's device.
+    """
+    import torch
+
+    if fused and tensor.device.type == "cpu":
+        result = scan(tensor, sum_squares=True, threads=threads)
+        return torch.tensor(result.sum_squares, dtype=torch.float64)
+    norm: torch.Tensor = tensor.to(torch.float64).norm(2)
+    return norm.square()

@@ -2,8 +2,8 @@
 
 The first kernel gives each program a run of blocks and leaves one flag and one partial sum per
 program; the second adds those up in a single program. No atomics, so a sum has the same bits from
-run to run. Imports torch and triton: only `memascend.overflow` imports this module, and only when
-it is given a device tensor.
+run to run. Imports torch and triton: only `memascend.kernels.overflow` imports this module, and
+only when it is given a device tensor.
 
 Squares are formed and added in double, as on the host: a gradient under loss scaling may be finite
 and its square beyond fp32. Devices with few double units pay for that where a sum is asked for.
@@ -26,13 +26,13 @@ PROGRAMS_MAX = 1024
 
 
 def scan(tensor: torch.Tensor, *, sum_squares: bool = False) -> ScanResult:
-    """Scans a contiguous device tensor and waits for the result; see `memascend.overflow.scan`."""
+    """Scan a contiguous device tensor and wait for the result; see `overflow.scan`."""
     found, total = launch(tensor, sum_squares=sum_squares).tolist()
     return ScanResult(non_finite=found != 0.0, sum_squares=total)
 
 
 def launch(tensor: torch.Tensor, *, sum_squares: bool = False) -> torch.Tensor:
-    """Queues a scan on the current stream and returns without waiting for it.
+    """Queue a scan on the current stream, and return without waiting for it.
 
     Returns:
         Two doubles on the tensor's device: 1 if any element is inf or nan, else 0; and the sum of

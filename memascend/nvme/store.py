@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from memascend import _core
+from memascend.base.waiting import wait_all
 from memascend.errors import MemAscendError, StoreError
 
 if TYPE_CHECKING:
@@ -204,14 +205,7 @@ class TensorStore:
             StoreError: A transfer failed; says which key, volume, offset and errno.
             CorruptionError: What was read is not what was written.
         """
-        first_error: StoreError | None = None
-        for ticket in (tickets,) if isinstance(tickets, _core.Ticket) else tickets:
-            try:
-                ticket.wait()
-            except StoreError as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+        wait_all((tickets,) if isinstance(tickets, _core.Ticket) else tickets)
 
     def wait_all(self) -> None:
         """Waits until nothing is in flight; errors stay with their tickets."""

@@ -24,7 +24,7 @@ from memascend.errors import ConfigError
 from memascend.plan.checksums import rounding_bytes
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
 from memascend.plan.knobs import BOUNCE_BYTES, Knobs, LimitTooSmallError, choose_knobs
-from memascend.plan.request import PlanRequest, has_known_start, is_elementwise
+from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
 __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "default_limit", "derive"]
@@ -124,7 +124,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         staging_slot_bytes=knobs.staging_slot_bytes,
         tile_numel=knobs.tile_numel,
         tile_count=knobs.tile_count,
-        is_tiled=is_elementwise(request.optimizer),
+        is_tiled=request.is_tiled,
         parameter_slots_bytes=host[PARAMETER_SLOTS],
         prefetch_bytes=knobs.prefetch_bytes,
         slot_bytes_max=knobs.slot_bytes_max,
@@ -226,7 +226,7 @@ def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[s
     every = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
     master = request.master_itemsize
     found = {}
-    if knobs.tile_numel and not has_known_start(request.optimizer):
+    if knobs.tile_numel and not request.has_known_start:
         nbytes = knobs.tile_numel * master * request.states
         found["torch: optimizer state of one tile, first step"] = nbytes
     if request.parameters_device == "cpu":

@@ -22,7 +22,7 @@ from memascend.base.components import (
 from memascend.base.units import KIB, MIB, PAGE_BYTES, format_nbytes, page_down, page_up
 from memascend.errors import ConfigError
 from memascend.plan.checksums import checksum_bytes
-from memascend.plan.request import PlanRequest, is_elementwise
+from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
 BOUNCE_BYTES = 4 * MIB
@@ -139,12 +139,15 @@ def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | N
 
 
 def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
-    is_tiled, on_drive = is_elementwise(request.optimizer), request.optimizer_device == "nvme"
     layer_bytes, prefetch_bytes, slot_bytes = _parameter_slots(shapes, request)
+    tile_numel, tile_count = 0, 0
+    if request.optimizer_device == "nvme":
+        numel = largest_sub_group_numel(shapes, request)
+        tile_numel, tile_count = tile_sizes(numel, request.is_tiled, request.tile_bytes)
     return Knobs(
         prefetch_bytes=prefetch_bytes,
-        tile_numel=_tile_numel(shapes, request) if on_drive else 0,
-        tile_count=(TILE_COUNT if is_tiled else 1) if on_drive else 0,
+        tile_numel=tile_numel,
+        tile_count=tile_count,
         staging_slot_count=STAGING_SLOT_COUNT,
         staging_slot_bytes=STAGING_SLOT_BYTES,
         layer_bytes=layer_bytes,
@@ -153,15 +156,22 @@ def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
     )
 
 
-def _tile_numel(shapes: ModelShapes, request: PlanRequest) -> int:
-    largest = _tile_step_up(largest_sub_group_numel(shapes, request))
-    if not is_elementwise(request.optimizer):
-        return largest
+def tile_sizes(largest_numel: int, is_tiled: bool, tile_bytes: int | None) -> tuple[int, int]:
+    """Return the elements of a tile, and how many tiles there are, without a limit.
+
+    Args:
+        largest_numel: Elements of the largest sub-group on this rank.
+        is_tiled: False where the optimizer needs a sub-group whole.
+        tile_bytes: fp32 weights of a tile, where the user fixed them.
+    """
+    largest_numel = _tile_step_up(largest_numel)
+    if not is_tiled:
+        return largest_numel, 1
     wanted = TILE_NUMEL
-    if request.tile_bytes is not None:
-        steps = request.tile_bytes // GRADIENT_FP32_BYTES // TILE_NUMEL_STEP
+    if tile_bytes is not None:
+        steps = tile_bytes // GRADIENT_FP32_BYTES // TILE_NUMEL_STEP
         wanted = max(TILE_NUMEL_MIN, steps * TILE_NUMEL_STEP)
-    return min(wanted, largest)
+    return min(wanted, largest_numel), TILE_COUNT
 
 
 def largest_sub_group_numel(shapes: ModelShapes, request: PlanRequest) -> int:
@@ -213,7 +223,7 @@ def _shrink_prefetch(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> K
 
 
 def _shrink_tile(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
-    is_fixed = request.tile_bytes is not None or not is_elementwise(request.optimizer)
+    is_fixed = request.tile_bytes is not None or not request.is_tiled
     if is_fixed or knobs.tile_numel <= TILE_NUMEL_MIN:
         return knobs
     element_bytes = knobs.tile_count * tile_element_bytes(request)
@@ -253,7 +263,7 @@ def _too_small(
     rows = [f"  {name:<{width}}  {format_nbytes(nbytes):>11}" for name, nbytes in needed.items()]
     tile_bytes = needed[OPTIMIZER_TILES] + needed[OPTIMIZER_SCRATCH]
     fixes = [f"set the limit to {minimum_bytes} bytes or more"]
-    if not is_elementwise(request.optimizer) and knobs.tile_numel:
+    if not request.is_tiled and knobs.tile_numel:
         fixes.append(
             f"{request.optimizer} is not known to work element by element, so a whole sub-group of "
             f"{knobs.tile_numel} elements is held ({format_nbytes(tile_bytes)}): lower "

@@ -12,69 +12,13 @@ from typing import Any
 
 from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.errors import ConfigError
+from memascend.plan.optimizers import kind_of, state_count_of
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 DEVICES = ("none", "cpu", "nvme")
 SUB_GROUP_SIZE = 10**9
 #: Without a word about it: what Hugging Face's Trainer uses.
 OPTIMIZER = "AdamW"
-
-# Tensors of state per parameter of the optimizers that treat every element alone, so that a step
-# over a part of a tensor is a part of the step.
-_ELEMENTWISE = {
-    "adam": 2,
-    "adamw": 2,
-    "deepspeedcpuadam": 2,
-    "fusedadam": 2,
-    "adamax": 2,
-    "radam": 2,
-    "adadelta": 2,
-    # DeepSpeed's CPU version keeps a second state that it never uses.
-    "lion": 2,
-    "deepspeedcpulion": 2,
-    "fusedlion": 1,
-    "adagrad": 1,
-    "deepspeedcpuadagrad": 1,
-    "rmsprop": 1,
-    "sgd": 0,
-}
-# Those that look at whole tensors, or keep a running number per tensor that tiles would advance
-# once each (NAdam). An optimizer in neither table is taken for one of these, with Adam's states.
-_WHOLE = {"lamb": 2, "fusedlamb": 2, "muon": 1, "adafactor": 1, "nadam": 2}
-STATE_COUNT_UNKNOWN = 2
-_KNOWN_START = {
-    *("adam", "adamw", "deepspeedcpuadam", "lion", "deepspeedcpulion"),
-    *("adagrad", "deepspeedcpuadagrad"),
-}
-# Options of an optimizer that add one more tensor of state when they are set.
-_OPTIONS = {
-    "adam": ("amsgrad",),
-    "adamw": ("amsgrad",),
-    "rmsprop": ("momentum", "centered"),
-    "sgd": ("momentum",),
-}
-
-
-def state_count_of(optimizer: str, options: Mapping[str, Any] | None = None) -> int:
-    """Tensors of state that an optimizer keeps per parameter; 2 for one that is not known.
-
-    Args:
-        optimizer: Its name, as in the DeepSpeed JSON or as the class is called.
-        options: Its parameters, of which momentum, amsgrad and centered may add a state.
-    """
-    name = optimizer.lower()
-    count = (_ELEMENTWISE | _WHOLE).get(name, STATE_COUNT_UNKNOWN)
-    return count + sum(bool((options or {}).get(option)) for option in _OPTIONS.get(name, ()))
-
-
-def has_known_start(optimizer: str) -> bool:
-    """Whether its states are made by us, in the tiles; others make them in memory of torch's."""
-    return optimizer.lower() in _KNOWN_START
-
-
-def is_elementwise(optimizer: str) -> bool:
-    """Whether the optimizer is known to treat every element alone, so that it can go by tiles."""
-    return optimizer.lower() in _ELEMENTWISE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +33,7 @@ class PlanRequest:
         master_itemsize: Bytes of a master weight and of each state.
         optimizer: Name, as in the DeepSpeed JSON or as the class is called.
         state_count: Tensors of state per parameter; None: from the table, by name.
+        is_elementwise: Whether a sub-group may be stepped in tiles; None: from the table, by name.
         sub_group_size: DeepSpeed's unit of the optimizer step, in elements of one rank.
         has_decay_groups: Whether parameters with and without weight decay form two groups, as in
             Hugging Face's Trainer; a sub-group never spans two groups.
@@ -111,6 +56,7 @@ class PlanRequest:
     master_itemsize: int = 4
     optimizer: str = OPTIMIZER
     state_count: int | None = None
+    is_elementwise: bool | None = None
     sub_group_size: int = SUB_GROUP_SIZE
     has_decay_groups: bool = True
     parameters_device: str = "nvme"
@@ -161,6 +107,17 @@ class PlanRequest:
     def states(self) -> int:
         """Tensors of state per parameter."""
         return state_count_of(self.optimizer) if self.state_count is None else self.state_count
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether a sub-group is stepped in tiles; else whole."""
+        known = kind_of(self.optimizer).is_elementwise
+        return known if self.is_elementwise is None else self.is_elementwise
+
+    @property
+    def has_known_start(self) -> bool:
+        """Whether states are made by us, in the tiles; others make them in memory of torch's."""
+        return self.is_tiled and bool(kind_of(self.optimizer).start)
 
     @classmethod
     def from_deepspeed(

@@ -6,7 +6,6 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -270,11 +269,18 @@ def test_a_sparse_tensor_and_a_meta_tensor_are_refused() -> None:
         overflow.scan(torch.zeros(3, device="meta"))
 
 
-def test_has_non_finite_stops_at_the_first_finding() -> None:
-    def tensors() -> Iterator[torch.Tensor]:
-        yield torch.ones(4)
-        yield torch.tensor([math.inf])
-        raise AssertionError("read on after a finding")
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_of_squares_is_a_scalar_in_fp64(dtype: torch.dtype, fused: bool) -> None:
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(3)).to(dtype)
+    found = overflow.sum_of_squares(values, fused=fused)
+    assert (found.dtype, found.shape) == (torch.float64, ())
+    assert found.item() == pytest.approx(values.double().square().sum().item(), rel=1e-12)
 
-    assert overflow.has_non_finite(tensors())
-    assert not overflow.has_non_finite([torch.ones(4), torch.zeros(0)])
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_sum_of_squares_is_not_finite_where_an_element_is_not(bad: float, fused: bool) -> None:
+    values = torch.ones(5000)
+    values[4999] = bad
+    assert not torch.isfinite(overflow.sum_of_squares(values, fused=fused))

@@ -19,7 +19,6 @@ from memascend.config.limit import parse_limit
 from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
 from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
 from memascend.plan.knobs import LimitTooSmallError
-from memascend.plan.request import is_elementwise as is_elementwise_name
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
 from memascend.system.memory import memory_available, memory_total
 
@@ -58,7 +57,7 @@ def check_smallest(ds_config: Mapping[str, Any], limit_bytes: int | None) -> Non
         model = ModelShapes("any model", (large,) * 3, {})
         request = PlanRequest.from_deepspeed(ds_config, world=dist.get_world_size())
         request = dataclasses.replace(request, verify="off")  # what it costs follows the model
-        if is_elementwise_name(request.optimizer):
+        if request.is_tiled:
             derive(model, request=request, limit_bytes=limit_bytes)
 
 
@@ -109,14 +108,15 @@ def plan_for(
 
 def _request(optimizer: Any, ds_config: Mapping[str, Any]) -> PlanRequest:
     base = optimizer.optimizer
-    kind = type(base).__name__
+    kind, elementwise = type(base), is_elementwise(base)
     return dataclasses.replace(
         PlanRequest.from_deepspeed(ds_config, world=dist.get_world_size()),
         precision=_precision(optimizer.dtype),
         accumulation_itemsize=optimizer.gradient_accumulation_dtype.itemsize,
         master_itemsize=optimizer.master_weights_and_grads_dtype.itemsize,
-        # A name the plan does not know stands for "whole sub-groups".
-        optimizer=kind if is_elementwise(base) else f"{type(base).__module__}.{kind}",
+        # With its module where a message names it: it may be called as a known one.
+        optimizer=kind.__name__ if elementwise else f"{kind.__module__}.{kind.__name__}",
+        is_elementwise=elementwise,
         state_count=state_count(base),
         largest_sub_group_numel=max(optimizer.fp16_partitioned_groups_flat_numel),
     )

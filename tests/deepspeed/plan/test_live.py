@@ -270,6 +270,25 @@ def test_a_report_is_written_once_and_by_rank_0_alone(
     assert count == 1
 
 
+class AdamW(torch.optim.AdamW):
+    """Called as a known one, and may do anything."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW])
+def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
+    optimizer = SimpleNamespace(
+        optimizer=kind([torch.nn.Parameter(torch.ones(3))]),
+        dtype=torch.bfloat16,
+        gradient_accumulation_dtype=torch.float32,
+        master_weights_and_grads_dtype=torch.float32,
+        fp16_partitioned_groups_flat_numel=[5, 7],
+    )
+    request = planning._request(optimizer, CONFIG)
+    assert request.is_tiled == (kind is torch.optim.AdamW)
+    assert (request.states, request.largest_sub_group_numel) == (2, 7)
+    assert request.optimizer.endswith("AdamW")
+
+
 def test_a_limit_that_nobody_set_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def derive(_: Any, *, request: Any, limit_bytes: int | None = None) -> Any:
         if limit_bytes is None:

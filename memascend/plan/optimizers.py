@@ -1,0 +1,74 @@
+"""Table of known optimizers: which step element by element, and with what state they begin.
+
+An elementwise optimizer updates each element from that element's own weight, gradient and state, so
+a sub-group may be stepped tile by tile. All others (LAMB, Adafactor, Muon, whatever is not listed)
+need the sub-group whole: they look at whole tensors, or keep a running number per tensor that
+every tile would advance (NAdam). Pure data: no torch, no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerKind:
+    """Facts of one optimizer.
+
+    Attributes:
+        states: Tensors of state per parameter.
+        options: Those that add one more tensor of state when they are set.
+        is_elementwise: Whether it may go by tiles.
+        start: Names of the states that it begins with, all of one value each; empty where it has
+            to make them itself.
+    """
+
+    states: int
+    options: tuple[str, ...] = ()
+    is_elementwise: bool = True
+    start: tuple[str, ...] = ()
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+#: By the name in a DeepSpeed JSON, or of the class, in lower case.
+_KINDS = {
+    "adam": OptimizerKind(states=2, options=("amsgrad",), start=_MOMENTS),
+    "adamw": OptimizerKind(states=2, options=("amsgrad",), start=_MOMENTS),
+    "deepspeedcpuadam": OptimizerKind(states=2, start=_MOMENTS),
+    "fusedadam": OptimizerKind(states=2),
+    "adamax": OptimizerKind(states=2),
+    "radam": OptimizerKind(states=2),
+    "adadelta": OptimizerKind(states=2),
+    # DeepSpeed's CPU version keeps a second state that it never uses.
+    "lion": OptimizerKind(states=2, start=_MOMENTS),
+    "deepspeedcpulion": OptimizerKind(states=2, start=_MOMENTS),
+    "fusedlion": OptimizerKind(states=1),
+    "adagrad": OptimizerKind(states=1, start=("sum",)),
+    "deepspeedcpuadagrad": OptimizerKind(states=1, start=("exp_avg_sq",)),
+    "rmsprop": OptimizerKind(states=1, options=("momentum", "centered")),
+    "sgd": OptimizerKind(states=0, options=("momentum",)),
+    "lamb": OptimizerKind(states=2, is_elementwise=False),
+    "fusedlamb": OptimizerKind(states=2, is_elementwise=False),
+    "muon": OptimizerKind(states=1, is_elementwise=False),
+    "adafactor": OptimizerKind(states=2, is_elementwise=False),
+    "nadam": OptimizerKind(states=2, is_elementwise=False),
+}
+_UNKNOWN = OptimizerKind(states=2, is_elementwise=False)
+
+
+def kind_of(optimizer: str) -> OptimizerKind:
+    """Return what is known of an optimizer, by its name; one that is not known is stepped whole."""
+    return _KINDS.get(optimizer.lower(), _UNKNOWN)
+
+
+def state_count_of(optimizer: str, options: Mapping[str, Any] | None = None) -> int:
+    """Return the tensors of state that an optimizer keeps per parameter.
+
+    Args:
+        optimizer: Its name, as in the DeepSpeed JSON or as the class is called.
+        options: Its parameters, of which momentum, amsgrad and centered may add a state.
+    """
+    kind = kind_of(optimizer)
+    return kind.states + sum(bool((options or {}).get(option)) for option in kind.options)
