@@ -1,4 +1,7 @@
-"""Byte counts as text and back: "6GiB" <-> 6442450944. Pure; imports nothing of ours but errors."""
+"""Byte counts as text and back ("6GiB" <-> 6442450944), and in whole pages.
+
+Pure; imports nothing of ours but errors.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
+#: Of host memory: what is planned, allocated and transferred is a multiple of it.
+PAGE_BYTES = 4 * KIB
 #: Beyond what a file or a memory can have.
 NBYTES_MAX = 1 << 63
 
@@ -33,7 +38,7 @@ _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_nbytes(value: int | str) -> int:
-    """Turns 1048576, "1MiB" or "1.5 GB" into bytes.
+    """Convert 1048576, "1MiB" or "1.5 GB" to bytes.
 
     Raises:
         ConfigError: The text is not a number with a known unit.
@@ -58,10 +63,20 @@ def parse_nbytes(value: int | str) -> int:
 
 
 def format_nbytes(nbytes: int | float) -> str:
-    """Gives "1.50 GiB" for 1610612736: three significant places, powers of 1024."""
+    """Return "1.50 GiB" for 1610612736: powers of 1024, two decimal places."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def page_up(nbytes: int) -> int:
+    """Round up to a multiple of the page."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def page_down(nbytes: int) -> int:
+    """Round down to a multiple of the page."""
+    return nbytes // PAGE_BYTES * PAGE_BYTES
