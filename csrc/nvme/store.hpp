@@ -21,8 +21,8 @@
 
 #include "nvme/engine/errors.hpp"
 #include "nvme/engine/factory.hpp"
+#include "nvme/engine/volumes.hpp"
 #include "nvme/space/space.hpp"
-#include "nvme/space/volumes.hpp"
 #include "nvme/transfer/transfer.hpp"
 
 namespace memascend {

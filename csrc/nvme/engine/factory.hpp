@@ -6,7 +6,7 @@
 
 #include "nvme/engine/engine.hpp"
 #include "nvme/engine/memory.hpp"
-#include "nvme/space/volumes.hpp"
+#include "nvme/engine/volumes.hpp"
 
 namespace memascend {
 

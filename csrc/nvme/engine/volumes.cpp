@@ -1,4 +1,4 @@
-#include "nvme/space/volumes.hpp"
+#include "nvme/engine/volumes.hpp"
 
 #include <algorithm>
 

@@ -1,0 +1,102 @@
+// sources: csrc/memory/free_space.cpp
+//
+// Free space against a model that keeps one mark per page: random takes, gives, marks, boundaries.
+#include "memory/free_space.hpp"
+
+#include <algorithm>
+#include <random>
+#include <string>
+
+#include "support/expect.hpp"
+
+using namespace memascend;
+
+namespace {
+
+constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kPageCount = 64;
+// What is known of each page: in use, free with memory behind it, free without.
+constexpr char kUsed = 'u', kBacked = 'b', kUntouched = '-';
+
+/// Length of the shortest run of one kind, or of any free kind (0), that holds `count` pages.
+std::uint64_t shortest(const std::string& pages, std::uint64_t count, char kind) {
+  std::uint64_t best = 0, length = 0;
+  for (std::uint64_t page = 0; page <= kPageCount; ++page) {
+    const bool fits = page < kPageCount && (kind != 0 ? pages[page] == kind : pages[page] != kUsed);
+    if (fits) {
+      ++length;
+      continue;
+    }
+    if (length >= count && (best == 0 || length < best)) best = length;
+    length = 0;
+  }
+  return best;
+}
+
+std::uint64_t page_count(const std::optional<FreeRun>& run) {
+  return run ? run->nbytes / kPage : 0;
+}
+
+void agrees_with_a_mark_per_page() {
+  for (unsigned seed = 0; seed < 50; ++seed) {
+    std::mt19937 random(seed);
+    FreeSpace space(kPageCount * kPage);
+    std::string pages(kPageCount, kUntouched);
+    for (int step = 0; step < 400; ++step) {
+      const std::uint64_t first = random() % kPageCount;
+      const char kind = pages[first];
+      std::uint64_t count = 1 + random() % 6;
+      while (first + count > kPageCount) --count;
+      const std::string part = pages.substr(first, count);
+      if (part == std::string(count, kUsed)) {
+        space.give(first * kPage, count * kPage);
+        pages.replace(first, count, count, kBacked);
+      } else if (part == std::string(count, kind) && random() % 3 == 0) {
+        const bool backed = kind == kUntouched;
+        space.mark(first * kPage, count * kPage, backed);
+        pages.replace(first, count, count, backed ? kBacked : kUntouched);
+      } else if (part == std::string(count, kind)) {
+        space.take(first * kPage, count * kPage);
+        pages.replace(first, count, count, kUsed);
+      }
+      EXPECT(space.is_valid());
+      EXPECT(space.is_taken(first * kPage, kPage) == (pages[first] == kUsed));
+      const std::uint64_t wanted = 1 + random() % 8;
+      EXPECT(page_count(space.best_backed(wanted * kPage)) == shortest(pages, wanted, kBacked));
+      EXPECT(page_count(space.best_untouched(wanted * kPage)) ==
+             shortest(pages, wanted, kUntouched));
+      EXPECT(page_count(space.best_any(wanted * kPage)) == shortest(pages, wanted, 0));
+      const auto backed = std::count(pages.begin(), pages.end(), kBacked);
+      EXPECT(space.backed_bytes() == static_cast<std::uint64_t>(backed) * kPage);
+    }
+  }
+}
+
+void no_backed_run_extends_over_a_boundary() {
+  FreeSpace space(8 * kPage);
+  space.add_boundary(4 * kPage);
+  space.mark(0, 4 * kPage, true);
+  space.mark(4 * kPage, 4 * kPage, true);
+  EXPECT(page_count(space.best_backed(kPage)) == 4);
+  EXPECT(!space.best_backed(5 * kPage));
+  space.remove_boundary(4 * kPage);
+  EXPECT(page_count(space.best_backed(5 * kPage)) == 8);
+  EXPECT(space.is_valid());
+}
+
+void the_last_run_is_the_one_at_the_end() {
+  FreeSpace space(8 * kPage);
+  space.take(2 * kPage, 3 * kPage);
+  EXPECT(space.last().offset == 5 * kPage && space.last().nbytes == 3 * kPage);
+  space.take(7 * kPage, kPage);
+  EXPECT(space.last().nbytes == 0);
+}
+
+}  // namespace
+
+int main() {
+  agrees_with_a_mark_per_page();
+  no_backed_run_extends_over_a_boundary();
+  the_last_run_is_the_one_at_the_end();
+  return 0;
+}

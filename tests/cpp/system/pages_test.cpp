@@ -1,0 +1,92 @@
+// sources: csrc/system/pages.cpp
+//
+// Pages: memory comes zeroed and resident, goes back, and what is refused is a note.
+#include "system/pages.hpp"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "support/expect.hpp"
+
+using namespace memascend;
+
+namespace {
+
+constexpr std::uint64_t kRangeBytes = 8 * kHugePageBytes;
+
+PageOptions plain() {
+  PageOptions options;
+  options.huge_pages = HugePages::kOff;
+  options.lock = false;
+  return options;
+}
+
+void memory_comes_zeroed_and_resident_and_goes_back() {
+  AddressRange range(kRangeBytes, kRangeBytes);
+  Notes notes;
+  const std::span<std::byte> piece(range.base() + kPageBytes, 64 * kPageBytes);
+  EXPECT(measure_pages(piece, notes).resident_bytes == 0);
+  EXPECT(back_pages(piece, plain(), notes) == Backing::kPages);
+  EXPECT(measure_pages(piece, notes).resident_bytes == piece.size());
+  EXPECT(
+      std::all_of(piece.begin(), piece.end(), [](std::byte byte) { return byte == std::byte{}; }));
+  std::fill(piece.begin(), piece.end(), std::byte{7});
+  EXPECT(discard_pages(piece, notes));
+  EXPECT(measure_pages(piece, notes).resident_bytes == 0);
+  EXPECT(notes.list().empty());
+}
+
+void a_range_smaller_than_asked_is_no_smaller_than_the_least() {
+  bool refused = false;
+  try {
+    AddressRange range(std::uint64_t{1} << 62, std::uint64_t{1} << 61);
+  } catch (const HostMemoryError& error) {
+    refused = error.requested_bytes >= std::uint64_t{1} << 61 && error.limit_bytes == 0;
+  }
+  EXPECT(refused);
+  AddressRange halved(std::uint64_t{1} << 62, kRangeBytes);
+  EXPECT(halved.nbytes() >= kRangeBytes && halved.nbytes() < std::uint64_t{1} << 62);
+}
+
+// In a child, since a limit cannot be raised again.
+void a_lock_that_is_refused_is_one_note() {
+  const pid_t child = ::fork();
+  EXPECT(child >= 0);
+  if (child == 0) {
+    EXPECT(::setgid(65534) == 0 || ::getuid() != 0);
+    EXPECT(::setuid(65534) == 0 || ::getuid() != 0);
+    const rlimit none{kPageBytes, kPageBytes};
+    EXPECT(::setrlimit(RLIMIT_MEMLOCK, &none) == 0);
+    AddressRange range(kRangeBytes, kRangeBytes);
+    Notes notes;
+    const std::span<std::byte> piece(range.base(), 64 * kPageBytes);
+    back_pages(piece, plain(), notes);
+    EXPECT(!lock_pages(piece, notes));
+    EXPECT(!lock_pages(piece, notes));
+    EXPECT(notes.list().size() == 1);
+    EXPECT(measure_pages(piece, notes).locked_bytes == 0);
+    std::_Exit(0);
+  }
+  int status = 0;
+  EXPECT(::waitpid(child, &status, 0) == child);
+  EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+void the_machine_has_memory() {
+  EXPECT(physical_memory_bytes() > 0);
+  EXPECT(available_memory_bytes() <= physical_memory_bytes());
+}
+
+}  // namespace
+
+int main() {
+  memory_comes_zeroed_and_resident_and_goes_back();
+  a_range_smaller_than_asked_is_no_smaller_than_the_least();
+  a_lock_that_is_refused_is_one_note();
+  the_machine_has_memory();
+  return 0;
+}
