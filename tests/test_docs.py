@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from memascend import errors
 from memascend.cli.main import main
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.arm import SEAMS, WATCHED
@@ -20,6 +21,7 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
 SEAMS_PAGE = ROOT / "docs" / "SEAMS.md"
 ERRORS = ROOT / "docs" / "errors.md"
+PUBLIC = ROOT / "docs" / "public.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -243,6 +245,13 @@ def test_the_seams_page_has_a_row_for_each_watched_definition() -> None:
 def test_the_seams_page_has_what_is_wrapped_of_transformers() -> None:
     assert first_column("transformers", 1) == set(transformers_seams.WRAPPERS)
     assert all(version in read(SEAMS_PAGE) for version in transformers_seams.VERSIONS)
+
+
+def test_the_public_page_has_every_error() -> None:
+    section = read(PUBLIC).partition("\n## The errors\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    family = {name for name, found in vars(errors).items() if isinstance(found, type)}
+    assert named == family - {"MemAscendError"}
 
 
 def test_the_page_of_errors_has_phrases_of_the_code() -> None:
