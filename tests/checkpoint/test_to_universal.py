@@ -26,8 +26,8 @@ from tests.support.divided_checkpoints import (
     model_states,
     optim_states,
     sub_groups,
+    target_of,
     values_of,
-    wanted,
     write,
 )
 
@@ -71,13 +71,13 @@ def test_any_number_of_ranks_reads_what_was_converted(tmp_path: Path, in_files: 
     for (name, state), value in values.items():
         assert torch.equal(read(folder, f"{name}/{state or 'fp32'}"), value)
     for world in (1, 3):
-        wants = wanted(sub_groups(MODEL, "d c", "b", "a"), world)
-        files = universal_files(folder, wants)
+        target = target_of(sub_groups(MODEL, "d c", "b", "a"), world)
+        files = universal_files(folder, target)
         verify_universal(files, lambda _: None)
         assert len(files) == len(MODEL) * 3
         for rank in range(world):
-            source = open_universal(folder, wants, rank=rank, world=world)
-            assert contents(source, wants) == expected(values, wants.parameters, rank, world)
+            source = open_universal(folder, target, rank=rank, world=world)
+            assert contents(source, target) == expected(values, target.parameters, rank, world)
             states = source.optimizer_states
             assert {state["step"] for state in states["state"].values()} == {3}
             assert states["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]
