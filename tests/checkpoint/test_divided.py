@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from memascend.checkpoint.divided import open_divided, read_parameters
+from memascend.checkpoint.divided import SavedLayout, open_divided, read_parameters
 from memascend.errors import CheckpointError
 from tests.support.divided_checkpoints import (
     MODEL,
