@@ -1,7 +1,7 @@
 """A checkpoint of another number of ranks, or of other sub-groups, put together anew by name.
 
-What DeepSpeed writes beside the weights says which parameters each saved sub-group held. So every
-rank knows where in whose files the elements lie that are its own now, and reads no others.
+DeepSpeed writes beside the weights which parameters each saved sub-group held. So every rank
+knows where in whose files the elements lie that are its own now, and reads no others.
 """
 
 from __future__ import annotations

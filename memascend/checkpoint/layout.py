@@ -100,7 +100,7 @@ class Division:
     """How a model is divided into sub-groups and between ranks, looked up by name."""
 
     def __init__(self, sub_groups: SubGroups, world: int) -> None:
-        """Finds every parameter once."""
+        """Find every parameter once."""
         #: By name: its sub-group, the offset of its run there, the elements of that with padding.
         self._runs = {
             parameter.name: (index, offset, share)

@@ -1,4 +1,4 @@
-"""What a rank's part of a checkpoint consists of: a JSON file beside the files it names.
+"""The manifest of a rank's part of a checkpoint: a JSON file beside the files it names.
 
 Read before anything else of a checkpoint is. It is not trusted: names stay inside the checkpoint's
 folder, sizes are compared with the files before they are used. Standard library and pydantic only.

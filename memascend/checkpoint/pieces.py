@@ -37,10 +37,10 @@ class ByteSpan:
 
 
 class PieceReader:
-    """Reads pieces as one tensor; what is in none of them is zero."""
+    """A tensor that is read from pieces; what is in none of them is zero."""
 
     def __init__(self, spans: Sequence[ByteSpan]) -> None:
-        """Takes spans in the order of their targets, none over another."""
+        """Take spans in the order of their targets, none over another."""
         self._spans = [span for span in spans if span.nbytes]
         self._begins = [span.target for span in self._spans]
         self._open: OrderedDict[int, Reader] = OrderedDict()

@@ -171,8 +171,7 @@ def verify(folder: Path, entries: Sequence[FileEntry], advance: Advance) -> None
         if nbytes != entry.nbytes:
             check_file(folder, entry, nbytes, 0)
     for entry in entries:
-        found = sum_file(folder / entry.name, advance)
-        check_file(folder, entry, found.nbytes, found.crc32)
+        check_file(folder, entry, *sum_file(folder / entry.name, advance))
 
 
 def open_source(part: RankFiles, target: TargetOptimizer) -> CheckpointSource:

@@ -1,8 +1,9 @@
-"""Turns a checkpoint into a universal one, a tensor at a time.
+"""Conversion of a checkpoint into a universal one, a tensor at a time.
 
-Does what `ds_to_universal.py` does, which reads the part of a whole rank into memory. Here tensors
-pass through one buffer from file to file. What is written is upstream's: `zero/<parameter>/fp32.pt`
-and a file for each state, `zero/optimizer_state.pt`, and copies of the model_states.pt.
+The result is that of `ds_to_universal.py`, which reads the part of a whole rank into memory. Here
+tensors pass through one buffer from file to file. The files are upstream's:
+`zero/<parameter>/fp32.pt` and one for each state, `zero/optimizer_state.pt`, and copies of the
+model_states.pt.
 """
 
 from __future__ import annotations
@@ -66,16 +67,17 @@ def write_universal(folder: Path, output: Path) -> int:
     shutil.rmtree(working, ignore_errors=True)
     try:
         parent = next(path for path in output.parents if path.is_dir())
-        nbytes = _nbytes(source, target)
-        check_space(parent, nbytes, f"cannot convert into {output}", "name another with --output")
+        nbytes = sum(target.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
+        remedy = "name another folder with --output"
+        check_space(parent, nbytes, f"cannot convert into {output}", remedy)
         working.mkdir(parents=True)
-        _write(source, target, working)
+        _write(source, target, working, nbytes)
         for path in sorted(folder.glob("*_model_states.pt")):
             shutil.copy2(path, working)
             sync(working / path.name)
         working.rename(output)
         write_latest(str(output.parent), output.name, name="latest_universal")
-    except CheckpointError:  # an OSError too, which says all of it
+    except CheckpointError:  # an OSError too, with a cause and a remedy of its own
         raise
     except OSError as error:
         raise CheckpointError(
@@ -86,10 +88,6 @@ def write_universal(folder: Path, output: Path) -> int:
         source.close()
         shutil.rmtree(working, ignore_errors=True)
     return len(target.parameters)
-
-
-def _nbytes(source: CheckpointSource, target: TargetOptimizer) -> int:
-    return sum(target.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
 
 
 def _find_states(folder: Path) -> list[Path]:
@@ -156,13 +154,13 @@ def _check_convertible(folder: Path, manifests: Sequence[Manifest | None], world
     if first is None and (folder / "offloaded_tensors").is_dir():
         raise CheckpointError(
             f"cannot convert {folder}: it is of stock DeepSpeed's NVMe offload, whose files do not "
-            "say what they hold. Load it with memascend, save it again, and convert that"
+            "name what they hold. Load it with memascend, save it again, and convert that"
         )
 
 
-def _write(source: CheckpointSource, target: TargetOptimizer, folder: Path) -> None:
+def _write(source: CheckpointSource, target: TargetOptimizer, folder: Path, nbytes: int) -> None:
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-    with byte_progress(f"writing {folder}", _nbytes(source, target), leads=True) as advance:
+    with byte_progress(f"writing {folder}", nbytes, leads=True) as advance:
         for tensor in source.tensors:
             own = folder / "zero" / target.names[tensor.sub_group]
             own.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ Write = Callable[[Any], None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamedTensor:
-    """Stands for a flat tensor whose bytes `write` hands over, piece by piece, when asked."""
+    """A stand-in for a flat tensor whose bytes `write` hands over, piece by piece, when asked."""
 
     numel: int
     dtype: torch.dtype
@@ -53,19 +53,19 @@ class StreamedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its storage."""
+        """The bytes of its storage."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StorageOf:
-    """What the pickle refers to instead of a tensor's storage."""
+    """The reference in the pickle that stands for a tensor's storage."""
 
     tensor: StreamedTensor
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch does, and collects the storages it meets."""
+    """A pickler as torch's, which collects the storages it meets."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)

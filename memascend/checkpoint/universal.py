@@ -128,7 +128,7 @@ class ParameterReader:
     """The bytes of a parameter's file, which is mapped when it is read, and can be closed."""
 
     def __init__(self, path: Path) -> None:
-        """Opens nothing: a process may have fewer mappings than a checkpoint has files."""
+        """Open nothing: a process may have fewer mappings than a checkpoint has files."""
         self._path = path
         self._reader: TensorReader | None = None
 

@@ -36,7 +36,7 @@ def on_every_rank(engine: Any, action: Callable[[], Result]) -> Result:
         raise error
     if failed.item():
         raise CheckpointError(
-            "the checkpoint failed on another rank, whose own message says why; this rank gave up "
-            "with it"
+            "the checkpoint failed on another rank, and so on this one. The cause, and what to do, "
+            "are in the error of that rank"
         )
     return result  # type: ignore[no-any-return]
