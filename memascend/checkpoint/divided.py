@@ -100,18 +100,18 @@ def open_divided(
         master_dtype=target.master_dtype,
     )
     # The own one stands for what is the same on every rank.
-    needed = {rank % saved.world, *(piece.rank for pieces in wanted for piece in pieces)}
+    needed = {own.rank, *(piece.rank for pieces in wanted for piece in pieces)}
     sources = {number: open_source(saved.ranks[number], as_saved) for number in sorted(needed)}
     tensors = {
         number: {(tensor.sub_group, tensor.state): tensor for tensor in source.tensors}
         for number, source in sources.items()
     }
-    common = sources[rank % saved.world]
+    common = sources[own.rank]
     groups = target.regroup(common.optimizer_states["param_groups"])
     source = CheckpointSource(common.zero_states, {"param_groups": groups, "state": {}}, [])
     for index, parameters in enumerate(target.parameters):
         origins = list(dict.fromkeys(division.sub_group_of(p.name) for p in parameters))
-        states = _states(own.folder, tensors[rank % saved.world], origins)
+        states = _states(own.folder, tensors[own.rank], origins)
         readers = {
             state: (dtype, _reader(wanted[index], tensors, state, dtype))
             for state, dtype in states.items()

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from memascend.base.units import MIB
-from memascend.checkpoint import to_universal as universal_writer
+from memascend.checkpoint import folder as saving_folder
 from memascend.checkpoint.universal import open_universal, universal_files, verify_universal
 from memascend.cli.main import main
 from tests.support.divided_checkpoints import (
@@ -127,7 +127,7 @@ def test_a_full_drive_is_told_once(
 ) -> None:
     write(tmp_path / "x", values_of(MODEL), GROUPS, world=1, in_files=True)
     full = SimpleNamespace(free=0)
-    monkeypatch.setattr(universal_writer.shutil, "disk_usage", lambda _: full)
+    monkeypatch.setattr(saving_folder.shutil, "disk_usage", lambda _: full)
     assert main(["checkpoint", "to-universal", str(tmp_path / "x")]) == 1
     message = capsys.readouterr().err
     assert "0 are free" in message
