@@ -11,7 +11,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -29,19 +28,11 @@ PIECE_BYTES = 16 << 20
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class FileSum:
-    """What a file should hold: its size, and the CRC-32 of its bytes."""
-
-    nbytes: int
-    crc32: int
-
-
 class FlushedFile:
     """A new file that is made durable, and leaves the page cache, while it grows."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Takes an open file that nobody else writes to."""
+        """Take an open file that nobody else writes to."""
         self._file = file
         self._unflushed_bytes = 0
 
@@ -109,10 +100,6 @@ class SummedFile(FlushedFile):
     def flush(self) -> None:
         """Do nothing: `create` makes all of it durable in the end."""
 
-    def sum(self) -> FileSum:
-        """Return size and checksum of all that was written."""
-        return FileSum(self.nbytes, self.crc32)
-
 
 def drop_cache(descriptor: int) -> None:
     """Ask the kernel to forget the cached pages of a file; those not yet written stay."""
@@ -120,8 +107,8 @@ def drop_cache(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def sum_file(path: Path, advance: Advance) -> FileSum:
-    """Read a file once, and return its size and checksum.
+def sum_file(path: Path, advance: Advance) -> tuple[int, int]:
+    """Read a file once, and return its size and the CRC-32 of its bytes.
 
     Raises:
         OSError: It cannot be read.
@@ -136,7 +123,7 @@ def sum_file(path: Path, advance: Advance) -> FileSum:
             if nbytes % FLUSH_BYTES < count:
                 drop_cache(file.fileno())
         drop_cache(file.fileno())
-    return FileSum(nbytes, crc32)
+    return nbytes, crc32
 
 
 class Reader(Protocol):
@@ -153,7 +140,7 @@ class FileReader:
     """The bytes of a tensor in a file; behind its end there are zeros."""
 
     def __init__(self, path: Path) -> None:
-        """Opens nothing before it is read: a checkpoint has more files than a process may open."""
+        """Open nothing before it is read: a checkpoint has more files than a process may open."""
         self._path = path
         self._file: BinaryIO | None = None
 
@@ -185,7 +172,7 @@ class TensorReader:
     """The bytes of a tensor in memory, or mapped into it; behind its end there are zeros."""
 
     def __init__(self, tensor: torch.Tensor, *, is_mapped: bool = False) -> None:
-        """Keeps the tensor; of a file that is mapped, few pages stay in memory."""
+        """Keep the tensor; of a file that is mapped, few pages stay in memory."""
         self._data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         self._is_mapped = is_mapped
         self._read_bytes = 0

@@ -38,7 +38,7 @@ class SavingFolder:
     """The working folder of one save."""
 
     def __init__(self, save_dir: str, tag: str) -> None:
-        """Takes names only; `begin` makes the folder.
+        """Take names only; `begin` makes the folder.
 
         Raises:
             CheckpointError: The tag leads out of `save_dir`.

@@ -25,7 +25,7 @@ SubGroups = Sequence[Sequence[NamedParameter]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ParameterRun:
     """Elements that lie together in a sub-group, and in one parameter.
 
     Attributes:
@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SavedRun:
     """Elements that lie together in a saved sub-group and in a wanted one.
 
     Attributes:
@@ -61,30 +61,38 @@ class Piece:
 
 
 def flat(sub_groups: SubGroups) -> Iterator[NamedParameter]:
-    """Every parameter, in order."""
+    """Yield every parameter, in order."""
     for parameters in sub_groups:
         yield from parameters
 
 
 def share_numel(numel: int, world: int) -> int:
-    """Elements of a parameter on each rank, padding included."""
+    """Count the elements of a parameter on each rank, padding included."""
     return -(-numel // world)
 
 
 def sub_group_numel(parameters: Sequence[NamedParameter], world: int) -> int:
-    """Elements of a sub-group on each rank, padding included."""
+    """Count the elements of a sub-group on each rank, padding included."""
     return sum(share_numel(parameter.numel, world) for parameter in parameters)
 
 
-def runs(parameters: Sequence[NamedParameter], *, rank: int, world: int) -> Iterator[Run]:
-    """What a sub-group holds on a rank; where it holds padding there is no run."""
-    offset = 0
-    for parameter in parameters:
-        share = share_numel(parameter.numel, world)
+def runs(parameters: Sequence[NamedParameter], *, rank: int, world: int) -> Iterator[ParameterRun]:
+    """Yield what a sub-group holds on a rank; where it holds padding there is no run."""
+    for parameter, offset, share in _shares(parameters, world):
         first = rank * share
         numel = min(share, parameter.numel - first)
         if numel > 0:
-            yield Run(parameter.name, first, offset, numel)
+            yield ParameterRun(parameter.name, first, offset, numel)
+
+
+def _shares(
+    parameters: Sequence[NamedParameter], world: int
+) -> Iterator[tuple[NamedParameter, int, int]]:
+    """Yield each parameter, the offset of its run in the sub-group, and its padded length."""
+    offset = 0
+    for parameter in parameters:
+        share = share_numel(parameter.numel, world)
+        yield parameter, offset, share
         offset += share
 
 
@@ -92,34 +100,26 @@ class Division:
     """How a model is divided into sub-groups and between ranks, looked up by name."""
 
     def __init__(self, sub_groups: SubGroups, world: int) -> None:
-        """Finds every parameter once.
-
-        Args:
-            sub_groups: The parameters of each.
-            world: How many ranks there are.
-        """
-        self.sub_groups, self.world = sub_groups, world
+        """Find every parameter once."""
         #: By name: its sub-group, the offset of its run there, the elements of that with padding.
-        self._places: dict[str, tuple[int, int, int]] = {}
-        for index, parameters in enumerate(sub_groups):
-            offset = 0
-            for parameter in parameters:
-                share = share_numel(parameter.numel, world)
-                self._places[parameter.name] = (index, offset, share)
-                offset += share
+        self._runs = {
+            parameter.name: (index, offset, share)
+            for index, parameters in enumerate(sub_groups)
+            for parameter, offset, share in _shares(parameters, world)
+        }
 
     def sub_group_of(self, name: str) -> int:
-        """Index of the sub-group that a parameter is in."""
-        return self._places[name][0]
+        """Return the index of the sub-group that a parameter is in."""
+        return self._runs[name][0]
 
-    def find(self, run: Run) -> Iterator[Piece]:
-        """Where the elements of a run of another division lie in this one, in order."""
-        sub_group, offset, share = self._places[run.name]
+    def find(self, run: ParameterRun) -> Iterator[SavedRun]:
+        """Yield where the elements of a run of another division lie in this one, in order."""
+        sub_group, offset, share = self._runs[run.name]
         begin, end = run.first, run.first + run.numel
         while begin < end:
             rank = begin // share
             until = min(end, (rank + 1) * share)
-            yield Piece(
+            yield SavedRun(
                 rank=rank,
                 sub_group=sub_group,
                 source=offset + begin - rank * share,

@@ -1,4 +1,4 @@
-"""What a rank's part of a checkpoint consists of: a JSON file beside the files it names.
+"""The manifest of a rank's part of a checkpoint: a JSON file beside the files it names.
 
 Read before anything else of a checkpoint is. It is not trusted: names stay inside the checkpoint's
 folder, sizes are compared with the files before they are used. Standard library and pydantic only.
@@ -19,7 +19,7 @@ FORMAT = "memascend checkpoint"
 VERSION = 1
 #: A larger manifest is not read: that of a model with a thousand sub-groups has a megabyte.
 MANIFEST_BYTES_MAX = 32 << 20
-#: More files or sub-groups are not looked at, for each could be an error to be told of.
+#: More files or sub-groups are not looked at, for each could be an error to report.
 ENTRY_COUNT_MAX = 1 << 18
 #: What file systems take, and less than a whole path may have.
 NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 1024
@@ -33,11 +33,11 @@ Text = Annotated[str, StringConstraints(max_length=PATH_BYTES_MAX)]
 Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 
 
-class _Entry(BaseModel):
+class _ManifestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FileEntry(_Entry):
+class FileEntry(_ManifestModel):
     """A file: its place in the checkpoint's folder, its bytes, their CRC-32."""
 
     name: Text
@@ -45,14 +45,14 @@ class FileEntry(_Entry):
     crc32: Checksum
 
 
-class SubGroupEntry(_Entry):
+class SubGroupEntry(_ManifestModel):
     """A sub-group: DeepSpeed's name of it when it was saved, and its elements on this rank."""
 
     name: Text
     numel: Count
 
 
-class TensorEntry(_Entry):
+class TensorEntry(_ManifestModel):
     """A tensor in a file of its own: master weights (no state), or a state of the optimizer."""
 
     sub_group: Count
@@ -62,7 +62,7 @@ class TensorEntry(_Entry):
     file: Text
 
 
-class Manifest(_Entry):
+class Manifest(_ManifestModel):
     """One rank's part of a checkpoint."""
 
     format: Literal["memascend checkpoint"] = "memascend checkpoint"
@@ -78,17 +78,17 @@ class Manifest(_Entry):
     files: tuple[FileEntry, ...]
 
     def text(self) -> str:
-        """As it is stored."""
+        """Return the manifest as it is stored."""
         return self.model_dump_json(indent=1) + "\n"
 
 
 def manifest_name(rank: int) -> str:
-    """File name of a rank's manifest in the checkpoint's folder."""
+    """Return the file name of a rank's manifest in the checkpoint's folder."""
     return f"memascend-rank{rank:02d}.json"
 
 
 def read_manifest(folder: Path, rank: int) -> Manifest | None:
-    """The manifest of a rank, or None where nobody wrote any: a checkpoint of stock DeepSpeed.
+    """Return the manifest of a rank; None where there is none at all: stock DeepSpeed saved.
 
     Raises:
         CheckpointError: It is missing among others, damaged, or of a later memascend.
@@ -132,7 +132,7 @@ def read_manifest(folder: Path, rank: int) -> Manifest | None:
 
 
 def _check(path: Path, manifest: Manifest, rank: int) -> None:
-    """What the types alone do not say."""
+    """Check what the types alone do not."""
     if manifest.rank != rank:
         raise _damaged(path, f"it is that of rank {manifest.rank}, expected {rank}")
     sizes = {}
@@ -162,7 +162,7 @@ def _check(path: Path, manifest: Manifest, rank: int) -> None:
 
 
 def check_name(path: Path, name: str) -> None:
-    """Refuses a name that leads out of the checkpoint's folder.
+    """Refuse a name that leads out of the checkpoint's folder.
 
     Raises:
         CheckpointError: It is absolute, empty, too long for a file, goes up, or passes a link that
@@ -189,7 +189,7 @@ def _is_inside(folder: Path, name: str) -> bool:
 
 
 def check_nbytes(path: Path, nbytes: int, numel: int, dtype: str) -> None:
-    """Refuses a file that cannot be that of a tensor.
+    """Refuse a file that cannot be that of a tensor.
 
     Raises:
         CheckpointError: It is too short, or longer than rounding explains.
@@ -204,7 +204,7 @@ def check_nbytes(path: Path, nbytes: int, numel: int, dtype: str) -> None:
 
 
 def check_file(folder: Path, entry: FileEntry, nbytes: int, crc32: int) -> None:
-    """Compares a file with its entry.
+    """Compare a file with its entry.
 
     Raises:
         CheckpointError: Names the file, what is expected and what was found.
@@ -219,7 +219,7 @@ def check_file(folder: Path, entry: FileEntry, nbytes: int, crc32: int) -> None:
 
 
 def missing_file(path: Path) -> CheckpointError:
-    """The error for a file that should be there."""
+    """Return the error for a file that should be there."""
     return CheckpointError(
         f"checkpoint file {path} is missing. Likely cause: the checkpoint was not copied "
         "completely. Copy it again, or load another tag"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ OPEN_COUNT_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ByteSpan:
     """Bytes that are together where they come from.
 
     Attributes:
@@ -37,32 +37,32 @@ class Segment:
 
 
 class PieceReader:
-    """Reads pieces as one tensor; what is in none of them is zero."""
+    """A tensor that is read from pieces; what is in none of them is zero."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        """Takes segments in the order of their targets, none over another."""
-        self._segments = [segment for segment in segments if segment.nbytes]
-        self._begins = [segment.target for segment in self._segments]
+    def __init__(self, spans: Sequence[ByteSpan]) -> None:
+        """Take spans in the order of their targets, none over another."""
+        self._spans = [span for span in spans if span.nbytes]
+        self._begins = [span.target for span in self._spans]
         self._open: OrderedDict[int, Reader] = OrderedDict()
 
     def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
-        """Fills a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
+        """Fill a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
         end = begin_bytes + target.numel()
         done = begin_bytes
         index = max(0, bisect_right(self._begins, begin_bytes) - 1)
-        while index < len(self._segments) and (segment := self._segments[index]).target < end:
-            first = max(segment.target, begin_bytes)
-            until = min(segment.target + segment.nbytes, end)
+        while index < len(self._spans) and (span := self._spans[index]).target < end:
+            first = max(span.target, begin_bytes)
+            until = min(span.target + span.nbytes, end)
             if first < until:
                 target[done - begin_bytes : first - begin_bytes].zero_()
                 piece = target[first - begin_bytes : until - begin_bytes]
-                self._use(segment.reader).fill(segment.source + first - segment.target, piece)
+                self._use(span.reader).fill(span.source + first - span.target, piece)
                 done = until
             index += 1
         target[done - begin_bytes :].zero_()
 
     def close(self) -> None:
-        """Closes whatever this has opened; reading on opens it again."""
+        """Close whatever this has opened; reading on opens it again."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -72,24 +72,3 @@ class PieceReader:
         if len(self._open) > OPEN_COUNT_MAX:
             self._open.popitem(last=False)[1].close()
         return reader
-
-
-class LazyReader:
-    """A reader that is opened when it is read, and can be closed and read again."""
-
-    def __init__(self, opens: Callable[[], Reader]) -> None:
-        """Opens nothing yet."""
-        self._opens = opens
-        self._reader: Reader | None = None
-
-    def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
-        """Fills a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
-        if self._reader is None:
-            self._reader = self._opens()
-        self._reader.fill(begin_bytes, target)
-
-    def close(self) -> None:
-        """Closes it, if it is open."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()

@@ -8,6 +8,7 @@ offload does, is in `optim_states.pt`, which is mapped, not read.
 
 from __future__ import annotations
 
+import copy
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -36,20 +37,22 @@ Files = Mapping[tuple[int, str | None], Path]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank's part of a checkpoint lies.
+class RankFiles:
+    """A rank's part of a checkpoint.
 
     Attributes:
         folder: That of the tag.
         rank: Whose part.
         world: How many ranks saved it.
         states: Its optim_states.pt.
+        manifest: What it consists of; None where it was saved without memascend.
     """
 
     folder: Path
     rank: int
     world: int
     states: Path
+    manifest: Manifest | None
 
     @property
     def tensors(self) -> Path:
@@ -58,8 +61,8 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the optimizer looks like that is to be restored.
+class TargetOptimizer:
+    """The optimizer that is to be restored.
 
     Attributes:
         names: DeepSpeed's name of each sub-group.
@@ -80,6 +83,13 @@ class Wanted:
     parameters: SubGroups = ()
     groups: Sequence[int] = ()
     ids: Mapping[str, int] = field(default_factory=dict)
+
+    def regroup(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return saved parameter groups and their settings, as lists of the present sub-groups."""
+        return [
+            {**group, "params": [index for index, own in enumerate(self.groups) if own == number]}
+            for number, group in enumerate(saved)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +119,32 @@ class CheckpointSource:
     model_states: Path | None = None
 
     def weights(self) -> list[LoadedTensor]:
-        """The master weights alone."""
+        """Return the master weights alone."""
         return [tensor for tensor in self.tensors if tensor.state is None]
 
+    def add(
+        self,
+        sub_group: int,
+        readers: Mapping[str | None, tuple[torch.dtype, Reader]],
+        scalars: Mapping[str, Any],
+    ) -> None:
+        """Add a sub-group: its tensors by state, and what is the same for all its elements."""
+        for state, (dtype, reader) in readers.items():
+            self.tensors.append(LoadedTensor(sub_group, state, dtype, reader))
+        # A count that is a tensor would be counted up once for each sub-group that shares it.
+        values = copy.deepcopy(dict(scalars))
+        values |= {s: torch.empty(0, dtype=d) for s, (d, _) in readers.items() if s is not None}
+        if values:
+            self.optimizer_states["state"][sub_group] = values
+
     def close(self) -> None:
-        """Closes every file."""
+        """Close every file."""
         for tensor in self.tensors:
             tensor.reader.close()
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a checkpoint that is not there.
+    """Refuse a checkpoint that is not there.
 
     Raises:
         CheckpointError: Names those that are.
@@ -133,7 +158,7 @@ def check_folder(folder: Path) -> None:
 
 
 def verify(folder: Path, entries: Sequence[FileEntry], advance: Advance) -> None:
-    """Compares files with their entries in manifests; reads each of them once.
+    """Compare files with their entries in manifests; all sizes first, then each file's bytes once.
 
     Raises:
         CheckpointError: Names the file, what is expected, what was found, and what to do.
@@ -146,44 +171,41 @@ def verify(folder: Path, entries: Sequence[FileEntry], advance: Advance) -> None
         if nbytes != entry.nbytes:
             check_file(folder, entry, nbytes, 0)
     for entry in entries:
-        found = sum_file(folder / entry.name, advance)
-        check_file(folder, entry, found.nbytes, found.crc32)
+        check_file(folder, entry, *sum_file(folder / entry.name, advance))
 
 
-def open_source(place: Place, manifest: Manifest | None, wanted: Wanted) -> CheckpointSource:
-    """Finds every tensor that an optimizer wants.
+def open_source(part: RankFiles, target: TargetOptimizer) -> CheckpointSource:
+    """Find every tensor that an optimizer wants.
 
     Raises:
         CheckpointError: It is that of another model or configuration, or incomplete.
     """
-    whole = load_mapped(place.states)
-    zero_states = whole["optimizer_state_dict"]
-    saved = zero_states["optimizer_state_dict"]
-    if manifest is not None:
-        found = [group.numel for group in manifest.sub_groups]
-        if found != list(wanted.numels):
-            raise _other_model(place, f"sub-groups of {found}", list(wanted.numels))
-        if manifest.optimizer != wanted.kind:
-            raise _other_model(place, f"optimizer {manifest.optimizer}", wanted.kind)
+    zero_states = read_zero_states(part.states)
+    if part.manifest is not None:
+        found = [group.numel for group in part.manifest.sub_groups]
+        if found != list(target.numels):
+            raise _other_model(part, f"sub-groups of {found}", list(target.numels))
+        if part.manifest.optimizer != target.kind:
+            raise _other_model(part, f"optimizer {part.manifest.optimizer}", target.kind)
         files: Files = {
-            (tensor.sub_group, tensor.state): place.folder / tensor.file
-            for tensor in manifest.tensors
+            (tensor.sub_group, tensor.state): part.folder / tensor.file
+            for tensor in part.manifest.tensors
         }
     else:
-        _check_world(place, zero_states)
-        files = _stock_files(place.tensors, wanted.names)
-    groups = saved["param_groups"]
+        _check_world(part, zero_states)
+        files = _stock_files(part.tensors, target.names)
+    groups = zero_states["optimizer_state_dict"]["param_groups"]
     count = sum(len(group["params"]) for group in groups)
-    if (len(groups), count) != (wanted.group_count, len(wanted.numels)):
+    if (len(groups), count) != (target.group_count, len(target.numels)):
         raise _other_model(
-            place,
+            part,
             f"{len(groups)} parameter groups with {count} sub-groups",
-            f"{wanted.group_count} with {len(wanted.numels)}",
+            f"{target.group_count} with {len(target.numels)}",
         )
     source = CheckpointSource(zero_states, {"param_groups": groups, "state": {}}, [])
     try:
-        for sub_group in range(len(wanted.numels)):
-            _add_sub_group(source, place, wanted, files, sub_group, manifest is not None)
+        for sub_group in range(len(target.numels)):
+            _add_sub_group(source, part, target, files, sub_group)
     except BaseException:
         source.close()
         raise
@@ -191,54 +213,50 @@ def open_source(place: Place, manifest: Manifest | None, wanted: Wanted) -> Chec
 
 
 def _add_sub_group(
-    source: CheckpointSource,
-    place: Place,
-    wanted: Wanted,
-    files: Files,
-    sub_group: int,
-    is_verified: bool,
+    source: CheckpointSource, part: RankFiles, target: TargetOptimizer, files: Files, sub_group: int
 ) -> None:
-    numel, name = wanted.numels[sub_group], wanted.names[sub_group]
+    numel, name = target.numels[sub_group], target.names[sub_group]
     masters = source.zero_states["fp32_flat_groups"]
     values: dict[str | None, torch.Tensor] = {None: masters[sub_group].detach()}
     values |= source.zero_states["optimizer_state_dict"]["state"].get(sub_group, {})
+    readers: dict[str | None, tuple[torch.dtype, Reader]] = {}
     scalars: dict[str, Any] = {}
     for state, value in values.items():
         path = files.get((sub_group, state))
         if path is None and state is not None:
-            is_tensor = _is_elementwise(state, value, numel)
             # No file of a verified checkpoint is missing: such a state had not begun.
+            is_verified = part.manifest is not None
+            is_tensor = _is_elementwise(state, value, numel)
             if not is_tensor or (is_verified and value.numel() == 0):
                 scalars[state] = value
                 continue
-        if value.dtype != wanted.master_dtype and state is None:
-            raise _other_model(place, f"master weights in {value.dtype}", wanted.master_dtype)
-        dtype = str(value.dtype).removeprefix("torch.")
+        if value.dtype != target.master_dtype and state is None:
+            raise _other_model(part, f"master weights in {value.dtype}", target.master_dtype)
         reader: Reader
         if path is not None:
+            dtype = str(value.dtype).removeprefix("torch.")
             check_nbytes(path, path.stat().st_size, numel, dtype)
             reader = FileReader(path)
         elif value.numel() == numel:
-            reader = TensorReader(value, is_mapped=zipfile.is_zipfile(place.states))
+            reader = TensorReader(value, is_mapped=zipfile.is_zipfile(part.states))
         else:
             what = f"{state}-{name}" if state else name
-            raise missing_file(place.tensors / f"{what}.tensor.swp")
-        source.tensors.append(LoadedTensor(sub_group, state, value.dtype, reader))
-        if state is not None:
-            scalars[state] = torch.empty(0, dtype=value.dtype)
-    if scalars:
-        source.optimizer_states["state"][sub_group] = scalars
+            raise missing_file(part.tensors / f"{what}.tensor.swp")
+        readers[state] = value.dtype, reader
+    source.add(sub_group, readers, scalars)
 
 
 def _is_elementwise(state: str, value: object, numel: int) -> bool:
-    """Whether it is of a sub-group's shape, or stands for a tensor that is in a file."""
+    """Tell if a value has a sub-group's shape, or stands for a tensor that is in a file."""
     if not isinstance(value, torch.Tensor) or state == "step":
         return False
     return value.shape in ((numel,), (0,))
 
 
 def read_torch_file(path: Path) -> Any:
-    """Its tensors are mapped, not read; of a file in torch's old format they are in memory.
+    """Return the content of a file of torch's, with tensors that are mapped, not read.
+
+    Those of a file in torch's old format are in memory.
 
     Raises:
         CheckpointError: It is missing, or cannot be read.
@@ -249,34 +267,35 @@ def read_torch_file(path: Path) -> Any:
         is_mapped = zipfile.is_zipfile(path)
         return torch.load(path, map_location="cpu", mmap=is_mapped or None, weights_only=False)
     except Exception as error:
-        raise unreadable_file(path, error) from error
+        raise _unreadable_file(path, error) from error
 
 
-def unreadable_file(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file that is not what it should be."""
+def _unreadable_file(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file that is not what it should be."""
     return CheckpointError(
         f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged, or "
         "of another ZeRO stage. Copy the checkpoint again, or load another tag"
     )
 
 
-def load_mapped(path: Path) -> dict[str, Any]:
-    """An optim_states.pt.
+def read_zero_states(path: Path) -> Mapping[str, Any]:
+    """Return what DeepSpeed's ZeRO optimizer saved of itself, out of an optim_states.pt.
 
     Raises:
         CheckpointError: It is missing, cannot be read, or is of another ZeRO stage.
     """
-    whole = read_torch_file(path)
+    content = read_torch_file(path)
     try:
-        whole["optimizer_state_dict"]["fp32_flat_groups"]
-        whole["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
+        zero_states: dict[str, Any] = content["optimizer_state_dict"]
+        zero_states["fp32_flat_groups"]
+        zero_states["optimizer_state_dict"]["param_groups"]
     except Exception as error:
-        raise unreadable_file(path, error) from error
-    return dict(whole)
+        raise _unreadable_file(path, error) from error
+    return zero_states
 
 
 def _stock_files(folder: Path, names: Sequence[str]) -> Files:
-    """Stock's files by what they hold.
+    """Return stock's files by what they hold.
 
     They are named by the ids of a sub-group's first and last parameter, which count on from model
     to model in a process; so the saved ids may differ from the present ones by a constant.
@@ -308,20 +327,25 @@ def _stock_files(folder: Path, names: Sequence[str]) -> Files:
     )
 
 
-def _check_world(place: Place, zero_states: Mapping[str, Any]) -> None:
-    saved = zero_states.get("partition_count", place.world)
-    saved = max(saved) if isinstance(saved, list) else int(saved)
-    if saved != place.world:
+def saved_world(zero_states: Mapping[str, Any], default: int) -> int:
+    """Return how many ranks saved a ZeRO optimizer, or the default where it does not tell."""
+    count = zero_states.get("partition_count", default)
+    return int(max(count) if isinstance(count, list) else count)
+
+
+def _check_world(part: RankFiles, zero_states: Mapping[str, Any]) -> None:
+    saved = saved_world(zero_states, part.world)
+    if saved != part.world:
         raise CheckpointError(
-            f"checkpoint file {place.states} was saved by {saved} ranks, the checkpoint by "
-            f"{place.world}. Likely cause: files of several checkpoints in one folder. Copy the "
+            f"checkpoint file {part.states} was saved by {saved} ranks, the checkpoint by "
+            f"{part.world}. Likely cause: files of several checkpoints in one folder. Copy the "
             "checkpoint again, or load another tag"
         )
 
 
-def _other_model(place: Place, saved: object, wanted: object) -> CheckpointError:
+def _other_model(part: RankFiles, saved: object, wanted: object) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {place.folder} has {saved}, the optimizer has {wanted}. Likely cause: it was "
+        f"checkpoint {part.folder} has {saved}, the optimizer has {wanted}. Likely cause: it was "
         "saved with another model, optimizer or sub_group_size. Load it with the configuration "
         "that saved it"
     )

@@ -1,8 +1,9 @@
-"""Turns a checkpoint into a universal one, a tensor at a time.
+"""Conversion of a checkpoint into a universal one, a tensor at a time.
 
-What `ds_to_universal.py` does, which reads the part of a whole rank into memory. Here tensors pass
-through one buffer from file to file. What is written is upstream's: `zero/<parameter>/fp32.pt`
-and a file for each state, `zero/optimizer_state.pt`, and copies of the model_states.pt.
+The result is that of `ds_to_universal.py`, which reads the part of a whole rank into memory. Here
+tensors pass through one buffer from file to file. The files are upstream's:
+`zero/<parameter>/fp32.pt` and one for each state, `zero/optimizer_state.pt`, and copies of the
+model_states.pt.
 """
 
 from __future__ import annotations
@@ -16,19 +17,18 @@ from typing import Any
 
 import torch
 
-from memascend.checkpoint.divided import Saved, open_divided, read_parameters
-from memascend.checkpoint.files import PIECE_BYTES, Advance, SummedFile
+from memascend.checkpoint.divided import SavedLayout, open_divided, read_parameters
+from memascend.checkpoint.files import PIECE_BYTES, Reader, SummedFile
 from memascend.checkpoint.folder import check_space, sync, write_latest
 from memascend.checkpoint.layout import flat
 from memascend.checkpoint.manifest import Manifest, check_name, missing_file, read_manifest
 from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.source import (
     CheckpointSource,
-    LoadedTensor,
-    Place,
-    Wanted,
+    RankFiles,
+    TargetOptimizer,
     check_folder,
-    load_mapped,
+    read_zero_states,
     verify,
 )
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
@@ -39,7 +39,7 @@ _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\
 
 
 def write_universal(folder: Path, output: Path) -> int:
-    """Converts a checkpoint, which is verified first and left as it is.
+    """Convert a checkpoint, which is verified first and left as it is.
 
     Args:
         folder: That of the tag.
@@ -57,27 +57,27 @@ def write_universal(folder: Path, output: Path) -> int:
             f"cannot convert into {output}: it is there already. Remove it, or name another folder"
         )
     states = _find_states(folder)
-    saved, wanted = _survey(folder, states)
-    manifests = [manifest for rank in range(saved.world) if (manifest := saved.manifest_of(rank))]
-    entries = [entry for manifest in manifests for entry in manifest.files]
+    saved, target = _survey(folder, states)
+    entries = [entry for part in saved.ranks if part.manifest for entry in part.manifest.files]
     nbytes = sum(entry.nbytes for entry in entries)
     with byte_progress(f"verifying checkpoint {folder}", nbytes, leads=True) as advance:
         verify(folder, entries, advance)
-    source = open_divided(saved, wanted, rank=0, world=1)
+    source = open_divided(saved, target, rank=0, world=1)
     working = output.with_name(f".memascend-{output.name}.converting")
     shutil.rmtree(working, ignore_errors=True)
     try:
         parent = next(path for path in output.parents if path.is_dir())
-        nbytes = _nbytes(source, wanted)
-        check_space(parent, nbytes, f"cannot convert into {output}", "name another with --output")
+        nbytes = sum(target.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
+        remedy = "name another folder with --output"
+        check_space(parent, nbytes, f"cannot convert into {output}", remedy)
         working.mkdir(parents=True)
-        _write(source, wanted, working)
+        _write(source, target, working, nbytes)
         for path in sorted(folder.glob("*_model_states.pt")):
             shutil.copy2(path, working)
             sync(working / path.name)
         working.rename(output)
         write_latest(str(output.parent), output.name, name="latest_universal")
-    except CheckpointError:  # an OSError too, which says all of it
+    except CheckpointError:  # an OSError too, with a cause and a remedy of its own
         raise
     except OSError as error:
         raise CheckpointError(
@@ -87,15 +87,11 @@ def write_universal(folder: Path, output: Path) -> int:
     finally:
         source.close()
         shutil.rmtree(working, ignore_errors=True)
-    return len(wanted.parameters)
-
-
-def _nbytes(source: CheckpointSource, wanted: Wanted) -> int:
-    return sum(wanted.numels[t.sub_group] * t.dtype.itemsize for t in source.tensors)
+    return len(target.parameters)
 
 
 def _find_states(folder: Path) -> list[Path]:
-    """The optim_states.pt of each rank."""
+    """Return the optim_states.pt of each rank."""
     found: dict[int, Path] = {}
     for path in folder.glob("*optim_states.pt"):
         match = _STATES.fullmatch(path.name)
@@ -117,8 +113,8 @@ def _find_states(folder: Path) -> list[Path]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _survey(folder: Path, states: Sequence[Path]) -> tuple[Saved, Wanted]:
-    """How it is divided, and an optimizer that would have every parameter by itself."""
+def _survey(folder: Path, states: Sequence[Path]) -> tuple[SavedLayout, TargetOptimizer]:
+    """Return how it is divided, and an optimizer that would have every parameter by itself."""
     world = len(states)
     manifests = [read_manifest(folder, rank) for rank in range(world)]
     _check_convertible(folder, manifests, world)
@@ -131,8 +127,8 @@ def _survey(folder: Path, states: Sequence[Path]) -> tuple[Saved, Wanted]:
         )
     for parameter in flat(parameters):
         check_name(model_states, parameter.name)
-    zero_states = load_mapped(states[0])["optimizer_state_dict"]
-    wanted = Wanted(
+    zero_states = read_zero_states(states[0])
+    target = TargetOptimizer(
         names=[parameter.name for parameter in flat(parameters)],
         numels=[parameter.numel for parameter in flat(parameters)],
         group_count=len(zero_states["optimizer_state_dict"]["param_groups"]),
@@ -141,8 +137,11 @@ def _survey(folder: Path, states: Sequence[Path]) -> tuple[Saved, Wanted]:
         parameters=[[parameter] for parameter in flat(parameters)],
         ids={parameter.name: number for number, parameter in enumerate(flat(parameters))},
     )
-    places = [Place(folder, rank, world, states[rank]) for rank in range(world)]
-    return Saved(parameters, world, places.__getitem__, manifests.__getitem__), wanted
+    ranks = [
+        RankFiles(folder, rank, world, states[rank], manifest)
+        for rank, manifest in enumerate(manifests)
+    ]
+    return SavedLayout(parameters, ranks), target
 
 
 def _check_convertible(folder: Path, manifests: Sequence[Manifest | None], world: int) -> None:
@@ -155,51 +154,42 @@ def _check_convertible(folder: Path, manifests: Sequence[Manifest | None], world
     if first is None and (folder / "offloaded_tensors").is_dir():
         raise CheckpointError(
             f"cannot convert {folder}: it is of stock DeepSpeed's NVMe offload, whose files do not "
-            "say what they hold. Load it with memascend, save it again, and convert that"
+            "name what they hold. Load it with memascend, save it again, and convert that"
         )
 
 
-def _write(source: CheckpointSource, wanted: Wanted, folder: Path) -> None:
-    groups: dict[int, list[LoadedTensor]] = {}
-    for tensor in source.tensors:
-        groups.setdefault(tensor.sub_group, []).append(tensor)
+def _write(source: CheckpointSource, target: TargetOptimizer, folder: Path, nbytes: int) -> None:
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-    with byte_progress(f"writing {folder}", _nbytes(source, wanted), leads=True) as advance:
-        for number, tensors in groups.items():
-            own = folder / "zero" / wanted.names[number]
-            own.mkdir(parents=True)
-            for tensor in tensors:
-                streamed = StreamedTensor(
-                    numel=wanted.numels[number],
-                    dtype=tensor.dtype,
-                    write=functools.partial(_pour, tensor, wanted.numels[number], buffer, advance),
-                )
-                with SummedFile.create(own / f"{tensor.state or 'fp32'}.pt") as file:
-                    save_streamed(streamed, file)
-                tensor.reader.close()
+    with byte_progress(f"writing {folder}", nbytes, leads=True) as advance:
+        for tensor in source.tensors:
+            own = folder / "zero" / target.names[tensor.sub_group]
+            own.mkdir(parents=True, exist_ok=True)
+            numel = target.numels[tensor.sub_group]
+            write = functools.partial(_pour, tensor.reader, numel * tensor.dtype.itemsize, buffer)
+            with SummedFile.create(own / f"{tensor.state or 'fp32'}.pt", advance) as file:
+                save_streamed(StreamedTensor(numel, tensor.dtype, write), file)
+            tensor.reader.close()
     with SummedFile.create(folder / "zero" / "optimizer_state.pt") as file:
         save_streamed(_common(source), file)
 
 
-def _pour(
-    tensor: LoadedTensor, numel: int, buffer: torch.Tensor, advance: Advance, append: Write
-) -> None:
-    nbytes = numel * tensor.dtype.itemsize
+def _pour(reader: Reader, nbytes: int, buffer: torch.Tensor, append: Write) -> None:
     for begin in range(0, nbytes, PIECE_BYTES):
         piece = buffer[: nbytes - begin]
-        tensor.reader.fill(begin, piece)
+        reader.fill(begin, piece)
         append(piece.numpy())
-        advance(piece.numel())
 
 
 def _common(source: CheckpointSource) -> dict[str, Any]:
-    """What is the same for all parameters, without tensors; upstream keeps those of rank 0."""
+    """Return what all parameters share, without tensors; upstream keeps that of rank 0."""
     states = source.optimizer_states["state"]
     groups = source.optimizer_states["param_groups"]
-    base = {"state": {number: _scalars(value) for number, value in states.items()}}
+    scalars = {
+        number: {name: value for name, value in values.items() if is_scalar(value)}
+        for number, values in states.items()
+    }
     kept = {k: v for k, v in source.zero_states.items() if k != "fp32_flat_groups"}
-    return kept | {"optimizer_state_dict": base | {"param_groups": groups}, "param_groups": groups}
-
-
-def _scalars(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if is_scalar(value)}
+    return kept | {
+        "optimizer_state_dict": {"state": scalars, "param_groups": groups},
+        "param_groups": groups,
+    }

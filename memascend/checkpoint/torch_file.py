@@ -14,7 +14,8 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,6 +32,12 @@ _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
 _PROTOCOL = 2
 _VERSION = b"3\n"
+_STORAGE_KINDS = {
+    torch.float32: "FloatStorage",
+    torch.float64: "DoubleStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+}
 
 #: Appends the bytes of a tensor to a file.
 Write = Callable[[Any], None]
@@ -38,7 +45,7 @@ Write = Callable[[Any], None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamedTensor:
-    """Stands for a flat tensor whose bytes `write` hands over, piece by piece, when asked."""
+    """A stand-in for a flat tensor whose bytes `write` hands over, piece by piece, when asked."""
 
     numel: int
     dtype: torch.dtype
@@ -46,19 +53,19 @@ class StreamedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its storage."""
+        """The bytes of its storage."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StorageOf:
-    """What the pickle refers to instead of a tensor's storage."""
+    """The reference in the pickle that stands for a tensor's storage."""
 
     tensor: StreamedTensor
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch does, and collects the storages it meets."""
+    """A pickler as torch's, which collects the storages it meets."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
@@ -94,16 +101,8 @@ class _Pickler(pickle.Pickler):
         return self._numbers[identity]
 
 
-_STORAGE_KINDS = {
-    torch.float32: "FloatStorage",
-    torch.float64: "DoubleStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-}
-
-
 def save_streamed(content: object, file: SummedFile) -> None:
-    """Writes `content`, in which any StreamedTensor stands for a tensor.
+    """Write `content`, in which any StreamedTensor stands for a tensor.
 
     Args:
         content: Anything torch.save takes, with tensors in host memory.
@@ -117,38 +116,31 @@ def save_streamed(content: object, file: SummedFile) -> None:
     pickler.dump(content)
     # SummedFile knows no seek, so sizes follow each record, as in torch's own files.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
-        _add(archive, file, "data.pkl", lambda append: append(pickled.getbuffer()))
-        _add(archive, file, "byteorder", lambda append: append(sys.byteorder.encode()))
+        with _record(archive, file, "data.pkl") as append:
+            append(pickled.getbuffer())
+        with _record(archive, file, "byteorder") as append:
+            append(sys.byteorder.encode())
         for number, storage in enumerate(pickler.storages):
-            if isinstance(storage, StreamedTensor):
-                count = _add(archive, file, f"data/{number}", storage.write)
-                if count != storage.nbytes:
-                    raise ValueError(f"a tensor of {storage.nbytes} bytes handed over {count}")
-            else:
-                _add(archive, file, f"data/{number}", _write_of(storage))
-        _add(archive, file, "version", lambda append: append(_VERSION))
+            with _record(archive, file, f"data/{number}") as append:
+                if isinstance(storage, StreamedTensor):
+                    begin = file.nbytes
+                    storage.write(append)
+                    if (count := file.nbytes - begin) != storage.nbytes:
+                        raise ValueError(f"a tensor of {storage.nbytes} bytes handed over {count}")
+                elif storage.nbytes():
+                    append(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        with _record(archive, file, "version") as append:
+            append(_VERSION)
 
 
-def _add(
-    archive: zipfile.ZipFile, file: SummedFile, name: str, write: Callable[[Write], Any]
-) -> int:
-    """Appends a record whose bytes are aligned; gives their count."""
+@contextmanager
+def _record(archive: zipfile.ZipFile, file: SummedFile, name: str) -> Iterator[Write]:
+    """Append a record whose bytes are aligned."""
     record = zipfile.ZipInfo(f"archive/{name}")
     begin = file.nbytes + _LOCAL_HEADER_BYTES + len(record.filename) + _ZIP64_EXTRA_BYTES
     padding_bytes = -(begin + _EXTRA_HEADER.size) % _ALIGNMENT
     record.extra = _EXTRA_HEADER.pack(_PADDING_ID, padding_bytes) + bytes(padding_bytes)
     with archive.open(record, "w", force_zip64=True) as target:
-        data_begin = file.nbytes
-        if data_begin % _ALIGNMENT:
-            raise AssertionError(f"record {name} begins at byte {data_begin}")
-        write(cast(Write, target.write))
-        return file.nbytes - data_begin
-
-
-def _write_of(storage: torch.UntypedStorage) -> Callable[[Write], None]:
-    def write(append: Write) -> None:
-        flat = torch.empty(0, dtype=torch.uint8)
-        if storage.nbytes():
-            append(flat.set_(storage).numpy())
-
-    return write
+        if file.nbytes % _ALIGNMENT:
+            raise AssertionError(f"record {name} begins at byte {file.nbytes}")
+        yield cast(Write, target.write)

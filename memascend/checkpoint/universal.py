@@ -7,31 +7,28 @@ itself puts into its files.
 
 from __future__ import annotations
 
-import copy
-import functools
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from memascend.checkpoint.files import PIECE_BYTES, Advance, TensorReader, drop_cache
-from memascend.checkpoint.layout import NamedParameter, Run, runs
+from memascend.checkpoint.files import PIECE_BYTES, Advance, Reader, TensorReader, drop_cache
+from memascend.checkpoint.layout import NamedParameter, flat, runs
 from memascend.checkpoint.manifest import missing_file
-from memascend.checkpoint.pieces import LazyReader, PieceReader, Segment
-from memascend.checkpoint.source import CheckpointSource, LoadedTensor, Wanted, read_torch_file
+from memascend.checkpoint.pieces import ByteSpan, PieceReader
+from memascend.checkpoint.source import CheckpointSource, TargetOptimizer, read_torch_file
 from memascend.errors import CheckpointError
 
 _MASTER = "fp32"
 _STEP = "step"
-#: What zipfile raises: of a turned bit it also says that it is a password, a method, or a place.
+#: What zipfile raises: it may also take a flipped bit for a password, a method, or a place.
 _DAMAGE = (zipfile.BadZipFile, EOFError, RuntimeError, OSError, ValueError, zlib.error)
 
 
-def universal_files(folder: Path, wanted: Wanted) -> list[Path]:
-    """Every file of a tensor that an optimizer wants.
+def universal_files(folder: Path, target: TargetOptimizer) -> list[Path]:
+    """Return every file of a tensor that an optimizer wants.
 
     Raises:
         CheckpointError: It is no universal checkpoint, or one is missing.
@@ -44,17 +41,16 @@ def universal_files(folder: Path, wanted: Wanted) -> list[Path]:
             "as it is"
         )
     found: list[Path] = []
-    for parameters in wanted.parameters:
-        for parameter in parameters:
-            own = folder / "zero" / parameter.name
-            if not (own / f"{_MASTER}.pt").is_file():
-                raise missing_file(own / f"{_MASTER}.pt")
-            found += sorted(path for path in own.glob("*.pt") if path.stem != _STEP)
+    for parameter in flat(target.parameters):
+        master = _file(folder, parameter.name, _MASTER)
+        if not master.is_file():
+            raise missing_file(master)
+        found += sorted(path for path in master.parent.glob("*.pt") if path.stem != _STEP)
     return found
 
 
 def verify_universal(paths: list[Path], advance: Advance) -> None:
-    """Compares files with the checksums in them; reads each of them once.
+    """Compare files with the checksums in them; read each of them once.
 
     Raises:
         CheckpointError: Names the file that is damaged.
@@ -75,13 +71,15 @@ def verify_universal(paths: list[Path], advance: Advance) -> None:
             ) from error
 
 
-def open_universal(folder: Path, wanted: Wanted, *, rank: int, world: int) -> CheckpointSource:
-    """Finds every tensor that an optimizer wants.
+def open_universal(
+    folder: Path, target: TargetOptimizer, *, rank: int, world: int
+) -> CheckpointSource:
+    """Find every tensor that an optimizer wants.
 
     Args:
         folder: That of the tag.
-        wanted: The optimizer.
-        rank: Whose part is wanted.
+        target: The optimizer.
+        rank: Whose part is target.
         world: How many ranks there are now.
 
     Raises:
@@ -98,50 +96,61 @@ def open_universal(folder: Path, wanted: Wanted, *, rank: int, world: int) -> Ch
             f"checkpoint file {path} lacks {error}. Likely cause: it was converted from another "
             "ZeRO stage, or before the first step. Convert a checkpoint of ZeRO stage 3"
         ) from error
-    if len(groups) != wanted.group_count:
+    if len(groups) != target.group_count:
         raise CheckpointError(
             f"checkpoint file {path} has {len(groups)} parameter groups, the optimizer has "
-            f"{wanted.group_count}. Likely cause: it was saved with other groups of parameters. "
+            f"{target.group_count}. Likely cause: it was saved with other groups of parameters. "
             "Load it with the groups that saved it"
         )
-    members = [
-        [index for index, own in enumerate(wanted.groups) if own == number]
-        for number in range(wanted.group_count)
-    ]
-    numbered = [group | {"params": own} for group, own in zip(groups, members, strict=True)]
-    source = CheckpointSource(zero_states, {"param_groups": numbered, "state": {}}, [])
-    for index, parameters in enumerate(wanted.parameters):
-        own_runs = {run.name: run for run in runs(parameters, rank=rank, world=world)}
-        states = _states(folder, parameters)
-        for state in states:
-            dtypes: set[torch.dtype] = set()
-            segments: list[Segment] = []
-            for parameter in parameters:
-                file = folder / "zero" / parameter.name / f"{state}.pt"
-                tensor = _tensor(file, parameter)
-                dtypes.add(tensor.dtype)
-                segments += _segments(own_runs.get(parameter.name), file, tensor.dtype)
-            dtype = _only(folder, state, dtypes, wanted)
-            name = None if state == _MASTER else state
-            source.tensors.append(LoadedTensor(index, name, dtype, PieceReader(segments)))
-        empty = {state: torch.empty(0) for state in states if state != _MASTER}
-        # A count that is a tensor would be counted up once for each sub-group that shares it.
-        source.optimizer_states["state"][index] = copy.deepcopy(scalars) | empty
+    optimizer_states = {"param_groups": target.regroup(groups), "state": {}}
+    source = CheckpointSource(zero_states, optimizer_states, [])
+    for index, parameters in enumerate(target.parameters):
+        own_runs = list(runs(parameters, rank=rank, world=world))
+        readers: dict[str | None, tuple[torch.dtype, Reader]] = {}
+        for state in _states(folder, parameters):
+            dtypes = {_check_numel(_file(folder, p.name, state), p) for p in parameters}
+            dtype = _only(folder, state, dtypes, target)
+            spans = [
+                ByteSpan(
+                    target=run.offset * dtype.itemsize,
+                    nbytes=run.numel * dtype.itemsize,
+                    reader=ParameterReader(_file(folder, run.name, state)),
+                    source=run.first * dtype.itemsize,
+                )
+                for run in own_runs
+            ]
+            readers[None if state == _MASTER else state] = dtype, PieceReader(spans)
+        source.add(index, readers, scalars)
     return source
 
 
-def _segments(run: Run | None, file: Path, dtype: torch.dtype) -> Iterator[Segment]:
-    if run is not None:
-        yield Segment(
-            target=run.offset * dtype.itemsize,
-            nbytes=run.numel * dtype.itemsize,
-            reader=LazyReader(functools.partial(_open, file)),
-            source=run.first * dtype.itemsize,
-        )
+class ParameterReader:
+    """The bytes of a parameter's file, which is mapped when it is read, and can be closed."""
+
+    def __init__(self, path: Path) -> None:
+        """Open nothing: a process may have fewer mappings than a checkpoint has files."""
+        self._path = path
+        self._reader: TensorReader | None = None
+
+    def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
+        """Fill a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
+        if self._reader is None:
+            self._reader = TensorReader(_content(self._path), is_mapped=True)
+        self._reader.fill(begin_bytes, target)
+
+    def close(self) -> None:
+        """Let go of file and pages; reading on maps it again."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
 
-def _states(folder: Path, parameters: tuple[NamedParameter, ...] | Any) -> list[str]:
-    """The states of a sub-group's parameters, master weights first; they have to have the same."""
+def _file(folder: Path, parameter: str, state: str) -> Path:
+    return folder / "zero" / parameter / f"{state}.pt"
+
+
+def _states(folder: Path, parameters: Sequence[NamedParameter]) -> list[str]:
+    """Return the states that the parameters of a sub-group all have, master weights first."""
     found = [
         {path.stem for path in (folder / "zero" / p.name).glob("*.pt")} - {_STEP}
         for p in parameters
@@ -149,15 +158,12 @@ def _states(folder: Path, parameters: tuple[NamedParameter, ...] | Any) -> list[
     for parameter, states in zip(parameters, found, strict=True):
         lacking = set.union(*found) - states
         if lacking:
-            raise missing_file(folder / "zero" / parameter.name / f"{min(lacking)}.pt")
+            raise missing_file(_file(folder, parameter.name, min(lacking)))
     return [_MASTER, *sorted(found[0] - {_MASTER})]
 
 
-def _open(path: Path) -> TensorReader:
-    return TensorReader(_content(path), is_mapped=True)
-
-
-def _tensor(path: Path, parameter: NamedParameter) -> torch.Tensor:
+def _check_numel(path: Path, parameter: NamedParameter) -> torch.dtype:
+    """Refuse a file of another size than the parameter; return the dtype in it."""
     tensor = _content(path)
     if tensor.numel() != parameter.numel:
         raise CheckpointError(
@@ -165,11 +171,11 @@ def _tensor(path: Path, parameter: NamedParameter) -> torch.Tensor:
             f"has {parameter.numel}. Likely cause: it was saved with another model. Load it with "
             "the model that saved it"
         )
-    return tensor
+    return tensor.dtype
 
 
 def _content(path: Path) -> torch.Tensor:
-    """The tensor of a file, mapped; upstream wraps it in a dictionary for some models."""
+    """Return the tensor of a file, mapped; upstream wraps it in a dictionary for some models."""
     content = read_torch_file(path)
     is_expert = isinstance(content, dict) and content.get("is_expert_param", False)
     tensor = content.get("param") if isinstance(content, dict) else content
@@ -183,16 +189,18 @@ def _content(path: Path) -> torch.Tensor:
 
 
 def is_scalar(value: object) -> bool:
-    """Whether a value of an optimizer's state is the same for every element: its count of steps."""
+    """Tell if a value of an optimizer's state is the same for every element: its count of steps."""
     return not isinstance(value, torch.Tensor) or value.dim() == 0
 
 
-def _only(folder: Path, state: str, dtypes: set[torch.dtype], wanted: Wanted) -> torch.dtype:
-    if state == _MASTER and dtypes != {wanted.master_dtype}:
+def _only(
+    folder: Path, state: str, dtypes: set[torch.dtype], target: TargetOptimizer
+) -> torch.dtype:
+    if state == _MASTER and dtypes != {target.master_dtype}:
         found = ", ".join(sorted(map(str, dtypes)))
         raise CheckpointError(
             f"checkpoint {folder} has master weights in {found}, the optimizer in "
-            f"{wanted.master_dtype}. Likely cause: it was saved with another optimizer. Load it "
+            f"{target.master_dtype}. Likely cause: it was saved with another optimizer. Load it "
             "with the configuration that saved it"
         )
     if len(dtypes) > 1:

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from memascend.checkpoint.divided import Saved, open_divided, read_parameters
+from memascend.checkpoint.divided import SavedLayout, open_divided, read_parameters
 from memascend.errors import CheckpointError
 from tests.support.divided_checkpoints import (
     MODEL,
@@ -20,8 +20,8 @@ from tests.support.divided_checkpoints import (
     model_states,
     optim_states,
     sub_groups,
+    target_of,
     values_of,
-    wanted,
     write,
 )
 
@@ -38,9 +38,9 @@ def test_every_rank_finds_its_own(
     saved = write(tmp_path / "x", values, groups, world=saved_world, in_files=in_files)
     others = sub_groups(MODEL, "d", "b c a")
     for rank in range(world):
-        wants = wanted(others, world)
-        source = open_divided(saved, wants, rank=rank, world=world)
-        assert contents(source, wants) == expected(values, others, rank, world)
+        target = target_of(others, world)
+        source = open_divided(saved, target, rank=rank, world=world)
+        assert contents(source, target) == expected(values, others, rank, world)
         assert [state["step"] for state in source.optimizer_states["state"].values()] == [3, 3]
 
 
@@ -48,22 +48,22 @@ def test_parameter_groups_keep_their_settings(tmp_path: Path) -> None:
     values = values_of(MODEL)
     groups = sub_groups(MODEL, "a", "b", "c d")
     saved = write(tmp_path / "x", values, groups, world=2, in_files=True, param_groups=TWO_GROUPS)
-    wants = wanted(sub_groups(MODEL, "a b", "c", "d"), 1, param_groups=[0, 1, 1])
-    source = open_divided(saved, wants, rank=0, world=1)
+    target = target_of(sub_groups(MODEL, "a b", "c", "d"), 1, param_groups=[0, 1, 1])
+    source = open_divided(saved, target, rank=0, world=1)
     assert source.optimizer_states["param_groups"] == [
         {"lr": 0.1, "params": [0]},
         {"lr": 0.5, "params": [1, 2]},
     ]
     with pytest.raises(CheckpointError, match=r"2 parameter groups with 3 .* has 1 with 3"):
-        open_divided(saved, wanted(groups, 1), rank=0, world=1)
+        open_divided(saved, target_of(groups, 1), rank=0, world=1)
 
 
 def test_sub_groups_made_of_one_count_their_steps_apart(tmp_path: Path) -> None:
     groups = sub_groups(MODEL, "a b c d")
     step = torch.tensor(3.0)  # torch's optimizers count in place
     saved = write(tmp_path / "x", values_of(MODEL), groups, world=1, in_files=False, step=step)
-    wants = wanted(sub_groups(MODEL, "a b", "c d"), 1)
-    source = open_divided(saved, wants, rank=0, world=1)
+    target = target_of(sub_groups(MODEL, "a b", "c d"), 1)
+    source = open_divided(saved, target, rank=0, world=1)
     steps = [state["step"] for state in source.optimizer_states["state"].values()]
     steps[0] += 1
     assert steps == [4, 3]
@@ -96,13 +96,13 @@ def test_another_model_is_refused_by_names(
 ) -> None:
     groups = sub_groups(MODEL, "a b c d")
     saved = write(tmp_path / "x", values_of(MODEL), groups, world=1, in_files=False)
-    wants = wanted(sub_groups(other, " ".join(other)), 2)
+    target = target_of(sub_groups(other, " ".join(other)), 2)
     with pytest.raises(CheckpointError, match=message):
-        open_divided(saved, wants, rank=0, world=2)
+        open_divided(saved, target, rank=0, world=2)
 
 
-def change_states(saved: Saved, sub_group: int, changes: dict[str, Any]) -> None:
-    path = optim_states(saved.place_of(0).folder, 0)
+def change_states(saved: SavedLayout, sub_group: int, changes: dict[str, Any]) -> None:
+    path = optim_states(saved.ranks[0].folder, 0)
     content = torch.load(path, weights_only=False)
     content["optimizer_state_dict"]["optimizer_state_dict"]["state"][sub_group] |= changes
     torch.save(content, path)
@@ -123,16 +123,16 @@ def test_what_cannot_be_divided_is_named(
     saved = write(tmp_path / "x", values_of(MODEL), groups, world=1, in_files=False)
     change_states(saved, 1, changes)
     with pytest.raises(CheckpointError, match=f"{message}.* cannot be divided anew"):
-        open_divided(saved, wanted(sub_groups(MODEL, "a b c d"), 2), rank=0, world=2)
+        open_divided(saved, target_of(sub_groups(MODEL, "a b c d"), 2), rank=0, world=2)
 
 
 def test_a_rank_of_padding_alone_has_states_too(tmp_path: Path) -> None:
     values = values_of({"a": 1})
     groups = sub_groups({"a": 1}, "a")
     saved = write(tmp_path / "x", values, groups, world=1, in_files=True)
-    wants = wanted(groups, 2)
-    source = open_divided(saved, wants, rank=1, world=2)
-    assert contents(source, wants) == {(0, s): [0.0] for s in (None, "exp_avg", "exp_avg_sq")}
+    target = target_of(groups, 2)
+    source = open_divided(saved, target, rank=1, world=2)
+    assert contents(source, target) == {(0, s): [0.0] for s in (None, "exp_avg", "exp_avg_sq")}
 
 
 def test_a_tensor_that_is_missing_on_another_rank_is_named(tmp_path: Path) -> None:
@@ -143,4 +143,4 @@ def test_a_tensor_that_is_missing_on_another_rank_is_named(tmp_path: Path) -> No
     content["optimizer_state_dict"]["fp32_flat_groups"][1] = torch.empty(0)
     torch.save(content, path)
     with pytest.raises(CheckpointError, match=r"rank01/.*tensor\.swp is missing"):
-        open_divided(saved, wanted(groups, 1), rank=0, world=1)
+        open_divided(saved, target_of(groups, 1), rank=0, world=1)

@@ -21,6 +21,40 @@ from memascend.checkpoint.manifest import (
 from memascend.errors import CheckpointError
 from tests.support.manifest_content import manifest_content
 
+#: As the first version wrote it, to the byte.
+VERSION_1 = """{
+ "format": "memascend checkpoint",
+ "version": 1,
+ "memascend": "0.1.0",
+ "rank": 3,
+ "world": 4,
+ "global_step": 7,
+ "optimizer": "DeepSpeedCPUAdam",
+ "optimizer_step": 6,
+ "sub_groups": [
+  {
+   "name": "0_4",
+   "numel": 100
+  }
+ ],
+ "tensors": [
+  {
+   "sub_group": 0,
+   "state": null,
+   "dtype": "float32",
+   "numel": 100,
+   "file": "offloaded_tensors/rank03/0_4.tensor.swp"
+  }
+ ],
+ "files": [
+  {
+   "name": "offloaded_tensors/rank03/0_4.tensor.swp",
+   "nbytes": 1024,
+   "crc32": "00c0ffee"
+  }
+ ]
+}
+"""
 TENSOR = "offloaded_tensors/rank00/0_4.tensor.swp"
 
 
@@ -41,6 +75,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     manifest = Manifest.model_validate(content())
     (tmp_path / manifest_name(0)).write_text(manifest.text())
     assert read_manifest(tmp_path, 0) == manifest
+
+
+def test_the_format_of_checkpoints_that_exist_is_still_read_and_written(tmp_path: Path) -> None:
+    (tmp_path / "memascend-rank03.json").write_text(VERSION_1)
+    manifest = read_manifest(tmp_path, 3)
+    assert manifest is not None
+    assert manifest.text() == VERSION_1
+    assert (manifest.world, manifest.global_step, manifest.optimizer_step) == (4, 7, 6)
+    assert [entry.numel for entry in manifest.sub_groups] == [100]
+    assert [(tensor.sub_group, tensor.state) for tensor in manifest.tensors] == [(0, None)]
 
 
 def test_a_folder_without_any_manifest_is_stocks(tmp_path: Path) -> None:

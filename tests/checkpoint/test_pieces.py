@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from memascend.base.units import MIB  # noqa: E402
 from memascend.checkpoint.files import FLUSH_BYTES, FileReader, TensorReader  # noqa: E402
-from memascend.checkpoint.pieces import OPEN_COUNT_MAX, LazyReader, PieceReader, Segment  # noqa: E402
+from memascend.checkpoint.pieces import OPEN_COUNT_MAX, ByteSpan, PieceReader  # noqa: E402
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=8), st.integers(1, 40))
@@ -22,12 +22,12 @@ def test_pieces_are_put_together_and_gaps_are_zero(
 ) -> None:
     source = torch.arange(1, 201, dtype=torch.uint8)
     expected = bytearray()
-    segments = []
+    spans = []
     for number, (gap, nbytes) in enumerate(parts):
         expected += bytes(gap)
-        segments.append(Segment(len(expected), nbytes, TensorReader(source), number * 5))
+        spans.append(ByteSpan(len(expected), nbytes, TensorReader(source), number * 5))
         expected += bytes(source[number * 5 : number * 5 + nbytes].tolist())
-    reader = PieceReader(segments)
+    reader = PieceReader(spans)
     found = b""
     for begin in range(0, len(expected) + 3, chunk_bytes):
         target = torch.full((chunk_bytes,), 7, dtype=torch.uint8)
@@ -42,38 +42,20 @@ def open_files() -> int:
 
 
 def test_few_of_many_files_are_open(tmp_path: Path) -> None:
-    segments = []
+    spans = []
     for number in range(3 * OPEN_COUNT_MAX):
         path = tmp_path / str(number)
         path.write_bytes(bytes([number]))
-        segments.append(Segment(number, 1, FileReader(path), 0))
+        spans.append(ByteSpan(number, 1, FileReader(path), 0))
     before = open_files()
-    reader = PieceReader(segments)
-    target = torch.empty(len(segments), dtype=torch.uint8)
+    reader = PieceReader(spans)
+    target = torch.empty(len(spans), dtype=torch.uint8)
     for _ in range(2):  # what was closed is opened again
         reader.fill(0, target)
-        assert target.tolist() == list(range(len(segments)))
+        assert target.tolist() == list(range(len(spans)))
         assert open_files() == before + OPEN_COUNT_MAX
     reader.close()
     assert open_files() == before
-
-
-def test_a_reader_is_opened_when_it_is_read() -> None:
-    opened = []
-
-    def opens() -> TensorReader:
-        opened.append(1)
-        return TensorReader(torch.tensor([5], dtype=torch.uint8))
-
-    reader = LazyReader(opens)
-    reader.close()
-    assert not opened
-    target = torch.empty(1, dtype=torch.uint8)
-    for _ in range(2):
-        reader.fill(0, target)
-        reader.fill(0, target)
-        reader.close()
-    assert (target.item(), len(opened)) == (5, 2)
 
 
 def mapped_bytes() -> int:

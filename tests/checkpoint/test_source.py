@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from memascend.checkpoint.source import Place, Wanted, check_folder, open_source
+from memascend.checkpoint.source import RankFiles, TargetOptimizer, check_folder, open_source
 from memascend.errors import CheckpointError
 
 NUMELS = [300, 7]
@@ -28,12 +28,12 @@ def states(masters: list[Any], moments: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def place(folder: Path) -> Place:
-    return Place(folder=folder, rank=0, world=1, states=folder / "optim_states.pt")
+def part(folder: Path) -> RankFiles:
+    return RankFiles(folder, 0, world=1, states=folder / "optim_states.pt", manifest=None)
 
 
-def wanted(names: list[str]) -> Wanted:
-    return Wanted(names, NUMELS, group_count=1, kind="Adam", master_dtype=torch.float32)
+def target_of(names: list[str]) -> TargetOptimizer:
+    return TargetOptimizer(names, NUMELS, group_count=1, kind="Adam", master_dtype=torch.float32)
 
 
 def contents(source: Any) -> dict[tuple[int, str | None], list[float]]:
@@ -72,7 +72,7 @@ def save_as_stock(folder: Path) -> dict[tuple[int, str | None], list[float]]:
 def test_stocks_files_are_found_though_ids_are_others(tmp_path: Path, shift: int) -> None:
     expected = save_as_stock(tmp_path)
     names = [f"{10 + shift}_{14 + shift}", f"{15 + shift}_{15 + shift}"]
-    source = open_source(place(tmp_path), None, wanted(names))
+    source = open_source(part(tmp_path), target_of(names))
     assert contents(source) == expected
     assert source.optimizer_states["state"][0]["step"] == 3
     assert source.optimizer_states["state"][0]["exp_avg"].numel() == 0
@@ -81,7 +81,7 @@ def test_stocks_files_are_found_though_ids_are_others(tmp_path: Path, shift: int
 def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     save_as_stock(tmp_path)
     with pytest.raises(CheckpointError, match="files of other sub-groups: 10_14"):
-        open_source(place(tmp_path), None, wanted(["10_13", "14_15"]))
+        open_source(part(tmp_path), target_of(["10_13", "14_15"]))
 
 
 @pytest.mark.parametrize("name", ["10_14", "exp_avg-10_14"])
@@ -90,14 +90,14 @@ def test_a_file_of_stocks_that_is_missing_is_named(tmp_path: Path, name: str) ->
     path = tmp_path / "offloaded_tensors" / "rank00" / f"{name}.tensor.swp"
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{name}.*is missing|other sub-groups"):
-        open_source(place(tmp_path), None, wanted(["10_14", "15_15"]))
+        open_source(part(tmp_path), target_of(["10_14", "15_15"]))
 
 
 def test_all_of_cpu_offloads_checkpoint_is_in_one_file(tmp_path: Path) -> None:
     values = [torch.randn(count) for count in NUMELS]
     moments = [{"step": torch.tensor(2.0), "exp_avg": value * 2} for value in values]
     torch.save(states(values, moments), tmp_path / "optim_states.pt")
-    source = open_source(place(tmp_path), None, wanted(["0_3", "4_4"]))
+    source = open_source(part(tmp_path), target_of(["0_3", "4_4"]))
     found = contents(source)
     for sub_group, value in enumerate(values):
         assert found[sub_group, None] == value.tolist()
@@ -108,7 +108,7 @@ def test_all_of_cpu_offloads_checkpoint_is_in_one_file(tmp_path: Path) -> None:
 def test_a_file_that_torch_cannot_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "optim_states.pt").write_bytes(b"PK no")
     with pytest.raises(CheckpointError, match=r"optim_states\.pt cannot be read"):
-        open_source(place(tmp_path), None, wanted(["0_3", "4_4"]))
+        open_source(part(tmp_path), target_of(["0_3", "4_4"]))
 
 
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:

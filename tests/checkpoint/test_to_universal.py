@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from memascend.base.units import MIB
-from memascend.checkpoint import to_universal as universal_writer
+from memascend.checkpoint import folder as saving_folder
 from memascend.checkpoint.universal import open_universal, universal_files, verify_universal
 from memascend.cli.main import main
 from tests.support.divided_checkpoints import (
@@ -26,8 +26,8 @@ from tests.support.divided_checkpoints import (
     model_states,
     optim_states,
     sub_groups,
+    target_of,
     values_of,
-    wanted,
     write,
 )
 
@@ -71,13 +71,13 @@ def test_any_number_of_ranks_reads_what_was_converted(tmp_path: Path, in_files: 
     for (name, state), value in values.items():
         assert torch.equal(read(folder, f"{name}/{state or 'fp32'}"), value)
     for world in (1, 3):
-        wants = wanted(sub_groups(MODEL, "d c", "b", "a"), world)
-        files = universal_files(folder, wants)
+        target = target_of(sub_groups(MODEL, "d c", "b", "a"), world)
+        files = universal_files(folder, target)
         verify_universal(files, lambda _: None)
         assert len(files) == len(MODEL) * 3
         for rank in range(world):
-            source = open_universal(folder, wants, rank=rank, world=world)
-            assert contents(source, wants) == expected(values, wants.parameters, rank, world)
+            source = open_universal(folder, target, rank=rank, world=world)
+            assert contents(source, target) == expected(values, target.parameters, rank, world)
             states = source.optimizer_states
             assert {state["step"] for state in states["state"].values()} == {3}
             assert states["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]
@@ -127,7 +127,7 @@ def test_a_full_drive_is_told_once(
 ) -> None:
     write(tmp_path / "x", values_of(MODEL), GROUPS, world=1, in_files=True)
     full = SimpleNamespace(free=0)
-    monkeypatch.setattr(universal_writer.shutil, "disk_usage", lambda _: full)
+    monkeypatch.setattr(saving_folder.shutil, "disk_usage", lambda _: full)
     assert main(["checkpoint", "to-universal", str(tmp_path / "x")]) == 1
     message = capsys.readouterr().err
     assert "0 are free" in message

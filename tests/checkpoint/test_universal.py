@@ -15,6 +15,7 @@ import torch
 
 from memascend.checkpoint.to_universal import write_universal
 from memascend.checkpoint.universal import (
+    ParameterReader,
     open_universal,
     universal_files,
     verify_universal,
@@ -23,8 +24,8 @@ from memascend.errors import CheckpointError
 from tests.support.divided_checkpoints import (
     MODEL,
     sub_groups,
+    target_of,
     values_of,
-    wanted,
     write,
 )
 
@@ -35,7 +36,7 @@ def test_sub_groups_count_their_steps_apart(tmp_path: Path) -> None:
     step = torch.tensor(3.0)  # torch's optimizers count in place
     write(tmp_path / "x", values_of(MODEL), GROUPS, world=1, in_files=False, step=step)
     write_universal(tmp_path / "x", tmp_path / "x_universal")
-    source = open_universal(tmp_path / "x_universal", wanted(GROUPS, 1), rank=0, world=1)
+    source = open_universal(tmp_path / "x_universal", target_of(GROUPS, 1), rank=0, world=1)
     steps = [state["step"] for state in source.optimizer_states["state"].values()]
     steps[0] += 1
     assert steps == [4, 3]
@@ -49,9 +50,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path) -> None:
-    wants = wanted(GROUPS, 2)
-    verify_universal(universal_files(folder, wants), lambda _: None)
-    open_universal(folder, wants, rank=0, world=2).close()
+    target = target_of(GROUPS, 2)
+    verify_universal(universal_files(folder, target), lambda _: None)
+    open_universal(folder, target, rank=0, world=2).close()
 
 
 def flip(folder: Path) -> None:
@@ -100,3 +101,15 @@ def test_a_bit_turned_anywhere_is_damage_or_does_not_matter(folder: Path) -> Non
         except CheckpointError:
             refused += 1
     assert refused > len(content) // 4
+
+
+def test_a_file_is_mapped_when_it_is_read_and_mapped_again_after_closing(tmp_path: Path) -> None:
+    reader = ParameterReader(tmp_path / "a.pt")
+    reader.close()  # nothing is open yet, nothing is there yet
+    target = torch.empty(4, dtype=torch.uint8)
+    for value in (5, 7):
+        torch.save(torch.full((3,), value, dtype=torch.uint8), tmp_path / "a.pt")
+        for _ in range(2):
+            reader.fill(0, target)
+            assert target.tolist() == [value] * 3 + [0]
+        reader.close()

@@ -21,6 +21,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 FINETUNE = REPOSITORY / "scripts" / "finetune.py"
 ARMED_LINE = re.compile(r"\bmemascend\b.*\barmed\b")
+#: A block that asks nothing special of the machine.
+BLOCK: dict[str, Any] = {"allocator": {"page_lock": False}, "direct_nvme": {"engine": "threads"}}
 TIMEOUT_S = 400.0  # the first run on a machine compiles DeepSpeed's ops
 
 
@@ -51,6 +53,28 @@ def deepspeed_config(folder: Path, *, device: str, block: dict[str, Any] | None)
     if block is not None:
         config["memascend"] = block
     return config
+
+
+def training_config(drive: Path, block: dict[str, Any] | None, world: int) -> dict[str, Any]:
+    """Two sub-groups of the model in checkpoint_program.py, all of it on the drive."""
+    on_drive = {"device": "nvme", "nvme_path": str(drive)}
+    more = {} if block is None else {"memascend": block}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**on_drive, "buffer_count": 8, "buffer_size": 2_000_000},
+            "offload_optimizer": {**on_drive, "buffer_count": 5},
+            "sub_group_size": 1_000_000 // world,  # of a rank's shards: two sub-groups
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 100,
+        },
+        "aio": {"block_size": 1 << 20},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "steps_per_print": 1_000_000,
+        **more,
+    }
 
 
 def run(

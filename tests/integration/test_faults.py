@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.checkpoint.test_engine import BLOCK, config
-
-from .programs import REPOSITORY, free_port, losses, run
+from .programs import BLOCK, REPOSITORY, free_port, losses, run, training_config
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
@@ -32,7 +30,7 @@ def test_no_rank_waits_for_one_whose_drive_failed(tmp_path: Path, operation: str
     drive = tmp_path / "drive"
     drive.mkdir()
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config(drive, BLOCK, WORLD)))
+    path.write_text(json.dumps(training_config(drive, BLOCK, WORLD)))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
     began = time.monotonic()
     done = run(
@@ -55,7 +53,7 @@ def test_after_half_a_step_only_a_checkpoint_goes_on(tmp_path: Path, is_streamed
     drive.mkdir()
     path = tmp_path / "config.json"
     block = BLOCK | {"streaming": {"optimizer": {"enabled": is_streamed}}}
-    path.write_text(json.dumps(config(drive, block, 1)))
+    path.write_text(json.dumps(training_config(drive, block, 1)))
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = run(
         [str(PROGRAMS / "torn_program.py"), str(path), str(checkpoints)],
@@ -82,7 +80,7 @@ def test_a_job_started_twice_ends_one_of_them_or_both_are_whole(tmp_path: Path) 
     drive, checkpoints = tmp_path / "drive", tmp_path / "checkpoints"
     drive.mkdir()
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config(drive, BLOCK, 1)))
+    path.write_text(json.dumps(training_config(drive, BLOCK, 1)))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     command = [*launcher, str(PROGRAMS / "kill_program.py"), str(path), str(checkpoints)]
 

@@ -22,7 +22,6 @@ from memascend.errors import StoreError, StoreFullError
 from memascend.nvme.store import TensorStore
 from memascend.volumes.device import claimed, format_device
 from memascend.volumes.prepare import prepared
-from tests.nvme.test_store_processes import start
 from tests.support.loop_devices import (
     control_group,
     loop_device,
@@ -35,6 +34,7 @@ from tests.support.loop_devices import (
     tool,
 )
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory, open_store, read, write
+from tests.support.store_programs import start
 
 pytestmark = pytest.mark.root
 

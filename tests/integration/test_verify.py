@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.checkpoint.test_engine import BLOCK, config
-
-from .programs import REPOSITORY, run
+from .programs import BLOCK, REPOSITORY, run, training_config
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
@@ -30,7 +28,7 @@ def test_a_turned_bit_ends_the_job_before_it_reaches_a_weight(
     drive, checkpoint = tmp_path / "drive", tmp_path / "checkpoint"
     drive.mkdir()
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config(drive, BLOCK | {"verify": verify}, WORLD)))
+    path.write_text(json.dumps(training_config(drive, BLOCK | {"verify": verify}, WORLD)))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
     search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     began = time.monotonic()

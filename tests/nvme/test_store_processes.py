@@ -7,38 +7,14 @@ import platform
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.nvme_memory import uring_refusal
-
-ROOT = Path(__file__).resolve().parents[2]
-PRELUDE = """
-import os, signal, sys
-from pathlib import Path
-from tests.support.nvme_memory import open_store, read, write
-from memascend.errors import *
-directory = Path(sys.argv[1])
-"""
-
-
-def start(
-    directory: Path, script: str, *more: str, environment: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    search_path = {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(directory), *more],
-        stdin=subprocess.PIPE,
-        env=os.environ | search_path | (environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+from tests.support.store_programs import start
 
 
 def run(directory: Path, script: str) -> str:

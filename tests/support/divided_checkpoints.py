@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memascend.checkpoint.divided import Saved
+from memascend.checkpoint.divided import SavedLayout
 from memascend.checkpoint.layout import NamedParameter, SubGroups, runs, sub_group_numel
 from memascend.checkpoint.manifest import (
     FileEntry,
@@ -18,7 +18,7 @@ from memascend.checkpoint.manifest import (
     TensorEntry,
     manifest_name,
 )
-from memascend.checkpoint.source import CheckpointSource, Place, Wanted
+from memascend.checkpoint.source import CheckpointSource, RankFiles, TargetOptimizer
 
 #: Elements of each parameter of a small model.
 MODEL = {"a": 103, "b": 1, "c": 50, "d": 2}
@@ -64,7 +64,7 @@ def write(
     in_files: bool,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     step: int | torch.Tensor = 3,
-) -> Saved:
+) -> SavedLayout:
     """Writes what each rank would have saved.
 
     Args:
@@ -101,8 +101,11 @@ def write(
         torch.save({"optimizer_state_dict": zero}, optim_states(folder, rank))
         torch.save({"param_shapes": shapes}, model_states(folder, rank))
         manifests.append(_write_files(folder, rank, world, groups, shards) if in_files else None)
-    places = [Place(folder, rank, world, optim_states(folder, rank)) for rank in range(world)]
-    return Saved(groups, world, places.__getitem__, manifests.__getitem__)
+    ranks = [
+        RankFiles(folder, rank, world, optim_states(folder, rank), manifest)
+        for rank, manifest in enumerate(manifests)
+    ]
+    return SavedLayout(groups, ranks)
 
 
 def _write_files(
@@ -143,11 +146,13 @@ def _write_files(
     return manifest
 
 
-def wanted(groups: SubGroups, world: int, param_groups: Sequence[int] | None = None) -> Wanted:
-    """What an optimizer with these sub-groups wants, each in the parameter group given for it."""
+def target_of(
+    groups: SubGroups, world: int, param_groups: Sequence[int] | None = None
+) -> TargetOptimizer:
+    """An optimizer with these sub-groups, each in the parameter group given for it."""
     owners = list(param_groups or [0] * len(groups))
     names = [parameter.name for group in groups for parameter in group]
-    return Wanted(
+    return TargetOptimizer(
         names=[group[0].name for group in groups],
         numels=[sub_group_numel(group, world) for group in groups],
         group_count=max(owners) + 1,
@@ -159,14 +164,16 @@ def wanted(groups: SubGroups, world: int, param_groups: Sequence[int] | None = N
     )
 
 
-def contents(source: CheckpointSource, wants: Wanted) -> dict[tuple[int, str | None], list[float]]:
+def contents(
+    source: CheckpointSource, target: TargetOptimizer
+) -> dict[tuple[int, str | None], list[float]]:
     """Every tensor of a source, read in pieces that are a multiple of nothing."""
     found = {}
     for tensor in source.tensors:
-        target = torch.empty(wants.numels[tensor.sub_group] * 4, dtype=torch.uint8)
-        for begin in range(0, target.numel(), 52):
-            tensor.reader.fill(begin, target[begin : begin + 52])
-        found[tensor.sub_group, tensor.state] = target.view(torch.float32).tolist()
+        filled = torch.empty(target.numels[tensor.sub_group] * 4, dtype=torch.uint8)
+        for begin in range(0, filled.numel(), 52):
+            tensor.reader.fill(begin, filled[begin : begin + 52])
+        found[tensor.sub_group, tensor.state] = filled.view(torch.float32).tolist()
     source.close()
     return found
 

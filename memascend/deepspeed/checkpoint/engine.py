@@ -3,7 +3,7 @@
 Upstream's own functions do what they do for any ZeRO-3 optimizer. Around them a save is atomic, and
 the optimizer's tensors go straight from the store into the checkpoint; a load verifies everything
 first and takes them straight back. What upstream does for NVMe alone (copying a folder of files) is
-skipped: during both, the engine says that its optimizer is not on NVMe.
+skipped: during both, the engine reports that its optimizer is not on NVMe.
 
 A model whose optimizer is elsewhere, or without a block, gets upstream's functions unchanged.
 """
@@ -25,7 +25,7 @@ from deepspeed import comm as dist
 from memascend import _core
 from memascend.checkpoint.folder import SavingFolder, write_latest
 from memascend.deepspeed.attach.attach import face_of
-from memascend.deepspeed.checkpoint.every_rank import rank_of, together
+from memascend.deepspeed.checkpoint.every_rank import on_every_rank, rank_of
 from memascend.deepspeed.checkpoint.opener import opened
 from memascend.deepspeed.checkpoint.writer import write_rank
 from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
@@ -47,7 +47,7 @@ _REFUSALS = {
 
 
 def wrap_save_checkpoint(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Replaces `DeepSpeedEngine.save_checkpoint`."""
+    """Replace `DeepSpeedEngine.save_checkpoint`."""
 
     @functools.wraps(original)
     def save_checkpoint(
@@ -58,18 +58,15 @@ def wrap_save_checkpoint(original: Callable[..., bool]) -> Callable[..., bool]:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        def save_as(tag: object, save_latest: bool) -> bool:
-            return original(
-                self,
-                save_dir,
-                tag=tag,
-                client_state=client_state,
-                save_latest=save_latest,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
-
+        save_as = functools.partial(
+            original,
+            self,
+            save_dir,
+            client_state=client_state,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
         if not save_dir or _optimizer_of(self) is None:
-            saved = save_as(tag, save_latest)
+            saved = save_as(tag=tag, save_latest=save_latest)
         else:
             saved = _save(self, save_as, str(save_dir), tag, save_latest)
         if saved and save_dir:
@@ -80,7 +77,7 @@ def wrap_save_checkpoint(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces `DeepSpeedEngine.load_checkpoint`."""
+    """Replace `DeepSpeedEngine.load_checkpoint`."""
 
     @functools.wraps(original)
     def load_checkpoint(
@@ -93,18 +90,15 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        def load(tag: object, load_optimizer_states: bool) -> Any:
-            return original(
-                self,
-                load_dir,
-                tag=tag,
-                load_module_strict=load_module_strict,
-                load_optimizer_states=load_optimizer_states,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-                load_module_only=load_module_only,
-                custom_load_fn=custom_load_fn,
-            )
-
+        load = functools.partial(
+            original,
+            self,
+            load_dir,
+            load_module_strict=load_module_strict,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
         result = _load(self, load, load_dir, tag, load_optimizer_states, load_module_only)
         if result[0] is not None:  # what upstream has read; nothing without a checkpoint
             _note(self, load_dir, tag or Path(result[0]).parent.name)
@@ -114,7 +108,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_zero_nvme_offload_optimizer(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Replaces `DeepSpeedEngine.zero_nvme_offload_optimizer`."""
+    """Replace `DeepSpeedEngine.zero_nvme_offload_optimizer`."""
 
     @functools.wraps(original)
     def zero_nvme_offload_optimizer(self: Any) -> bool:
@@ -127,7 +121,7 @@ def wrap_zero_nvme_offload_optimizer(original: Callable[..., bool]) -> Callable[
 
 
 def wrap_load_zero_checkpoint(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Replaces `DeepSpeedEngine._load_zero_checkpoint`, which reads whole files into memory."""
+    """Replace `DeepSpeedEngine._load_zero_checkpoint`, which reads whole files into memory."""
 
     @functools.wraps(original)
     def _load_zero_checkpoint(self: Any, *arguments: Any, **keywords: Any) -> bool:
@@ -141,7 +135,7 @@ def wrap_load_zero_checkpoint(original: Callable[..., bool]) -> Callable[..., bo
 
 
 def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Replaces `DeepSpeedEngine._get_all_ckpt_names`, which names a file for each rank there is."""
+    """Replace `DeepSpeedEngine._get_all_ckpt_names`, which names a file for each rank there is."""
 
     @functools.wraps(original)
     def _get_all_ckpt_names(self: Any, *arguments: Any, **keywords: Any) -> list[str]:
@@ -153,14 +147,14 @@ def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[...,
 
 
 def _note(engine: Any, folder: str, tag: object) -> None:
-    """A complete checkpoint that a run whose drive turns bits can go on from."""
+    """Note a complete checkpoint: a run whose drive corrupts data can resume from it."""
     attachment = face_of(engine)
     if attachment is not None:
         attachment.runtime.note_checkpoint(str(Path(folder, str(tag)).absolute()))
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
-    """The optimizer whose states are in our store, None where upstream's way is to be taken."""
+    """Return the optimizer whose states are in our store; None where upstream serves it."""
     optimizer = engine.optimizer
     if not isinstance(optimizer, ZeroOptimizer) or not optimizer.swap_optimizer:
         return None
@@ -172,7 +166,7 @@ def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
 
 def _save(
     engine: Any,
-    save_as: Callable[[object, bool], bool],
+    save_as: Callable[..., bool],
     save_dir: str,
     tag: object,
     save_latest: bool,
@@ -184,21 +178,21 @@ def _save(
     leads = rank == 0
     folder = SavingFolder(save_dir, tag)
     _check_same_tag(engine, tag)
-    with naming(folder):
-        together(engine, lambda: folder.begin() if leads else None)
+    with explained(folder):
+        on_every_rank(engine, lambda: folder.begin() if leads else None)
         try:
             with optimizer.checkpointing():
-                save_as(folder.tag, False)
-            together(engine, lambda: write_rank(engine, folder, rank, leads=leads))
-            together(engine, lambda: folder.publish() if leads else None)
+                save_as(tag=folder.tag, save_latest=False)
+            on_every_rank(engine, lambda: write_rank(engine, folder, rank, leads=leads))
+            on_every_rank(engine, lambda: folder.publish() if leads else None)
         except BaseException:
             if leads:
                 folder.abandon()
             raise
     if save_latest:
         is_first = engine.global_rank == 0
-        with naming(folder):
-            together(engine, lambda: write_latest(save_dir, tag) if is_first else None)
+        with explained(folder):
+            on_every_rank(engine, lambda: write_latest(save_dir, tag) if is_first else None)
     if leads:
         log.info("memascend: checkpoint %s is complete", folder.target)
     _stop_over_budget(engine, optimizer, folder)
@@ -206,8 +200,8 @@ def _save(
 
 
 @contextmanager
-def naming(folder: SavingFolder) -> Iterator[None]:
-    """Says of the system's errors what they mean for the checkpoint.
+def explained(folder: SavingFolder) -> Iterator[None]:
+    """Explain what an error of the system means for the checkpoint.
 
     Raises:
         CheckpointError: Instead of an OSError that is not ours.
@@ -227,7 +221,7 @@ def naming(folder: SavingFolder) -> Iterator[None]:
 
 
 def _stop_over_budget(engine: Any, optimizer: ZeroOptimizer, folder: SavingFolder) -> None:
-    """On every rank alike, after a checkpoint that makes it harmless."""
+    """Stop every rank alike, after a checkpoint that makes it harmless."""
     attachment = optimizer.attachment
     stops = torch.tensor([attachment.is_to_stop()], dtype=torch.int32, device=engine.device)
     dist.all_reduce(stops, op=dist.ReduceOp.MAX)
@@ -254,7 +248,7 @@ def _refuse(engine: Any) -> None:
 
 
 def _check_same_tag(engine: Any, tag: str) -> None:
-    """A folder can be renamed once it is complete on all ranks: so it must be one."""
+    """Refuse ranks with different tags: a folder is renamed once it is complete on all of them."""
     own = zlib.crc32(tag.encode())
     sums = torch.tensor([own, -own], dtype=torch.int64, device=engine.device)
     dist.all_reduce(sums, op=dist.ReduceOp.MAX)
@@ -270,7 +264,7 @@ def _check_same_tag(engine: Any, tag: str) -> None:
 
 def _load(
     engine: Any,
-    load: Callable[[object, bool], Any],
+    load: Callable[..., Any],
     load_dir: str,
     tag: object,
     load_optimizer_states: bool,
@@ -278,13 +272,13 @@ def _load(
 ) -> Any:
     optimizer = _optimizer_of(engine)
     if optimizer is None:
-        return load(tag, load_optimizer_states)
+        return load(tag=tag, load_optimizer_states=load_optimizer_states)
     is_universal = engine.load_universal_checkpoint()
     latest = Path(load_dir) / ("latest_universal" if is_universal else "latest")
     if tag is None and latest.is_file():
         tag = latest.read_text(encoding="utf-8").strip()
     if tag is None:
-        return load(tag, load_optimizer_states)
+        return load(tag=tag, load_optimizer_states=load_optimizer_states)
     with_states = load_optimizer_states and not load_module_only
     if with_states and optimizer.use_muon:
         log.warning("memascend: Muon's optimizer state starts anew, as in stock DeepSpeed")
@@ -295,4 +289,4 @@ def _load(
         optimizer.checkpointing(source, with_states=with_states),
     ):
         # Without optimizer states upstream would gather all weights in fp32 on every rank.
-        return load(str(tag), True)
+        return load(tag=str(tag), load_optimizer_states=True)

@@ -1,4 +1,4 @@
-"""What all ranks do together in a save or a load."""
+"""Steps of a save or a load that every rank takes, or none."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Result = TypeVar("Result")
 
 
 def rank_of(engine: Any) -> int:
-    """The number under which upstream saves a rank's tensors."""
+    """Return the number under which upstream saves a rank's tensors."""
     return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank)
 
 
-def together(engine: Any, action: Callable[[], Result]) -> Result:
-    """Does something on every rank; an error of one is an error of all, and nobody waits forever.
+def on_every_rank(engine: Any, action: Callable[[], Result]) -> Result:
+    """Do something on every rank; an error of one is an error of all, and nobody waits forever.
 
     Raises:
         CheckpointError: It failed on another rank.
@@ -36,7 +36,7 @@ def together(engine: Any, action: Callable[[], Result]) -> Result:
         raise error
     if failed.item():
         raise CheckpointError(
-            "the checkpoint failed on another rank, whose own message says why; this rank gave up "
-            "with it"
+            "the checkpoint failed on another rank, and so on this one. The cause, and what to do, "
+            "are in the error of that rank"
         )
     return result  # type: ignore[no-any-return]

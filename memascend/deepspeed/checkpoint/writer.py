@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.files import Advance, FileSum, SummedFile, sum_file
+from memascend.checkpoint.files import Advance, SummedFile, sum_file
 from memascend.checkpoint.folder import SavingFolder, check_space, sync, write_durably
 from memascend.checkpoint.manifest import (
     FileEntry,
@@ -62,7 +62,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
         writer.add_also_to(zero_states, twice)
         for tensor in once:
             writer.add(tensor)
-        writer.note(model_states, sum_file(model_states, advance))
+        writer.note(model_states, *sum_file(model_states, advance))
     # Others of DeepSpeed's files may be this rank's too; what is durable already costs nothing.
     for path in folder.path.iterdir():
         if path.is_file():
@@ -72,17 +72,17 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
 
 
 class _Writer:
-    """Writes files and keeps the manifest's account of them."""
+    """A writer of files that keeps the manifest's account of them."""
 
     def __init__(self, folder: Path, target: Path, slots: StagingSlots, advance: Advance) -> None:
         self._folder, self._target = folder, target
         self._slots, self._advance = slots, advance
         self.files: list[FileEntry] = []
 
-    def note(self, path: Path, found: FileSum) -> None:
+    def note(self, path: Path, nbytes: int, crc32: int) -> None:
         """Enter a file that is complete into the manifest."""
         name = path.relative_to(self._folder).as_posix()
-        self.files.append(FileEntry(name=name, nbytes=found.nbytes, crc32=f"{found.crc32:08x}"))
+        self.files.append(FileEntry(name=name, nbytes=nbytes, crc32=f"{crc32:08x}"))
 
     def add(self, tensor: StoredTensor, also: Write | None = None) -> None:
         """Write the file of a tensor; `also` gets its bytes too."""
@@ -93,7 +93,7 @@ class _Writer:
                 if also is not None:
                     also(staged.numpy())
             file.write(bytes(tensor.padded_bytes - tensor.nbytes))
-        self.note(path, file.sum())
+        self.note(path, file.nbytes, file.crc32)
 
     def add_also_to(self, path: Path, tensors: list[StoredTensor]) -> None:
         """Write DeepSpeed's file again with tensors that its tools take for granted there.
@@ -115,7 +115,7 @@ class _Writer:
         path.unlink()
         with SummedFile.create(path, self._advance) as file:
             save_streamed(content, file)
-        self.note(path, file.sum())
+        self.note(path, file.nbytes, file.crc32)
 
 
 def _manifest(

@@ -145,7 +145,7 @@ class WeightFile(FlushedFile):
     """An unnamed file with room for tensors, which are written one by one and then mapped."""
 
     def __init__(self, directory: str, shapes: dict[int, tuple[torch.Size, torch.dtype]]) -> None:
-        """Takes the space on the drive now.
+        """Take the space on the drive now.
 
         Args:
             directory: Where the file is made; it never has a name there.

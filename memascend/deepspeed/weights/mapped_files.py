@@ -44,7 +44,7 @@ class MappedFiles:
     """
 
     def __init__(self, addresses: Iterable[int], maps: Path = Path("/proc/self/maps")) -> None:
-        """Looks at what is mapped now.
+        """Look at what is mapped now.
 
         Args:
             addresses: Anywhere in the mappings that are meant; those of other memory are ignored.
@@ -71,7 +71,7 @@ class MappedFiles:
             os.close(self._descriptors.pop())
 
     def drop(self) -> None:
-        """Lets all pages go, of the mappings and of the page cache.
+        """Let all pages go, of the mappings and of the page cache.
 
         What the kernel refuses stays: pages that other processes have mapped too, and all of files
         that this user neither owns nor may write.
@@ -85,7 +85,7 @@ class MappedFiles:
 
 
 def read_starts(path: str, *, tensors: bool) -> None:
-    """Reads the header of a safetensors file and nothing ahead of it.
+    """Read the header of a safetensors file and nothing ahead of it.
 
     The library touches the header when it maps a file, and the first byte of each tensor when it is
     asked for them. A page that is not in the cache then brings as much as the kernel reads ahead,
@@ -112,7 +112,7 @@ def read_starts(path: str, *, tensors: bool) -> None:
 
 
 def _read_maps(maps: Path) -> list[Mapping]:
-    """The mappings with a file, in order of their addresses; empty where they cannot be read."""
+    """Return the mappings with a file by address; none where they cannot be read."""
     found = []
     with contextlib.suppress(OSError):
         for line in maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
@@ -124,7 +124,7 @@ def _read_maps(maps: Path) -> list[Mapping]:
 
 
 def _below(addresses: list[int], mappings: list[Mapping]) -> list[Mapping]:
-    """The mappings that hold one of the sorted addresses and whose file is on a drive."""
+    """Return the mappings that hold one of the sorted addresses and whose file is on a drive."""
     found = []
     for mapping in mappings:
         place = bisect.bisect_left(addresses, mapping.begin)
@@ -135,7 +135,7 @@ def _below(addresses: list[int], mappings: list[Mapping]) -> list[Mapping]:
 
 
 def _is_in_memory(path: str) -> bool:
-    """Whether a file is, or may be, kept in memory alone; true of one without a name."""
+    """Tell if a file is, or may be, kept in memory alone; one without a name may be."""
     try:
         return filesystem_of(Path(path)) in _IN_MEMORY
     except OSError:
@@ -143,7 +143,7 @@ def _is_in_memory(path: str) -> bool:
 
 
 def _opened(path: str, inode: int) -> int | None:
-    """A descriptor of a mapped file; None where its name now means another one."""
+    """Return a descriptor of a mapped file; None where its name now means another one."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:

@@ -22,7 +22,7 @@ from memascend.deepspeed.weights.mapped_files import MappedFiles, read_starts
 
 
 def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces transformers' `_load_state_dict_into_zero3_model`.
+    """Replace transformers' `_load_state_dict_into_zero3_model`.
 
     Models whose parameters are not in our store pass through untouched, and so do state dicts that
     are not mapped from files.
@@ -44,7 +44,7 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_read(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces transformers' `load_state_dict`, which maps a shard on every rank.
+    """Replace transformers' `load_state_dict`, which maps a shard on every rank.
 
     The kernel is kept from reading the shard ahead while only its header, and on the first rank its
     tensors' beginnings, are looked at. Other formats pass through untouched.
@@ -66,7 +66,7 @@ def wrap_read(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Behind:
-    """Counts what is copied into modules, and lets files go each FLUSH_BYTES."""
+    """A count of what is copied into modules, which lets files go each FLUSH_BYTES."""
 
     def __init__(self, files: MappedFiles) -> None:
         self._files = files
@@ -75,7 +75,7 @@ class _Behind:
     def before_copy(
         self, module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
     ) -> None:
-        """Called by torch before it copies a module's own tensors from a state dict."""
+        """Count a module's own tensors; torch calls it before it copies them from a state dict."""
         if self._read_bytes >= FLUSH_BYTES:
             self._files.drop()
             self._read_bytes = 0
@@ -87,7 +87,7 @@ class _Behind:
 
 @contextlib.contextmanager
 def _dropping(model: torch.nn.Module, files: MappedFiles) -> Iterator[None]:
-    """Inside, pages of the files go while the model's modules are loaded."""
+    """Let pages of the files go while the model's modules are loaded."""
     behind = _Behind(files)
     with contextlib.ExitStack() as hooks:
         if files.mappings:
@@ -99,7 +99,7 @@ def _dropping(model: torch.nn.Module, files: MappedFiles) -> Iterator[None]:
 
 
 def _addresses(state_dict: Mapping[str, Any]) -> Iterator[int]:
-    """Where the tensors in host memory begin; on other ranks than the first there are none."""
+    """Yield where the tensors in host memory begin; only the first rank has any."""
     for tensor in state_dict.values():
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel():
             yield tensor.data_ptr()

@@ -19,34 +19,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.programs import REPOSITORY, losses, run
+from tests.integration.programs import BLOCK, REPOSITORY, losses, run, training_config
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "checkpoint_program.py"
-BLOCK: dict[str, Any] = {"allocator": {"page_lock": False}, "direct_nvme": {"engine": "threads"}}
 WORLDS = (1, 2)
-
-
-def config(drive: Path, block: dict[str, Any] | None, world: int) -> dict[str, Any]:
-    on_drive = {"device": "nvme", "nvme_path": str(drive)}
-    more = {} if block is None else {"memascend": block}
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {**on_drive, "buffer_count": 8, "buffer_size": 2_000_000},
-            "offload_optimizer": {**on_drive, "buffer_count": 5},
-            "sub_group_size": 1_000_000 // world,  # of a rank's shards: two sub-groups
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_param_persistence_threshold": 100,
-        },
-        "aio": {"block_size": 1 << 20},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "steps_per_print": 1_000_000,
-        **more,
-    }
 
 
 class Runs:
@@ -58,7 +36,7 @@ class Runs:
         self.drive, self.checkpoint = folder / "drive", folder / "checkpoint"
         self.drive.mkdir()
         self._config = folder / "config.json"
-        self._config.write_text(json.dumps(config(self.drive, block, world)))
+        self._config.write_text(json.dumps(training_config(self.drive, block, world)))
 
     def run(self, action: str, *more: str, checkpoint: Path | None = None) -> str:
         done = self.start(action, *more, checkpoint=checkpoint)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from memascend.checkpoint.folder import SavingFolder
-from memascend.deepspeed.checkpoint.engine import naming
+from memascend.deepspeed.checkpoint.engine import explained
 from memascend.errors import CheckpointError
 
 
@@ -28,7 +28,7 @@ from memascend.errors import CheckpointError
 def test_what_the_system_refuses_a_save_is_explained(tmp_path: Path, code: int, cause: str) -> None:
     folder = SavingFolder(str(tmp_path), "a")
     text = rf"cannot save to {folder.target}: .*\nlikely cause: {cause}.*\nfix: "
-    with pytest.raises(CheckpointError, match=text), naming(folder):
+    with pytest.raises(CheckpointError, match=text), explained(folder):
         raise OSError(code, os.strerror(code))
-    with pytest.raises(CheckpointError, match=r"^ours$"), naming(folder):
+    with pytest.raises(CheckpointError, match=r"^ours$"), explained(folder):
         raise CheckpointError("ours")
