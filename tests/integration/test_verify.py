@@ -13,7 +13,7 @@ from tests.deepspeed.checkpoint.test_engine import BLOCK, config
 
 from .programs import REPOSITORY, run
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "verify_program.py"
 WORLD = 2
@@ -22,7 +22,8 @@ END_TIMEOUT_S = 240.0
 
 
 @pytest.mark.parametrize(
-    ("verify", "stream", "saves"), [("reads", "master", True), ("full", "state", False)]
+    ("verify", "stream", "saves"),
+    [("reads", "master", True), pytest.param("full", "state", False, marks=pytest.mark.full)],
 )
 def test_a_turned_bit_ends_the_job_before_it_reaches_a_weight(
     tmp_path: Path, verify: str, stream: str, saves: bool
