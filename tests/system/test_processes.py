@@ -76,7 +76,8 @@ def test_locked_memory_is_seen() -> None:
 
 
 def test_descendants_are_part_of_the_tree() -> None:
-    child = "import subprocess; subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'])"
+    waits = "'import sys; sys.stdin.read()'"
+    child = f"import subprocess; subprocess.Popen([sys.executable, '-c', {waits}])"
     process = holding_process(MIB, child)
     assert len(process_tree(process.pid)) == 2
     process.communicate()
