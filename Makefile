@@ -7,6 +7,9 @@ SHELL := bash
 BIN := .venv/bin
 SAN ?= plain
 PYTEST_ARGS ?=
+# Processes that run tests beside each other. Tests that start two ranks keep two cores busy already.
+PYTEST_JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadgroup --no-loadscope-reorder --durations=10
 BENCH_ARGS ?=
 KILL_ARGS ?=
 SOAK_ARGS ?=
@@ -26,7 +29,7 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all environment demo test test-root lint type test-cpp bench bench-memory bench-step
+.PHONY: help all environment demo test test-all test-root lint type test-cpp bench bench-memory bench-step
 .PHONY: bench-volumes kill-test soak fuzz clean
 
 help: ## list the targets
@@ -41,8 +44,11 @@ demo: environment ## the same fine-tune with stock DeepSpeed and with memascend,
 	$(BIN)/memascend compare --out $(DEMO_OUT) -- deepspeed --num_gpus 1 scripts/finetune.py \
 	    --deepspeed_config $(DEMO_CONFIG) $(DEMO_ARGS)
 
-test: environment ## the Python tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: environment ## the Python tests of every feature, in ten minutes
+	$(PYTEST) -m "not full" $(PYTEST_ARGS)
+
+test-all: environment ## all Python tests
+	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
 
 test-root: environment ## the tests that need root: loop devices, mounts, control groups
 	$(BIN)/python -m pytest -m root --some-must-run $(PYTEST_ARGS)
@@ -50,11 +56,12 @@ test-root: environment ## the tests that need root: loop devices, mounts, contro
 test-cpp: environment ## the C++ tests; SAN=address or SAN=thread with a sanitizer
 	$(BIN)/python scripts/test_cpp.py --san $(SAN)
 
-lint: environment ## style of Python, C++ and shell
+lint: environment ## style of Python, C++ and shell, and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files '*.cpp' '*.hpp' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run -Werror
-	for script in scripts/*.sh .ci/run; do bash -n "$$script"; done
+	$(BIN)/shellcheck scripts/*.sh .ci/run
+	git ls-files | xargs --no-run-if-empty $(BIN)/codespell
 
 type: environment ## types of the package
 	$(BIN)/mypy

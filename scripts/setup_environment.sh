@@ -63,6 +63,19 @@ install_python_packages() {
   DS_BUILD_OPS=0 pip_install --quiet --no-build-isolation -r "$REQUIREMENTS"
 }
 
+# "#!" takes no path with a space. pip knows it for all scripts but a package's own, such as
+# `deepspeed`; the Makefile has these find the interpreter.
+mend_scripts() {
+  case "$PWD" in *" "*) ;; *) return 0 ;; esac
+  local script
+  for script in "$VENV"/bin/*; do
+    [ -f "$script" ] && [ ! -L "$script" ] || continue
+    if [ "$(head -c 2 "$script" | tr -d '\0')" = "#!" ]; then
+      sed -i "1s|^#!$PWD/$VENV/bin/python.*|#!/usr/bin/env python|" "$script"
+    fi
+  done
+}
+
 install_memascend() {
   say "building memascend (a minute or two)"
   "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet \
@@ -95,6 +108,7 @@ if [ ! -L "$VENV" ]; then
     install_system_packages
     install_python_packages
     install_memascend
+    mend_scripts
     compile_operators
     echo "$wanted" > "$stamp"
   fi

@@ -1,18 +1,62 @@
-"""Fixtures of every test."""
+"""Fixtures of every test, what is tried by chance, and which tests share a process."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support.program import run_program
 
 __all__ = ["run_program"]
+
+# "quick" tries the same few examples every time. "full" tries as many as the tests ask for, others
+# every time: its seed is printed. See tests/support/examples.py.
+hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True)
+hypothesis.settings.register_profile("full", max_examples=100, print_blob=True)
+hypothesis.settings.load_profile("quick")  # unless --hypothesis-profile names another
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    profile = config.getoption("hypothesis_profile")
+    if profile == "full" and config.getoption("hypothesis_seed") is None:
+        config.option.hypothesis_seed = str(random.getrandbits(32))
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("hypothesis_seed")
+    return None if seed is None else f"--hypothesis-seed={seed}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have one process run what shares a module's fixtures or a worker group, the longest first."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+    items.sort(key=lambda item: _place_of(_group_of(item)))
+
+
+def _group_of(item: pytest.Item) -> str:
+    """Name the parity runs of so many ranks, which share oracles, or else the test's file."""
+    path = item.nodeid.partition("::")[0]
+    if not path.startswith("tests/parity/") or path.endswith("test_divisions.py"):
+        return path
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    world = values["case"].world if "case" in values else values.get("world", 1)
+    return f"parity {world}"
+
+
+def _place_of(group: str) -> int:
+    """Order by how long it takes: parity, more so of two ranks, then what starts programs."""
+    beginnings = ("parity 2", "parity 1", "tests/parity/", "tests/integration/", "tests/")
+    return next(place for place, text in enumerate(beginnings) if group.startswith(text))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,7 +65,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[SHARED_MEMORY_BEFORE] = set(shared_memory())
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if hasattr(session.config, "workerinput"):  # one of several processes: others still run tests
+        return
+    for path in set(shared_memory()) - session.config.stash[SHARED_MEMORY_BEFORE]:
+        path.unlink(missing_ok=True)
     if exitstatus != pytest.ExitCode.OK or not session.config.getoption("--some-must-run"):
         return
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -31,6 +83,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+SHARED_MEMORY_BEFORE = pytest.StashKey[set[Path]]()
 #: Ranks that start look for each other's by name, and wait for ever for one that is gone.
 STARTING_S = 30.0
 
@@ -43,15 +96,6 @@ def _little_shared_memory_left() -> Iterator[None]:
     """
     yield
     remove_shared_memory(older_than_s=STARTING_S)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _no_shared_memory_left() -> Iterator[None]:
-    """What the last tests left."""
-    before = set(shared_memory())
-    yield
-    for path in set(shared_memory()) - before:
-        path.unlink(missing_ok=True)
 
 
 def shared_memory() -> Iterator[Path]:

@@ -70,7 +70,7 @@ def test_every_matrix_is_large_enough_for_stock_to_keep_it_on_the_drive() -> Non
 
 
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.full
 def test_memascend_takes_the_same_bytes_for_every_model(tmp_path: Path) -> None:
     rows = rows_of("memory", tmp_path)
     ours = [row for row in rows if row["contender"] == "memascend" and row["case"] != "slope"]

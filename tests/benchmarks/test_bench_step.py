@@ -90,7 +90,7 @@ def test_a_run_that_fails_says_what_it_printed_and_leaves_nothing(
 
 
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.full
 def test_memascend_moves_less_and_trains_the_same(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "bench_step.py"), "--small"]
     command += ["--out", str(tmp_path), "--directory", str(tmp_path)]

@@ -36,6 +36,7 @@ def rows_of(bench: str, directory: Path, *arguments: str) -> list[dict[str, Any]
     return rows
 
 
+@pytest.mark.full
 def test_the_overflow_bench_times_every_form_and_counts_temporaries(tmp_path: Path) -> None:
     rows = rows_of("overflow", tmp_path)
     contenders = ["memascend, flag", "memascend, flag + sum", "isinf, isnan", "amax, amin"]
@@ -67,6 +68,7 @@ def test_the_allocator_bench_reserves_little_more_than_was_asked(tmp_path: Path)
             assert figures["reserved_bytes"] <= figures["asked_bytes"] + limit
 
 
+@pytest.mark.full
 def test_the_verify_bench_compares_with_a_store_that_verifies_nothing(tmp_path: Path) -> None:
     rows = rows_of("verify", tmp_path)
     ways = {row["contender"] for row in rows}
@@ -77,6 +79,7 @@ def test_the_verify_bench_compares_with_a_store_that_verifies_nothing(tmp_path: 
             assert row["figures"]["time_to_off"]["p50"] == 1
 
 
+@pytest.mark.full
 def test_the_nvme_bench_measures_both_engines(tmp_path: Path) -> None:
     rows = rows_of("nvme", tmp_path, "--without-deepspeed")
     measured = {row["contender"] for row in rows if "not_run" not in row["figures"]}

@@ -135,6 +135,7 @@ def test_a_full_drive_is_told_once(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("in_files", [True, False])
 def test_converting_takes_no_memory_for_tensors(tmp_path: Path, in_files: bool) -> None:
     for name, numel in (("small", 4096), ("large", LARGE_NUMEL)):

@@ -31,7 +31,7 @@ def smoke() -> ModuleType:
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_losses_equal_those_of_cpu_offload(smoke: ModuleType, tmp_path: Path) -> None:
     findings = smoke.check_parity(tmp_path)
@@ -60,7 +60,7 @@ def test_a_slot_is_not_reused_before_a_slow_copy_has_passed(
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.slow
+@pytest.mark.full
 def test_copies_from_a_lease_are_as_fast_as_from_pinned_memory(
     smoke: ModuleType, tmp_path: Path
 ) -> None:

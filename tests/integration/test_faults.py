@@ -14,7 +14,7 @@ import pytest
 
 from .programs import BLOCK, REPOSITORY, free_port, losses, run, training_config
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 PROGRAMS = REPOSITORY / "tests" / "integration"
 SEARCH_PATH = {
@@ -25,7 +25,7 @@ WORLD = 2
 END_TIMEOUT_S = 240.0
 
 
-@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("operation", ["read", pytest.param("write", marks=pytest.mark.full)])
 def test_no_rank_waits_for_one_whose_drive_failed(tmp_path: Path, operation: str) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
@@ -46,6 +46,7 @@ def test_no_rank_waits_for_one_whose_drive_failed(tmp_path: Path, operation: str
     assert list(drive.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["tiles", "whole sub-groups"])
 def test_after_half_a_step_only_a_checkpoint_goes_on(tmp_path: Path, is_streamed: bool) -> None:
     """Whoever catches the error can neither step nor save weights of two steps."""
@@ -75,6 +76,7 @@ def test_after_half_a_step_only_a_checkpoint_goes_on(tmp_path: Path, is_streamed
         assert "load: TornStepError: cannot load a checkpoint after half a" in done.stdout
 
 
+@pytest.mark.full
 def test_a_job_started_twice_ends_one_of_them_or_both_are_whole(tmp_path: Path) -> None:
     """On the drive they do not meet: files have no names. The checkpoint is whole, and loads."""
     drive, checkpoints = tmp_path / "drive", tmp_path / "checkpoints"

@@ -13,7 +13,7 @@ from memascend.base.units import MIB
 
 from .programs import REPOSITORY, free_port, losses, run
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "limit_program.py"
 LIMIT_BYTES = 24 * MIB
@@ -71,7 +71,11 @@ def program(tmp_path: Path) -> Program:
     return Program(tmp_path)
 
 
-@pytest.mark.parametrize("ending", [(), ("--keep",)], ids=["destroyed", "left to the interpreter"])
+@pytest.mark.parametrize(
+    "ending",
+    [pytest.param((), marks=pytest.mark.full), ("--keep",)],
+    ids=["destroyed", "left to the interpreter"],
+)
 def test_the_tables_and_the_report_say_what_was_planned_and_measured(
     program: Program, ending: tuple[str, ...]
 ) -> None:
@@ -100,6 +104,7 @@ def test_the_tables_and_the_report_say_what_was_planned_and_measured(
     assert list(program.drive.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_limit_too_small_stops_the_program_with_one_message_and_nothing_on_the_drive(
     program: Program,
 ) -> None:
@@ -119,6 +124,7 @@ def test_a_limit_too_small_stops_the_program_with_one_message_and_nothing_on_the
     assert "LimitTooSmallError" in output
 
 
+@pytest.mark.full
 def test_under_a_hard_cap_training_completes_where_stock_dies(program: Program) -> None:
     """The kernel refuses memory beyond what imports take, the limit, and the device's share."""
     cap = ("--cap-bytes", str(LIMIT_BYTES + DEVICE_BYTES), "--layers", str(LAYERS))

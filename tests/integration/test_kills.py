@@ -8,9 +8,9 @@ import pytest
 
 from . import kill_runs
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
-
+@pytest.mark.deepspeed
+@pytest.mark.full
 def test_killed_runs_go_on_exactly(tmp_path: Path) -> None:
     outcomes = kill_runs.run(2, seed=5, directory=tmp_path)
     assert [outcome for outcome in outcomes if not outcome.is_right] == []

@@ -21,11 +21,11 @@ from .programs import (
     run,
 )
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, needs_entry_point]
+pytestmark = [pytest.mark.deepspeed, needs_entry_point]
 
 TRAINER = Path(__file__).with_name("trainer_program.py")
 STOCK = {"MEMASCEND_DISABLE": "1"}
-LAUNCHERS = ("python", "deepspeed", "torchrun", "accelerate")
+OTHER_LAUNCHERS = ("python", "torchrun", "accelerate")
 
 
 def launched_by(launcher: str) -> list[str]:
@@ -65,7 +65,10 @@ def finetune(
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    ["deepspeed", *(pytest.param(name, marks=pytest.mark.full) for name in OTHER_LAUNCHERS)],
+)
 def test_an_unchanged_script_is_armed_and_gives_the_losses_of_cpu_offload(
     launcher: str, tmp_path: Path
 ) -> None:
@@ -80,6 +83,7 @@ def test_an_unchanged_script_is_armed_and_gives_the_losses_of_cpu_offload(
     assert list((tmp_path / "drive").iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_block_in_the_environment_arms_a_script_whose_json_has_none(tmp_path: Path) -> None:
     status, output = finetune(
         tmp_path, launcher="python", environment={"MEMASCEND_CONFIG": '{"buffer_pool": {}}'}
@@ -96,6 +100,7 @@ def test_disabling_in_the_environment_runs_stock_whatever_the_json_says(tmp_path
     assert status == 0, output[-4000:]
 
 
+@pytest.mark.full
 def test_a_typo_in_the_block_stops_the_run_before_the_model_is_built(tmp_path: Path) -> None:
     status, output = finetune(tmp_path, launcher="python", block={"direct_nvme": {"queue_dept": 8}})
     assert status != 0
@@ -149,6 +154,7 @@ def test_trainer_with_auto_values_gives_the_losses_of_cpu_offload(tmp_path: Path
     assert norms in expected.splitlines()
 
 
+@pytest.mark.full
 def test_trainer_stops_at_a_typo_in_the_block(tmp_path: Path) -> None:
     status, output = train_with_trainer(
         tmp_path, device="nvme", block={"bufer_pool": {"enabled": False}}

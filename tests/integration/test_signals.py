@@ -18,7 +18,7 @@ import pytest
 from . import kill_runs
 from .programs import REPOSITORY, free_port
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "kill_program.py"
 EXIT_STATUS = 77

@@ -29,7 +29,7 @@ from unittest import mock
 
 import pytest
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
 HIDDEN = 512
 VOCABULARY = 4096

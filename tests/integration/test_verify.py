@@ -11,7 +11,7 @@ import pytest
 
 from .programs import BLOCK, REPOSITORY, run, training_config
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "verify_program.py"
 WORLD = 2
@@ -20,7 +20,8 @@ END_TIMEOUT_S = 240.0
 
 
 @pytest.mark.parametrize(
-    ("verify", "stream", "saves"), [("reads", "master", True), ("full", "state", False)]
+    ("verify", "stream", "saves"),
+    [("reads", "master", True), pytest.param("full", "state", False, marks=pytest.mark.full)],
 )
 def test_a_turned_bit_ends_the_job_before_it_reaches_a_weight(
     tmp_path: Path, verify: str, stream: str, saves: bool

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from memascend import _core
 from memascend.kernels import overflow
+from tests.support.examples import examples
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ISAS = _core.overflow_isas()
@@ -136,7 +137,7 @@ def test_the_sum_has_the_same_bits_for_every_isa_and_thread_count(dtype: torch.d
     assert len(sums) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     isa=st.sampled_from(ISAS),

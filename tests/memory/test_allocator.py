@@ -22,6 +22,7 @@ from memascend import _core
 from memascend.base.units import KIB, MIB
 from memascend.errors import HostMemoryError, MemAscendError
 from memascend.memory.allocator import HostAllocator, describe
+from tests.support.examples import examples
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * MIB
@@ -142,7 +143,7 @@ class LockedAllocatorAgainstModel(AllocatorAgainstModel):
 
 
 STATE_MACHINE = settings(
-    max_examples=40,
+    max_examples=examples(40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -150,7 +151,7 @@ STATE_MACHINE = settings(
 TestAllocatorAgainstModel = AllocatorAgainstModel.TestCase
 TestAllocatorAgainstModel.settings = STATE_MACHINE
 TestLockedAllocatorAgainstModel = LockedAllocatorAgainstModel.TestCase
-TestLockedAllocatorAgainstModel.settings = settings(STATE_MACHINE, max_examples=15)
+TestLockedAllocatorAgainstModel.settings = settings(STATE_MACHINE, max_examples=examples(15))
 
 
 def test_a_tensor_view_keeps_its_memory_alive() -> None:

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 from memascend import _core
 from memascend.base.units import MIB
 from memascend.errors import HostMemoryError
+from tests.support.examples import examples
 from tests.support.fake_cuda import FakeCuda, make_core
 
 PAGE_BYTES = 4096
@@ -104,7 +105,7 @@ class RegisteringAllocatorAgainstModel(RuleBasedStateMachine):
 
 
 STATE_MACHINE = settings(
-    max_examples=40,
+    max_examples=examples(40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

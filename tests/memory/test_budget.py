@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from memascend.errors import HostMemoryError, PoolExhaustedError
 from memascend.memory.allocator import HostAllocator
 from memascend.memory.budget import PAGE_BYTES, SEGMENT_COUNT, BudgetSlots, round_up
+from tests.support.examples import examples
 
 BUDGET_PAGES = 64
 LARGEST_PAGES = BUDGET_PAGES // SEGMENT_COUNT
@@ -148,7 +149,7 @@ def test_a_view_has_the_shape_asked_for() -> None:
 Step = tuple[int, int]  # bytes to acquire, or 0 and which lease to release
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, LARGEST_PAGES * PAGE_BYTES), st.integers(0, 1 << 16))),
     st.sampled_from([PAGE_BYTES, 5 * PAGE_BYTES, 1 << 22]),

@@ -22,6 +22,7 @@ from memascend.memory.pool import (
     SizeClass,
     derive_classes,
 )
+from tests.support.examples import examples
 
 PAGE_BYTES = 4096
 SIZES = {"small": 2 * PAGE_BYTES, "middle": 5 * PAGE_BYTES, "large": 16 * PAGE_BYTES}
@@ -127,7 +128,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestPoolAgainstModel.settings = settings(
+    max_examples=examples(60), stateful_step_count=50, deadline=None
+)
 
 
 def test_a_slot_under_io_is_not_leased_again_after_release() -> None:

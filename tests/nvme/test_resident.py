@@ -13,6 +13,7 @@ from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.staging import StagingSlots
+from tests.support.examples import examples
 from tests.support.streaming_hosts import PAGE_BYTES, HostTensors, memory_store
 
 SLOT_COUNT = 3
@@ -140,7 +141,7 @@ class ResidentAgainstDict(RuleBasedStateMachine):
 
 TestResidentAgainstDict = ResidentAgainstDict.TestCase
 TestResidentAgainstDict.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

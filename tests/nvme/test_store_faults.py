@@ -18,6 +18,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from memascend import _core
 from memascend.errors import StoreError, StoreFullError
+from tests.support.examples import examples
 from tests.support.nvme_memory import CANARY, PageMemory, open_store, read, write
 from tests.support.nvme_model import KEYS, SHIFTS, StoreModel
 
@@ -53,7 +54,10 @@ class StoreAgainstDict(StoreModel):
 
 
 StoreAgainstDict.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(40),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestStoreAgainstDict = StoreAgainstDict.TestCase
 
@@ -287,7 +291,8 @@ def test_a_silent_device_is_reported_once_and_waited_for(capfd):
     store = open_store("(memory)", "memory", faults=faults, watchdog_seconds=0.05)
     faults.paused = True
     ticket = write(store, "slow", bytes(4096))
-    time.sleep(0.3)
+    while not store.stats()["stalls"]:  # as often as its test's timeout allows
+        time.sleep(0.01)
     assert store.stats()["stalls"] == 1
     faults.paused = False
     ticket.wait()

@@ -24,6 +24,7 @@ from memascend.plan.checksums import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTE
 from memascend.plan.derive import ROUNDING, LimitTooSmallError, PlanRequest, derive
 from memascend.plan.shapes import builtin
 from memascend.runtime import Runtime, Substitutes
+from tests.support.examples import examples
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory, flip_bit, open_store, read, write
 from tests.support.nvme_model import FRACTIONS, KEYS, SHIFTS, StoreModel
 from tests.support.plan_models import decoder
@@ -86,7 +87,10 @@ class VerifiedStoreAgainstDict(StoreModel):
 
 
 VerifiedStoreAgainstDict.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(40),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestVerifiedStoreAgainstDict = VerifiedStoreAgainstDict.TestCase
 

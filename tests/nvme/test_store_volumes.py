@@ -12,6 +12,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from memascend import _core
 from memascend.errors import StoreError, StoreFullError
+from tests.support.examples import examples
 from tests.support.nvme_memory import open_store, read, write
 from tests.support.nvme_model import KEYS, SHIFTS, StoreModel
 
@@ -86,7 +87,10 @@ class StripedStoreAgainstDict(StoreModel):
 
 
 StripedStoreAgainstDict.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestStripedStoreAgainstDict = StripedStoreAgainstDict.TestCase
 

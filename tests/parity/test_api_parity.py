@@ -13,10 +13,10 @@ import pytest
 
 from .cases import SECTIONS, Case
 from .matrix import LIMIT_SMALL_BYTES
-from .test_parity import assert_memascend_did_it, case_name
+from .test_parity import assert_memascend_did_it, case_name, quick
 from .workers import Bench, differences
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 CHANGED = Case(accessors="change", steps=4)
 WITHOUT_STREAMS = tuple(name for name in SECTIONS if not name.startswith("streaming."))
@@ -37,13 +37,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_name)
+@pytest.mark.parametrize("case", quick(CASES, 0, 3), ids=case_name)
 def test_values_read_and_changed_are_those_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
     assert_memascend_did_it(case, facts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_reading_leaves_no_trace(bench: Bench, world: int) -> None:
     read = bench.run(Case(accessors="read", steps=4, world=world), "memascend")
@@ -56,6 +57,7 @@ def test_changes_are_noticed(bench: Bench) -> None:
     assert differences(changed, bench.run(Case(steps=4), "oracle")) != []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_state_dict_has_the_keys_and_shapes_of_stock_nvme(bench: Bench, world: int) -> None:
     case = Case(accessors="read", steps=4, world=world)

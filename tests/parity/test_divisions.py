@@ -21,7 +21,7 @@ import torch
 from .cases import SECTIONS, WHOLE, Backend, Case
 from .workers import Bench, differences
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 STEPS = 2
 SUB_GROUP_OTHER_NUMEL = 700_000
@@ -88,6 +88,7 @@ def without_step(states: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in states.items() if name != "step"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", SAVERS)
 def test_deepspeeds_script_and_ours_find_every_tensor(
     saved: Callable[[int], Saved], tmp_path: Path, world: int
@@ -105,12 +106,14 @@ def test_deepspeeds_script_and_ours_find_every_tensor(
 @pytest.mark.parametrize(
     ("is_universal", "changes"),
     [
-        pytest.param(True, {}, id="universal"),
+        pytest.param(True, {}, id="universal", marks=pytest.mark.full),
         pytest.param(False, {}, id="by name"),
-        pytest.param(False, {"limit_bytes": 300 << 20}, id="by name, within a limit"),
+        pytest.param(
+            False, {"limit_bytes": 300 << 20}, id="by name, within a limit", marks=pytest.mark.full
+        ),
     ],
 )
-@pytest.mark.parametrize("world", SAVERS)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_another_number_of_ranks_goes_on_as_cpu_offload(
     bench: Bench,
     saved: Callable[[int], Saved],
@@ -126,6 +129,7 @@ def test_another_number_of_ranks_goes_on_as_cpu_offload(
     assert differences(bench.run(case, "memascend"), oracle) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "sections"), [(1, WHOLE), (2, SECTIONS)])
 def test_other_sub_groups_go_on_as_cpu_offload(
     bench: Bench, saved: Callable[[int], Saved], world: int, sections: tuple[str, ...]
@@ -137,6 +141,7 @@ def test_other_sub_groups_go_on_as_cpu_offload(
     assert differences(bench.run(case, "memascend"), oracle) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "world"), [("stock", 1), ("oracle", 2)])
 def test_what_stock_saved_is_loaded_by_other_ranks(
     bench: Bench, tmp_path: Path, backend: Backend, world: int
@@ -149,6 +154,7 @@ def test_what_stock_saved_is_loaded_by_other_ranks(
     assert bench.run(loads, "memascend")[0]["loaded"] == found.states
 
 
+@pytest.mark.full
 def test_without_what_deepspeeds_tools_need_a_checkpoint_is_smaller_and_as_good(
     bench: Bench, saved: Callable[[int], Saved], tmp_path: Path
 ) -> None:
@@ -165,6 +171,7 @@ def test_without_what_deepspeeds_tools_need_a_checkpoint_is_smaller_and_as_good(
     assert bench.run(loads, "memascend")[0]["loaded"] == found.states
 
 
+@pytest.mark.full
 def test_from_cpu_offload_to_ours_and_back_nothing_is_lost(bench: Bench, tmp_path: Path) -> None:
     case = Case(family="odd", steps=STEPS)
     stock = save(bench, tmp_path / "stock", case, "oracle")

@@ -16,21 +16,29 @@ from . import matrix
 from .cases import Case
 from .workers import Bench, Facts, differences
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 
 def case_name(case: Case) -> str:
     return case.name
 
 
-@pytest.mark.parametrize("case", matrix.training_cases(), ids=case_name)
+def quick(cases: list[Case], *numbers: int) -> list[Any]:
+    """Have the cases of these numbers run in every test run, and the others in the full one."""
+    return [
+        pytest.param(case, marks=[] if number in numbers else pytest.mark.full)
+        for number, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("case", quick(matrix.training_cases(), 1, 3, 17), ids=case_name)
 def test_training_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", matrix.section_cases(), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.section_cases(), *range(12), 20), ids=case_name)
 def test_every_section_alone_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
@@ -39,7 +47,7 @@ def test_every_section_alone_gives_the_bits_of_cpu_offload(bench: Bench, case: C
         assert rank["optimizer_class"].startswith(armed)
 
 
-@pytest.mark.parametrize("case", matrix.limit_cases(), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.limit_cases(), 0), ids=case_name)
 def test_within_a_limit_training_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
@@ -55,7 +63,7 @@ def test_within_a_limit_training_gives_the_bits_of_cpu_offload(bench: Bench, cas
         assert (ledger["drive"]["resident_bytes_read"] > 0) == stays
 
 
-@pytest.mark.parametrize("case", matrix.resume_cases(), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.resume_cases(), 9, 13), ids=case_name)
 def test_a_resumed_run_gives_the_bits_of_one_never_interrupted(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
@@ -63,7 +71,7 @@ def test_a_resumed_run_gives_the_bits_of_one_never_interrupted(bench: Bench, cas
         assert rank["optimizer_class"].startswith("memascend.")
 
 
-@pytest.mark.parametrize("case", matrix.volume_cases(), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.volume_cases(), 4), ids=case_name)
 def test_over_several_drives_training_gives_the_bits_of_cpu_offload(
     bench: Bench, case: Case
 ) -> None:
@@ -72,7 +80,7 @@ def test_over_several_drives_training_gives_the_bits_of_cpu_offload(
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", matrix.verify_cases(), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.verify_cases(), 1), ids=case_name)
 def test_with_everything_compared_training_gives_the_bits_of_cpu_offload(
     bench: Bench, case: Case
 ) -> None:
@@ -89,27 +97,28 @@ def test_with_everything_compared_training_gives_the_bits_of_cpu_offload(
             assert rows["checksums"]["planned_bytes"] == rows["checksums"]["peak_bytes"]
 
 
-@pytest.mark.parametrize("case", matrix.streaming_cases(), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.streaming_cases(), 4, 7, 11, 17), ids=case_name)
 def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", matrix.stream_choice_cases(), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.stream_choice_cases(), 5), ids=case_name)
 def test_every_choice_of_streams_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
     assert_memascend_did_it(case, facts)
 
 
-@pytest.mark.parametrize("case", matrix.inference_cases(), ids=case_name)
+@pytest.mark.parametrize("case", quick(matrix.inference_cases(), 0), ids=case_name)
 def test_inference_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
     assert all(rank["swapper_classes"][0].startswith("memascend.") for rank in facts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "circumstance",
@@ -128,7 +137,7 @@ def test_a_layer_used_now_and_then_gives_the_bits_of_cpu_offload(
     assert differences(bench.run(case, "memascend"), bench.run(case, "oracle")) == []
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_an_optimizer_that_looks_at_whole_tensors_is_named_once(bench: Bench, world: int) -> None:
     whole, tiled = (
         bench.run(Case(world=world, optimizer_type=name), "memascend")
@@ -157,6 +166,7 @@ def test_fp16_case_skips_some_steps_and_takes_others(bench: Bench) -> None:
     assert 0 < facts[0]["skipped_steps"] < 5
 
 
+@pytest.mark.full
 def test_fifty_steps_overflow_recover_grow_and_overflow_again(bench: Bench) -> None:
     """The same for the long case."""
     facts = bench.run(matrix.streaming_cases()[0], "oracle")
@@ -167,11 +177,13 @@ def test_fifty_steps_overflow_recover_grow_and_overflow_again(bench: Bench) -> N
     assert 5 < facts[0]["skipped_steps"] < 45
 
 
-def test_clipping_bites_where_it_is_meant_to(bench: Bench) -> None:
-    clipped = [case for case in matrix.streaming_cases() if 0 < case.clipping < 0.1]
-    for case in clipped:
-        norms = bench.run(case, "oracle")[0]["norms"]
-        assert all(float.fromhex(norm) > 2 * case.clipping for norm in norms)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case", [case for case in matrix.streaming_cases() if 0 < case.clipping < 0.1], ids=case_name
+)
+def test_clipping_bites_where_it_is_meant_to(bench: Bench, case: Case) -> None:
+    norms = bench.run(case, "oracle")[0]["norms"]
+    assert all(float.fromhex(norm) > 2 * case.clipping for norm in norms)
 
 
 def test_one_changed_weight_is_noticed(bench: Bench) -> None:

@@ -17,7 +17,7 @@ import pytest
 from .cases import Case, deepspeed_json
 from .workers import CASE_TIMEOUT_S, Bench, Facts, WorkerGroup, differences
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 BILLION = 1_000_000_000
 MIB = 1 << 20
@@ -39,12 +39,14 @@ def closing_all(*groups: WorkerGroup) -> Iterator[None]:
             group.stop()
 
 
+@pytest.mark.full
 def test_buffer_size_below_the_embedding_does_not_matter(bench: Bench) -> None:
     # Stock: AssertionError "More elements 1048576 than buffer size 600000" while the model is
     # built.
     assert_parity(bench, Case(buffer_numel=600_000))
 
 
+@pytest.mark.full
 def test_five_buffers_suffice_under_gradient_checkpointing(bench: Bench) -> None:
     # Stock: AssertionError "Not enough buffers 0 for swapping 1". A gathered tensor holds its
     # buffer, the reuse distance of Hugging Face's example keeps tensors gathered, and recomputation
@@ -59,6 +61,7 @@ def test_all_parameters_can_be_gathered_at_once(bench: Bench) -> None:
     assert_parity(bench, Case(gather_all=True, buffer_count=5, prefetch_numel=0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("buffer_count", [24, 40])
 def test_a_prefetch_list_may_name_a_parameter_twice(bench: Bench, buffer_count: int) -> None:
     # Stock: AssertionError "param 20 already assigned swap buffer id 16": with buffers in plenty
@@ -67,7 +70,7 @@ def test_a_prefetch_list_may_name_a_parameter_twice(bench: Bench, buffer_count: 
     assert_parity(bench, case)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_second_model_leaves_the_first_alone(bench: Bench, world: int) -> None:
     # Stock: the second zero.Init removes the folder of the first; the first then aborts the process
     # on reading a file that is gone, or trains on what the second wrote.
@@ -77,6 +80,7 @@ def test_a_second_model_leaves_the_first_alone(bench: Bench, world: int) -> None
     assert differences([rank["second"] for rank in facts], alone) == []
 
 
+@pytest.mark.full
 def test_two_processes_may_share_one_nvme_path(bench: Bench, tmp_path: Path) -> None:
     # Stock: as with a second model; the process that starts later removes the folder of the other.
     folders = [tmp_path / name for name in ("first", "second", "nvme", "signals")]
@@ -100,6 +104,7 @@ def test_two_processes_may_share_one_nvme_path(bench: Bench, tmp_path: Path) -> 
     assert [path for path in (tmp_path / "nvme").rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.full
 def test_an_unprivileged_user_with_little_lockable_memory_can_train(
     bench: Bench, tmp_path: Path
 ) -> None:

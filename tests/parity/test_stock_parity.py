@@ -10,9 +10,10 @@ from __future__ import annotations
 import pytest
 
 from .cases import Case
+from .test_parity import case_name, quick
 from .workers import Bench, differences
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 RIGHT = [
     Case(),
@@ -41,7 +42,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick(RIGHT, 0), ids=case_name)
 def test_stock_nvme_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case.within_stock(), "stock")
     # The model to export is left out: stock keeps `param.cpu()`, which on the CPU accelerator is no
@@ -51,6 +52,7 @@ def test_stock_nvme_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> N
     assert differences(facts, oracle) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "fault"), [pytest.param(case, fault, id=case.name) for case, fault in WRONG]
 )

@@ -9,7 +9,7 @@ import pytest
 from .cases import Case
 from .workers import Bench
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
 STEPS = 4
 

@@ -1,7 +1,7 @@
 """One rank of a worker group: imports DeepSpeed once, then runs what comes down its socket.
 
-Started by `workers.WorkerGroup` as `python -m tests.parity.worker --socket FD`. Everything printed goes
-to the rank's log file; only answers go back through the socket.
+Started by `workers.WorkerGroup` as `python -m tests.parity.worker --socket FD`. Everything
+printed goes to the rank's log file; only answers go back through the socket.
 """
 
 from __future__ import annotations

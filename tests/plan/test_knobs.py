@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from memascend.base.units import GIB, KIB, MIB
 from memascend.plan.derive import LimitTooSmallError, Plan, PlanRequest, derive
 from memascend.plan.shapes import ModelShapes, builtin
+from tests.support.examples import examples
 from tests.support.plan_models import decoder
 
 COMPONENTS = [
@@ -51,7 +52,7 @@ def minimum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
 
 
 @given(shapes=shapes_of, request=requests)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_the_smallest_limit_works_and_one_byte_less_does_not(
     shapes: ModelShapes, request: PlanRequest
 ) -> None:
@@ -63,7 +64,7 @@ def test_the_smallest_limit_works_and_one_byte_less_does_not(
 
 
 @given(shapes=shapes_of, request=requests, data=st.data())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_every_plan_keeps_its_limit_and_its_own_rules(
     shapes: ModelShapes, request: PlanRequest, data: st.DataObject
 ) -> None:
@@ -105,7 +106,7 @@ def check_rules(plan: Plan) -> None:
 
 
 @given(shapes=shapes_of, request=requests, more=st.integers(0, 100 * MIB))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_a_higher_limit_never_moves_more_bytes(
     shapes: ModelShapes, request: PlanRequest, more: int
 ) -> None:

@@ -125,7 +125,7 @@ def test_text_is_read_from_files_and_folders_in_a_fixed_order(
 
 
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2.5", "llama-3", "gpt2"])
 def test_the_loss_falls_and_equals_that_of_cpu_offload(tmp_path: Path, family: str) -> None:
     arguments = ["--model", f"{family}-tiny", "--steps", "4", "--digest", "parameters"]
@@ -138,7 +138,7 @@ def test_the_loss_falls_and_equals_that_of_cpu_offload(tmp_path: Path, family: s
 
 
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_loss_of_a_mixture_of_experts_falls(tmp_path: Path) -> None:
     # On CPU offload alone: stock's NVMe path gives other losses in every run of this model.
     found = losses(run(tmp_path, "--model", "mixtral-tiny", "--steps", "4", device="cpu"))
@@ -146,7 +146,7 @@ def test_the_loss_of_a_mixture_of_experts_falls(tmp_path: Path) -> None:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks_print_one_line_per_step(tmp_path: Path) -> None:
     arguments = ["--model", "qwen2.5-tiny", "--steps", "3"]
     found = losses(run(tmp_path, *arguments, launcher=TWO_RANKS))
@@ -155,7 +155,7 @@ def test_two_ranks_print_one_line_per_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.full
 def test_saved_weights_are_a_local_folder_to_start_from(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     first = run(tmp_path, "--model", "qwen2.5-tiny", "--steps", "3", "--save", str(saved))
@@ -165,7 +165,7 @@ def test_saved_weights_are_a_local_folder_to_start_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.full
 def test_command_line_options_override_the_json(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     arguments = ["--model", "qwen2.5-tiny", "--steps", "2", "--batch-size", "2", "--lr", "0"]

@@ -19,6 +19,7 @@ from memascend.kernels.overflow import scan
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.gradients import FACTOR_COUNT_MAX, GradientSpool
 from memascend.streaming.staging import StagingSlots
+from tests.support.examples import examples
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 GROUP = "0_9"
@@ -87,7 +88,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5000), min_size=4, max_size=4),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),

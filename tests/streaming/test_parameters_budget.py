@@ -15,6 +15,7 @@ from memascend.memory.budget import PAGE_BYTES, BudgetSlots
 from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.staging import StagingSlots
+from tests.support.examples import examples
 from tests.support.streaming_fakes import FakeEvent, FakeMemory, FakeRangeStore, LateDevice
 
 BUDGET_BYTES = 16 * PAGE_BYTES
@@ -247,7 +248,7 @@ class MeanPool(BudgetSlots):
         return super().acquire(nbytes) if self._chance.random() < 0.5 else None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.tuples(

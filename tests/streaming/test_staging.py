@@ -14,6 +14,7 @@ from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
+from tests.support.examples import examples
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 
 SLOT_BYTES = 4096
@@ -255,7 +256,7 @@ def test_a_slot_is_read_into_again_only_when_it_was_copied_out(store: FakeRangeS
 Action = tuple[str, int, int, int]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     actions=st.lists(
         st.tuples(

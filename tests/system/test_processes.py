@@ -21,6 +21,7 @@ from memascend.system.processes import (
     process_tree,
 )
 
+SAMPLE_COUNT = 5
 HOLD = """
 import ctypes, mmap, sys, time
 block = mmap.mmap(-1, {nbytes})
@@ -44,7 +45,8 @@ def holding_process(nbytes: int, extra: str = "") -> subprocess.Popen[bytes]:
 def sampled(process: subprocess.Popen[bytes]) -> TreeSampler:
     sampler = TreeSampler(process.pid, interval_s=0.02)
     sampler.start()
-    time.sleep(0.4)
+    while len(sampler.samples) < SAMPLE_COUNT:
+        time.sleep(0.01)
     sampler.stop()
     process.communicate()
     return sampler
@@ -74,9 +76,8 @@ def test_locked_memory_is_seen() -> None:
 
 
 def test_descendants_are_part_of_the_tree() -> None:
-    child = (
-        "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(5)'])"
-    )
+    waits = "'import sys; sys.stdin.read()'"
+    child = f"import subprocess; subprocess.Popen([sys.executable, '-c', {waits}])"
     process = holding_process(MIB, child)
     assert len(process_tree(process.pid)) == 2
     process.communicate()

@@ -16,6 +16,7 @@ from memascend.cli.compare import command as compare
 from memascend.cli.compare.run import Column, Run, columns_by_name, find_losses, run_column
 from memascend.cli.compare.warm_up import WarmUp
 from memascend.cli.main import main
+from memascend.system import processes
 
 # Stands for a training run: prints what it was told, and says that it is armed when it is not off.
 TRAINING = """
@@ -183,7 +184,10 @@ def test_offload_folders_come_from_the_config_unless_an_option_names_one(tmp_pat
     assert compare.read_target(["train.py"]).folders == ()
 
 
-def test_disk_use_is_measured_where_the_run_offloads(tmp_path: Path) -> None:
+def test_disk_use_is_measured_where_the_run_offloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "DISK_INTERVAL_S", 0.1)
     swap = tmp_path / "swap"
     swap.mkdir()
     (swap / "leftover").write_bytes(b"x" * 8 * MIB)

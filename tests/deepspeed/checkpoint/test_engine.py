@@ -21,10 +21,10 @@ import pytest
 
 from tests.integration.programs import BLOCK, REPOSITORY, losses, run, training_config
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "checkpoint_program.py"
-WORLDS = (1, 2)
+WORLDS = (1, pytest.param(2, marks=pytest.mark.full))
 
 
 class Runs:
@@ -152,6 +152,7 @@ def test_stock_loads_our_weights_and_we_go_on_with_all_of_stocks(backends: Backe
     assert "saved without memascend" in by_us
 
 
+@pytest.mark.full
 def test_the_weights_alone_can_be_loaded(backends: Backends) -> None:
     ours, saved, _, _ = backends(1)
     loaded = ours.run("weights")
@@ -160,6 +161,7 @@ def test_the_weights_alone_can_be_loaded(backends: Backends) -> None:
     assert losses(loaded)[1] != losses(saved)[3]
 
 
+@pytest.mark.full
 def test_a_tag_is_saved_again_and_again(backends: Backends, tmp_path: Path) -> None:
     ours, saved, _, _ = backends(1)
     checkpoint = tmp_path / "checkpoint"
@@ -172,6 +174,7 @@ def test_a_tag_is_saved_again_and_again(backends: Backends, tmp_path: Path) -> N
     assert losses(ours.run("load", checkpoint=checkpoint)) == losses(saved)[2:]
 
 
+@pytest.mark.full
 def test_two_runs_on_one_drive_save_without_touching_each_other(
     backends: Backends, tmp_path: Path
 ) -> None:
@@ -192,6 +195,7 @@ def test_two_runs_on_one_drive_save_without_touching_each_other(
     assert list(ours.drive.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(
     backends: Backends, tmp_path: Path
 ) -> None:
@@ -247,6 +251,7 @@ def remove(path: Path) -> str:
     return rf"checkpoint file .*{path.name} is missing"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(
     backends: Backends, tmp_path: Path, damage: Callable[[Path], str]
@@ -261,6 +266,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(
     assert before == after != masters(saved, "saved")
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_stock_with_a_short_file_is_refused(
     backends: Backends, tmp_path: Path
 ) -> None:
@@ -271,6 +277,7 @@ def test_a_checkpoint_of_stock_with_a_short_file_is_refused(
     assert re.search(r"checkpoint file .* has \d+ bytes, the optimizer needs \d+", output)
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_loads_every_ranks_part(backends: Backends, tmp_path: Path) -> None:
     one, *_ = backends(1)
     two, saved, *_ = backends(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ deepspeed = pytest.importorskip("deepspeed")
 
 from memascend.deepspeed.seams import arm as seams  # noqa: E402
 from memascend.deepspeed.seams import fingerprints  # noqa: E402
-from memascend.deepspeed.seams.fingerprint import resolve  # noqa: E402
+from memascend.deepspeed.seams.fingerprint import fingerprint, resolve  # noqa: E402
 from memascend.errors import ConfigError, UnsupportedDeepSpeedError  # noqa: E402
 
 BLOCK_OFF: dict[str, Any] = {"memascend": {"enabled": False}}
+# For tests that compare all definitions again and again, to find one that differs.
+FINGERPRINT_ONCE = functools.cache(fingerprint)
 
 
 def targets() -> list[Any]:
@@ -121,6 +124,7 @@ def test_a_changed_definition_is_refused_by_name_and_nothing_is_replaced(
     name: str, stock: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprints, "KNOWN", fingerprints.KNOWN | {name: ("0" * 16,)})
+    monkeypatch.setattr(seams, "fingerprint", FINGERPRINT_ONCE)
     with pytest.raises(UnsupportedDeepSpeedError) as refusal:
         seams.arm()
     text = str(refusal.value)

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = pytest.mark.deepspeed
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = Path(__file__).with_name("pretrained_program.py")
@@ -22,7 +22,7 @@ SWEEP_MB = 130
 SLOPE_MAX = 0.1
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_every_kind_of_checkpoint_is_loaded_as_by_stock(
     world: int, run_program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,6 +45,7 @@ def test_every_kind_of_checkpoint_is_loaded_as_by_stock(
         assert digests["llama, sharded"] != digests["llama, incomplete"]
 
 
+@pytest.mark.full
 def test_memory_while_loading_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "bench_loading.py"), "--small"]
     command += ["--out", str(tmp_path), "--directory", str(tmp_path)]
