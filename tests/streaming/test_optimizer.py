@@ -15,7 +15,7 @@ from memascend.errors import StoreError, TornStepError
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.optimizer import OptimizerStream
-from memascend.streaming.sub_groups import Member
+from memascend.streaming.sub_groups import Member, StepIntegrity, SubGroups
 from memascend.streaming.tiles import Tiles, TileShape
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
@@ -25,6 +25,7 @@ FACTORS = (1.0, 0.25, 1 / 3)
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=1e-2),
     "Adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
     "RAdam": lambda params: torch.optim.RAdam(params, lr=1e-2),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9, centered=True),
@@ -68,9 +69,10 @@ class Training:
         )
         tiles = Tiles(store=self.store, memory=self.memory, shape=shape)
         self.tiles = tiles
-        self.stream = OptimizerStream(
-            store=self.store, tiles=tiles, slots=self.slots, spool=self.spool
+        self.groups = SubGroups(
+            store=self.store, slots=self.slots, tiles=tiles, integrity=StepIntegrity()
         )
+        self.stream = OptimizerStream(groups=self.groups, tiles=tiles, spool=self.spool)
         self.initial = {
             name: torch.randn(numel, generator=torch.Generator().manual_seed(numel))
             for name, numel in SIZES.items()
@@ -78,9 +80,7 @@ class Training:
         self.members = {}
         for name, numel in SIZES.items():
             weights = self.initial[name]
-            self.stream.create(
-                name, numel, lambda begin, target, w=weights: target.copy_(w[begin:][: len(target)])
-            )
+            self.groups.create(name, numel, [Member(0, numel, weights.dtype, tensor=weights)])
             self.members[name] = self._members(name, numel)
         self.parameters = {name: torch.nn.Parameter(torch.empty(0)) for name in SIZES}
         self.optimizer = make(list(self.parameters.values()))
@@ -117,7 +117,7 @@ class Training:
             self.stream.step(
                 name,
                 parameter=parameter,
-                state=lambda parameter=parameter: self.optimizer.state[parameter],
+                states=self.optimizer.state,
                 update=update,
                 factor=factor,
                 members=self.members[name],
@@ -126,7 +126,7 @@ class Training:
 
     def master(self, name: str, state: str | None = None) -> torch.Tensor:
         value = torch.empty(SIZES[name])
-        self.stream.get(name, 0, value, state=state)
+        self.groups.get(name, 0, value, state=state)
         return value
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -201,8 +201,8 @@ def test_the_memory_of_the_tiles_is_what_they_say() -> None:
 def test_states_that_begin_as_one_value_are_not_written_before_they_change() -> None:
     training = Training(MAKERS["Adam"])
     for name in SIZES:
-        training.stream.add_state(name, "exp_avg", torch.float32, 0.0)
-        training.stream.add_state(name, "exp_avg_sq", torch.float32, 0.5)
+        training.groups.add_state(name, "exp_avg", torch.float32, 0.0)
+        training.groups.add_state(name, "exp_avg_sq", torch.float32, 0.5)
         training.optimizer.state[training.parameters[name]] = {"step": torch.tensor(0.0)}
     assert training.master("0_3", "exp_avg_sq").unique().tolist() == [0.5]
     training.step(gradients(0, torch.bfloat16), 1.0)
@@ -213,10 +213,10 @@ def test_states_that_begin_as_one_value_are_not_written_before_they_change() -> 
 
 def test_single_values_are_read_and_replaced() -> None:
     training = Training(MAKERS["Adam"])
-    training.stream.add_state("0_3", "exp_avg", torch.float32, 2.0)
+    training.groups.add_state("0_3", "exp_avg", torch.float32, 2.0)
     value = torch.full((5000,), 7.0)
-    training.stream.set("0_3", 3000, value, state="exp_avg")
-    training.stream.set("0_3", 11, value, state=None)
+    training.groups.set("0_3", 3000, value, state="exp_avg")
+    training.groups.set("0_3", 11, value, state=None)
     expected = torch.full((SIZES["0_3"],), 2.0)
     expected[3000:8000] = 7.0
     assert torch.equal(training.master("0_3", "exp_avg"), expected)
@@ -227,7 +227,7 @@ def test_single_values_are_read_and_replaced() -> None:
 
 def test_members_take_the_values_of_changed_master_weights() -> None:
     training = Training(MAKERS["Adam"])
-    training.stream.set("0_3", 0, torch.arange(SIZES["0_3"]).float(), state=None)
+    training.groups.set("0_3", 0, torch.arange(SIZES["0_3"]).float(), state=None)
     training.stream.refresh("0_3", training.members["0_3"])
     training.stream.drain()
     assert torch.equal(training.parameter("0_3"), torch.arange(SIZES["0_3"]).float().bfloat16())
@@ -254,7 +254,7 @@ def test_an_error_of_the_drive_is_raised_and_nothing_hangs() -> None:
 def test_discarding_gives_the_space_back() -> None:
     training = Training(MAKERS["Adam"])
     training.step(gradients(0, torch.bfloat16), 1.0)
-    training.stream.discard()
+    training.groups.discard()
     training.spool.discard()
     assert all(key.startswith("param.") for key in training.store.keys())  # noqa: SIM118
 
@@ -267,7 +267,7 @@ def test_after_a_drive_failed_discarding_is_no_second_error() -> None:
     faults.gone = errno.EROFS
     training.tiles.write(tile, "master.0_3", tile.master)
     training.tiles.retire(tile)
-    training.stream.discard()
+    training.groups.discard()
     assert all(key.startswith(("param.", "grad")) for key in training.store.keys())  # noqa: SIM118
 
 
@@ -308,14 +308,14 @@ def test_half_a_step_is_never_taken_for_a_whole_one(after: int) -> None:
     with pytest.raises(TornStepError, match="load a checkpoint"):
         training.step(gradients, 1.0)
     with pytest.raises(TornStepError):
-        training.stream.settle()
+        training.groups.settle()
     for name, numel in SIZES.items():
-        training.stream.load(name, state=None, dtype=torch.float32, source=lambda _, to: to.zero_())
+        training.groups.load(name, state=None, dtype=torch.float32, source=lambda _, to: to.zero_())
         training.stream.refresh(name, training.members[name])
         assert torch.equal(training.master(name), torch.zeros(numel))
     with pytest.raises(TornStepError):
         training.step(gradients, 1.0)
-    training.stream.wholeness.mend()
+    training.groups.integrity.mend()
     training.step(gradients, 1.0)
 
 
@@ -336,10 +336,10 @@ def test_after_a_drive_failed_in_a_step_a_load_is_enough() -> None:
         training.step(values, 1.0)
     training.optimizer.step = step  # type: ignore[method-assign]
     faults.gone = 0
-    training.stream.forget_states()
+    training.groups.forget_states()
     for name, numel in SIZES.items():
         for state in (None, "exp_avg", "exp_avg_sq"):
-            training.stream.load(
+            training.groups.load(
                 name, state=state, dtype=torch.float32, source=lambda _, to: to.zero_()
             )
             training.optimizer.state[training.parameters[name]]["step"] = torch.tensor(1.0)
@@ -347,7 +347,7 @@ def test_after_a_drive_failed_in_a_step_a_load_is_enough() -> None:
         training.stream.drain()
         assert torch.equal(training.master(name), torch.zeros(numel))
         assert torch.equal(training.parameter(name), torch.zeros(numel).bfloat16())
-    training.stream.wholeness.mend()
+    training.groups.integrity.mend()
     training.step(values, 1.0)
 
 

@@ -20,7 +20,7 @@ from memascend.checkpoint.manifest import (
 )
 from memascend.checkpoint.progress import ByteProgress
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
-from memascend.deepspeed.optimizer.restore import StoredTensor, settle, stored_tensors
+from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors
 from memascend.errors import CheckpointError
 from memascend.streaming.staging import StagingSlots
 from memascend.version import __version__
@@ -50,7 +50,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     once = [tensor for tensor in tensors if tensor.state is not None and not is_portable]
     nbytes = sum(tensor.padded_bytes for tensor in tensors)
     _check_space(folder.path, nbytes + sum(tensor.nbytes for tensor in twice), is_portable)
-    settle(optimizer)
+    optimizer.settle()
     target = folder.path / "offloaded_tensors" / f"rank{rank:02d}"
     target.mkdir(parents=True)
     slots = runtime.staging
