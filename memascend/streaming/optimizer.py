@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,8 +78,26 @@ class OptimizerStream:
             StoreError: The drive failed.
         """
         group = self._groups.group(name)
+        makes_states = not group.states
+        scalars = _clone({k: v for k, v in states[parameter].items() if k not in group.states})
         try:
-            self._walk(group, parameter, states, update, factor, members)
+            for begin in self._tiles.begins(group.numel):
+                with self._due(group, begin) as tile:
+                    gradient = self._tiles.gradient(tile)
+                    self._spool.load(name, begin, tile.raw.narrow(0, 0, tile.numel), gradient)
+                    gradient.mul_(factor)
+                    parameter.data = tile.master.narrow(0, 0, tile.numel)
+                    parameter.grad = gradient
+                    values = states[parameter]
+                    if makes_states:
+                        values.clear()
+                    values.update(_clone(scalars))
+                    if not makes_states:
+                        self._point_states(tile, group, values)
+                    self._groups.integrity.note_change()
+                    update()
+                    self._collect_states(tile, group, states[parameter])
+                    self._write_back(tile, group, members)
         except BaseException:
             self._stop()
             raise
@@ -87,39 +106,6 @@ class OptimizerStream:
         group.fills.clear()
         self._spool.note_factor(name, factor, parameter.dtype)
         self._groups.integrity.note_stepped()
-
-    def _walk(
-        self,
-        group: SubGroup,
-        parameter: torch.Tensor,
-        states: Mapping[torch.Tensor, State],
-        update: Callable[[], None],
-        factor: Factor,
-        members: Sequence[Member],
-    ) -> None:
-        """Step the tiles of one sub-group; arguments as in `step`."""
-        makes_states = not group.states
-        scalars = _clone({k: v for k, v in states[parameter].items() if k not in group.states})
-        for begin in self._tiles.begins(group.numel):
-            tile = self._next(group, begin)
-            try:
-                gradient = self._tiles.gradient(tile)
-                self._spool.load(group.name, begin, tile.raw.narrow(0, 0, tile.numel), gradient)
-                gradient.mul_(factor)
-                parameter.data = tile.master.narrow(0, 0, tile.numel)
-                parameter.grad = gradient
-                values = states[parameter]
-                if makes_states:
-                    values.clear()
-                values.update(_clone(scalars))
-                if not makes_states:
-                    self._point_states(tile, group, values)
-                self._groups.integrity.note_change()
-                update()
-                self._collect_states(tile, group, states[parameter])
-                self._write_back(tile, group, members)
-            finally:
-                self._tiles.retire(tile)
 
     def refresh(self, name: str, members: Sequence[Member]) -> None:
         """Give every member the value of its master weights."""
@@ -155,8 +141,9 @@ class OptimizerStream:
         while self._reading:
             self._tiles.retire(self._reading.popleft())
 
-    def _next(self, group: SubGroup, begin: int) -> Tile:
-        """Return the tile that is due, read; those after it are on their way."""
+    @contextmanager
+    def _due(self, group: SubGroup, begin: int) -> Iterator[Tile]:
+        """Lend the tile that is due, read; those after it are on their way."""
         self._read_ahead()
         tile = self._reading.popleft()
         try:
@@ -164,10 +151,9 @@ class OptimizerStream:
                 raise AssertionError(f"{group.name} is stepped out of the order of begin()")
             self._read_ahead()
             tile.wait()
-        except BaseException:
+            yield tile
+        finally:
             self._tiles.retire(tile)
-            raise
-        return tile
 
     def _read_ahead(self) -> None:
         """Start reading what comes next: one tile if there is any, more while tiles are idle."""

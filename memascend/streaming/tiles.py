@@ -70,6 +70,7 @@ class Tiles:
         self._store = store
         self._memory = memory
         self.shape = shape
+        self.nbytes = 0  # host memory of all tiles
         same_dtype = shape.parameter_dtype == shape.master_dtype
         self._idle: deque[Tile] = deque(
             Tile(
@@ -83,20 +84,7 @@ class Tiles:
         self._retired: deque[Tile] = deque()
         self._scratch: torch.Tensor | None = None
         if shape.gradient_dtype != shape.master_dtype:
-            self._scratch = memory.tensor(
-                shape.numel, shape.master_dtype, component="optimizer scratch"
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory of all tiles."""
-        shape = self.shape
-        per_element = (1 + shape.state_count) * shape.master_dtype.itemsize
-        per_element += shape.gradient_dtype.itemsize
-        if shape.parameter_dtype != shape.master_dtype:
-            per_element += shape.parameter_dtype.itemsize
-        scratch = 0 if self._scratch is None else self._scratch.nbytes
-        return shape.count * shape.numel * per_element + scratch
+            self._scratch = self._block(shape.master_dtype, "optimizer scratch")
 
     def begins(self, numel: int) -> range:
         """Return the first element of each tile of a sub-group."""
@@ -170,5 +158,6 @@ class Tiles:
         block = tile.raw if self._scratch is None else self._scratch
         return block.narrow(0, 0, tile.numel)
 
-    def _block(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory.tensor(self.shape.numel, dtype, component="optimizer tiles")
+    def _block(self, dtype: torch.dtype, component: str = "optimizer tiles") -> torch.Tensor:
+        self.nbytes += self.shape.numel * dtype.itemsize
+        return self._memory.tensor(self.shape.numel, dtype, component=component)

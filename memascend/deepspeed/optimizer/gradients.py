@@ -13,65 +13,39 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from memascend.deepspeed.optimizer.choice import OptimizerStreams
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.streaming.gradients import GradientShard, GradientSpool
 
 
-class _Gradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """Overrides that both ways of keeping gradients share."""
+class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """Gradients in DeepSpeed's flat buffer, which lies in the arena."""
 
     grad_partitions_flat_buffer: torch.Tensor | None
-
-    @property
-    def spooled_dtype(self) -> torch.dtype:
-        """Dtype in which finished gradients reach a spool."""
-        raise NotImplementedError
-
-    def _verdict(self) -> torch.Tensor | None:
-        """Return an element that is not finite exactly if a gradient's is not; None: unknown."""
-        raise NotImplementedError
-
-    def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Exchange as upstream between ranks, on a verdict that stands in for the flat buffer."""
-        verdict = self._verdict() if partition_gradients else None
-        if verdict is None:
-            return bool(super().has_overflow(partition_gradients))
-        gradients = self.grad_partitions_flat_buffer
-        self.grad_partitions_flat_buffer = verdict
-        try:
-            return bool(super().has_overflow(partition_gradients))
-        finally:
-            self.grad_partitions_flat_buffer = gradients
-
-
-class FlatGradients(_Gradients):
-    """Gradients in DeepSpeed's flat buffer, which lies in the arena."""
 
     def _setup_for_real_optimizer(self) -> None:
         with self.attachment.host_buffers("gradients"):
             super()._setup_for_real_optimizer()
 
     def _verdict(self) -> torch.Tensor | None:
+        """Return an element that is not finite exactly if one in the buffer is not.
+
+        None where upstream is to look itself.
+        """
         check = self.attachment.runtime.overflow_check
         gradients = self.grad_partitions_flat_buffer
         if check is None or gradients is None:
             return None
         return gradients.new_tensor([float("inf") if check(gradients) else 0.0])
 
-    @property
-    def spooled_dtype(self) -> torch.dtype:
-        """Dtype of the master weights, to which DeepSpeed casts them."""
-        dtype: torch.dtype = self.master_weights_and_grads_dtype
-        return dtype
 
-
-class StreamedGradients(_Gradients):
+class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """Gradients in the spool, from reduced partition to norm."""
 
-    offload_optimizer_pin_memory: bool
+    streams: OptimizerStreams
     spool: GradientSpool
-    #: Whether finished gradients are wanted by who steps, beside those in the spool.
-    steps_whole: bool
+    offload_optimizer_pin_memory: bool
+    grad_partitions_flat_buffer: torch.Tensor | None
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
 
     def _setup_for_real_optimizer(self) -> None:
@@ -79,7 +53,7 @@ class StreamedGradients(_Gradients):
         pin_memory = self.offload_optimizer_pin_memory
         numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
         with AbsentBuffers(torch.zeros, {numel}):
-            self.offload_optimizer_pin_memory = pin_memory and self.steps_whole
+            self.offload_optimizer_pin_memory = pin_memory and not self.streams.optimizer
             super()._setup_for_real_optimizer()
         self.offload_optimizer_pin_memory = pin_memory
         self.grad_partitions_flat_buffer = None
@@ -101,7 +75,7 @@ class StreamedGradients(_Gradients):
         group_index, offset, _ = self.grad_position[self.get_param_id(param)]
         is_final = self.is_gradient_accumulation_boundary()
         finished = None
-        if is_final and self.steps_whole:
+        if is_final and not self.streams.optimizer:
             finished = torch.empty_like(gradient, dtype=self.master_weights_and_grads_dtype)
         shard = self.spool.put(
             self.fp32_partitioned_groups_flat[group_index].ds_id,
@@ -128,7 +102,7 @@ class StreamedGradients(_Gradients):
                 continue
             self.spool.finish(name, offset)
             self._note_norm(param, shard)
-            if self.steps_whole:
+            if not self.streams.optimizer:
                 dtype = self.master_weights_and_grads_dtype
                 gradient = torch.empty(shard.latest.numel, dtype=dtype)
                 self.spool.get(name, offset, gradient)
@@ -149,12 +123,7 @@ class StreamedGradients(_Gradients):
         target = parameter.grad.narrow(0, offset, gradient.numel())
         target.copy_(gradient, non_blocking=True)
 
-    @property
-    def spooled_dtype(self) -> torch.dtype:
-        """Dtype in which they are accumulated."""
-        dtype: torch.dtype = self.gradient_accumulation_dtype
-        return dtype
-
     def _verdict(self) -> torch.Tensor:
+        """Return an element that is not finite exactly if one of a gradient is not."""
         # Where upstream keeps the buffer that this stands in for.
         return self.spool.sum_of_squares().reshape(1).to(self.device)

@@ -30,14 +30,14 @@ from memascend.deepspeed.plan.live import plan_for
 from memascend.errors import ConfigError
 from memascend.kernels.overflow import sum_of_squares
 from memascend.runtime import streams_parameters
-from memascend.streaming.gradients import GradientSpool, SumOfSquares
+from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import StepIntegrity
 
 log = logging.getLogger(__name__)
 
 
 class ZeroOptimizer(CheckpointedOptimizer):
-    """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3; made as one of its kinds."""
+    """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
 
     # Upstream's attributes that are assigned to below.
     offload_optimizer_fast_init: bool
@@ -47,19 +47,21 @@ class ZeroOptimizer(CheckpointedOptimizer):
     param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
 
+    streams: OptimizerStreams
     #: A GradientSpool; None where DeepSpeed's own buffers serve.
     spool: Any = None
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Make the kind that serves, or a stock optimizer when the config holds no active block."""
-        if cls is not ZeroOptimizer:
-            return super().__new__(cls)
+        """Add the base classes that serve; without an active block, make a stock optimizer."""
         names = ("module", "init_optimizer", "param_names", "timers", "ds_config")
         given = dict(zip(names, arguments, strict=False)) | keywords
         config = active_config(given.get("ds_config"))
         if config is None:
             return DeepSpeedZeroOptimizer_Stage3(*arguments, **keywords)
-        return super().__new__(_KINDS[choose_streams(config, given)])
+        streams = choose_streams(config, given)
+        gradients = StreamedGradients if streams.gradients else FlatGradients
+        steps = TiledSteps if streams.optimizer else WholeSteps
+        return super().__new__(type(cls.__name__, (cls, gradients, steps), {"streams": streams}))
 
     def __init__(
         self,
@@ -99,23 +101,6 @@ class ZeroOptimizer(CheckpointedOptimizer):
         first = next((param for group in self.fp16_groups for param in group), None)
         return None if first is None else swapper_of(first)
 
-    def _make_spool(self, squares: SumOfSquares | None = None) -> GradientSpool:
-        runtime = self.attachment.runtime
-        assert runtime.store is not None
-        return GradientSpool(
-            store=runtime.ranges,
-            slots=runtime.staging,
-            sum_of_squares=squares,
-            give_memory_to=runtime.store.give_memory_to,
-        )
-
-    def _make_norm_spool(self) -> GradientSpool:
-        """Make a spool that finds norms, accumulated in fp64 as upstream's are."""
-        check = self.attachment.runtime.config.overflow_check
-        return self._make_spool(
-            functools.partial(sum_of_squares, fused=check.enabled, threads=check.threads)
-        )
-
     # -- construction ----------------------------------------------------------------------------
 
     def _configure_offloading(
@@ -145,6 +130,22 @@ class ZeroOptimizer(CheckpointedOptimizer):
                 limit = f"memascend.host_memory_limit={config.host_memory_limit!r}"
                 _warn_ignored("offload_param.max_in_cpu", f"{limit} decides what stays in memory")
             self.max_params_in_cpu = 0
+
+    def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
+        if self.streams.gradients and self.streams.optimizer:
+            self._adopt_plan()
+        if self.streams.gradients or self.streams.optimizer:
+            runtime = self.attachment.runtime
+            assert runtime.store is not None
+            check = runtime.config.overflow_check
+            squares = functools.partial(sum_of_squares, fused=check.enabled, threads=check.threads)
+            self.spool = GradientSpool(
+                store=runtime.ranges,
+                slots=runtime.staging,
+                sum_of_squares=squares if self.streams.gradients else None,
+                give_memory_to=runtime.store.give_memory_to,
+            )
+        super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
 
     def _adopt_plan(self) -> None:
         """Take the parameters' and staging memory that the plan says, and log the plan."""
@@ -193,6 +194,18 @@ class ZeroOptimizer(CheckpointedOptimizer):
         if swapper is not None:
             swapper.synchronize_writes()
 
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Exchange as upstream between ranks, on a verdict that stands in for the flat buffer."""
+        verdict = self._verdict() if partition_gradients else None
+        if verdict is None:
+            return bool(super().has_overflow(partition_gradients))
+        gradients = self.grad_partitions_flat_buffer
+        self.grad_partitions_flat_buffer = verdict
+        try:
+            return bool(super().has_overflow(partition_gradients))
+        finally:
+            self.grad_partitions_flat_buffer = gradients
+
     # -- checkpoints -----------------------------------------------------------------------------
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
@@ -230,39 +243,6 @@ class ZeroOptimizer(CheckpointedOptimizer):
             runtime.store.trim()
         if runtime.arena is not None:
             runtime.arena.core.trim()
-
-
-class _NothingStreamed(ZeroOptimizer, FlatGradients, WholeSteps):
-    """DeepSpeed's own ways, over our store and memory."""
-
-
-class _GradientsStreamed(ZeroOptimizer, StreamedGradients, WholeSteps):
-    def _configure_tensor_swapping(self, *arguments: Any) -> None:
-        self.spool = self._make_norm_spool()
-        super()._configure_tensor_swapping(*arguments)
-
-
-class _StepsTiled(ZeroOptimizer, FlatGradients, TiledSteps):
-    def _configure_tensor_swapping(self, *arguments: Any) -> None:
-        self.spool = self._make_spool()
-        super()._configure_tensor_swapping(*arguments)
-
-
-class _AllStreamed(ZeroOptimizer, StreamedGradients, TiledSteps):
-    """All host memory is known beforehand: it is planned."""
-
-    def _configure_tensor_swapping(self, *arguments: Any) -> None:
-        self._adopt_plan()
-        self.spool = self._make_norm_spool()
-        super()._configure_tensor_swapping(*arguments)
-
-
-_KINDS: dict[OptimizerStreams, type[ZeroOptimizer]] = {
-    OptimizerStreams(gradients=False, optimizer=False): _NothingStreamed,
-    OptimizerStreams(gradients=True, optimizer=False): _GradientsStreamed,
-    OptimizerStreams(gradients=False, optimizer=True): _StepsTiled,
-    OptimizerStreams(gradients=True, optimizer=True): _AllStreamed,
-}
 
 
 def _warn_ignored(key: str, reason: str) -> None:

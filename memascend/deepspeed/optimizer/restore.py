@@ -117,7 +117,7 @@ def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedT
         optimizer.optimizer.load_state_dict(state_dict)
         optimizer._clear_fp32_optimizer_param_groups()
     for tensor in tensors:
-        optimizer.load_tensor(tensor.sub_group, tensor.state, tensor.dtype, tensor.reader.fill)
+        optimizer.load_tensor(tensor)
         tensor.reader.close()
     if state_dict:
         replay_beta_powers(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)

@@ -8,7 +8,7 @@ all of it happens in the optimizer step.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,9 +78,6 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
 class WholeSteps(Steps):
     """Whole sub-groups in DeepSpeed's own swapper, or in memory."""
-
-    #: Finished gradients are wanted beside those in a spool.
-    steps_whole = True
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         pipelined = offload_optimizer_config.pipeline
@@ -207,44 +204,30 @@ class WholeSteps(Steps):
             del swap_info.tensors[1:]
             swap_info.has_state_tensors = False
 
-    def load_tensor(
-        self,
-        sub_group_id: int,
-        state: str | None,
-        dtype: torch.dtype,
-        source: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Replace the master weights of a sub-group, or one of its states, as a whole."""
-        parameter = self.fp32_partitioned_groups_flat[sub_group_id]
-        if self._swappable_optimizer_subgroup(sub_group_id):
-            self._load_into_swapper(parameter, state, dtype, source)
+    def load_tensor(self, tensor: Any) -> None:
+        """Take over a LoadedTensor: the master weights of a sub-group, or one of its states."""
+        parameter = self.fp32_partitioned_groups_flat[tensor.sub_group]
+        states = self.optimizer.state[parameter]
+        if not self._swappable_optimizer_subgroup(tensor.sub_group):
+            numel = self.fp16_partitioned_groups_flat_numel[tensor.sub_group]
+            value = torch.empty(numel, dtype=tensor.dtype)
+            tensor.reader.fill(0, value.view(torch.uint8))
+            if tensor.state is None:
+                parameter.data.copy_(value)
+            else:
+                states[tensor.state] = value.to(parameter.device)
             return
-        value = torch.empty(self.fp16_partitioned_groups_flat_numel[sub_group_id], dtype=dtype)
-        source(0, value.view(torch.uint8))
-        if state is None:
-            parameter.data.copy_(value)
-        else:
-            self.optimizer.state[parameter][state] = value.to(parameter.device)
-
-    def _load_into_swapper(
-        self,
-        parameter: Any,
-        state: str | None,
-        dtype: torch.dtype,
-        source: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        swapper = self.optimizer_swapper
-        swap_info = swapper.swap_params_info[parameter.ds_id]
-        if state is not None:
-            value = torch.empty(0, dtype=dtype)
-            value.ds_id = f"{state}-{parameter.ds_id}"  # type: ignore[attr-defined]
-            self.optimizer.state[parameter][state] = value
+        swap_info = self.optimizer_swapper.swap_params_info[parameter.ds_id]
+        if tensor.state is not None:
+            value = states[tensor.state] = torch.empty(0, dtype=tensor.dtype)
+            value.ds_id = f"{tensor.state}-{parameter.ds_id}"  # type: ignore[attr-defined]
             swap_info.add_state_tensors([value])
-        context = swap_info.tensors[-1 if state is not None else 0]
-        nbytes = swapper._io_aligned_numel(swap_info.numel()) * dtype.itemsize
+        key = swap_info.tensors[-1 if tensor.state is not None else 0].swap_path
+        numel = self.optimizer_swapper._io_aligned_numel(swap_info.numel())
+        nbytes = numel * tensor.dtype.itemsize
         runtime = self.attachment.runtime
-        runtime.ranges.reserve(key=context.swap_path, nbytes=nbytes)
-        runtime.staging.fill(key=context.swap_path, nbytes=nbytes, source=source)
+        runtime.ranges.reserve(key=key, nbytes=nbytes)
+        runtime.staging.fill(key=key, nbytes=nbytes, source=tensor.reader.fill)
 
 
 def _check_local(value: torch.Tensor, param: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.base.units import format_nbytes
+from memascend.deepspeed.optimizer.choice import OptimizerStreams
 from memascend.deepspeed.optimizer.steps import Steps
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.parameters.gather import swapper_of
@@ -34,8 +35,7 @@ log = logging.getLogger(__name__)
 class TiledSteps(Steps):
     """Sub-groups in the store, stepped by an OptimizerStream."""
 
-    #: Gradients are read from the spool.
-    steps_whole = False
+    streams: OptimizerStreams
     spool: GradientSpool
     groups: SubGroups
     stream: OptimizerStream
@@ -70,12 +70,15 @@ class TiledSteps(Steps):
         )
         if runtime.plan is not None:
             numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
+        master_dtype = self.master_weights_and_grads_dtype
+        # DeepSpeed's flat buffer gives gradients that are cast already.
+        from_buffer = not self.streams.gradients
         return TileShape(
             numel=numel,
             count=count,
             state_count=state_count(self.optimizer),
-            master_dtype=self.master_weights_and_grads_dtype,
-            gradient_dtype=self.spooled_dtype,
+            master_dtype=master_dtype,
+            gradient_dtype=master_dtype if from_buffer else self.gradient_accumulation_dtype,
             parameter_dtype=self.dtype,
         )
 
@@ -277,15 +280,11 @@ class TiledSteps(Steps):
         """Drop every state; master weights stay."""
         self.groups.forget_states()
 
-    def load_tensor(
-        self,
-        sub_group_id: int,
-        state: str | None,
-        dtype: torch.dtype,
-        source: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Replace the master weights of a sub-group, or one of its states, as a whole."""
-        parameter = self.fp32_partitioned_groups_flat[sub_group_id]
-        self.groups.load(parameter.ds_id, state=state, dtype=dtype, source=source)
-        if state is not None:
-            self.optimizer.state[parameter][state] = torch.empty(0, dtype=dtype)
+    def load_tensor(self, tensor: Any) -> None:
+        """Take over a LoadedTensor: the master weights of a sub-group, or one of its states."""
+        parameter = self.fp32_partitioned_groups_flat[tensor.sub_group]
+        self.groups.load(
+            parameter.ds_id, state=tensor.state, dtype=tensor.dtype, source=tensor.reader.fill
+        )
+        if tensor.state is not None:
+            self.optimizer.state[parameter][tensor.state] = torch.empty(0, dtype=tensor.dtype)
