@@ -333,23 +333,14 @@ class GradientSpool:
 
     def _multiply(self, shard: GradientShard, seen: StoredGradient, dtype: torch.dtype) -> None:
         """Store the product of the seen value and its factors, in the step's dtype."""
-        factors = tuple(shard.factors)
         key = shard.key(_SET_PLACE)
         self._store.reserve(key=key, nbytes=seen.numel * dtype.itemsize)
-        for begin, count in self._slots.chunks(seen.numel, max(dtype.itemsize, 4)):
-            raw = self._slots.read_chunk(
-                key=seen.key,
-                numel=count,
-                dtype=seen.dtype,
-                offset_bytes=begin * seen.dtype.itemsize,
-            )
-            with self._given_back_on_error(raw):
-                product = self._slots.take(count, dtype)
-                with self._given_back_on_error(product):
-                    product.copy_(raw)
-                    for factor in factors:
-                        product.mul_(factor)
-            self._slots.give_back(raw)
+        for begin, count in self._slots.chunks(seen.numel, dtype.itemsize):
+            product = self._slots.take(count, dtype)
+            with self._given_back_on_error(product):
+                self._read(_SeenPart(shard, seen, 0, count, begin), product)
+                for factor in shard.factors:
+                    product.mul_(factor)
             self._slots.submit(key, product, begin * dtype.itemsize)
         self._see(shard, StoredGradient(key, _SET_PLACE, seen.numel, dtype))
 

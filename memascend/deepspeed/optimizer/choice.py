@@ -1,4 +1,4 @@
-"""Which streams serve a model's optimizer, and what keeps the others from it.
+"""Choice of the streams that serve a model's optimizer.
 
 Decided from the arguments of DeepSpeed's optimizer, before it is made. A stream that is on in the
 config and cannot serve is named once in the log, with the reason; DeepSpeed's own way is then
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStreams:
-    """What is streamed: gradients from the device to the drive, the step in tiles."""
+    """Streams that serve: gradients from the device to the drive, the step in tiles."""
 
     gradients: bool
     optimizer: bool
@@ -66,7 +66,7 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> Opt
 
 
 def _reasons(config: MemAscendConfig, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Tell why a stream cannot serve; empty where it can."""
+    """Return why a stream cannot serve; empty where it can."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles kernels
 
     both = ""
