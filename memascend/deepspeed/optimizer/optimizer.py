@@ -238,6 +238,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
             self._discard(swapper)
         if spool is not None:
             spool.discard()
+        del swapper, spool  # and with them the tiles, whose memory goes back below
         runtime = self.attachment.runtime
         if runtime.store is not None:
             runtime.store.trim()
