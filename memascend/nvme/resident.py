@@ -9,7 +9,7 @@ key that lies there in part, at most one of each stream as a rule, so that it ca
 Policy: every tensor is touched once a step, or once a pass, in a fixed cyclic order. Replacement by
 recency would always give up what is needed soonest. What serves most bytes per byte of memory is a
 part that never moves: the first keys that come get memory, and keep it until they are discarded, or
-until whoever uses them says that another is needed more (`prefer`).
+until whoever uses them says that another is needed more (`give_memory_to`).
 
 Knows keys, bytes and the store; what a stream is it is told. Keys without memory may be used by any
 thread, as in the store; for the others one thread at a time, as everywhere on the data paths.
@@ -132,7 +132,7 @@ class ResidentStore:
             self._move_out(key, entry)
         self._blocks.clear()
 
-    def prefer(self, *, key: str, nbytes: int, over: str) -> None:
+    def give_memory_to(self, *, key: str, nbytes: int, over: str) -> None:
         """Gives a key that is about to be written the memory of one that is needed less from now.
 
         What `key` held is given up. `over` keeps its contents, on the drive if there is no memory

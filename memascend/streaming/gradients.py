@@ -29,9 +29,8 @@ FACTOR_COUNT_MAX = 8
 Factor = float | torch.Tensor
 #: Called with `key`, `nbytes` and `over`: the first is about to be written, the last is needed less
 #: from now on; a store that keeps some keys in memory keeps the first.
-Prefer = Callable[..., None]
-#: Gives the sum of squares of a flat tensor as a 0-dim fp64 tensor; not finite exactly if an
-#: element is not.
+GiveMemory = Callable[..., None]
+#: `memascend.kernels.overflow.sum_of_squares`, with its options chosen.
 SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -47,7 +46,7 @@ class StoredGradient:
 
 @dataclass(slots=True)
 class GradientShard:
-    """What is known of one parameter's gradient on this rank.
+    """Record of one parameter's gradient on this rank.
 
     Attributes:
         name: What its keys begin with.
@@ -65,6 +64,10 @@ class GradientShard:
     factors: list[Factor] = field(default_factory=list)
     squares: torch.Tensor | None = None
 
+    def key(self, place: int) -> str:
+        """Return the store's name for one of the shard's places."""
+        return f"{self.name}.{place}"
+
 
 #: Places of sums; the third holds values that were set or multiplied for good.
 _SUM_PLACES = (0, 1)
@@ -72,8 +75,8 @@ _SET_PLACE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """The part of a seen value that falls into a range of its sub-group."""
+class _SeenPart:
+    """Part of a seen value that falls into a range of its sub-group."""
 
     shard: GradientShard
     value: StoredGradient
@@ -83,7 +86,7 @@ class Run:
 
     @property
     def offset_bytes(self) -> int:
-        """Where it starts in the value's key."""
+        """Offset of its first byte in the value's key."""
         return self.value_begin * self.value.dtype.itemsize
 
 
@@ -96,20 +99,20 @@ class GradientSpool:
         store: RangeIO,
         slots: StagingSlots,
         sum_of_squares: SumOfSquares | None = None,
-        prefer: Prefer | None = None,
+        give_memory_to: GiveMemory | None = None,
     ) -> None:
-        """Gives an empty spool: every gradient reads as zero.
+        """Make an empty spool: every gradient reads as zero.
 
         Args:
             store: Where the gradients are kept.
             slots: What they pass through.
             sum_of_squares: None when nobody asks for norms.
-            prefer: None when the store keeps nothing in memory.
+            give_memory_to: None when the store keeps nothing in memory.
         """
         self._store = store
         self._slots = slots
         self._sum_of_squares = sum_of_squares
-        self._prefer = prefer
+        self._give_memory_to = give_memory_to
         self._shards: dict[str, dict[int, GradientShard]] = {}
 
     # -- backward --------------------------------------------------------------------------------
@@ -122,9 +125,9 @@ class GradientSpool:
         *,
         accumulate: bool = False,
         final: bool = True,
-        consume: Callable[[int, torch.Tensor], None] | None = None,
+        result: torch.Tensor | None = None,
     ) -> GradientShard:
-        """Takes the gradient of one shard; it may be overwritten on return, in stream order.
+        """Take the gradient of one shard; it may be overwritten on return, in stream order.
 
         Args:
             group: Name of the sub-group.
@@ -132,7 +135,7 @@ class GradientSpool:
             gradient: 1-D, on any device.
             accumulate: Add to the latest value instead of replacing it.
             final: The step sees the result; else it sees it after `finish`.
-            consume: Called with offset in the shard and value of every chunk of the result.
+            result: Filled with the new value, if given; on any device, of any dtype.
 
         Raises:
             StoreError: The drive failed.
@@ -149,8 +152,8 @@ class GradientSpool:
                 if self._sum_of_squares is not None:
                     part = self._sum_of_squares(value)
                     squares = part if squares is None else squares + part
-                if consume is not None:
-                    consume(begin, value)
+                if result is not None:
+                    result.narrow(0, begin, count).copy_(value)
             self._slots.submit(target.key, staged, begin * gradient.element_size())
         shard.latest, shard.squares = target, squares
         if final:
@@ -158,16 +161,16 @@ class GradientSpool:
         return shard
 
     def finish(self, group: str, offset: int) -> None:
-        """Makes the latest value of a shard the one that the next step sees."""
+        """Make the latest value of a shard the one that the next step sees."""
         shard = self._shards[group][offset]
         self._see(shard, shard.latest)
 
     def find(self, group: str, offset: int) -> GradientShard | None:
-        """The shard at an offset, or None when it never got a gradient."""
+        """Return the shard at an offset; None when it never got a gradient."""
         return self._shards.get(group, {}).get(offset)
 
     def sum_of_squares(self) -> torch.Tensor:
-        """Over the latest values of all shards; not finite exactly if an element is not."""
+        """Return that of all latest values; not finite exactly if an element is not."""
         total = torch.zeros((), dtype=torch.float64)
         for shards in self._shards.values():
             for shard in shards.values():
@@ -177,50 +180,39 @@ class GradientSpool:
 
     # -- the step --------------------------------------------------------------------------------
 
-    def runs(self, group: str, begin: int, count: int) -> Iterator[Run]:
-        """What is seen in a range of a sub-group, in no order."""
-        for shard in self._shards.get(group, {}).values():
-            value = shard.seen
-            if value is None:
-                continue
-            first = max(begin, shard.offset)
-            last = min(begin + count, shard.offset + value.numel)
-            if first < last:
-                yield Run(shard, value, first - begin, last - first, first - shard.offset)
-
     def start_read(self, group: str, begin: int, raw: torch.Tensor) -> list[Ticket]:
-        """Starts reading a range as it is stored, for `load` once the tickets are done.
+        """Start reading a range as it is stored, for `load` once the tickets are done.
 
         Values of another dtype than that of `raw` are left to `load`.
         """
         self._slots.submit_all()
         return [
             self._store.read(
-                key=run.value.key,
-                target=raw.narrow(0, run.begin, run.count),
-                offset_bytes=run.offset_bytes,
+                key=part.value.key,
+                target=raw.narrow(0, part.begin, part.count),
+                offset_bytes=part.offset_bytes,
             )
-            for run in self.runs(group, begin, raw.numel())
-            if run.value.dtype == raw.dtype
+            for part in self._seen_in(group, begin, raw.numel())
+            if part.value.dtype == raw.dtype
         ]
 
     def load(self, group: str, begin: int, raw: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Makes gradients of what `start_read` has read; `gradient` may be `raw` itself."""
+        """Make gradients of what `start_read` has read; `gradient` may be `raw` itself."""
         end = 0
-        for run in sorted(self.runs(group, begin, raw.numel()), key=lambda run: run.begin):
-            gradient.narrow(0, end, run.begin - end).zero_()
-            end = run.begin + run.count
-            target = gradient.narrow(0, run.begin, run.count)
-            if run.value.dtype != raw.dtype:
-                self._read(run, target)
+        for part in sorted(self._seen_in(group, begin, raw.numel()), key=lambda part: part.begin):
+            gradient.narrow(0, end, part.begin - end).zero_()
+            end = part.begin + part.count
+            target = gradient.narrow(0, part.begin, part.count)
+            if part.value.dtype != raw.dtype:
+                self._read(part, target)
             elif gradient is not raw:
-                target.copy_(raw.narrow(0, run.begin, run.count))
-            for factor in run.shard.factors:
+                target.copy_(raw.narrow(0, part.begin, part.count))
+            for factor in part.shard.factors:
                 target.mul_(factor)
         gradient.narrow(0, end, raw.numel() - end).zero_()
 
     def note_factor(self, group: str, factor: Factor, dtype: torch.dtype) -> None:
-        """Remembers that a step has multiplied every gradient of a sub-group.
+        """Remember that a step has multiplied every gradient of a sub-group.
 
         Args:
             group: Name of the sub-group.
@@ -239,69 +231,79 @@ class GradientSpool:
     # -- single values ---------------------------------------------------------------------------
 
     def get(self, group: str, begin: int, target: torch.Tensor) -> None:
-        """Fills a host tensor with the gradients of a range as the next step would see them."""
+        """Fill a host tensor with the gradients of a range as the next step would see them."""
         target.zero_()
-        for run in self.runs(group, begin, target.numel()):
-            part = target.narrow(0, run.begin, run.count)
-            self._read(run, part)
-            for factor in run.shard.factors:
-                part.mul_(factor)
+        for part in self._seen_in(group, begin, target.numel()):
+            values = target.narrow(0, part.begin, part.count)
+            self._read(part, values)
+            for factor in part.shard.factors:
+                values.mul_(factor)
 
     def set(self, group: str, offset: int, value: torch.Tensor) -> None:
-        """Replaces what the next step sees of the shard at `offset`, in the dtype of `value`."""
+        """Replace what the next step sees of the shard at `offset`, in the dtype of `value`."""
         shard = self._shard(group, offset)
         target = self._reserve(shard, _SET_PLACE, value)
         self._slots.write(key=target.key, source=value)
         self._see(shard, target)
 
     def discard(self) -> None:
-        """Forgets every gradient and gives the drive's space back."""
+        """Forget every gradient, and give the drive's space back."""
         self._slots.wait_writes()
         for shards in self._shards.values():
             for shard in shards.values():
                 for place in (*_SUM_PLACES, _SET_PLACE):
-                    self._store.discard(key=_key(shard, place))
+                    self._store.discard(key=shard.key(place))
         self._shards.clear()
 
     # -- inner -----------------------------------------------------------------------------------
 
     def _shard(self, group: str, offset: int) -> GradientShard:
-        shards = self._shards.setdefault(group, {})
-        if offset not in shards:
-            shards[offset] = GradientShard(name=f"gradient.{group}.{offset}", offset=offset)
-        return shards[offset]
+        new = GradientShard(name=f"gradient.{group}.{offset}", offset=offset)
+        return self._shards.setdefault(group, {}).setdefault(offset, new)
+
+    def _seen_in(self, group: str, begin: int, count: int) -> Iterator[_SeenPart]:
+        """Yield what is seen in a range of a sub-group, in no order."""
+        for shard in self._shards.get(group, {}).values():
+            value = shard.seen
+            if value is None:
+                continue
+            first = max(begin, shard.offset)
+            last = min(begin + count, shard.offset + value.numel)
+            if first < last:
+                yield _SeenPart(shard, value, first - begin, last - first, first - shard.offset)
 
     def _target(
         self, shard: GradientShard, gradient: torch.Tensor, *, final: bool, anew: bool
     ) -> StoredGradient:
-        """Where the next value of a shard goes: never over what is seen, unless it takes over."""
+        """Find the place of a shard's next value: never over what is seen, unless it takes over."""
         free = list(_SUM_PLACES)
         if not final and shard.seen is not None and shard.seen.place in free:
             free.remove(shard.seen.place)
-        in_place = shard.latest is not None and shard.latest.place in free
-        place = shard.latest.place if in_place and shard.latest is not None else free[0]
-        if not in_place and shard.seen is not None and self._prefer is not None:
+        if shard.latest is not None and shard.latest.place in free:
+            return self._reserve(shard, shard.latest.place, gradient, anew=anew)
+        if shard.seen is not None and self._give_memory_to is not None:
             # The sum is read and written by every micro-step; what is seen, most often never again.
             self._slots.submit_all()
-            self._prefer(key=_key(shard, place), nbytes=gradient.nbytes, over=shard.seen.key)
-        return self._reserve(shard, place, gradient, anew=anew)
+            self._give_memory_to(
+                key=shard.key(free[0]), nbytes=gradient.nbytes, over=shard.seen.key
+            )
+        return self._reserve(shard, free[0], gradient, anew=anew)
 
     def _reserve(
         self, shard: GradientShard, place: int, like: torch.Tensor, *, anew: bool = True
     ) -> StoredGradient:
-        key = _key(shard, place)
-        if anew and key in self._slots.failed:
+        key = shard.key(place)
+        if anew and self._slots.forget_failure(key):
             # All of it is about to be written: a new place forgets what was lost in the old one.
             self._slots.submit_all()
             self._store.discard(key=key)
-            self._slots.failed.discard(key)
         self._store.reserve(key=key, nbytes=like.nbytes)
         return StoredGradient(key=key, place=place, numel=like.numel(), dtype=like.dtype)
 
     def _start_chunk(
         self, shard: GradientShard, begin: int, piece: torch.Tensor, *, accumulate: bool
     ) -> torch.Tensor:
-        """A slot for a piece; with `accumulate` the latest value is in it."""
+        """Take a slot for a piece; with `accumulate` the latest value is in it."""
         if not accumulate:
             return self._slots.take(piece.numel(), piece.dtype)
         if shard.latest is None:
@@ -315,7 +317,7 @@ class GradientSpool:
 
     @contextmanager
     def _given_back_on_error(self, staged: torch.Tensor) -> Iterator[None]:
-        """Inside, an error of whomever gives a taken slot back."""
+        """Give a taken slot back when an error leaves the block, whoever raised it."""
         try:
             yield
         except BaseException:
@@ -330,43 +332,34 @@ class GradientSpool:
             self._store.discard(key=old.key)
 
     def _multiply(self, shard: GradientShard, seen: StoredGradient, dtype: torch.dtype) -> None:
-        """Stores the product of the seen value and its factors, in the step's dtype."""
-        factors = tuple(shard.factors)
-        key = _key(shard, _SET_PLACE)
+        """Store the product of the seen value and its factors, in the step's dtype."""
+        key = shard.key(_SET_PLACE)
         self._store.reserve(key=key, nbytes=seen.numel * dtype.itemsize)
-        for begin, count in self._slots.chunks(seen.numel, max(dtype.itemsize, 4)):
-            raw = self._slots.read_chunk(
-                key=seen.key,
-                numel=count,
-                dtype=seen.dtype,
-                offset_bytes=begin * seen.dtype.itemsize,
-            )
-            with self._given_back_on_error(raw):
-                product = self._slots.take(count, dtype)
-                with self._given_back_on_error(product):
-                    product.copy_(raw)
-                    for factor in factors:
-                        product.mul_(factor)
-            self._slots.give_back(raw)
+        for begin, count in self._slots.chunks(seen.numel, dtype.itemsize):
+            product = self._slots.take(count, dtype)
+            with self._given_back_on_error(product):
+                self._read(_SeenPart(shard, seen, 0, count, begin), product)
+                for factor in shard.factors:
+                    product.mul_(factor)
             self._slots.submit(key, product, begin * dtype.itemsize)
         self._see(shard, StoredGradient(key, _SET_PLACE, seen.numel, dtype))
 
-    def _read(self, run: Run, target: torch.Tensor) -> None:
-        """Reads a run chunk by chunk, converting to the target's dtype."""
-        itemsize = run.value.dtype.itemsize
-        for begin, count in self._slots.chunks(run.count, itemsize):
+    def _read(self, part: _SeenPart, target: torch.Tensor) -> None:
+        """Read a part chunk by chunk, converting to the target's dtype."""
+        value = part.value
+        for begin, count in self._slots.chunks(part.count, value.dtype.itemsize):
             staged = self._slots.read_chunk(
-                key=run.value.key,
+                key=value.key,
                 numel=count,
-                dtype=run.value.dtype,
-                offset_bytes=run.offset_bytes + begin * itemsize,
+                dtype=value.dtype,
+                offset_bytes=part.offset_bytes + begin * value.dtype.itemsize,
             )
             target.narrow(0, begin, count).copy_(staged)
             self._slots.give_back(staged)
 
 
 def _fill(staged: torch.Tensor, piece: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
-    """Puts a piece into a slot, or adds it to what is there; the same value where `piece` lies.
+    """Put a piece into a slot, or add it to what is there; return the result where `piece` lies.
 
     Added on the device as DeepSpeed does, in the gradient's dtype.
     """
@@ -378,7 +371,3 @@ def _fill(staged: torch.Tensor, piece: torch.Tensor, *, accumulate: bool) -> tor
     value = staged.to(piece.device, non_blocking=True).add_(piece)
     staged.copy_(value, non_blocking=True)
     return value
-
-
-def _key(shard: GradientShard, place: int) -> str:
-    return f"{shard.name}.{place}"

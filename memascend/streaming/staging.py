@@ -86,8 +86,7 @@ class StagingSlots:
         self._writes: deque[_Write] = deque()  # oldest first
         self._reads: deque[tuple[Event, torch.Tensor]] = deque()  # copied out, oldest first
         self._write_error: Exception | None = None  # the first since wait_writes
-        #: Keys of which a write failed. Whoever writes one anew as a whole takes it out.
-        self.failed: set[str] = set()
+        self._failed: set[str] = set()  # keys of which a write failed
 
     def _take_memory(self, slot_count: int) -> None:
         for _ in range(slot_count):
@@ -189,6 +188,12 @@ class StagingSlots:
         error, self._write_error = self._write_error, None
         if error is not None:
             raise error
+
+    def forget_failure(self, key: str) -> bool:
+        """Forget that a write of a key failed; return False when none did."""
+        has_failed = key in self._failed
+        self._failed.discard(key)
+        return has_failed
 
     # -- single slots ----------------------------------------------------------------------------
 
@@ -369,7 +374,7 @@ class StagingSlots:
                 write.ticket.wait()
         except Exception as error:
             self._write_error = self._write_error or error
-            self.failed.add(write.key)
+            self._failed.add(write.key)
         # Not behind Ctrl-C: then the drive still reads the slot.
         self._writes.popleft()
         self._free.append(write.slot)

@@ -1,15 +1,22 @@
-"""What the optimizer path calls a sub-group, its members, and the optimizer's state of it."""
+"""The registry of sub-groups: master weights and optimizer states in the store, by name.
+
+Knows torch, the store, and the tiles and slots that bytes pass through; neither the order in which
+sub-groups are stepped nor what an optimizer does to them. One thread at a time may call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from memascend.base.interfaces import RangeIO
-from memascend.errors import TornStepError
+from memascend.errors import StoreError, TornStepError
+from memascend.streaming.staging import StagingSlots
+from memascend.streaming.tiles import Tiles
 
 #: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
 State = MutableMapping[str, Any]
@@ -17,7 +24,7 @@ State = MutableMapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter's shard in a sub-group, and where its value goes after the update.
+    """A parameter's shard in a sub-group, and where its value comes from and goes.
 
     Attributes:
         offset: First element in the sub-group.
@@ -33,10 +40,15 @@ class Member:
     key: str | None = None
     tensor: torch.Tensor | None = None
 
+    def overlap(self, begin: int, numel: int) -> tuple[int, int]:
+        """Return first element in the sub-group, and count, of what lies in a range of it."""
+        first = max(begin, self.offset)
+        return first, min(begin + numel, self.offset + self.numel) - first
+
 
 @dataclass(slots=True)
 class SubGroup:
-    """What the optimizer takes for one parameter.
+    """The elements that the optimizer takes for one parameter.
 
     Attributes:
         name: Unique; its keys hold it.
@@ -51,12 +63,12 @@ class SubGroup:
     fills: dict[str, float] = field(default_factory=dict)
 
     def key(self, state: str | None = None) -> str:
-        """The store's name for the master weights, or for a state."""
+        """Return the store's name for the master weights, or for a state."""
         return f"state.{self.name}.{state}" if state else f"master.{self.name}"
 
 
-class Wholeness:
-    """Whether the values of all sub-groups belong to the same step."""
+class StepIntegrity:
+    """Account of whether the values of all sub-groups belong to the same step."""
 
     def __init__(self) -> None:
         self._due_count = 0  # sub-groups of the walk that are still to be stepped
@@ -64,11 +76,11 @@ class Wholeness:
 
     @property
     def is_torn(self) -> bool:
-        """Whether some values are new and others old."""
+        """True while some values are new and others old."""
         return self._is_torn
 
     def begin(self, count: int) -> None:
-        """A walk over so many sub-groups begins.
+        """Begin a walk over so many sub-groups.
 
         Raises:
             TornStepError: As `check`.
@@ -77,20 +89,20 @@ class Wholeness:
         self._due_count = count
 
     def note_change(self) -> None:
-        """A value is about to be new while others are old."""
+        """Note that a value is about to be new while others are old."""
         self._is_torn = True
 
     def note_stepped(self) -> None:
-        """A sub-group has all its new values."""
+        """Note that a sub-group has all its new values."""
         self._due_count -= 1
         self._is_torn = self._due_count > 0
 
     def mend(self) -> None:
-        """All values were replaced by such as belong together."""
+        """Note that all values were replaced by such as belong together."""
         self._is_torn = False
 
     def check(self) -> None:
-        """Refuses to go on with values of two steps.
+        """Refuse to go on with values of two steps.
 
         Raises:
             TornStepError: An error or an interrupt ended a walk, or a load, half-way.
@@ -102,8 +114,185 @@ class Wholeness:
             )
 
 
+class SubGroups:
+    """All sub-groups of one optimizer."""
+
+    def __init__(
+        self, *, store: RangeIO, slots: StagingSlots, tiles: Tiles, integrity: StepIntegrity
+    ) -> None:
+        """Make an empty registry.
+
+        Args:
+            store: Where sub-groups are kept.
+            slots: What single values pass through.
+            tiles: What whole sub-groups pass through.
+            integrity: To be mended by whoever has replaced all values.
+        """
+        self.store = store
+        self._slots = slots
+        self._tiles = tiles
+        self.integrity = integrity
+        self._groups: dict[str, SubGroup] = {}
+
+    def create(self, name: str, numel: int, members: Sequence[Member]) -> SubGroup:
+        """Add a sub-group, and store the values of its members as its master weights.
+
+        Raises:
+            StoreError: The drive failed.
+            StoreFullError: The drive has no room for it.
+        """
+        group = SubGroup(name, numel)
+        self.store.reserve(key=group.key(), nbytes=numel * self.master_dtype.itemsize)
+        self._groups[name] = group
+        for begin in self._tiles.begins(numel):
+            tile = self._tiles.take(name, begin, numel)
+            try:
+                for member in members:
+                    first, count = member.overlap(begin, tile.numel)
+                    if count > 0:
+                        target = tile.master.narrow(0, first - begin, count)
+                        self._read_member(member, first - member.offset, target)
+                self._tiles.write(tile, group.key(), tile.master)
+            finally:
+                self._tiles.retire(tile)
+        return group
+
+    def _read_member(self, member: Member, begin: int, target: torch.Tensor) -> None:
+        if member.tensor is not None:
+            target.copy_(member.tensor.narrow(0, begin, target.numel()))
+            return
+        assert member.key is not None
+        itemsize = member.dtype.itemsize
+        for chunk_begin, count in self._slots.chunks(target.numel(), itemsize):
+            staged = self._slots.read_chunk(
+                key=member.key,
+                numel=count,
+                dtype=member.dtype,
+                offset_bytes=(begin + chunk_begin) * itemsize,
+            )
+            target.narrow(0, chunk_begin, count).copy_(staged)
+            self._slots.give_back(staged)
+
+    def contains(self, name: str) -> bool:
+        """Return whether there is such a sub-group."""
+        return name in self._groups
+
+    def group(self, name: str) -> SubGroup:
+        """Return a sub-group."""
+        return self._groups[name]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of all master weights."""
+        return self._tiles.shape.master_dtype
+
+    def add_state(
+        self, name: str, state: str, dtype: torch.dtype, fill: float | None = None
+    ) -> None:
+        """Give a sub-group a state; with `fill` every element has that value until it is written.
+
+        Raises:
+            StoreFullError: The drive has no room for it.
+        """
+        group = self._groups[name]
+        self.store.reserve(key=group.key(state), nbytes=group.numel * dtype.itemsize)
+        group.states[state] = dtype
+        if fill is not None:
+            group.fills[state] = fill
+
+    # -- single values ---------------------------------------------------------------------------
+
+    def get(self, name: str, begin: int, target: torch.Tensor, *, state: str | None) -> None:
+        """Fill a host tensor with a range of the master weights, or of a state."""
+        group = self._groups[name]
+        self._tiles.drain()
+        if state is not None and state in group.fills:
+            target.fill_(group.fills[state])
+            return
+        offset = begin * target.element_size()
+        self._slots.read(key=group.key(state), target=target, offset_bytes=offset)
+
+    def set(self, name: str, begin: int, value: torch.Tensor, *, state: str | None) -> None:
+        """Replace a range of the master weights, or of a state, in its own dtype."""
+        group = self._groups[name]
+        self._tiles.drain()
+        if state is not None and state in group.fills:
+            self._write_out(group, state)
+        offset = begin * value.element_size()
+        self._slots.write(key=group.key(state), source=value, offset_bytes=offset)
+        self._slots.wait_writes()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Write out what so far is one value, and wait until everything is in the store.
+
+        Raises:
+            TornStepError: The last step ended half-way.
+        """
+        self.integrity.check()
+        self._tiles.drain()
+        for group in self._groups.values():
+            for state in list(group.fills):
+                self._write_out(group, state)
+        self._slots.wait_writes()
+
+    def load(
+        self,
+        name: str,
+        *,
+        state: str | None,
+        dtype: torch.dtype,
+        source: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Replace the master weights, or a state that may be new, as a whole.
+
+        Args:
+            name: The sub-group.
+            state: None for the master weights.
+            dtype: Of the state.
+            source: Fills a uint8 tensor with the bytes from an offset on.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        group = self._groups[name]
+        self._tiles.drain()
+        self.integrity.note_change()
+        nbytes = group.numel * dtype.itemsize
+        make_anew(self.store, group.key(state), nbytes)
+        if state is not None:
+            group.states[state] = dtype
+            group.fills.pop(state, None)
+        self._slots.fill(key=group.key(state), nbytes=nbytes, source=source)
+
+    def forget_states(self) -> None:
+        """Drop every state; the optimizer begins anew."""
+        with suppress(StoreError):  # of what is dropped, or raised again to who reads it
+            self._tiles.drain()
+        for group in self._groups.values():
+            for name in group.states:
+                self.store.discard(key=group.key(name))
+            group.states.clear()
+            group.fills.clear()
+
+    def discard(self) -> None:
+        """Give the drive's space back."""
+        self.forget_states()
+        for group in self._groups.values():
+            self.store.discard(key=group.key())
+        self._groups.clear()
+
+    def _write_out(self, group: SubGroup, state: str) -> None:
+        """Write a state that so far is one value."""
+        dtype, fill = group.states[state], group.fills.pop(state)
+        for begin, count in self._slots.chunks(group.numel, dtype.itemsize):
+            staged = self._slots.take(count, dtype).fill_(fill)
+            self._slots.submit(group.key(state), staged, begin * dtype.itemsize)
+
+
 def make_anew(store: RangeIO, key: str, nbytes: int) -> None:
-    """Room for a key all of which is about to be written in parts.
+    """Make room for a key all of which is about to be written in parts.
 
     After a failed write the store gives nothing of a key before it is written in one piece; a key
     that is made anew has no such past.
@@ -113,25 +302,3 @@ def make_anew(store: RangeIO, key: str, nbytes: int) -> None:
     """
     store.discard(key=key)
     store.reserve(key=key, nbytes=nbytes)
-
-
-def is_state_tensor(name: str, value: object, numel: int) -> bool:
-    """Whether a value of the optimizer's state has an element for each of the parameter's."""
-    return isinstance(value, torch.Tensor) and name != "step" and value.shape == (numel,)
-
-
-def clone(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that an optimizer cannot change."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in scalars.items()
-    }
-
-
-def let_go(parameter: torch.Tensor, values: State, group: SubGroup) -> None:
-    """Takes the tile's memory away from a parameter and its states."""
-    parameter.grad = None
-    parameter.data = parameter.data.new_empty(0)
-    for name in group.states:
-        if isinstance(values.get(name), torch.Tensor):
-            values[name].data = values[name].data.new_empty(0)

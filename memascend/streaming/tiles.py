@@ -7,25 +7,21 @@ a time may call.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from memascend.base.interfaces import HostMemory, RangeIO, Ticket
-
-#: Tile boundaries are multiples of this many elements: whole blocks of the drive, and whole vectors
-#: of the processor, so that every element takes the same instructions as in an untiled step.
-TILE_NUMEL_QUANTUM = 4096
-#: One tile is read while one is computed and one is written.
-TILE_COUNT = 3
+from memascend.base.waiting import wait_all
 
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What one tile holds.
+    """Contents of one tile, and how many tiles there are.
 
     Attributes:
-        numel: Elements; a multiple of TILE_NUMEL_QUANTUM.
+        numel: Elements; a multiple of `memascend.plan.knobs.TILE_NUMEL_STEP`.
         count: Tiles in flight.
         state_count: States per parameter (2 for Adam); room for more is made when they appear.
         master_dtype: Of master weights, states and gradients in the step.
@@ -34,11 +30,11 @@ class TileShape:
     """
 
     numel: int
+    count: int
     state_count: int
     master_dtype: torch.dtype
     gradient_dtype: torch.dtype
     parameter_dtype: torch.dtype
-    count: int = TILE_COUNT
 
 
 @dataclass(slots=True, eq=False)
@@ -55,23 +51,16 @@ class Tile:
     numel: int = 0
 
     def wait(self) -> None:
-        """Waits for all that is in flight on it, then raises the first error."""
-        first_error: BaseException | None = None
+        """Wait for all that is in flight on it, then raise the first error."""
         tickets, self.tickets = self.tickets, []
-        for ticket in tickets:
-            try:
-                ticket.wait()
-            except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+        wait_all(tickets)
 
 
 class Tiles:
     """All tiles: idle, in the caller's hands, or retired with writes under way."""
 
     def __init__(self, *, store: RangeIO, memory: HostMemory, shape: TileShape) -> None:
-        """Takes the memory of all tiles now.
+        """Take the memory of all tiles now.
 
         Args:
             store: Where they are read from and written to.
@@ -81,6 +70,7 @@ class Tiles:
         self._store = store
         self._memory = memory
         self.shape = shape
+        self.nbytes = 0  # host memory of all tiles
         same_dtype = shape.parameter_dtype == shape.master_dtype
         self._idle: deque[Tile] = deque(
             Tile(
@@ -94,95 +84,80 @@ class Tiles:
         self._retired: deque[Tile] = deque()
         self._scratch: torch.Tensor | None = None
         if shape.gradient_dtype != shape.master_dtype:
-            self._scratch = memory.tensor(
-                shape.numel, shape.master_dtype, component="optimizer scratch"
-            )
+            self._scratch = self._block(shape.master_dtype, "optimizer scratch")
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory of all tiles."""
-        shape = self.shape
-        per_element = (1 + shape.state_count) * shape.master_dtype.itemsize
-        per_element += shape.gradient_dtype.itemsize
-        if shape.parameter_dtype != shape.master_dtype:
-            per_element += shape.parameter_dtype.itemsize
-        scratch = 0 if self._scratch is None else self._scratch.nbytes
-        return shape.count * shape.numel * per_element + scratch
+    def begins(self, numel: int) -> range:
+        """Return the first element of each tile of a sub-group."""
+        return range(0, numel, self.shape.numel)
 
     def take(self, owner: str, begin: int, numel: int) -> Tile:
-        """An idle tile, or the oldest retired one once its writes are over.
+        """Return an idle tile, or the oldest retired one once its writes are over.
 
         Raises:
             StoreError: One of those writes failed.
         """
         if not self.has_idle():
-            tile = self._retired.popleft()
-            self._idle.append(tile)
-            tile.wait()
+            next(self._reclaim()).wait()
         tile = self._idle.popleft()
         tile.owner, tile.begin, tile.numel = owner, begin, min(self.shape.numel, numel - begin)
         return tile
 
     def has_idle(self) -> bool:
-        """Whether `take` would not wait."""
+        """Return whether `take` would not wait."""
         while self._retired and all(ticket.done() for ticket in self._retired[0].tickets):
-            tile = self._retired.popleft()
-            self._idle.append(tile)
-            tile.wait()
+            next(self._reclaim()).wait()
         return bool(self._idle)
 
     def has_retired(self) -> bool:
-        """Whether `take` would at most wait for writes."""
+        """Return whether `take` would at most wait for writes."""
         return bool(self._retired)
 
     def retire(self, tile: Tile) -> None:
-        """Gives a tile back; it is idle again when its transfers are over."""
+        """Give a tile back; it is idle again when its transfers are over."""
         self._retired.append(tile)
 
     def drain(self) -> None:
-        """Waits until nothing is in flight on retired tiles.
+        """Wait until nothing is in flight on retired tiles.
 
         Raises:
             StoreError: A transfer failed; the others have been waited for.
         """
-        first_error: BaseException | None = None
+        wait_all(self._reclaim())
+
+    def _reclaim(self) -> Iterator[Tile]:
+        """Make retired tiles idle, oldest first; each is to be waited for before the next."""
         while self._retired:
-            tile = self._retired.popleft()
-            self._idle.append(tile)
-            try:
-                tile.wait()
-            except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+            self._idle.append(self._retired.popleft())
+            yield self._idle[-1]
 
     def read(self, tile: Tile, key: str, target: torch.Tensor) -> None:
-        """Starts reading the tile's range of a key into one of its blocks."""
+        """Start reading the tile's range of a key into one of its blocks."""
         part = target.narrow(0, 0, tile.numel)
         offset = tile.begin * target.element_size()
         tile.tickets.append(self._store.read(key=key, target=part, offset_bytes=offset))
 
     def write(self, tile: Tile, key: str, source: torch.Tensor) -> None:
-        """Starts writing one of the tile's blocks to its range of a key."""
+        """Start writing one of the tile's blocks to its range of a key."""
         part = source.narrow(0, 0, tile.numel)
         self.write_part(tile, key, part, tile.begin * source.element_size())
 
     def write_part(self, tile: Tile, key: str, source: torch.Tensor, offset_bytes: int) -> None:
-        """Starts writing memory of the tile to any place."""
+        """Start writing memory of the tile to any place."""
         ticket = self._store.write(key=key, source=source, offset_bytes=offset_bytes)
         tile.tickets.append(ticket)
 
     def state(self, tile: Tile, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """The block of the tile's n-th state as `dtype`, as long as the tile's range."""
+        """Return the block of the tile's n-th state as `dtype`, as long as the tile's range."""
         while len(tile.states) <= number:
             tile.states.append(self._block(self.shape.master_dtype))
         block = tile.states[number]
         return (block if block.dtype == dtype else block.view(dtype)).narrow(0, 0, tile.numel)
 
     def gradient(self, tile: Tile) -> torch.Tensor:
-        """Where gradients of the tile are computed with: one place for all, or its own."""
+        """Return where gradients of the tile are computed with: one place for all, or its own."""
         block = tile.raw if self._scratch is None else self._scratch
         return block.narrow(0, 0, tile.numel)
 
-    def _block(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory.tensor(self.shape.numel, dtype, component="optimizer tiles")
+    def _block(self, dtype: torch.dtype, component: str = "optimizer tiles") -> torch.Tensor:
+        self.nbytes += self.shape.numel * dtype.itemsize
+        return self._memory.tensor(self.shape.numel, dtype, component=component)

@@ -111,10 +111,10 @@ class ResidentAgainstDict(RuleBasedStateMachine):
         assert (around[100 + end - offset :] == 0x5A).all()
 
     @rule(key=keys, over=keys, nbytes=sizes)
-    def prefer(self, key: str, over: str, nbytes: int) -> None:
+    def give_memory_to(self, key: str, over: str, nbytes: int) -> None:
         if key == over:
             return
-        self.store.prefer(key=key, nbytes=nbytes, over=over)
+        self.store.give_memory_to(key=key, nbytes=nbytes, over=over)
         self.store.reserve(key=key, nbytes=nbytes)
         self.model[key], self.sizes_of[key] = None, nbytes
 
@@ -235,7 +235,7 @@ def test_a_preferred_key_takes_the_memory_of_the_other() -> None:
     assert store.core.keys() == ["one.b"]
     used_bytes = store.stats()["used_bytes"]
     for old, new in (("one.a", "one.b"), ("one.b", "one.a")):
-        store.prefer(key=new, nbytes=2 * PAGE_BYTES, over=old)
+        store.give_memory_to(key=new, nbytes=2 * PAGE_BYTES, over=old)
         assert store.core.keys() == [old]
         store.write(key=new, source=pattern(2 * PAGE_BYTES, 3)).wait()
         assert torch.equal(content(store, new), pattern(2 * PAGE_BYTES, 3))
@@ -246,7 +246,7 @@ def test_a_preferred_key_takes_the_memory_of_the_other() -> None:
 def test_with_memory_for_both_a_preferred_key_takes_none_away() -> None:
     store = open_resident(one=2 * PAGE_BYTES)
     store.write(key="one.a", source=pattern(PAGE_BYTES)).wait()
-    store.prefer(key="one.b", nbytes=PAGE_BYTES, over="one.a")
+    store.give_memory_to(key="one.b", nbytes=PAGE_BYTES, over="one.a")
     assert store.keys() == ["one.a", "one.b"]
     assert store.core.keys() == []
     assert torch.equal(content(store, "one.a"), pattern(PAGE_BYTES))
@@ -279,7 +279,7 @@ def test_sums_of_gradients_stay_in_memory_from_window_to_window() -> None:
     slots = StagingSlots(
         store=store, memory=HostTensors(), slot_bytes=PAGE_BYTES, slot_count=SLOT_COUNT
     )
-    spool = GradientSpool(store=store, slots=slots, prefer=store.prefer)
+    spool = GradientSpool(store=store, slots=slots, give_memory_to=store.give_memory_to)
     windows, micro_steps = 4, 3
     for window in range(windows):
         for step in range(micro_steps):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memascend.errors import StoreError
-from memascend.kernels.overflow import scan
+from memascend.kernels.overflow import sum_of_squares
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.gradients import FACTOR_COUNT_MAX, GradientSpool
 from memascend.streaming.staging import StagingSlots
@@ -25,16 +25,12 @@ from tests.support.streaming_hosts import memory_store, staging_slots
 GROUP = "0_9"
 
 
-def squares(value: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(scan(value, sum_squares=True).sum_squares, dtype=torch.float64)
-
-
 def open_spool(
     *, slot_count: int = 3, faults: MemoryFaults | None = None
 ) -> tuple[GradientSpool, TensorStore, StagingSlots]:
     store = memory_store(faults)
     slots = staging_slots(store, slot_count=slot_count)
-    return GradientSpool(store=store, slots=slots, sum_of_squares=squares), store, slots
+    return GradientSpool(store=store, slots=slots, sum_of_squares=sum_of_squares), store, slots
 
 
 class FlatBuffers:
@@ -205,7 +201,7 @@ class OnceRefusing:
 def test_a_failed_write_is_raised_and_not_read_back_as_data() -> None:
     store: Any = OnceRefusing(memory_store(None))
     slots = staging_slots(store, slot_count=3)
-    spool = GradientSpool(store=store, slots=slots, sum_of_squares=squares)
+    spool = GradientSpool(store=store, slots=slots, sum_of_squares=sum_of_squares)
     spool.put(GROUP, 0, torch.randn(50_000))
     slots.wait_writes()
     store.is_armed = True
@@ -232,12 +228,25 @@ def test_errors_of_others_cost_no_slot() -> None:
     def no_memory(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("none left")
 
-    spool, _, slots = open_spool(slot_count=3)
-    spool.put(GROUP, 0, torch.randn(5000))
+    store = memory_store()
+    slots = staging_slots(store, slot_count=3)
+    GradientSpool(store=store, slots=slots).put(GROUP, 0, torch.randn(5000))
+    spool = GradientSpool(store=store, slots=slots, sum_of_squares=no_memory)
     for accumulate in (False, True) * 4:
         with pytest.raises(torch.OutOfMemoryError):
-            spool.put(GROUP, 0, torch.randn(5000), accumulate=accumulate, consume=no_memory)
+            spool.put(GROUP, 0, torch.randn(5000), accumulate=accumulate)
     slots.resize(slot_bytes=slots.slot_bytes, slot_count=3)  # refuses while one is taken
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_new_value_is_given_to_who_wants_it(accumulate: bool) -> None:
+    spool, _, _ = open_spool()
+    first, second = torch.randn(9000).bfloat16(), torch.randn(9000).bfloat16()
+    spool.put(GROUP, 0, first)
+    found = torch.empty(9000)
+    spool.put(GROUP, 0, second, accumulate=accumulate, result=found)
+    expected = first + second if accumulate else second
+    assert same_bits(found, expected.float())
 
 
 def test_what_was_set_over_a_stored_product_stays() -> None:

@@ -13,18 +13,15 @@ import torch
 
 from memascend.errors import StoreError, TornStepError
 from memascend.nvme.store import MemoryFaults, TensorStore
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import OptimizerStream
-from memascend.streaming.sub_groups import Member
-from memascend.streaming.tiles import Tiles, TileShape
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
-from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
+from tests.support.streaming_hosts import memory_store
+from tests.support.tiled_training import SIZES, Training, gradients
 
-SIZES = {"0_3": 20_011, "4_4": 8192, "5_9": 3}
 FACTORS = (1.0, 0.25, 1 / 3)
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=1e-2),
     "Adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
     "RAdam": lambda params: torch.optim.RAdam(params, lr=1e-2),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9, centered=True),
@@ -39,111 +36,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(count)
-
-
-class Training:
-    """Sub-groups in a stream, with members on the drive and in memory, and one optimizer."""
-
-    def __init__(
-        self,
-        make: Callable[[Any], torch.optim.Optimizer],
-        *,
-        store: TensorStore | None = None,
-        tile_numel: int = 4096,
-        tile_count: int = 3,
-        gradient_dtype: torch.dtype = torch.bfloat16,
-        state_count: int = 2,
-    ) -> None:
-        self.store = store or memory_store()
-        self.slots = staging_slots(self.store)
-        self.spool = GradientSpool(store=self.store, slots=self.slots)
-        self.memory = HostTensors()
-        shape = TileShape(
-            numel=tile_numel,
-            count=tile_count,
-            state_count=state_count,
-            master_dtype=torch.float32,
-            gradient_dtype=gradient_dtype,
-            parameter_dtype=torch.bfloat16,
-        )
-        tiles = Tiles(store=self.store, memory=self.memory, shape=shape)
-        self.tiles = tiles
-        self.stream = OptimizerStream(
-            store=self.store, tiles=tiles, slots=self.slots, spool=self.spool
-        )
-        self.initial = {
-            name: torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-            for name, numel in SIZES.items()
-        }
-        self.members = {}
-        for name, numel in SIZES.items():
-            weights = self.initial[name]
-            self.stream.create(
-                name, numel, lambda begin, target, w=weights: target.copy_(w[begin:][: len(target)])
-            )
-            self.members[name] = self._members(name, numel)
-        self.parameters = {name: torch.nn.Parameter(torch.empty(0)) for name in SIZES}
-        self.optimizer = make(list(self.parameters.values()))
-        (self.group,) = self.optimizer.param_groups
-        self.group["params"] = []
-
-    def _members(self, name: str, numel: int) -> list[Member]:
-        """Odd thirds: two on the drive, the last in memory."""
-        cuts = [0, numel // 3, numel // 3 * 2, numel]
-        members = []
-        for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
-            count = end - begin
-            if index < 2 and count:
-                key = f"param.{name}.{index}"
-                self.store.reserve(key=key, nbytes=count * 2)
-                members.append(Member(begin, count, torch.bfloat16, key=key))
-            elif count:
-                tensor = torch.empty(count, dtype=torch.bfloat16)
-                members.append(Member(begin, count, torch.bfloat16, tensor=tensor))
-        return members
-
-    def step(self, gradients: dict[str, torch.Tensor], factor: float) -> None:
-        for name, gradient in gradients.items():
-            self.spool.put(name, 0, gradient)
-        self.stream.begin(list(SIZES))
-        for name in SIZES:
-            parameter = self.parameters[name]
-
-            def update(parameter: torch.Tensor = parameter) -> None:
-                self.group["params"] = [parameter]
-                self.optimizer.step()
-                self.group["params"] = []
-
-            self.stream.step(
-                name,
-                parameter=parameter,
-                state=lambda parameter=parameter: self.optimizer.state[parameter],
-                update=update,
-                factor=factor,
-                members=self.members[name],
-            )
-        self.stream.drain()
-
-    def master(self, name: str, state: str | None = None) -> torch.Tensor:
-        value = torch.empty(SIZES[name])
-        self.stream.get(name, 0, value, state=state)
-        return value
-
-    def parameter(self, name: str) -> torch.Tensor:
-        parts = []
-        for member in self.members[name]:
-            part = member.tensor
-            if member.key is not None:
-                part = torch.empty(member.numel, dtype=member.dtype)
-                self.store.read(key=member.key, target=part).wait()
-            assert part is not None
-            parts.append(part)
-        return torch.cat(parts)
-
-
-def gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return {name: torch.randn(n, generator=generator).to(dtype) for name, n in SIZES.items()}
 
 
 def whole_tensors(training: Training, make: Any, dtype: torch.dtype) -> torch.optim.Optimizer:
@@ -191,43 +83,9 @@ def test_size_and_number_of_tiles_do_not_show(tile_numel: int, tile_count: int) 
         assert torch.equal(training.master(name), param.data)
 
 
-def test_the_memory_of_the_tiles_is_what_they_say() -> None:
-    training = Training(MAKERS["Adam"])
-    assert sum(training.memory.nbytes.values()) == training.tiles.nbytes
-    training.step(gradients(0, torch.bfloat16), 1.0)
-    assert sum(training.memory.nbytes.values()) == training.tiles.nbytes
-
-
-def test_states_that_begin_as_one_value_are_not_written_before_they_change() -> None:
-    training = Training(MAKERS["Adam"])
-    for name in SIZES:
-        training.stream.add_state(name, "exp_avg", torch.float32, 0.0)
-        training.stream.add_state(name, "exp_avg_sq", torch.float32, 0.5)
-        training.optimizer.state[training.parameters[name]] = {"step": torch.tensor(0.0)}
-    assert training.master("0_3", "exp_avg_sq").unique().tolist() == [0.5]
-    training.step(gradients(0, torch.bfloat16), 1.0)
-    decayed = gradients(0, torch.bfloat16)["4_4"].float() + 0.1 * training.initial["4_4"]
-    expected = 0.5 * 0.999 + 0.001 * decayed.square()
-    assert torch.allclose(training.master("4_4", "exp_avg_sq"), expected)
-
-
-def test_single_values_are_read_and_replaced() -> None:
-    training = Training(MAKERS["Adam"])
-    training.stream.add_state("0_3", "exp_avg", torch.float32, 2.0)
-    value = torch.full((5000,), 7.0)
-    training.stream.set("0_3", 3000, value, state="exp_avg")
-    training.stream.set("0_3", 11, value, state=None)
-    expected = torch.full((SIZES["0_3"],), 2.0)
-    expected[3000:8000] = 7.0
-    assert torch.equal(training.master("0_3", "exp_avg"), expected)
-    expected = training.initial["0_3"].clone()
-    expected[11:5011] = 7.0
-    assert torch.equal(training.master("0_3"), expected)
-
-
 def test_members_take_the_values_of_changed_master_weights() -> None:
     training = Training(MAKERS["Adam"])
-    training.stream.set("0_3", 0, torch.arange(SIZES["0_3"]).float(), state=None)
+    training.groups.set("0_3", 0, torch.arange(SIZES["0_3"]).float(), state=None)
     training.stream.refresh("0_3", training.members["0_3"])
     training.stream.drain()
     assert torch.equal(training.parameter("0_3"), torch.arange(SIZES["0_3"]).float().bfloat16())
@@ -249,26 +107,6 @@ def test_an_error_of_the_drive_is_raised_and_nothing_hangs() -> None:
 
     with pytest.raises(StoreError):
         train()
-
-
-def test_discarding_gives_the_space_back() -> None:
-    training = Training(MAKERS["Adam"])
-    training.step(gradients(0, torch.bfloat16), 1.0)
-    training.stream.discard()
-    training.spool.discard()
-    assert all(key.startswith("param.") for key in training.store.keys())  # noqa: SIM118
-
-
-def test_after_a_drive_failed_discarding_is_no_second_error() -> None:
-    faults = MemoryFaults()
-    training = Training(torch.optim.AdamW, store=memory_store(faults))
-    training.step(gradients(0, torch.bfloat16), 1.0)
-    tile = training.tiles.take("0_3", 0, SIZES["0_3"])
-    faults.gone = errno.EROFS
-    training.tiles.write(tile, "master.0_3", tile.master)
-    training.tiles.retire(tile)
-    training.stream.discard()
-    assert all(key.startswith(("param.", "grad")) for key in training.store.keys())  # noqa: SIM118
 
 
 # -- half a step -----------------------------------------------------------------------------------
@@ -308,14 +146,14 @@ def test_half_a_step_is_never_taken_for_a_whole_one(after: int) -> None:
     with pytest.raises(TornStepError, match="load a checkpoint"):
         training.step(gradients, 1.0)
     with pytest.raises(TornStepError):
-        training.stream.settle()
+        training.groups.settle()
     for name, numel in SIZES.items():
-        training.stream.load(name, state=None, dtype=torch.float32, source=lambda _, to: to.zero_())
+        training.groups.load(name, state=None, dtype=torch.float32, source=lambda _, to: to.zero_())
         training.stream.refresh(name, training.members[name])
         assert torch.equal(training.master(name), torch.zeros(numel))
     with pytest.raises(TornStepError):
         training.step(gradients, 1.0)
-    training.stream.wholeness.mend()
+    training.groups.integrity.mend()
     training.step(gradients, 1.0)
 
 
@@ -336,10 +174,10 @@ def test_after_a_drive_failed_in_a_step_a_load_is_enough() -> None:
         training.step(values, 1.0)
     training.optimizer.step = step  # type: ignore[method-assign]
     faults.gone = 0
-    training.stream.forget_states()
+    training.groups.forget_states()
     for name, numel in SIZES.items():
         for state in (None, "exp_avg", "exp_avg_sq"):
-            training.stream.load(
+            training.groups.load(
                 name, state=state, dtype=torch.float32, source=lambda _, to: to.zero_()
             )
             training.optimizer.state[training.parameters[name]]["step"] = torch.tensor(1.0)
@@ -347,7 +185,7 @@ def test_after_a_drive_failed_in_a_step_a_load_is_enough() -> None:
         training.stream.drain()
         assert torch.equal(training.master(name), torch.zeros(numel))
         assert torch.equal(training.parameter(name), torch.zeros(numel).bfloat16())
-    training.stream.wholeness.mend()
+    training.groups.integrity.mend()
     training.step(values, 1.0)
 
 

@@ -19,7 +19,7 @@ from memascend.checkpoint.manifest import (
 )
 from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
-from memascend.deepspeed.optimizer.restore import StoredTensor, settle, stored_tensors
+from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors
 from memascend.streaming.staging import StagingSlots
 from memascend.version import __version__
 
@@ -49,7 +49,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     nbytes = sum(t.padded_bytes for t in tensors) + sum(t.nbytes for t in twice)
     smaller = ', or set "checkpoint": {"portable": false}' if is_portable else ""
     check_space(folder.path, nbytes, f"cannot save to {folder.target}", f"save elsewhere{smaller}")
-    settle(optimizer)
+    optimizer.settle()
     target = folder.path / "offloaded_tensors" / f"rank{rank:02d}"
     target.mkdir(parents=True)
     # DeepSpeed's files of this rank: of the module, and of the optimizer.

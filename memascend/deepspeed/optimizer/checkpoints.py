@@ -1,7 +1,7 @@
 """Checkpoint hooks of the ZeRO-3 optimizer: what DeepSpeed saves of it, and what it loads.
 
-The engine's functions are in checkpoint.py; they open a checkpoint and hand it over here while
-DeepSpeed's own loading is under way.
+The engine's functions are in deepspeed/checkpoint/; they open a checkpoint and hand it over here
+while DeepSpeed's own loading is under way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.checkpoint.source import CheckpointSource
-from memascend.deepspeed.optimizer import restore as optimizer_checkpoint
+from memascend.deepspeed.optimizer.restore import restore
 
 
 class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -33,7 +33,7 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def checkpointing(
         self, source: CheckpointSource | None = None, *, with_states: bool = True
     ) -> Iterator[None]:
-        """Inside, DeepSpeed saves this optimizer, or loads `source`, as one that is not on NVMe.
+        """Have DeepSpeed save this optimizer, or load `source`, as one that is not on NVMe.
 
         Args:
             source: What is loaded; None for a save.
@@ -53,7 +53,7 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         return None if self._source is None else self._source.model_states
 
     def restore_checkpoint(self) -> None:
-        """Takes over the checkpoint that is being loaded; once, however often DeepSpeed asks.
+        """Take over the checkpoint that is being loaded; once, however often DeepSpeed asks.
 
         Raises:
             StoreError: The drive failed.
@@ -66,22 +66,24 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         if self._loads_states:
             self._take_over(source.zero_states)
             optimizer_states, tensors = source.optimizer_states, source.tensors
-        optimizer_checkpoint.restore(self, optimizer_states, tensors)
+        restore(self, optimizer_states, tensors)
         self.reset_swap_buffers()
 
     def _restore_from_bit16_weights(self) -> None:
-        """Upstream asks for this where it loads weights alone: a checkpoint has exact ones."""
+        """Take the checkpoint's exact weights where upstream loads weights alone."""
         if self.is_checkpointing:
             self.restore_checkpoint()
         else:
             super()._restore_from_bit16_weights()
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
-        """As upstream, also where parameters are on a drive and the optimizer is not.
+        """Load as upstream, also where parameters are on a drive and the optimizer is not.
 
         Upstream takes it for granted that those parameters are in host memory too.
         """
-        if self.swap_optimizer or all(flat is not None for flat in self._flats):
+        # Those of parameters on a drive are None.
+        flats: list[Any] = self.fp16_partitioned_groups_flat
+        if self.swap_optimizer or all(flat is not None for flat in flats):
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
             return
         self._take_over(state_dict)
@@ -95,13 +97,8 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             current.data.copy_(saved.data)
             self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
-    @property
-    def _flats(self) -> list[Any]:
-        """The 16-bit weights of each sub-group; None where they are on a drive."""
-        return list(self.fp16_partitioned_groups_flat)
-
     def _take_over(self, zero_states: Any) -> None:
-        """What the ZeRO optimizer knows beside the base optimizer."""
+        """Take over what the ZeRO optimizer knows beside the base optimizer."""
         self.loss_scaler = zero_states["loss_scaler"]
         self.dynamic_loss_scale = zero_states["dynamic_loss_scale"]
         self.overflow = zero_states["overflow"]

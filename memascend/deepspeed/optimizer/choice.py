@@ -1,12 +1,14 @@
-"""Which streams serve a model's optimizer, and what keeps the others from it.
+"""Choice of the streams that serve a model's optimizer.
 
-A stream that is on in the config and cannot serve is named once in the log, with the reason;
-DeepSpeed's own way is then taken, with the memory it costs.
+Decided from the arguments of DeepSpeed's optimizer, before it is made. A stream that is on in the
+config and cannot serve is named once in the log, with the reason; DeepSpeed's own way is then
+taken, with the memory it costs.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +23,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStreams:
-    """What is streamed: gradients from the device to the drive, the step in tiles."""
+    """Streams that serve: gradients from the device to the drive, the step in tiles."""
 
     gradients: bool
     optimizer: bool
 
 
-def streams_in_use(config: MemAscendConfig, optimizer: Any) -> OptimizerStreams:
-    """Decides for a ZeRO-3 optimizer that keeps its states on a drive.
+def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> OptimizerStreams:
+    """Decide for a ZeRO-3 optimizer; one that is not on a drive has no streams.
+
+    Args:
+        config: The active block.
+        arguments: Those of `DeepSpeedZeroOptimizer_Stage3`, by name.
 
     Raises:
         ConfigError: A limit is stated, and a stream that it needs cannot serve.
     """
-    reasons = _reasons(config, optimizer)
+    if not _is_on_drive(arguments.get("offload_optimizer_config")):
+        return OptimizerStreams(gradients=False, optimizer=False)
+    reasons = _reasons(config, arguments)
     streaming = config.streaming
     wanted = {
         "gradients": streaming.gradients.enabled,
@@ -57,18 +65,25 @@ def streams_in_use(config: MemAscendConfig, optimizer: Any) -> OptimizerStreams:
     )
 
 
-def _reasons(config: MemAscendConfig, optimizer: Any) -> dict[str, str]:
-    """Why a stream cannot serve; empty where it can."""
+def _reasons(config: MemAscendConfig, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return why a stream cannot serve; empty where it can."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles kernels
+
     both = ""
     if not config.direct_nvme.enabled:
         both = "it needs direct_nvme, which is off"
-    elif optimizer.use_muon:
+    elif isinstance(arguments.get("init_optimizer"), MuonWithAuxAdam):
         both = "Muon works on whole gradients of its own"
     step = both
-    if not step and optimizer.params_in_nvme_and_cpu and not config.buffer_pool.enabled:
+    on_drive = _is_on_drive(arguments.get("offload_param_config"))
+    if not step and on_drive and not config.buffer_pool.enabled:
         step = "it needs buffer_pool, which is off"
-    elif not step and optimizer.partial_offload != 1.0:
+    elif not step and arguments.get("offload_ratio") != 1.0:
         step = "offload_optimizer.ratio leaves a part of it on the device"
     elif not step and is_autocast_initialized():
         step = "torch_autocast updates its loss scale with every call of the optimizer"
     return {"gradients": both, "optimizer": step}
+
+
+def _is_on_drive(offload_config: Any) -> bool:
+    return offload_config is not None and offload_config.device == "nvme"

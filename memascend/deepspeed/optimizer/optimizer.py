@@ -1,71 +1,67 @@
 """DeepSpeed's ZeRO-3 optimizer with its host buffers, its swapper and its overflow check replaced.
 
-Overrides small hook methods only; the step loop is upstream's. What happens to gradients and to
-sub-groups is in the two base classes; here they are wired. An instance exists only for a config
-with an active block: without one, constructing this class gives a stock optimizer.
+Overrides small hook methods only; the step loop is upstream's. Where gradients are kept, and how
+sub-groups are stepped, is decided before an optimizer is made: each is one of two base classes.
+An instance exists only for a config with an active block: without one, constructing ZeroOptimizer
+gives a stock optimizer.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import shutil
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from memascend.base.units import format_nbytes
 from memascend.config.block import active_config
 from memascend.deepspeed.attach.attach import Attachment, attach
-from memascend.deepspeed.optimizer import restore as optimizer_checkpoint
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
-from memascend.deepspeed.optimizer.choice import streams_in_use
-from memascend.deepspeed.optimizer.gradients import StreamedGradients
-from memascend.deepspeed.optimizer.steps import StreamedOptimizer
-from memascend.deepspeed.optimizer.swapper import StreamedSwapper
+from memascend.deepspeed.optimizer.choice import OptimizerStreams, choose_streams
+from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
+from memascend.deepspeed.optimizer.steps import WholeSteps
+from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.build import parameter_budget
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
-from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
-from memascend.deepspeed.stock.host_buffers import AbsentBuffers
-from memascend.deepspeed.stock.optimizer_swapper import (
-    PipelinedSwapper,
-    SequentialSwapper,
-    buffers_needed,
-)
 from memascend.errors import ConfigError
+from memascend.kernels.overflow import sum_of_squares
 from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import OptimizerStream
-from memascend.streaming.tiles import TILE_COUNT, TILE_NUMEL_QUANTUM, Tiles, TileShape
+from memascend.streaming.sub_groups import StepIntegrity
 
 log = logging.getLogger(__name__)
 
-#: Bytes of fp32 weights in a tile unless the config says otherwise.
-TILE_BYTES = 32 << 20
 
-
-class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer):
+class ZeroOptimizer(CheckpointedOptimizer):
     """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
 
     # Upstream's attributes that are assigned to below.
     offload_optimizer_fast_init: bool
-    offload_optimizer_pin_memory: bool
     max_params_in_cpu: int
     optimizer_swapper: Any
     grad_partitions_flat_buffer: torch.Tensor | None
     param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
 
+    streams: OptimizerStreams
+    #: A GradientSpool; None where DeepSpeed's own buffers serve.
+    spool: Any = None
+
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Gives a stock optimizer when the config holds no active block."""
-        ds_config = keywords.get("ds_config", arguments[4] if len(arguments) > 4 else None)
-        if cls is ZeroOptimizer and active_config(ds_config) is None:
+        """Add the base classes that serve; without an active block, make a stock optimizer."""
+        names = ("module", "init_optimizer", "param_names", "timers", "ds_config")
+        given = dict(zip(names, arguments, strict=False)) | keywords
+        config = active_config(given.get("ds_config"))
+        if config is None:
             return DeepSpeedZeroOptimizer_Stage3(*arguments, **keywords)
-        return super().__new__(cls)
+        streams = choose_streams(config, given)
+        gradients = StreamedGradients if streams.gradients else FlatGradients
+        steps = TiledSteps if streams.optimizer else WholeSteps
+        return super().__new__(type(cls.__name__, (cls, gradients, steps), {"streams": streams}))
 
     def __init__(
         self,
@@ -80,6 +76,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
         self._offload_optimizer_config = keywords.get("offload_optimizer_config")
         self._attachment: Attachment | None = None
         self._planned_module = module
+        self.integrity = StepIntegrity()
         _refuse_several_contexts(module)
         _refuse_nothing_to_train(module, init_optimizer)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
@@ -88,7 +85,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
 
     @property
     def attachment(self) -> Attachment:
-        """What this optimizer works with; the parameters' when they are on the drive too."""
+        """The runtime's attachment; that of the parameters when they are on the drive too."""
         if self._attachment is None:
             first = next((param for group in self.fp16_groups for param in group), None)
             swapper = getattr(first, "nvme_swapper", None)
@@ -103,9 +100,6 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
         """Ours, or None when parameters are not on the drive or the stock swapper serves."""
         first = next((param for group in self.fp16_groups for param in group), None)
         return None if first is None else swapper_of(first)
-
-    def _host_buffers(self, component: str | None) -> AbstractContextManager[None]:
-        return self.attachment.host_buffers(component)
 
     # -- construction ----------------------------------------------------------------------------
 
@@ -122,7 +116,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
             )
 
     def _decide_parameters_in_cpu(self) -> None:
-        """Keeps parameters in host memory only where the user says how many, and no limit binds.
+        """Keep parameters in host memory only where the user says how many, and no limit binds.
 
         DeepSpeed's default, 10^9 elements, would hold a whole small model.
         """
@@ -138,27 +132,23 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
             self.max_params_in_cpu = 0
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
-        streams = streams_in_use(self.attachment.runtime.config, self)
-        if streams.gradients and streams.optimizer:
+        if self.streams.gradients and self.streams.optimizer:
             self._adopt_plan()
-        spool = None
-        if streams.gradients or streams.optimizer:
+        if self.streams.gradients or self.streams.optimizer:
             runtime = self.attachment.runtime
-            spool = GradientSpool(
+            assert runtime.store is not None
+            check = runtime.config.overflow_check
+            squares = functools.partial(sum_of_squares, fused=check.enabled, threads=check.threads)
+            self.spool = GradientSpool(
                 store=runtime.ranges,
                 slots=runtime.staging,
-                sum_of_squares=self._squares if streams.gradients else None,
-                prefer=runtime.store.prefer if runtime.store is not None else None,
+                sum_of_squares=squares if self.streams.gradients else None,
+                give_memory_to=runtime.store.give_memory_to,
             )
-        if streams.gradients:
-            self._spool = spool
-        if streams.optimizer and spool is not None:
-            self._configure_streaming(spool, streams.gradients)
-        else:
-            self._configure_whole_sub_groups(offload_optimizer_config, aio_config)
+        super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
 
     def _adopt_plan(self) -> None:
-        """Takes the parameters' and staging memory that the plan says, and prints the plan."""
+        """Take the parameters' and staging memory that the plan says, and log the plan."""
         attachment = self.attachment
         runtime = attachment.runtime
         plan = plan_for(self, self._planned_module, self._ds_config, runtime.limit_bytes)
@@ -171,112 +161,20 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
             swapper.adopt_budget(parameter_budget(runtime))
         attachment.log_plan()
 
-    def _configure_streaming(self, spool: GradientSpool, gradients_as_they_arrive: bool) -> None:
-        runtime = self.attachment.runtime
-        master_dtype = self.master_weights_and_grads_dtype
-        largest_numel = max(self.fp16_partitioned_groups_flat_numel)
-        tile_bytes = runtime.config.streaming.optimizer.tile_bytes or TILE_BYTES
-        numel, count = tile_bytes // master_dtype.itemsize, TILE_COUNT
-        if runtime.plan is not None:
-            numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
-        elif not is_elementwise(self.optimizer):
-            numel, count = largest_numel, 1
-        shape = TileShape(
-            numel=-(-min(numel, largest_numel) // TILE_NUMEL_QUANTUM) * TILE_NUMEL_QUANTUM,
-            count=count,
-            state_count=state_count(self.optimizer),
-            master_dtype=master_dtype,
-            gradient_dtype=(
-                self.gradient_accumulation_dtype if gradients_as_they_arrive else master_dtype
-            ),
-            parameter_dtype=self.dtype,
-        )
-        tiles = Tiles(store=runtime.ranges, memory=runtime.memory, shape=shape)
-        if count == 1 and dist.get_rank() == 0:
-            log.warning(
-                "memascend: %s is not known to work element by element, so a sub-group is stepped "
-                "whole; that takes %s of host memory. A smaller sub_group_size lowers it",
-                type(self.optimizer).__name__,
-                format_nbytes(tiles.nbytes),
-            )
-        self._stream = OptimizerStream(
-            store=runtime.ranges, tiles=tiles, slots=runtime.staging, spool=spool
-        )
-        self.optimizer_swapper = StreamedSwapper(stream=self._stream, spool=spool)
-
-    def _configure_whole_sub_groups(self, offload_optimizer_config: Any, aio_config: Any) -> None:
-        """DeepSpeed's own swapper, over our store and memory."""
-        pipelined = offload_optimizer_config.pipeline
-        needed = buffers_needed(self.optimizer, pipelined=pipelined)
-        if offload_optimizer_config.buffer_count < needed:
-            offload_optimizer_config = offload_optimizer_config.model_copy(
-                update={"buffer_count": needed}
-            )
-            # model_copy skips the validator that derives it.
-            offload_optimizer_config.__dict__["pipeline"] = pipelined
-        swapper_class = PipelinedSwapper if pipelined else SequentialSwapper
-        folder = self.attachment.staging_folder(str(offload_optimizer_config.nvme_path))
-        with self.attachment.serving_aio("optimizer buffers"):
-            self.optimizer_swapper = swapper_class(
-                swap_config=offload_optimizer_config,
-                aio_config=aio_config,
-                base_folder=folder,
-                optimizer=self.optimizer,
-                largest_numel=max(self.fp16_partitioned_groups_flat_numel),
-                device=self.device,
-                dtype=self.master_weights_and_grads_dtype,
-                timers=self.timers,
-            )
-        if self.attachment.runtime.store is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         # Without any, upstream makes a stand-in of one element.
         has_any = not self.params_in_nvme_and_cpu or self.max_params_in_cpu > 0
-        with self._host_buffers("parameters in cpu" if has_any else None):
+        with self.attachment.host_buffers("parameters in cpu" if has_any else None):
             super()._create_param_groups_fp16_flat_cpu_memory()
 
     def _setup_for_real_optimizer(self) -> None:
-        if self._spool is None:
-            with self._host_buffers("gradients"):
-                super()._setup_for_real_optimizer()
-        else:
-            self._setup_without_gradient_buffer()
-        if self._stream is not None:
-            self._stream.drain()
+        super()._setup_for_real_optimizer()
         self._finish_writes()
-
-    def _setup_without_gradient_buffer(self) -> None:
-        """Upstream's set-up, in which the flat buffer and its pinned copy take no memory."""
-        pin_memory = self.offload_optimizer_pin_memory
-        numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
-        with AbsentBuffers(torch.zeros, {numel}):
-            self.offload_optimizer_pin_memory = pin_memory and self._stream is None
-            super()._setup_for_real_optimizer()
-        self.offload_optimizer_pin_memory = pin_memory
-        self.grad_partitions_flat_buffer = None
-        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
-
-    def _create_fp32_partitions(self) -> None:
-        # Temporaries, or master weights that stock leaves pageable too: not for the arena, whose
-        # memory would stay taken after them.
-        if self._stream is None:
-            with self._host_buffers(None):
-                super()._create_fp32_partitions()
-        else:
-            # Upstream makes room for a whole sub-group, which is then streamed past it.
-            with AbsentBuffers(torch.empty, set(self.fp16_partitioned_groups_flat_numel)):
-                super()._create_fp32_partitions()
-
-    def initialize_optimizer_states(self) -> None:
-        """As upstream; gradients that stay in host memory are in the arena."""
-        with self._host_buffers(None if self.swap_optimizer else "gradients"):
-            super().initialize_optimizer_states()
 
     # -- a step ----------------------------------------------------------------------------------
 
     def _partition_all_parameters(self) -> None:
-        """As upstream; shards that were read ahead and not used are let go with the others.
+        """Partition as upstream; shards that were read ahead and not used are let go too.
 
         Whatever changes parameters (a step, a load) comes after this, and would otherwise change
         only their host copy.
@@ -296,21 +194,34 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
         if swapper is not None:
             swapper.synchronize_writes()
 
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Exchange as upstream between ranks, on a verdict that stands in for the flat buffer."""
+        verdict = self._verdict() if partition_gradients else None
+        if verdict is None:
+            return bool(super().has_overflow(partition_gradients))
+        gradients = self.grad_partitions_flat_buffer
+        self.grad_partitions_flat_buffer = verdict
+        try:
+            return bool(super().has_overflow(partition_gradients))
+        finally:
+            self.grad_partitions_flat_buffer = gradients
+
     # -- checkpoints -----------------------------------------------------------------------------
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
         self._finish_writes()
-        self.wholeness.mend()
+        self.integrity.mend()
 
     def reset_swap_buffers(self) -> None:
-        """Gives the parameters the values of the master weights."""
+        """Give the parameters the values of the master weights."""
         self._partition_all_parameters()
         super().reset_swap_buffers()
         self._finish_writes()
+        self.integrity.mend()
 
     def destroy(self) -> None:
-        """As upstream, and gives the large host buffers back: DeepSpeed itself never lets them go.
+        """Destroy as upstream, and give the large host buffers back, which DeepSpeed never lets go.
 
         Parameters stay readable; they are the model's, not the optimizer's.
         """
@@ -321,34 +232,28 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
         self.param_groups_fp16_flat_cpu_memory = []
         for partition in self.fp32_partitioned_groups_flat:
             partition.grad = None
-        swapper: Any = self.optimizer_swapper
-        self.optimizer_swapper = None
-        store = self.attachment.runtime.store
-        if self._stream is not None:
-            self._stream.discard()
-        elif swapper is not None and store is not None:
-            swapper.swap_buffer_manager.all_buffers = []
-            for key in optimizer_checkpoint.all_keys(swapper):
-                store.discard(key=key)
-        if swapper is not None and isinstance(swapper, StreamedSwapper):
-            swapper.spool.discard()
-        elif self._spool is not None:
-            self._spool.discard()
-        self._stream = self._spool = None
-        if store is not None:
-            store.trim()
-        if self.attachment.runtime.arena is not None:
-            self.attachment.runtime.arena.core.trim()
+        swapper, self.optimizer_swapper = self.optimizer_swapper, None
+        spool, self.spool = self.spool, None
+        if swapper is not None:
+            self._discard(swapper)
+        if spool is not None:
+            spool.discard()
+        del swapper, spool  # and with them the tiles, whose memory goes back below
+        runtime = self.attachment.runtime
+        if runtime.store is not None:
+            runtime.store.trim()
+        if runtime.arena is not None:
+            runtime.arena.core.trim()
 
 
 def _warn_ignored(key: str, reason: str) -> None:
-    """Says once that a stated key has no effect, also where INFO is not shown yet or at all."""
+    """Log once that a stated key has no effect, also where INFO is not shown yet or at all."""
     if dist.get_rank() == 0:
         log.warning("memascend: zero_optimization.%s is ignored: %s", key, reason)
 
 
 def _refuse_several_contexts(module: torch.nn.Module) -> None:
-    """DeepSpeed gives mixed lists of parameters to the swapper of the first one."""
+    """Refuse what DeepSpeed mixes up: it gives any list of parameters to one swapper."""
     swappers = {id(swapper_of(param)) for param in module.parameters() if swapper_of(param)}
     if len(swappers) > 1:
         raise ConfigError(
@@ -359,7 +264,7 @@ def _refuse_several_contexts(module: torch.nn.Module) -> None:
 
 
 def _refuse_nothing_to_train(module: torch.nn.Module, optimizer: Any) -> None:
-    """DeepSpeed takes the largest of all sub-groups, and fails obscurely where there are none."""
+    """Refuse a model without sub-groups, of which DeepSpeed takes the largest."""
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if any(param.requires_grad for param in given):
         return

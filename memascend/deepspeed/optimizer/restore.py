@@ -1,16 +1,16 @@
-"""What of an optimizer belongs in a checkpoint, and how it takes it back.
+"""Tensors of an optimizer for a checkpoint, and how it takes them back.
 
-The same for both ways of stepping: sub-groups that are streamed, and whole ones in DeepSpeed's own
-swapper, which keeps sub-groups too small for a drive in memory. Between the two a checkpoint may be
-exchanged, since both are described here in the same terms.
+The same for both ways of stepping: sub-groups in tiles, and whole ones in DeepSpeed's own swapper,
+which keeps sub-groups too small for a drive in memory. Between the two a checkpoint may be
+exchanged, since both describe their tensors in the same terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -18,11 +18,7 @@ from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
 from memascend.checkpoint.source import LoadedTensor
-from memascend.deepspeed.optimizer.swapper import StreamedSwapper
-from memascend.errors import StoreError, TornStepError
-
-if TYPE_CHECKING:
-    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
+from memascend.errors import StoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +49,24 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
 
-def all_keys(swapper: Any) -> Iterator[str]:
-    """Every key in the store of a swapper of DeepSpeed's, gradients included."""
-    for swap_info in swapper.swap_params_info.values():
-        yield from swap_info.get_swap_paths()
-        yield from swap_info.get_swap_gradient_paths()
 
 
 # -- saving --------------------------------------------------------------------------------------
 
 
-def stored_tensors(optimizer: ZeroOptimizer, aio: Mapping[str, Any]) -> list[StoredTensor]:
-    """Everything that is not in memory, in the order of the sub-groups.
+def stored_tensors(optimizer: Any, aio: Mapping[str, Any]) -> list[StoredTensor]:
+    """Return everything that is not in memory, in the order of the sub-groups.
 
     Args:
         optimizer: Any of ours whose states are on a drive.
         aio: The section of the DeepSpeed config: stock reads files in units that it decides.
     """
-    swapper = optimizer.optimizer_swapper
     alignment = AIO_ALIGNED_BYTES * int(aio.get(AIO_INTRA_OP_PARALLELISM, 1))
     found = []
     for sub_group, parameter in enumerate(optimizer.fp32_partitioned_groups_flat):
         name = parameter.ds_id
         numel = optimizer.fp16_partitioned_groups_flat_numel[sub_group]
-        for state, dtype, key in _keys(swapper, name):
+        for state, dtype, key in optimizer.stored(name):
             stem = f"{state}-{name}" if state else name
             nbytes = numel * dtype.itemsize
             found.append(
@@ -93,41 +83,11 @@ def stored_tensors(optimizer: ZeroOptimizer, aio: Mapping[str, Any]) -> list[Sto
     return found
 
 
-def settle(optimizer: ZeroOptimizer) -> None:
-    """Has everything in the store: values of tiles in flight, and what so far is one value.
-
-    Raises:
-        TornStepError: The last step or load ended half-way.
-    """
-    optimizer.wholeness.check()
-    if isinstance(optimizer.optimizer_swapper, StreamedSwapper):
-        optimizer.optimizer_swapper.stream.settle()
-
-
-def _keys(swapper: Any, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
-    if isinstance(swapper, StreamedSwapper):
-        group = swapper.stream.group(name)
-        yield None, swapper.stream.master_dtype, group.key()
-        for state, dtype in group.states.items():
-            yield state, dtype, group.key(state)
-        return
-    swap_info = swapper.swap_params_info.get(name)
-    if swap_info is None:
-        return  # in memory
-    for number, context in enumerate(swap_info.tensors):
-        # The first holds the master weights, whose name has no state before it.
-        owner = str(context.compute_tensor.ds_id)
-        state_name = owner.removesuffix(f"-{name}") if number > 0 else None
-        yield state_name, swapper.dtype, context.swap_path
-
-
 # -- loading -------------------------------------------------------------------------------------
 
 
-def restore(
-    optimizer: ZeroOptimizer, state_dict: Mapping[str, Any], tensors: list[LoadedTensor]
-) -> None:
-    """Gives an optimizer what a checkpoint holds.
+def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedTensor]) -> None:
+    """Give an optimizer what a checkpoint holds.
 
     Args:
         optimizer: Any of ours whose states are on a drive.
@@ -139,88 +99,24 @@ def restore(
         StoreError: The drive failed; some of the tensors are loaded, others not.
         TornStepError: Half a step of DeepSpeed's own swapper came before.
     """
-    is_streamed = isinstance(optimizer.optimizer_swapper, StreamedSwapper)
-    if optimizer.wholeness.is_torn and not is_streamed:
-        raise TornStepError(
-            "cannot load a checkpoint after half an optimizer step: without streaming.optimizer "
-            "DeepSpeed's buffers of that step are not given back. fix: start the program again "
-            "and load it there"
-        )
-    optimizer.wholeness.note_change()
-    # What failed until now is told, and all of it is replaced.
-    with suppress(StoreError):
-        if is_streamed:
-            optimizer.optimizer_swapper.stream.drain()
+    optimizer.begin_load()
+    # What failed until now was raised, and all of it is replaced.
     with suppress(StoreError):
         optimizer.attachment.runtime.staging.wait_writes()
     if state_dict:
-        _drop_states(optimizer)
+        optimizer.forget_states()
         optimizer._set_fp32_optimizer_param_groups()
         optimizer.optimizer.load_state_dict(state_dict)
         optimizer._clear_fp32_optimizer_param_groups()
     for tensor in tensors:
-        if is_streamed:
-            _into_stream(optimizer, tensor)
-        elif optimizer._swappable_optimizer_subgroup(tensor.sub_group):
-            _into_swapper(optimizer, tensor)
-        else:
-            _into_memory(optimizer, tensor)
+        optimizer.load_tensor(tensor)
         tensor.reader.close()
     if state_dict:
         replay_beta_powers(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
 
 
-def _drop_states(optimizer: ZeroOptimizer) -> None:
-    swapper = optimizer.optimizer_swapper
-    if isinstance(swapper, StreamedSwapper):
-        swapper.stream.forget_states()
-        return
-    store = optimizer.attachment.runtime.ranges
-    for swap_info in swapper.swap_params_info.values():
-        for context in swap_info.tensors[1:]:
-            store.discard(key=context.swap_path)
-        del swap_info.tensors[1:]
-        swap_info.has_state_tensors = False
-
-
-def _into_stream(optimizer: ZeroOptimizer, tensor: LoadedTensor) -> None:
-    parameter = optimizer.fp32_partitioned_groups_flat[tensor.sub_group]
-    optimizer.optimizer_swapper.stream.load(
-        parameter.ds_id, state=tensor.state, dtype=tensor.dtype, source=tensor.reader.fill
-    )
-    if tensor.state is not None:
-        optimizer.optimizer.state[parameter][tensor.state] = torch.empty(0, dtype=tensor.dtype)
-
-
-def _into_swapper(optimizer: ZeroOptimizer, tensor: LoadedTensor) -> None:
-    swapper = optimizer.optimizer_swapper
-    parameter = optimizer.fp32_partitioned_groups_flat[tensor.sub_group]
-    swap_info = swapper.swap_params_info[parameter.ds_id]
-    if tensor.state is not None:
-        value = torch.empty(0, dtype=tensor.dtype)
-        value.ds_id = f"{tensor.state}-{parameter.ds_id}"  # type: ignore[attr-defined]
-        optimizer.optimizer.state[parameter][tensor.state] = value
-        swap_info.add_state_tensors([value])
-    runtime = optimizer.attachment.runtime
-    context = swap_info.tensors[-1 if tensor.state is not None else 0]
-    nbytes = swapper._io_aligned_numel(swap_info.numel()) * tensor.dtype.itemsize
-    runtime.ranges.reserve(key=context.swap_path, nbytes=nbytes)
-    runtime.staging.fill(key=context.swap_path, nbytes=nbytes, source=tensor.reader.fill)
-
-
-def _into_memory(optimizer: ZeroOptimizer, tensor: LoadedTensor) -> None:
-    parameter = optimizer.fp32_partitioned_groups_flat[tensor.sub_group]
-    numel = optimizer.fp16_partitioned_groups_flat_numel[tensor.sub_group]
-    value = torch.empty(numel, dtype=tensor.dtype)
-    tensor.reader.fill(0, value.view(torch.uint8))
-    if tensor.state is None:
-        parameter.data.copy_(value)
-    else:
-        optimizer.optimizer.state[parameter][tensor.state] = value.to(parameter.device)
-
-
 def replay_beta_powers(optimizer: Any, parameters: list[torch.Tensor]) -> None:
-    """Brings what DeepSpeed's Adam knows beside its states to where the saved run had it.
+    """Bring what DeepSpeed's Adam knows beside its states to where the saved run had it.
 
     It multiplies the powers of its betas up in fp32, a factor a step. One that begins at a later
     step takes them from pow(), which rounds differently after a few steps, and so do the weights.

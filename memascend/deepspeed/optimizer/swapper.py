@@ -1,7 +1,7 @@
 """Stands where stage 3 looks for its optimizer swapper when the optimizer is streamed.
 
-Stage 3 asks it little: the step itself goes through StreamedOptimizer's overrides, which never
-bring a whole sub-group into memory.
+Stage 3 asks it little: the step itself goes through the overrides of TiledSteps, which never bring
+a whole sub-group into memory.
 """
 
 from __future__ import annotations
@@ -12,55 +12,41 @@ from typing import Any
 import torch
 
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.sub_groups import Member, SubGroups
 
 
 class StreamedSwapper:
     """The surface of DeepSpeed's OptimizerSwapper that remains."""
 
-    def __init__(self, *, stream: OptimizerStream, spool: GradientSpool) -> None:
-        self.stream = stream
-        self.spool = spool
+    def __init__(self, *, groups: SubGroups, spool: GradientSpool) -> None:
+        self._groups = groups
+        self._spool = spool
 
     def is_swappable_tensor(self, tensor: Any = None, numel: int | None = None) -> bool:
-        """Every sub-group is on the drive, however small."""
+        """Answer that every sub-group is on the drive, however small."""
         return bool(getattr(tensor, "swappable", True))
 
     def initialize_parameters(
         self, parameters: Sequence[Any], src_tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Stores master weights; those that were streamed in already stay."""
+        """Store master weights; those that were streamed in already stay."""
         for parameter, source in zip(parameters, src_tensors, strict=True):
-            if self.stream.contains(parameter.ds_id):
-                continue
-
-            def fill(begin: int, target: torch.Tensor, source: torch.Tensor = source) -> None:
-                target.copy_(source.narrow(0, begin, target.numel()))
-
-            self.stream.create(parameter.ds_id, source.numel(), fill)
+            if not self._groups.contains(parameter.ds_id):
+                member = Member(0, source.numel(), source.dtype, tensor=source)
+                self._groups.create(parameter.ds_id, source.numel(), [member])
 
     def swap_out_gradients(
         self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]
     ) -> None:
-        """Stores gradients of a finished window (DeepSpeed's flat buffer did the adding up)."""
+        """Store gradients of a finished window (DeepSpeed's flat buffer did the adding up)."""
         for offset, gradient in zip(gradient_offsets, gradient_tensors, strict=True):
-            self.spool.put(parameter.ds_id, offset, gradient.view(-1))
+            self._spool.put(parameter.ds_id, offset, gradient.view(-1))
 
     def purge_state(self) -> None:
-        """Forgets optimizer state; master weights stay."""
-        self.stream.forget_states()
-
-    def init_timers(self) -> None:
-        """Nothing to time here: reads and writes overlap the step."""
+        """Forget optimizer state; master weights stay."""
+        self._groups.forget_states()
 
     def log_timers(self) -> None:
-        """Nothing was timed."""
+        """Do nothing: reads and writes overlap what upstream times, prepares and finishes."""
 
-    def pre_backward(self) -> None:
-        """Nothing to prepare."""
-
-    def post_backward(self) -> None:
-        """Nothing to finish: gradients are on their way."""
-
-    def flush_gradients(self) -> None:
-        """Hands what is staged to the store."""
+    pre_backward = post_backward = log_timers

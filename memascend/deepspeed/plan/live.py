@@ -33,7 +33,7 @@ _ANY_NUMEL = 1 << 32
 
 
 def stated_limit(config: MemAscendConfig) -> int | None:
-    """The limit of this rank in bytes, the same on every rank; None when none is stated.
+    """Return the limit of this rank in bytes, the same on every rank; None when none is stated.
 
     A fraction is one of what the machine, or this process's control group, has for each rank.
     """
@@ -47,7 +47,7 @@ def stated_limit(config: MemAscendConfig) -> int | None:
 
 
 def check_smallest(ds_config: Mapping[str, Any], limit_bytes: int | None) -> None:
-    """Refuses a limit that no model fits in, before anything is made.
+    """Refuse a limit that no model fits in, before anything is made.
 
     Raises:
         LimitTooSmallError: Names what is needed, and the smallest limit that works.
@@ -62,7 +62,7 @@ def check_smallest(ds_config: Mapping[str, Any], limit_bytes: int | None) -> Non
 
 
 def building_sizes(limit_bytes: int | None) -> dict[str, int]:
-    """Bytes of parameters and of a staging slot while the model is built."""
+    """Return bytes of parameters and of a staging slot while the model is built."""
     if limit_bytes is None:
         limit_bytes = _least_of_ranks(memory_available() // local_world_size() // 2)
     return {
@@ -74,7 +74,7 @@ def building_sizes(limit_bytes: int | None) -> dict[str, int]:
 def plan_for(
     optimizer: Any, module: torch.nn.Module, ds_config: Mapping[str, Any], limit: int | None
 ) -> Plan:
-    """The plan of a ZeRO-3 optimizer under construction.
+    """Derive the plan of a ZeRO-3 optimizer under construction.
 
     Args:
         optimizer: DeepSpeed's, with its sub-groups formed.
@@ -128,7 +128,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _least_of_ranks(nbytes: int) -> int:
-    """The smallest of what the ranks bring; all of them plan with the same number."""
+    """Return the smallest of what the ranks bring; all of them plan with the same number."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return nbytes
     device = get_accelerator().current_device_name()

@@ -20,19 +20,33 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "is_autocast_initialized", lambda: False)
 
 
-def optimizer_of(**changes: Any) -> Any:
-    facts = {"use_muon": False, "params_in_nvme_and_cpu": True, "partial_offload": 1.0}
-    return SimpleNamespace(**facts | changes)
+ON_DRIVE = SimpleNamespace(device="nvme")
 
 
-DECLINED = {"use_muon": True, "partial_offload": 0.5}
+def arguments(**changes: Any) -> dict[str, Any]:
+    given = {
+        "init_optimizer": None,
+        "offload_param_config": ON_DRIVE,
+        "offload_optimizer_config": ON_DRIVE,
+        "offload_ratio": 1.0,
+    }
+    return given | changes
+
+
+def muon() -> Any:
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    return MuonWithAuxAdam.__new__(MuonWithAuxAdam)
+
+
+DECLINED = {"init_optimizer": muon, "offload_ratio": lambda: 0.5}
 
 
 @pytest.mark.parametrize("name", DECLINED)
 def test_a_stream_that_cannot_serve_is_named_and_left_out(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = streams.streams_in_use(parse_block({}), optimizer_of(**{name: DECLINED[name]}))
+    found = streams.choose_streams(parse_block({}), arguments(**{name: DECLINED[name]()}))
     assert not found.optimizer
     assert "streaming.optimizer is not used" in caplog.text
 
@@ -41,6 +55,21 @@ def test_a_stream_that_cannot_serve_is_named_and_left_out(
 def test_a_limit_that_needs_it_is_refused(name: str) -> None:
     """Whole sub-groups and their copies would exceed it, some of them unseen."""
     config = parse_block({"host_memory_limit": "2GiB"})
-    assert streams.streams_in_use(config, optimizer_of()).optimizer
+    assert streams.choose_streams(config, arguments()).optimizer
     with pytest.raises(ConfigError, match=r"host_memory_limit='2GiB' cannot be kept: streaming\."):
-        streams.streams_in_use(config, optimizer_of(**{name: DECLINED[name]}))
+        streams.choose_streams(config, arguments(**{name: DECLINED[name]()}))
+
+
+@pytest.mark.parametrize("offload", [None, SimpleNamespace(device="cpu")])
+def test_an_optimizer_that_is_not_on_a_drive_has_no_streams(
+    offload: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = streams.choose_streams(parse_block({}), arguments(offload_optimizer_config=offload))
+    assert found == streams.OptimizerStreams(gradients=False, optimizer=False)
+    assert caplog.text == ""
+
+
+def test_without_the_pool_only_an_optimizer_whose_parameters_are_elsewhere_is_streamed() -> None:
+    config = parse_block({"buffer_pool": {"enabled": False}})
+    assert not streams.choose_streams(config, arguments()).optimizer
+    assert streams.choose_streams(config, arguments(offload_param_config=None)).optimizer

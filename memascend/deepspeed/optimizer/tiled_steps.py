@@ -1,0 +1,290 @@
+"""Steps of the ZeRO-3 optimizer in tiles: no sub-group is ever held whole.
+
+Upstream's step loop stays in charge: for each sub-group it prepares, unscales, steps, writes back
+and releases. Here all of that happens in its optimizer step, tile by tile; what comes before only
+notes values, what comes after has nothing left to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from memascend.base.units import format_nbytes
+from memascend.deepspeed.optimizer.choice import OptimizerStreams
+from memascend.deepspeed.optimizer.steps import Steps
+from memascend.deepspeed.optimizer.swapper import StreamedSwapper
+from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.deepspeed.plan.optimizers import initial_state, is_elementwise, state_count
+from memascend.deepspeed.stock.host_buffers import AbsentBuffers
+from memascend.errors import StoreError
+from memascend.plan.knobs import tile_sizes
+from memascend.streaming.gradients import GradientSpool
+from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.sub_groups import Member, SubGroups
+from memascend.streaming.tiles import Tiles, TileShape
+
+log = logging.getLogger(__name__)
+
+
+class TiledSteps(Steps):
+    """Sub-groups in the store, stepped by an OptimizerStream."""
+
+    streams: OptimizerStreams
+    spool: GradientSpool
+    groups: SubGroups
+    stream: OptimizerStream
+    _factor: Any = 1.0
+    # Stores again what an accessor gave out.
+    _put_back: Callable[[], None] | None = None
+
+    # -- construction ----------------------------------------------------------------------------
+
+    def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
+        runtime = self.attachment.runtime
+        tiles = Tiles(store=runtime.ranges, memory=runtime.memory, shape=self._tile_shape())
+        if tiles.shape.count == 1 and dist.get_rank() == 0:
+            log.warning(
+                "memascend: %s is not known to work element by element, so a sub-group is stepped "
+                "whole; that takes %s of host memory. A smaller sub_group_size lowers it",
+                type(self.optimizer).__name__,
+                format_nbytes(tiles.nbytes),
+            )
+        self.groups = SubGroups(
+            store=runtime.ranges, slots=runtime.staging, tiles=tiles, integrity=self.integrity
+        )
+        self.stream = OptimizerStream(groups=self.groups, tiles=tiles, spool=self.spool)
+        self.optimizer_swapper = StreamedSwapper(groups=self.groups, spool=self.spool)
+
+    def _tile_shape(self) -> TileShape:
+        runtime = self.attachment.runtime
+        numel, count = tile_sizes(
+            max(self.fp16_partitioned_groups_flat_numel),
+            is_elementwise(self.optimizer),
+            runtime.config.streaming.optimizer.tile_bytes,
+        )
+        if runtime.plan is not None:
+            numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
+        master_dtype = self.master_weights_and_grads_dtype
+        # DeepSpeed's flat buffer gives gradients that are cast already.
+        from_buffer = not self.streams.gradients
+        return TileShape(
+            numel=numel,
+            count=count,
+            state_count=state_count(self.optimizer),
+            master_dtype=master_dtype,
+            gradient_dtype=master_dtype if from_buffer else self.gradient_accumulation_dtype,
+            parameter_dtype=self.dtype,
+        )
+
+    def _create_fp32_partitions(self) -> None:
+        # Upstream makes room for a whole sub-group, which is then streamed past it.
+        with AbsentBuffers(torch.empty, set(self.fp16_partitioned_groups_flat_numel)):
+            super()._create_fp32_partitions()
+
+    def _swap_in_sub_group_to_flat_buffer(self, flat_buffer: Any, sub_group_id: int) -> None:
+        """Stream the master weights of a sub-group from its parameters; the buffer stays empty."""
+        name = self.fp32_partitioned_groups_flat[sub_group_id].ds_id
+        numel = self.fp16_partitioned_groups_flat_numel[sub_group_id]
+        self.groups.create(name, numel, self._members(sub_group_id))
+
+    def initialize_optimizer_states(self) -> None:
+        """Make nothing ahead: gradients and moments begin as zeros that are stored nowhere."""
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            # As upstream: this class makes its states, of no elements here, when constructed.
+            self.optimizer = torch.optim.Adagrad(
+                self.fp32_partitioned_groups_flat, **self.optimizer.defaults
+            )
+            self._clear_fp32_optimizer_param_groups()
+
+    def _setup_for_real_optimizer(self) -> None:
+        super()._setup_for_real_optimizer()
+        self.stream.drain()
+
+    def _discard(self, swapper: StreamedSwapper) -> None:
+        """Give memory and the drive's space of sub-groups back."""
+        self.groups.discard()
+        del self.stream, self.groups
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        if sub_group_id == 0:
+            # A gradient that did not reach the drive stops the step before a weight changes.
+            self.attachment.runtime.staging.wait_writes()
+            # Reading ahead crosses sub-groups, so all states are known before the walk.
+            for other in range(len(self.fp16_groups)):
+                self._make_state(other)
+            self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat])
+
+    def _make_state(self, sub_group_id: int) -> None:
+        """Give a sub-group, before its first step, states as the optimizer would begin them."""
+        parameter = self.fp32_partitioned_groups_flat[sub_group_id]
+        if self.groups.group(parameter.ds_id).states:
+            return
+        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
+        known = initial_state(self.optimizer, group)
+        if known is None:
+            return
+        scalars, fills = known
+        dtype = torch.float32
+        if not getattr(self.optimizer, "fp32_optimizer_states", True):
+            dtype = parameter.dtype
+        for name, fill in fills.items():
+            self.groups.add_state(parameter.ds_id, name, dtype, fill)
+        self.optimizer.state[parameter] = scalars | {
+            name: torch.empty(0, dtype=dtype) for name in fills
+        }
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        """Note the factor, for tiles and for gradients that outlive the step."""
+        self._factor = self._gradient_factor(total_norm)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        parameter = self.fp32_partitioned_groups_flat[sub_group_id]
+        step_whole = super()._optimizer_step
+        self.stream.step(
+            parameter.ds_id,
+            parameter=parameter,
+            states=self.optimizer.state,
+            update=lambda: step_whole(sub_group_id),
+            factor=self._factor,
+            members=self._members(sub_group_id),
+        )
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        if self.fp16_partitioned_groups_flat[sub_group_id] is not None:
+            self._unflatten_partitioned_parameters(sub_group_id)
+
+    def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        """Release nothing: no sub-group was taken."""
+
+    def _post_step(self, timer_names: Any) -> None:
+        self.stream.drain()
+        super()._post_step(timer_names)
+
+    def reset_swap_buffers(self) -> None:
+        """Give parameters the values of their master weights, after a load."""
+        for sub_group_id, flat in enumerate(self.fp32_partitioned_groups_flat):
+            self.stream.refresh(flat.ds_id, self._members(sub_group_id))
+            self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        self.stream.drain()
+
+    def _members(self, sub_group_id: int) -> list[Member]:
+        """Return where the parameters of a sub-group are."""
+        flat = self.fp16_partitioned_groups_flat[sub_group_id]
+        if flat is not None:
+            return [Member(offset=0, numel=flat.numel(), dtype=flat.dtype, tensor=flat)]
+        members = []
+        offset = 0
+        for param in self.fp16_groups[sub_group_id]:
+            shard = param.ds_tensor
+            swapper = swapper_of(param) if shard.final_location == "nvme" else None
+            members.append(
+                Member(
+                    offset=offset,
+                    numel=shard.ds_numel,
+                    dtype=param.dtype,
+                    key=None if swapper is None else swapper.key(param),
+                    tensor=shard.data.view(-1) if swapper is None else None,
+                )
+            )
+            offset += shard.ds_numel
+        return members
+
+    # -- single values (safe_get_*, safe_set_*) --------------------------------------------------
+
+    def _get_fp32_grad_state_partition(
+        self, param: Any, release_swap_buffers: bool
+    ) -> tuple[torch.Tensor, int]:
+        group_index, offset, numel = self.grad_position[self.get_param_id(param)]
+        flat = self.fp32_partitioned_groups_flat[group_index]
+        gradient = torch.empty(numel, dtype=flat.dtype)
+        self.spool.get(flat.ds_id, offset, gradient)
+        self._put_back = lambda: self.spool.set(flat.ds_id, offset, gradient)
+        return gradient, group_index
+
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> tuple[torch.Tensor, int]:
+        group_index, offset, numel = self.grad_position[self.get_param_id(param)]
+        flat = self.fp32_partitioned_groups_flat[group_index]
+        dtype = flat.dtype
+        if optim_state_key is not None:
+            dtype = self.optimizer.state[flat][optim_state_key].dtype
+        value = torch.empty(numel, dtype=dtype)
+        self.groups.get(flat.ds_id, offset, value, state=optim_state_key)
+        self._put_back = lambda: self.groups.set(flat.ds_id, offset, value, state=optim_state_key)
+        return value, group_index
+
+    def _optimizer_states_and_gradient_swap_out(
+        self, sub_group_id: int, timer_names: Any = None
+    ) -> None:
+        """Store what an accessor gave out; only accessors end here."""
+        self._store_again()
+
+    def _writeback_swap_state(
+        self, sub_group_id: int, write_opt_state: bool, write_gradients: bool
+    ) -> None:
+        self._store_again()
+
+    def _store_again(self) -> None:
+        put_back, self._put_back = self._put_back, None
+        if put_back is not None:
+            put_back()
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: list[Any]
+    ) -> None:
+        """Update as upstream, one parameter after the other."""
+        for param in (param for param in param_list if param.requires_grad):
+            part, group_index = self._get_fp32_grad_state_partition(param, False)
+            full = update_func(self._fp32_state_allgather(param, part), param)
+            begin = part.numel() * self._get_param_partition_rank(param)
+            # Behind the end of the tensor the partition is padding.
+            flat = full.flatten()
+            count = max(0, min(part.numel(), flat.numel() - begin))
+            if count:
+                part.narrow(0, 0, count).copy_(flat.narrow(0, begin, count))
+            self._writeback_swap_state(group_index, write_opt_state=False, write_gradients=True)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Have everything in the store: tiles in flight, and states that so far are one value.
+
+        Raises:
+            TornStepError: The last step or load ended half-way.
+        """
+        self.groups.settle()
+
+    def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
+        """Yield state, dtype and key of what the store has of a sub-group, its weights first."""
+        group = self.groups.group(name)
+        yield None, self.groups.master_dtype, group.key()
+        for state, dtype in group.states.items():
+            yield state, dtype, group.key(state)
+
+    def begin_load(self) -> None:
+        """Make ready for all values to be replaced; what failed until now does not matter."""
+        self.integrity.note_change()
+        with suppress(StoreError):
+            self.stream.drain()
+
+    def forget_states(self) -> None:
+        """Drop every state; master weights stay."""
+        self.groups.forget_states()
+
+    def load_tensor(self, tensor: Any) -> None:
+        """Take over a LoadedTensor: the master weights of a sub-group, or one of its states."""
+        parameter = self.fp32_partitioned_groups_flat[tensor.sub_group]
+        self.groups.load(
+            parameter.ds_id, state=tensor.state, dtype=tensor.dtype, source=tensor.reader.fill
+        )
+        if tensor.state is not None:
+            self.optimizer.state[parameter][tensor.state] = torch.empty(0, dtype=tensor.dtype)

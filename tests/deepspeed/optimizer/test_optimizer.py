@@ -1,0 +1,39 @@
+"""Which kind of optimizer a config makes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
+from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
+from memascend.deepspeed.optimizer.steps import WholeSteps
+from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
+
+ON_DRIVE = SimpleNamespace(device="nvme")
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_the_streams_of_the_block_decide(gradients: bool, optimizer: bool) -> None:
+    streaming = {"gradients": {"enabled": gradients}, "optimizer": {"enabled": optimizer}}
+    made: Any = ZeroOptimizer.__new__(
+        ZeroOptimizer,
+        *("module", None, "names", "timers", {"memascend": {"streaming": streaming}}),
+        offload_optimizer_config=ON_DRIVE,
+        offload_ratio=1.0,
+    )
+    assert isinstance(made, ZeroOptimizer)
+    assert isinstance(made, StreamedGradients if gradients else FlatGradients)
+    assert isinstance(made, TiledSteps if optimizer else WholeSteps)
+    assert type(made).__name__ == "ZeroOptimizer"
+
+
+def test_an_optimizer_in_memory_takes_deepspeeds_own_ways() -> None:
+    made: Any = ZeroOptimizer.__new__(ZeroOptimizer, "m", None, "n", "t", {"memascend": {}})
+    assert isinstance(made, FlatGradients)
+    assert isinstance(made, WholeSteps)

@@ -1,0 +1,76 @@
+"""Tiles: memory, and what is in flight on it."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from memascend.errors import StoreError
+from memascend.nvme.store import MemoryFaults, TensorStore
+from memascend.streaming.tiles import Tiles, TileShape
+from tests.support.streaming_hosts import HostTensors, memory_store
+from tests.support.tiled_training import Training, gradients
+
+NUMEL = 4096
+
+
+def tiles_of(store: TensorStore, *, count: int = 2) -> Tiles:
+    shape = TileShape(
+        numel=NUMEL,
+        count=count,
+        state_count=1,
+        master_dtype=torch.float32,
+        gradient_dtype=torch.float32,
+        parameter_dtype=torch.float32,
+    )
+    return Tiles(store=store, memory=HostTensors(), shape=shape)
+
+
+def test_the_memory_of_the_tiles_is_what_they_say() -> None:
+    training = Training(torch.optim.Adam)
+    assert sum(training.memory.nbytes.values()) == training.tiles.nbytes
+    training.step(gradients(0, torch.bfloat16), 1.0)
+    assert sum(training.memory.nbytes.values()) == training.tiles.nbytes
+
+
+def test_what_was_written_is_read_and_the_last_tile_is_shorter() -> None:
+    store = memory_store()
+    tiles = tiles_of(store)
+    store.reserve(key="weights", nbytes=4 * (NUMEL + 5))
+    for begin in tiles.begins(NUMEL + 5):
+        tile = tiles.take("group", begin, NUMEL + 5)
+        tile.master.fill_(begin)
+        tiles.write(tile, "weights", tile.master)
+        tiles.retire(tile)
+    tiles.drain()
+    assert tile.numel == 5
+    found = torch.empty(NUMEL + 5)
+    store.read(key="weights", target=found).wait()
+    assert torch.equal(found, (torch.arange(NUMEL + 5) // NUMEL * NUMEL).float())
+
+
+def test_an_error_is_raised_once_and_every_tile_is_idle_again() -> None:
+    faults = MemoryFaults()
+    store = memory_store(faults)
+    tiles = tiles_of(store)
+    store.reserve(key="weights", nbytes=8 * NUMEL)
+    faults.gone = errno.EROFS
+    taken = [tiles.take("group", begin, 2 * NUMEL) for begin in tiles.begins(2 * NUMEL)]
+    for tile in taken:
+        tiles.write(tile, "weights", tile.master)
+        tiles.retire(tile)
+    with pytest.raises(StoreError):
+        tiles.drain()
+    tiles.drain()
+    assert not tiles.has_retired()
+    assert tiles.has_idle()
+
+
+def test_room_for_more_states_is_made_when_they_appear() -> None:
+    tiles = tiles_of(memory_store())
+    before = tiles.nbytes
+    tile = tiles.take("group", 0, 100)
+    assert tiles.state(tile, 2, torch.float32).shape == (100,)
+    assert tiles.nbytes == before + 2 * 4 * NUMEL

@@ -1,0 +1,122 @@
+"""Sub-groups in a stream, with members on the drive and in memory, and one optimizer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memascend.nvme.store import TensorStore
+from memascend.streaming.gradients import GradientSpool
+from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.sub_groups import Member, StepIntegrity, SubGroups
+from memascend.streaming.tiles import Tiles, TileShape
+from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
+
+SIZES = {"0_3": 20_011, "4_4": 8192, "5_9": 3}
+
+
+class Training:
+    """Memory, store and streams, and a step over all sub-groups."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], torch.optim.Optimizer],
+        *,
+        store: TensorStore | None = None,
+        tile_numel: int = 4096,
+        tile_count: int = 3,
+        gradient_dtype: torch.dtype = torch.bfloat16,
+        state_count: int = 2,
+    ) -> None:
+        self.store = store or memory_store()
+        self.slots = staging_slots(self.store)
+        self.spool = GradientSpool(store=self.store, slots=self.slots)
+        self.memory = HostTensors()
+        shape = TileShape(
+            numel=tile_numel,
+            count=tile_count,
+            state_count=state_count,
+            master_dtype=torch.float32,
+            gradient_dtype=gradient_dtype,
+            parameter_dtype=torch.bfloat16,
+        )
+        tiles = Tiles(store=self.store, memory=self.memory, shape=shape)
+        self.tiles = tiles
+        self.groups = SubGroups(
+            store=self.store, slots=self.slots, tiles=tiles, integrity=StepIntegrity()
+        )
+        self.stream = OptimizerStream(groups=self.groups, tiles=tiles, spool=self.spool)
+        self.initial = {
+            name: torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+            for name, numel in SIZES.items()
+        }
+        self.members = {}
+        for name, numel in SIZES.items():
+            weights = self.initial[name]
+            self.groups.create(name, numel, [Member(0, numel, weights.dtype, tensor=weights)])
+            self.members[name] = self._members(name, numel)
+        self.parameters = {name: torch.nn.Parameter(torch.empty(0)) for name in SIZES}
+        self.optimizer = make(list(self.parameters.values()))
+        (self.group,) = self.optimizer.param_groups
+        self.group["params"] = []
+
+    def _members(self, name: str, numel: int) -> list[Member]:
+        """Odd thirds: two on the drive, the last in memory."""
+        cuts = [0, numel // 3, numel // 3 * 2, numel]
+        members = []
+        for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            count = end - begin
+            if index < 2 and count:
+                key = f"param.{name}.{index}"
+                self.store.reserve(key=key, nbytes=count * 2)
+                members.append(Member(begin, count, torch.bfloat16, key=key))
+            elif count:
+                tensor = torch.empty(count, dtype=torch.bfloat16)
+                members.append(Member(begin, count, torch.bfloat16, tensor=tensor))
+        return members
+
+    def step(self, gradients: dict[str, torch.Tensor], factor: float) -> None:
+        for name, gradient in gradients.items():
+            self.spool.put(name, 0, gradient)
+        self.stream.begin(list(SIZES))
+        for name in SIZES:
+            parameter = self.parameters[name]
+
+            def update(parameter: torch.Tensor = parameter) -> None:
+                self.group["params"] = [parameter]
+                self.optimizer.step()
+                self.group["params"] = []
+
+            self.stream.step(
+                name,
+                parameter=parameter,
+                states=self.optimizer.state,
+                update=update,
+                factor=factor,
+                members=self.members[name],
+            )
+        self.stream.drain()
+
+    def master(self, name: str, state: str | None = None) -> torch.Tensor:
+        value = torch.empty(SIZES[name])
+        self.groups.get(name, 0, value, state=state)
+        return value
+
+    def parameter(self, name: str) -> torch.Tensor:
+        parts = []
+        for member in self.members[name]:
+            part = member.tensor
+            if member.key is not None:
+                part = torch.empty(member.numel, dtype=member.dtype)
+                self.store.read(key=member.key, target=part).wait()
+            assert part is not None
+            parts.append(part)
+        return torch.cat(parts)
+
+
+def gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(n, generator=generator).to(dtype) for name, n in SIZES.items()}
