@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memascend.base.interfaces import HostMemory, Ticket
-from memascend.memory.budget import Segment
+from memascend.memory.pool import Segment
 from memascend.nvme.store import TensorStore, contiguous_cpu
 from memascend.plan.knobs import PAGE_BYTES, page_down, page_up
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.errors import ConfigError
+from memascend.memory.pool import SLOT_PARTS
 from memascend.plan.checksums import checksum_bytes
 from memascend.plan.request import PlanRequest, is_elementwise
 from memascend.plan.shapes import ModelShapes
@@ -26,8 +27,6 @@ TILE_NUMEL_STEP = 4096  # keeps every block of a tile a multiple of the page
 TILE_COUNT = 3  # one is read, one computed, one written
 GRADIENT_FP32_BYTES = 4
 PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
-#: A slot is at most this part of the budget, so that several shards can travel at once.
-PARAMETER_SLOTS_PARTS = 4
 #: Larger shards (fused experts) go in chunks by default: two of them would outweigh all the rest.
 SLOT_BYTES_MAX = 512 * MIB
 PREFETCH_BYTES_MIN = 32 * MIB
@@ -100,7 +99,7 @@ class Knobs:
     def slot_bytes_max(self) -> int:
         """Bytes of the largest shard that takes a slot; larger ones go in chunks."""
         budget_bytes = self.layer_bytes + self.prefetch_bytes
-        return min(self.slot_bytes, page_down(budget_bytes // PARAMETER_SLOTS_PARTS))
+        return min(self.slot_bytes, page_down(budget_bytes // SLOT_PARTS))
 
 
 def tile_element_bytes(request: PlanRequest) -> int:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import torch
 
-from memascend.base.interfaces import RangeIO
+from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
 from memascend.streaming.gradients import Factor, GradientSpool
 from memascend.streaming.staging import StagingSlots
@@ -39,7 +39,7 @@ class OptimizerStream:
     """Sub-groups in the store, and the walk over them. One thread at a time may call."""
 
     def __init__(
-        self, *, store: RangeIO, tiles: Tiles, slots: StagingSlots, spool: GradientSpool
+        self, *, store: TensorIO, tiles: Tiles, slots: StagingSlots, spool: GradientSpool
     ) -> None:
         """Wires the stream.
 

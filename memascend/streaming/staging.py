@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memascend.base.interfaces import Event, HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 
 SLOT_COUNT_MIN = 2
 
@@ -51,7 +51,7 @@ class StagingSlots:
     def __init__(
         self,
         *,
-        store: RangeIO,
+        store: TensorIO,
         memory: HostMemory,
         slot_bytes: int,
         slot_count: int,

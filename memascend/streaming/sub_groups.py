@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import RangeIO
+from memascend.base.interfaces import TensorIO
 from memascend.errors import TornStepError
 
 #: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
@@ -102,7 +102,7 @@ class Wholeness:
             )
 
 
-def make_anew(store: RangeIO, key: str, nbytes: int) -> None:
+def make_anew(store: TensorIO, key: str, nbytes: int) -> None:
     """Room for a key all of which is about to be written in parts.
 
     After a failed write the store gives nothing of a key before it is written in one piece; a key

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memascend.base.interfaces import HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import HostMemory, TensorIO, Ticket
 
 #: Tile boundaries are multiples of this many elements: whole blocks of the drive, and whole vectors
 #: of the processor, so that every element takes the same instructions as in an untiled step.
@@ -70,7 +70,7 @@ class Tile:
 class Tiles:
     """All tiles: idle, in the caller's hands, or retired with writes under way."""
 
-    def __init__(self, *, store: RangeIO, memory: HostMemory, shape: TileShape) -> None:
+    def __init__(self, *, store: TensorIO, memory: HostMemory, shape: TileShape) -> None:
         """Takes the memory of all tiles now.
 
         Args:

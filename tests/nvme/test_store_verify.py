@@ -23,7 +23,7 @@ from memascend.nvme.store import TensorStore
 from memascend.plan.derive import ROUNDING, LimitTooSmallError, PlanRequest, derive
 from memascend.plan.knobs import CHECKSUMS
 from memascend.plan.shapes import builtin
-from memascend.runtime import Runtime, Substitutes
+from memascend.runtime import Runtime, StockParts
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory, flip_bit, open_store, read, write
 from tests.support.nvme_model import FRACTIONS, KEYS, SHIFTS, StoreModel
 from tests.support.plan_models import decoder
@@ -284,7 +284,7 @@ def open_runtime(folder: Path, verify: str, limit_bytes: int | None = None) -> R
         page_lock=False,
         register_device=False,
         pci_address=None,
-        substitutes=Substitutes(),
+        stock=StockParts(),
         limit_bytes=limit_bytes,
         parameter_budget_bytes=4 << 20,
         staging_slot_bytes=1 << 18,

@@ -25,7 +25,6 @@ from memascend.deepspeed.optimizer.choice import streams_in_use
 from memascend.deepspeed.optimizer.gradients import StreamedGradients
 from memascend.deepspeed.optimizer.steps import StreamedOptimizer
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
-from memascend.deepspeed.parameters.build import parameter_budget
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
@@ -145,7 +144,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
         if streams.gradients or streams.optimizer:
             runtime = self.attachment.runtime
             spool = GradientSpool(
-                store=runtime.ranges,
+                store=runtime.io,
                 slots=runtime.staging,
                 sum_of_squares=self._squares if streams.gradients else None,
                 prefer=runtime.store.prefer if runtime.store is not None else None,
@@ -167,8 +166,6 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
             swapper.drop_unused()
             swapper.synchronize_writes()
         runtime.adopt(plan)
-        if swapper is not None and runtime.parameter_slots is not None:
-            swapper.adopt_budget(parameter_budget(runtime))
         attachment.log_plan()
 
     def _configure_streaming(self, spool: GradientSpool, gradients_as_they_arrive: bool) -> None:
@@ -191,7 +188,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
             ),
             parameter_dtype=self.dtype,
         )
-        tiles = Tiles(store=runtime.ranges, memory=runtime.memory, shape=shape)
+        tiles = Tiles(store=runtime.io, memory=runtime.memory, shape=shape)
         if count == 1 and dist.get_rank() == 0:
             log.warning(
                 "memascend: %s is not known to work element by element, so a sub-group is stepped "
@@ -200,7 +197,7 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
                 format_nbytes(tiles.nbytes),
             )
         self._stream = OptimizerStream(
-            store=runtime.ranges, tiles=tiles, slots=runtime.staging, spool=spool
+            store=runtime.io, tiles=tiles, slots=runtime.staging, spool=spool
         )
         self.optimizer_swapper = StreamedSwapper(stream=self._stream, spool=spool)
 

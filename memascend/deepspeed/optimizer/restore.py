@@ -185,7 +185,7 @@ def _drop_states(optimizer: ZeroOptimizer) -> None:
     if isinstance(swapper, StreamedSwapper):
         swapper.stream.forget_states()
         return
-    store = optimizer.attachment.runtime.ranges
+    store = optimizer.attachment.runtime.io
     for swap_info in swapper.swap_params_info.values():
         for context in swap_info.tensors[1:]:
             store.discard(key=context.swap_path)
@@ -214,7 +214,7 @@ def _into_swapper(optimizer: ZeroOptimizer, tensor: LoadedTensor) -> None:
     runtime = optimizer.attachment.runtime
     context = swap_info.tensors[-1 if tensor.state is not None else 0]
     nbytes = swapper._io_aligned_numel(swap_info.numel()) * tensor.dtype.itemsize
-    runtime.ranges.reserve(key=context.swap_path, nbytes=nbytes)
+    runtime.io.reserve(key=context.swap_path, nbytes=nbytes)
     runtime.staging.fill(key=context.swap_path, nbytes=nbytes, source=tensor.reader.fill)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import HostMemory, TensorIO, Ticket
 
 
 class AioHandle:
@@ -22,7 +22,7 @@ class AioHandle:
     def __init__(
         self,
         *,
-        store: RangeIO,
+        store: TensorIO,
         memory: HostMemory,
         component: str,
         settings: dict[str, Any],
@@ -133,7 +133,7 @@ _serving: ContextVar[Callable[..., AioHandle] | None] = ContextVar("memascend_ai
 
 
 @contextmanager
-def serving(*, store: RangeIO, memory: HostMemory, component: str) -> Iterator[None]:
+def serving(*, store: TensorIO, memory: HostMemory, component: str) -> Iterator[None]:
     """Inside, AsyncIOBuilder() of DeepSpeed's swapper modules gives handles over `store`."""
 
     def make_handle(**settings: Any) -> AioHandle:
