@@ -376,7 +376,7 @@ class ParameterStream:
         return sum(self.pool.slot_bytes(one.nbytes) for one in self._staged)
 
     def _prefetch_limit_bytes(self) -> int:
-        """Two of the largest shard that occurs often: the layers', not the embedding's."""
+        """Return twice the largest shard that occurs often: the layers', not the embedding's."""
         limit_bytes = self._prefetch_bytes
         if limit_bytes is None:
             counts = self._sizes.items()
