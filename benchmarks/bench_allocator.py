@@ -26,7 +26,7 @@ def power_of_two_ceil(nbytes: int) -> int:
 
 
 def run(*, small: bool) -> list[harness.Row]:
-    """Gives three rows for each model: ours, stock 0.19.8, and all rounded."""
+    """Return three rows for each model: ours, stock 0.19.8, and all rounded."""
     scale = SCALE["small" if small else "large"]
     return [row for name in pinned_shapes.MODELS for row in _run_model(name, scale)]
 
@@ -61,7 +61,7 @@ def _run_model(name: str, scale: int) -> list[harness.Row]:
 
 
 def _reserved_bytes(asked: list[int]) -> int:
-    """Runs our allocator on the list, all blocks alive together, and gives what it holds."""
+    """Run our allocator on the list, all blocks alive together; return the bytes it holds."""
     allocator = _core.Allocator(huge_pages="auto", lock=False, register_device=False)
     blocks = [allocator.allocate(nbytes=nbytes, component="bench") for nbytes in asked]
     reserved_bytes = allocator.stats().reserved_bytes

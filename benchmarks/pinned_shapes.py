@@ -78,7 +78,7 @@ MODELS = {
 
 
 def parameters(model: Architecture) -> Iterator[tuple[int, bool]]:
-    """Gives (numel, has weight decay) of every parameter, in module order, embeddings untied."""
+    """Yield (numel, has weight decay) of every parameter, in module order, embeddings untied."""
     hidden = model.hidden_size
     kv = hidden // model.num_attention_heads * model.num_key_value_heads
     yield model.vocab_size * hidden, True
@@ -97,7 +97,7 @@ def parameters(model: Architecture) -> Iterator[tuple[int, bool]]:
 
 
 def sub_groups(model: Architecture) -> list[list[int]]:
-    """The optimizer's sub-groups: closed once they reach sub_group_size, never across groups."""
+    """Form the sub-groups: closed once they reach sub_group_size, never across groups."""
     closed = []
     for decays in (True, False):
         group: list[int] = []
@@ -112,7 +112,7 @@ def sub_groups(model: Architecture) -> list[list[int]]:
 
 
 def allocations(model: Architecture) -> list[Allocation]:
-    """Every pinned allocation that lives through training, in the order of the ledger."""
+    """Return every pinned allocation that lives through training, in the order of the ledger."""
     numels = [numel for numel, _ in parameters(model)]
     groups = sub_groups(model)
     largest_group = max(groups, key=sum)
@@ -143,7 +143,7 @@ def allocations(model: Architecture) -> list[Allocation]:
 
 
 def document(name: str) -> dict[str, Any]:
-    """The content of one file of benchmarks/shapes/."""
+    """Return the content of one file of benchmarks/shapes/."""
     source, model = MODELS[name]
     return {
         "model": name,

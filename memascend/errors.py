@@ -33,10 +33,6 @@ class HostMemoryError(MemAscendError, MemoryError):
     limit_bytes: int = 0
 
 
-class PoolExhaustedError(MemAscendError, RuntimeError):
-    """A size class has no free slot and may not grow; the message names the class."""
-
-
 class StoreError(MemAscendError, OSError):
     """A read or write of the store failed.
 

@@ -14,25 +14,20 @@ from dataclasses import dataclass
 
 import torch
 
-from memascend.base.components import (
-    BOUNCE_BUFFERS,
-    PARAMETER_POOL,
-    PARAMETER_SLOTS,
-    RESIDENT_CACHE,
-)
-from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, TensorIO
-from memascend.base.units import format_nbytes, page_up
+from memascend.base.components import BOUNCE_BUFFERS, PARAMETER_SLOTS, RESIDENT_CACHE
+from memascend.base.interfaces import Event, HostMemory, TensorIO
+from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.config.block import MemAscendConfig, local_world_size
 from memascend.kernels.overflow import scan
 from memascend.ledger.ledger import Ledger, LedgerRow
 from memascend.ledger.wear import Wear, WearMeter
 from memascend.memory.allocator import HostAllocator, describe
-from memascend.memory.budget import BudgetSlots
-from memascend.memory.pool import ArenaSlots, ParameterPool
+from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import TensorStore, describe_recovery
 from memascend.plan.derive import Plan
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
+from memascend.plan.knobs import BOUNCE_BYTES, STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.streaming.staging import StagingSlots
 from memascend.system.memory import resident_memory
 from memascend.system.numa import preferred_node
@@ -40,13 +35,8 @@ from memascend.volumes.prepare import prepared, volume_paths
 
 log = logging.getLogger(__name__)
 
-#: Bytes through which unaligned heads and tails of transfers pass.
-BOUNCE_BYTES = 4 << 20
-#: Most host memory of parameters when they are streamed.
-PARAMETER_BUDGET_BYTES = 512 << 20
-STAGING_SLOT_BYTES = 16 << 20
-STAGING_SLOT_COUNT = 4
-
+#: Most host memory of parameters when they are streamed, until there is a plan.
+PARAMETER_BUDGET_BYTES = 512 * MIB
 
 #: The stream of a key, by what stands before its first dot.
 STREAM_OF_PREFIX = {
@@ -58,21 +48,21 @@ STREAM_OF_PREFIX = {
 
 
 def stream_of(key: str) -> str | None:
-    """The stream that a key of the store belongs to, None for one that no plan knows."""
+    """Return the stream that a key of the store belongs to; None for one that no plan knows."""
     return STREAM_OF_PREFIX.get(key.partition(".")[0])
 
 
 @dataclass(frozen=True)
-class Substitutes:
-    """What serves instead of a section that is off."""
+class StockParts:
+    """Parts of stock DeepSpeed that serve instead of sections that are off."""
 
     memory: HostMemory | None = None  # instead of the allocator
     store: TensorIO | None = None  # instead of direct_nvme
-    pool: SlotPool | None = None  # where slots cannot come from an arena
+    slot_memory: HostMemory | None = None  # of the pool, where that store wants memory of its own
 
 
 def streams_parameters(config: MemAscendConfig) -> bool:
-    """Whether streaming.parameters is on together with the sections it works over."""
+    """Return whether streaming.parameters is on together with the sections it works over."""
     needed = (config.buffer_pool, config.direct_nvme, config.streaming.parameters)
     return all(section.enabled for section in needed)
 
@@ -88,14 +78,14 @@ class Runtime:
         page_lock: bool,
         register_device: bool,
         pci_address: str | None,
-        substitutes: Substitutes,
+        stock: StockParts,
         new_event: Callable[[], Event] | None = None,
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
         staging_slot_count: int | None = None,
         limit_bytes: int | None = None,
     ) -> None:
-        """Opens the store and takes what every training needs; slots are taken when needed.
+        """Open the store and take what every training needs; slots are taken when needed.
 
         Args:
             config: The validated block.
@@ -103,7 +93,7 @@ class Runtime:
             page_lock: Whether host memory is locked where the block does not say.
             register_device: Whether it is registered with CUDA.
             pci_address: Of the device, for the choice of a NUMA node.
-            substitutes: For the sections that are off.
+            stock: For the sections that are off.
             new_event: Makes an event of the device; None when the device is the CPU.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
@@ -126,24 +116,23 @@ class Runtime:
                 pci_address=pci_address,
                 limit_bytes=limit_bytes,
             )
-        memory = self.arena or substitutes.memory
+        memory = self.arena or stock.memory
         if memory is None:
             raise AssertionError("the allocator is off and nothing was given instead")
         self.memory: HostMemory = memory
         if config.direct_nvme.enabled:
             self.store = _make_store(config, directory, memory, self.arena)
-        self._io = self.store or substitutes.store
+        self._io = self.store or stock.store
         self._new_event = new_event
         self._staging: StagingSlots | None = None
         self._staging_slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
         self._staging_slot_count = staging_slot_count or STAGING_SLOT_COUNT
-        self.parameter_slots: BudgetSlots | None = None
-        if streams_parameters(config):
-            budget_bytes = parameter_budget_bytes or PARAMETER_BUDGET_BYTES
-            self.parameter_slots = BudgetSlots(
-                memory=memory, budget_bytes=budget_bytes, component=PARAMETER_SLOTS
-            )
-        self._pool = self.parameter_slots or substitutes.pool or _make_pool(self.arena)
+        budget_bytes = parameter_budget_bytes or PARAMETER_BUDGET_BYTES
+        self.pool = Pool(
+            memory=stock.slot_memory or memory,
+            component=PARAMETER_SLOTS,
+            budget_bytes=budget_bytes if streams_parameters(config) else None,
+        )
         self.overflow_check = _make_overflow_check(config)
         self.wear = WearMeter(
             endurance_bytes=config.wear.endurance,
@@ -153,31 +142,17 @@ class Runtime:
 
     @property
     def io(self) -> TensorIO:
-        """What reads and writes parameters."""
+        """The store, or what serves instead of it: DeepSpeed's engine, of whole keys."""
         if self._io is None:
             raise AssertionError("direct_nvme is off and nothing was given instead")
         return self._io
 
     @property
-    def ranges(self) -> RangeIO:
-        """What reads and writes parts of keys."""
-        if self.store is None:
-            raise AssertionError("direct_nvme is off, and nothing else works on parts of keys")
-        return self.store
-
-    @property
-    def pool(self) -> SlotPool:
-        """Where parameters are staged."""
-        if self._pool is None:
-            raise AssertionError("the allocator is off and no pool was given instead")
-        return self._pool
-
-    @property
     def staging(self) -> StagingSlots:
-        """Through which tensors of any size pass; the one set of slots that all paths share."""
+        """The one set of staging slots, which all paths share."""
         if self._staging is None:
             self._staging = StagingSlots(
-                store=self.ranges,
+                store=self.io,
                 memory=self.memory,
                 slot_bytes=self._staging_slot_bytes,
                 slot_count=self._staging_slot_count,
@@ -186,7 +161,7 @@ class Runtime:
         return self._staging
 
     def adopt(self, plan: Plan) -> None:
-        """Exchanges what served while the model was built for what the plan says, all at once.
+        """Exchange what served while the model was built for what the plan says, all at once.
 
         The tiles are left to whoever makes the optimizer.
 
@@ -197,8 +172,8 @@ class Runtime:
         """
         if self.store is not None and self.store.granted != _pages(plan.resident):
             self.store.revoke()
-        if self.parameter_slots is not None:
-            self.parameter_slots.resize(0, slot_bytes_max=0)
+        if self.pool.is_bounded:
+            self.pool.resize(0, slot_bytes_max=0)
         if self._staging is not None:
             self._staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=0)
         if self.arena is not None:
@@ -207,17 +182,15 @@ class Runtime:
         if self.store is not None:
             self.store.core.provide_checksums(nbytes=plan.checksum_bytes)
         self.staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=plan.staging_slot_count)
-        if self.parameter_slots is not None:
-            self.parameter_slots.resize(
-                plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max
-            )
+        if self.pool.is_bounded:
+            self.pool.resize(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
         if self.store is not None and self.store.granted != _pages(plan.resident):
             resident = self._within_arena(_pages(plan.resident))
             self.store.grant(resident, memory=self.memory, component=RESIDENT_CACHE)
         self.plan = plan
 
     def _within_arena(self, resident: dict[str, int]) -> dict[str, int]:
-        """Less where the arena must keep holes: the tiles come after this.
+        """Reduce it where the arena must keep holes: the tiles come after this.
 
         Holes are in registered pieces that are partly in use, and in explicit huge pages.
         """
@@ -235,7 +208,7 @@ class Runtime:
         return resident
 
     def ledger(self) -> Ledger:
-        """Every host byte of ours by component, planned and measured."""
+        """Return every host byte of ours by component, planned and measured."""
         planned = dict(self.plan.host) if self.plan is not None else {}
         measured = self.arena.core.components() if self.arena is not None else {}
         rows = [
@@ -262,7 +235,7 @@ class Runtime:
         )
 
     def note_checkpoint(self, folder: str) -> None:
-        """Says what a run that corrupted data has ended is to go on from.
+        """Note the checkpoint that an error about corrupted data tells the user to go on from.
 
         Args:
             folder: Of the last complete checkpoint.
@@ -271,11 +244,11 @@ class Runtime:
             self.store.core.set_recovery(describe_recovery(folder))
 
     def read_wear(self) -> Wear | None:
-        """What has been written to the drives so far; None without a store."""
+        """Return what has been written to the drives so far; None without a store."""
         return self.wear.read(self._written_bytes) if self.store is not None else None
 
     def note_step(self) -> Wear | None:
-        """Counts an optimizer step; the account, once, when the write budget is first exceeded."""
+        """Count an optimizer step; return the account, once, when the write budget is exceeded."""
         return self.wear.note_step(self._written_bytes) if self.store is not None else None
 
     @property
@@ -283,7 +256,7 @@ class Runtime:
         return 0 if self.store is None else int(self.store.stats()["bytes_written"])
 
     def describe(self) -> str:
-        """One line for the log: what was really obtained."""
+        """Return one line for the log: what was really obtained."""
         parts = []
         if self.store is not None:
             parts.append(
@@ -295,25 +268,19 @@ class Runtime:
             parts.append(f"arena {describe(self.arena.core.report())}")
         else:
             parts.append("pinned memory of the accelerator")
-        if self.parameter_slots is not None:
-            budget = format_nbytes(self.parameter_slots.budget_bytes)
+        if self.pool.is_bounded:
+            budget = format_nbytes(self.pool.budget_bytes)
             parts.append(f"parameters within {budget} of host memory")
         return "; ".join(parts)
 
     def close(self) -> None:
-        """Waits for transfers and gives the drive's space back; memory follows its last view."""
+        """Wait for transfers and give the drive's space back; memory follows its last view."""
         if self.store is not None:
             self.store.close()
 
 
 def _pages(resident: Mapping[str, int]) -> dict[str, int]:
     return {stream: page_up(nbytes) for stream, nbytes in resident.items() if nbytes}
-
-
-def _make_pool(arena: HostAllocator | None) -> SlotPool | None:
-    if arena is None:
-        return None
-    return ArenaSlots(ParameterPool(allocator=arena, component=PARAMETER_POOL))
 
 
 def _make_arena(

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memascend.base.units import MIB, format_nbytes
+from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.memory.allocator import HostAllocator, describe
-from memascend.memory.pool import ArenaSlots, ParameterPool
+from memascend.memory.pool import Pool
 from memascend.nvme.store import BOUNCE_BYTES, TensorStore
 from memascend.streaming.parameters import ParameterStream
 
@@ -194,8 +194,8 @@ def two_shards(folder: Path) -> Iterator[SimpleNamespace]:
     allocator = device_allocator()
     bounce = allocator.tensor(BOUNCE_BYTES, torch.uint8, component="bounce buffers")
     with TensorStore(volumes=[folder], bounce=bounce) as store:
-        pool = ParameterPool(allocator=allocator, component="parameter pool")
-        stream = ParameterStream(store=store, pool=ArenaSlots(pool))
+        pool = Pool(memory=allocator, component="parameter slots")
+        stream = ParameterStream(store=store, pool=pool)
         swapper = ParameterSwapper(
             attachment=SimpleNamespace(),  # only handed on, to the optimizer
             stream=stream,
@@ -252,9 +252,9 @@ def overtake(shards: SimpleNamespace, *, with_event: bool) -> tuple[bool, float]
     waited_s = time.perf_counter() - started_s
     stream.synchronize()
     swapper.remove_partition_and_release_buffers([second])
-    slot_count = sum(stats.slot_count for stats in shards.pool.classes())
-    if slot_count != 1:
-        raise RuntimeError(f"the pool has {slot_count} slots, the check needs exactly one")
+    if shards.pool.held_bytes != page_up(2 * SHARD_NUMEL):
+        held_bytes = shards.pool.held_bytes
+        raise RuntimeError(f"the pool holds {held_bytes} bytes, the check needs exactly one slot")
     return bool((target == 1).all()), waited_s
 
 
@@ -266,12 +266,12 @@ def check_bandwidth(folder: Path) -> list[Finding]:
 
     The three run in turns and ratios are taken within a round, so that a busy machine slows all.
     """
-    pool = ArenaSlots(ParameterPool(allocator=device_allocator(), component="parameter pool"))
+    pool = Pool(memory=device_allocator(), component="parameter slots")
     pool.grow(BANDWIDTH_BYTES)
     lease = pool.acquire(BANDWIDTH_BYTES)
     assert lease is not None
     sources = {
-        "lease": pool.view(lease, BANDWIDTH_BYTES, torch.uint8).zero_(),
+        "lease": lease.view(BANDWIDTH_BYTES, torch.uint8).zero_(),
         "torch pinned": torch.zeros(BANDWIDTH_BYTES, dtype=torch.uint8).pin_memory(),
         "pageable": torch.zeros(BANDWIDTH_BYTES, dtype=torch.uint8),
     }

@@ -28,7 +28,7 @@ ROWS = {
     "operations": ("operations",),
     "writes": ("writes",),
     "reads": ("reads",),
-    "leases": ("leases",),
+    "blocks lent to transfers": ("lent_blocks",),
     "bytes read and compared": ("checked_bytes",),
     "injected: short transfers": ("short_transfers",),
     "injected: EAGAIN, EINTR": ("again",),
@@ -42,7 +42,7 @@ ROWS = {
     "met: full volumes": ("full_volumes",),
     "met: the memory limit": ("memory_limits",),
     "**losses**": ("losses",),
-    "**leaked leases**": ("leaked_leases",),
+    "**leaked blocks**": ("leaked_blocks",),
 }
 
 

@@ -33,9 +33,9 @@ WITHOUT_TESTS = {
     "csrc/bindings/bind_memory.cpp": "tests/test_core_surface.py has the whole surface",
     "csrc/bindings/bind_nvme.cpp": "tests/test_core_surface.py has the whole surface",
     "csrc/bindings/module.cpp": "tests/test_core_surface.py has the whole surface",
-    "csrc/kernels/overflow_avx2.cpp": "overflow_test.cpp compares every variant with the scalar one",
-    "csrc/kernels/overflow_avx512.cpp": "overflow_test.cpp compares every variant with the scalar one",
-    "csrc/kernels/overflow_scalar.cpp": "overflow_test.cpp compares every variant with the scalar one",
+    "csrc/kernels/overflow_avx2.cpp": "overflow_test.cpp compares all with the scalar one",
+    "csrc/kernels/overflow_avx512.cpp": "overflow_test.cpp compares all with the scalar one",
+    "csrc/kernels/overflow_scalar.cpp": "overflow_test.cpp compares all with the scalar one",
     "csrc/nvme/engine/errors.cpp": "its texts are asserted where they are raised, in tests/nvme",
     "csrc/nvme/engine/factory.cpp": "engine_test.cpp runs one suite on every engine it makes",
     "csrc/nvme/engine/memory.cpp": "engine_test.cpp runs one suite on every engine",
@@ -45,7 +45,7 @@ WITHOUT_TESTS = {
     "csrc/nvme/transfer/checksums.cpp": "part of the class that transfer_test.cpp tests",
     "csrc/nvme/transfer/watch.cpp": "part of the class that transfer_test.cpp tests",
     "memascend/base/interfaces.py": "protocols without code",
-    "memascend/deepspeed/seams/fingerprints.py": "a table written by scripts/update_fingerprints.py",
+    "memascend/deepspeed/seams/fingerprints.py": "written by scripts/update_fingerprints.py",
     "memascend/version.py": "one constant",
 }
 
@@ -121,10 +121,12 @@ def test_a_cycle_is_seen() -> None:
 
 def test_a_file_without_tests_is_seen() -> None:
     assert place_of_tests(Path("memascend/nvme/new.py")) == Path("tests/nvme/test_new.py")
-    assert place_of_tests(Path("csrc/nvme/space/new.cpp")) == Path("tests/cpp/nvme/space/new_test.cpp")
+    assert place_of_tests(Path("csrc/nvme/space/new.cpp")) == Path(
+        "tests/cpp/nvme/space/new_test.cpp"
+    )
 
 
-# -- what outside may be imported where -----------------------------------------------------------
+# -- what outside may be imported where ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", PYTHON, ids=as_text)

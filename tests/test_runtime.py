@@ -14,13 +14,8 @@ from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
-from memascend.runtime import (
-    STAGING_SLOT_BYTES,
-    STAGING_SLOT_COUNT,
-    Runtime,
-    Substitutes,
-    stream_of,
-)
+from memascend.plan.knobs import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
+from memascend.runtime import Runtime, StockParts, stream_of
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import SubGroup
 from tests.support.fake_cuda import FakeCuda, make_core
@@ -47,7 +42,7 @@ class PlainMemory:
 
 def build(
     folder: Path,
-    substitutes: Substitutes | None = None,
+    stock: StockParts | None = None,
     parameter_budget_bytes: int | None = None,
     limit_bytes: int | None = None,
     **block: dict[str, Any],
@@ -59,7 +54,7 @@ def build(
         page_lock=False,
         register_device=False,
         pci_address=None,
-        substitutes=substitutes or Substitutes(),
+        stock=stock or StockParts(),
         parameter_budget_bytes=parameter_budget_bytes,
         limit_bytes=limit_bytes,
     )
@@ -69,7 +64,7 @@ def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> Non
     runtime = build(tmp_path)
     lease = runtime.pool.acquire(8000)
     assert lease is not None
-    slot = runtime.pool.view(lease, 2000, torch.float32)
+    slot = lease.view(2000, torch.float32)
     slot.copy_(torch.arange(2000))
     runtime.io.write(key="a", source=slot, hold=lease.hold()).wait()
     slot.zero_()
@@ -114,7 +109,7 @@ def test_without_parameter_streaming_the_pool_follows_the_model(
     tmp_path: Path, block: dict[str, Any]
 ) -> None:
     runtime = build(tmp_path, **block)
-    assert runtime.parameter_slots is None
+    assert not runtime.pool.is_bounded
     assert runtime.pool.acquire(8000) is None
     runtime.pool.grow(8000)
     assert runtime.pool.acquire(8000) is not None
@@ -145,7 +140,7 @@ def test_two_runtimes_on_one_directory_do_not_see_each_other(tmp_path: Path) -> 
 
 def test_without_the_allocator_the_given_memory_serves(tmp_path: Path) -> None:
     memory = PlainMemory()
-    runtime = build(tmp_path, Substitutes(memory=memory), allocator={"enabled": False})
+    runtime = build(tmp_path, StockParts(memory=memory), allocator={"enabled": False})
     assert runtime.arena is None
     assert runtime.memory is memory
     runtime.io.write(key="a", source=torch.ones(10)).wait()
@@ -155,7 +150,7 @@ def test_without_the_allocator_the_given_memory_serves(tmp_path: Path) -> None:
 
 def test_without_direct_nvme_the_given_store_serves(tmp_path: Path) -> None:
     store: Any = object()
-    runtime = build(tmp_path, Substitutes(store=store), direct_nvme={"enabled": False})
+    runtime = build(tmp_path, StockParts(store=store), direct_nvme={"enabled": False})
     assert runtime.store is None
     assert runtime.io is store
     assert "engine DeepSpeed aio" in runtime.describe()
@@ -251,9 +246,8 @@ def test_adopting_a_plan_fits_registered_memory_to_the_byte(
     monkeypatch.setattr(memascend.runtime, "HostAllocator", RegisteringAllocator)
     runtime = build(tmp_path, parameter_budget_bytes=1 << 20, limit_bytes=limit_bytes)
     runtime.io.write(key="param.0", source=torch.arange(3000)).wait()
-    assert runtime.parameter_slots is not None
     for nbytes in (100_000, 4096, 200_000, 30_000):
-        assert runtime.parameter_slots.acquire(nbytes) is not None  # given back at once
+        assert runtime.pool.acquire(nbytes) is not None  # given back at once
     assert runtime.staging is not None
     runtime.adopt(plan)
     tiles = take_tiles(runtime, plan)
@@ -272,7 +266,7 @@ def test_what_is_resident_does_not_reach_the_drive(tmp_path: Path) -> None:
     runtime.adopt(plan)
     before = runtime.store.stats()
     for key in ("param.0", "gradient.0_1.0.0", "master.0_1", "state.0_1.exp_avg"):
-        runtime.ranges.write(key=key, source=torch.ones(1000)).wait()
+        runtime.io.write(key=key, source=torch.ones(1000)).wait()
     after = runtime.ledger().drive
     assert after["bytes_written"] == before["bytes_written"]
     assert after["resident_bytes_written"] == 4 * 4000
@@ -297,7 +291,7 @@ def test_a_plan_adopted_again_keeps_keys_and_another_moves_them(tmp_path: Path) 
 def test_every_key_of_the_paths_has_its_stream(tmp_path: Path) -> None:
     runtime = build(tmp_path)
     assert runtime.store is not None
-    spool = GradientSpool(store=runtime.ranges, slots=runtime.staging)
+    spool = GradientSpool(store=runtime.io, slots=runtime.staging)
     spool.put("7_9", 0, torch.ones(10))
     runtime.staging.wait_writes()
     assert {stream_of(key) for key in runtime.store.keys()} == {GRADIENTS}  # noqa: SIM118

@@ -4,7 +4,6 @@
 #include "base/check.hpp"
 #include "bindings/bindings.hpp"
 #include "memory/allocator.hpp"
-#include "memory/pool.hpp"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -13,11 +12,6 @@ namespace memascend {
 namespace {
 
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
-
-/// Keeps a slot from being leased again for as long as it lives.
-struct HoldHandle {
-  std::shared_ptr<void> hold;
-};
 
 HugePages parse_huge_pages(const std::string& name) {
   if (name == "auto") return HugePages::kAuto;
@@ -88,18 +82,6 @@ void bind_structs(py::module_& module) {
       .def_readonly("live_bytes", &ComponentStats::live_bytes)
       .def_readonly("peak_bytes", &ComponentStats::peak_bytes)
       .def_readonly("block_count", &ComponentStats::block_count);
-  py::class_<ClassStats>(module, "ClassStats")
-      .def_readonly("name", &ClassStats::name)
-      .def_readonly("slot_bytes", &ClassStats::slot_bytes)
-      .def_readonly("slot_count", &ClassStats::slot_count)
-      .def_readonly("leased_count", &ClassStats::leased_count)
-      .def_readonly("leased_count_peak", &ClassStats::leased_count_peak);
-  py::class_<Exhaustion>(module, "Exhaustion")
-      .def_readonly("requested_bytes", &Exhaustion::requested_bytes)
-      .def_readonly("class_name", &Exhaustion::class_name)
-      .def_readonly("slot_bytes", &Exhaustion::slot_bytes)
-      .def_readonly("slot_count", &Exhaustion::slot_count)
-      .def_readonly("leased_count", &Exhaustion::leased_count);
 }
 
 void bind_allocator(py::module_& module) {
@@ -116,7 +98,6 @@ void bind_allocator(py::module_& module) {
            "cuda_library"_a = ArenaOptions{}.cuda_library)
       .def("allocate", &Allocator::allocate, py::kw_only(), "nbytes"_a, "component"_a,
            "zero"_a = false, WithoutGil())
-      .def("reserve", &Allocator::reserve, py::kw_only(), "nbytes"_a, WithoutGil())
       .def("trim", &Allocator::trim, WithoutGil())
       .def("report", &Allocator::report, WithoutGil())
       .def("notes", &Allocator::notes, WithoutGil())
@@ -126,37 +107,12 @@ void bind_allocator(py::module_& module) {
       .def("is_valid", &Allocator::is_valid, WithoutGil());
 }
 
-void bind_pool(py::module_& module) {
-  py::class_<HoldHandle>(module, "HoldHandle");
-  py::class_<Lease>(module, "Lease", py::buffer_protocol())
-      .def_buffer([](Lease& lease) { return view_bytes(lease.address(), lease.nbytes()); })
-      .def_property_readonly("address",
-                             [](const Lease& lease) { return as_number(lease.address()); })
-      .def_property_readonly("nbytes", &Lease::nbytes)
-      .def_property_readonly("slot_bytes", &Lease::slot_bytes)
-      .def_property_readonly("class_name", &Lease::class_name)
-      .def_property_readonly("released", &Lease::released)
-      .def("release", &Lease::release)
-      .def("hold", [](const Lease& lease) { return HoldHandle{lease.hold()}; });
-  py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
-      .def(py::init(&Pool::create), py::kw_only(), "allocator"_a, "component"_a)
-      .def("add_class", &Pool::add_class, py::kw_only(), "name"_a, "slot_bytes"_a, "slot_count"_a,
-           WithoutGil())
-      .def("add_slots", &Pool::add_slots, py::kw_only(), "name"_a, "count"_a, WithoutGil())
-      .def("acquire", &Pool::acquire, py::kw_only(), "nbytes"_a, "allow_larger"_a = false,
-           WithoutGil())
-      .def("exhaustion", &Pool::exhaustion, py::kw_only(), "nbytes"_a, WithoutGil())
-      .def("classes", &Pool::classes, WithoutGil())
-      .def("is_valid", &Pool::is_valid, WithoutGil());
-}
-
 }  // namespace
 
 void bind_memory(py::module_& module) {
   register_errors();
   bind_structs(module);
   bind_allocator(module);
-  bind_pool(module);
 }
 
 }  // namespace memascend

@@ -93,23 +93,6 @@ std::unique_ptr<Block> Allocator::allocate(std::uint64_t nbytes, const std::stri
   return block;
 }
 
-void Allocator::reserve(std::uint64_t nbytes) {
-  const std::uint64_t capacity_bytes = align_up(nbytes, kPageBytes);
-  const std::lock_guard lock(mutex_);
-  if (capacity_bytes == 0 || free_.best_backed(capacity_bytes)) return;
-  if (arena_.registers()) {
-    grow_registered(capacity_bytes, "reserve");
-  } else {
-    const FreeRun run = free_.last();
-    MA_EXPECT(capacity_bytes <= run.nbytes, "cannot reserve ", nbytes, " bytes: ", run.nbytes,
-              " addresses are left");
-    const std::uint64_t end_min = run.offset + capacity_bytes;
-    const std::uint64_t end = std::min(align_up(end_min, kHugePageBytes), arena_.range_bytes());
-    commit(run.offset, within_limit(run.offset, end_min, end, "reserve"));
-  }
-  MA_INVARIANT_SLOW(is_valid_locked());
-}
-
 void Allocator::trim() {
   const std::lock_guard lock(mutex_);
   decommit_free(0, arena_.range_bytes());

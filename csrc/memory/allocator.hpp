@@ -77,8 +77,6 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
   /// A block of at least `nbytes` (> 0), accounted to `component`. Its bytes are whatever was there
   /// before unless `zero`. Throws HostMemoryError beyond the limit or beyond the system's memory.
   std::unique_ptr<Block> allocate(std::uint64_t nbytes, const std::string& component, bool zero);
-  /// Takes memory ahead, so that blocks of `nbytes` in all fit without growing.
-  void reserve(std::uint64_t nbytes);
   /// Gives all free memory back to the system, where that is possible.
   void trim();
 

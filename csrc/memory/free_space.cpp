@@ -38,16 +38,6 @@ std::optional<FreeRun> FreeSpace::best_untouched(std::uint64_t nbytes) const {
   return best;
 }
 
-FreeRun FreeSpace::last() const {
-  FreeRun run{range_bytes_, 0};
-  for (auto piece = pieces_.rbegin(); piece != pieces_.rend(); ++piece) {
-    if (piece->first + piece->second.nbytes != run.offset) break;
-    run.offset = piece->first;
-    run.nbytes += piece->second.nbytes;
-  }
-  return run;
-}
-
 void FreeSpace::take(std::uint64_t offset, std::uint64_t nbytes) {
   const std::uint64_t end = offset + nbytes;
   auto piece = pieces_.upper_bound(offset);

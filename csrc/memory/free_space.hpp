@@ -31,8 +31,6 @@ class FreeSpace {
   std::optional<FreeRun> best_any(std::uint64_t nbytes) const;
   /// Smallest free run without memory behind any of it that holds `nbytes`. A linear search.
   std::optional<FreeRun> best_untouched(std::uint64_t nbytes) const;
-  /// The free run at the end of the range, empty when the last byte is in use.
-  FreeRun last() const;
 
   /// Takes free bytes out.
   void take(std::uint64_t offset, std::uint64_t nbytes);

@@ -37,9 +37,8 @@ class HostAllocator:
         numa_node: int | None = None,
         prefault_threads: int = 0,
         limit_bytes: int = 0,
-        reserve_bytes: int = 0,
     ) -> None:
-        """Reserves addresses, and `reserve_bytes` of memory ahead.
+        """Reserve addresses; no memory yet.
 
         Args:
             huge_pages: Which huge pages to ask for; "auto" takes explicit ones when enough are
@@ -49,7 +48,6 @@ class HostAllocator:
             numa_node: Where memory should come from; None leaves it to the kernel.
             prefault_threads: Threads that make new memory resident; 0 chooses.
             limit_bytes: Most memory to hold; 0 for no limit.
-            reserve_bytes: Memory to take now, in one piece.
         """
         self.core = _core.Allocator(
             huge_pages=huge_pages,
@@ -62,21 +60,9 @@ class HostAllocator:
         self._logged_notes: set[str] = set()
         self._described = False
         self._log_new_notes()
-        if reserve_bytes > 0:
-            self.reserve(reserve_bytes)
-
-    def reserve(self, nbytes: int) -> None:
-        """Takes memory ahead, so that blocks of `nbytes` in all come without growing.
-
-        Raises:
-            HostMemoryError: The limit or the system does not allow it.
-        """
-        self.core.reserve(nbytes=nbytes)
-        self._log_new_notes()
-        self._log_obtained()
 
     def block(self, nbytes: int, *, component: str, zero: bool = False) -> _core.Block:
-        """A run of bytes accounted to a component; freed with its last reference.
+        """Return a run of bytes accounted to a component; freed with its last reference.
 
         Raises:
             HostMemoryError: The limit or the system does not allow it.
@@ -84,13 +70,14 @@ class HostAllocator:
         block = self.core.allocate(nbytes=nbytes, component=component, zero=zero)
         self._log_new_notes()
         if not self._described:
-            self._log_obtained()
+            self._described = True
+            _LOG.info("host memory: %s", describe(self.core.report()))
         return block
 
     def tensor(
         self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
     ) -> torch.Tensor:
-        """A flat CPU tensor in a block of its own; its contents are arbitrary unless `zero`.
+        """Return a flat CPU tensor in a block of its own; its contents are arbitrary unless `zero`.
 
         Raises:
             HostMemoryError: The limit or the system does not allow it.
@@ -103,12 +90,8 @@ class HostAllocator:
         return torch.frombuffer(block, dtype=dtype)
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's first element lies in a live block of ours."""
+        """Return whether a tensor's first element lies in a live block of ours."""
         return self.core.contains(tensor.data_ptr())
-
-    def _log_obtained(self) -> None:
-        self._described = True
-        _LOG.info("host memory: %s", describe(self.core.report()))
 
     def _log_new_notes(self) -> None:
         for note in self.core.notes():
@@ -118,7 +101,7 @@ class HostAllocator:
 
 
 def describe(report: _core.ArenaReport) -> str:
-    """One phrase on what was really obtained, for the log and the doctor."""
+    """Return one phrase on what was really obtained, for the log and the doctor."""
     parts = [
         f"{format_nbytes(report.reserved_bytes)} held",
         f"{_share(report.huge_page_bytes, report.reserved_bytes)} in huge pages",

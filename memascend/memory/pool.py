@@ -1,181 +1,255 @@
-"""Size classes from a model's shapes, and leases on slots of those sizes.
+"""The pool: slots for tensors of any size, cut from segments of host memory.
 
-`derive_classes` is arithmetic for the plan and needs neither torch nor the native core at work.
-`ParameterPool` adds to the native pool the one decision it leaves open: whether to grow.
+Within a budget all slots together never take more than a fixed number of bytes: memory is taken as
+slots are needed, in segments that double, and then segments that nothing uses give way to one that
+is large enough. Without a budget the pool grows when it is asked to, one slot at a time, so that
+its slots are those of the model's own shapes; a slot serves shapes of nearly its size again.
+
+Knows host memory and byte counts; never what tensors mean, stores or when it is wise to wait. One
+thread at a time may call; leases and holds may be dropped by any.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memascend import _core
-from memascend.base.units import format_nbytes
-from memascend.errors import PoolExhaustedError
-from memascend.memory.allocator import HostAllocator
+from memascend.base.units import MIB, NBYTES_MAX, PAGE_BYTES, page_down, page_up
 
 if TYPE_CHECKING:
     import torch
 
-PAGE_BYTES = 4096
-CLASS_COUNT_MAX = 16
-MERGE_WASTE_MAX = 1 / 16  # of the larger slot
+    from memascend.base.interfaces import HostMemory
+
+#: The largest slot is this part of the budget, so that as many fit at least.
+SLOT_PARTS = 4
+#: First segment of a budget; each next one is as large as all before it.
+SEGMENT_BYTES_MIN = 4 * MIB
+#: Of a slot that was taken for one shape: what may be left over by another that it serves.
+WASTE_MAX = 1 / 16
 
 
-@dataclass(frozen=True, slots=True)
-class SizeClass:
-    """Slots of one size, and how many tensors of the model are served by it."""
+class Pool:
+    """Slots of any size over any host memory. See the module's head."""
 
-    name: str
-    slot_bytes: int
-    count_in_model: int
+    def __init__(
+        self, *, memory: HostMemory, component: str, budget_bytes: int | None = None
+    ) -> None:
+        """Take no memory yet.
 
-
-def derive_classes(sizes_bytes: Iterable[int]) -> list[SizeClass]:
-    """Size classes for tensors of the given sizes, smallest first; at most CLASS_COUNT_MAX.
-
-    One class per distinct size in whole pages, but a size joins the next larger class where that
-    wastes no more than MERGE_WASTE_MAX of the slot. If too many remain, the neighbours whose
-    merging wastes the fewest bytes over the whole model are merged. Empty tensors need no slot.
-    """
-    counts = Counter(_round_up(nbytes) for nbytes in sizes_bytes if nbytes > 0)
-    groups: list[tuple[int, int]] = []  # (slot_bytes, count), largest first
-    for slot_bytes, count in sorted(counts.items(), reverse=True):
-        if groups and groups[-1][0] - slot_bytes <= MERGE_WASTE_MAX * groups[-1][0]:
-            groups[-1] = (groups[-1][0], groups[-1][1] + count)
-        else:
-            groups.append((slot_bytes, count))
-    while len(groups) > CLASS_COUNT_MAX:
-        _merge_cheapest(groups)
-    return [
-        SizeClass(name=_class_name(slot_bytes), slot_bytes=slot_bytes, count_in_model=count)
-        for slot_bytes, count in reversed(groups)
-    ]
-
-
-class ParameterPool:
-    """Leases on slots whose sizes were derived from the model.
-
-    Thread-safe where the native pool is; two threads that grow one class at once add a slot each.
-    """
-
-    def __init__(self, *, allocator: HostAllocator, component: str = "parameter_pool") -> None:
-        self.core = _core.Pool(allocator=allocator.core, component=component)
-
-    def add_class(self, size_class: SizeClass, *, slot_count: int) -> None:
-        """Adds a class with `slot_count` slots, taken from the allocator now.
+        Args:
+            memory: Where segments come from.
+            component: Name in the ledger.
+            budget_bytes: Most bytes of all segments together; None lets the pool grow.
 
         Raises:
-            ValueError: The name or the size is there already.
-            HostMemoryError: The allocator's limit or the system does not allow the slots.
+            ValueError: The budget has no room for SLOT_PARTS pages.
         """
-        self.core.add_class(
-            name=size_class.name, slot_bytes=size_class.slot_bytes, slot_count=slot_count
-        )
+        self.is_bounded = budget_bytes is not None
+        self.budget_bytes = NBYTES_MAX if budget_bytes is None else budget_bytes
+        self.slot_bytes_max = page_down(self.budget_bytes // SLOT_PARTS)
+        if self.slot_bytes_max <= 0:
+            raise ValueError(
+                f"a budget of {budget_bytes} bytes has no room for {SLOT_PARTS} pages of "
+                f"{PAGE_BYTES} bytes. fix: a larger parameter budget"
+            )
+        self._memory = memory
+        self._component = component
+        self._segments: list[Segment] = []
+        self._returned: deque[tuple[Segment, int, int]] = deque()
 
-    def acquire(self, nbytes: int, *, grow: bool) -> _core.Lease:
-        """A lease on a slot for `nbytes`: a free one of its class, else, with `grow`, a new one.
+    def resize(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
+        """Take another budget, all of it now and in one piece.
 
-        Without `grow`, a free slot of a larger class serves too: memory that is there already.
+        Args:
+            budget_bytes: Whole pages.
+            slot_bytes_max: Largest slot from now on.
 
         Raises:
-            PoolExhaustedError: No slot, and growing is not allowed or no class is large enough.
-            HostMemoryError: The allocator's limit or the system does not allow a new slot.
+            ValueError: A slot is leased.
+            HostMemoryError: There is not enough memory.
         """
-        lease = self.core.acquire(nbytes=nbytes, allow_larger=not grow)
-        while lease is None:
-            exhaustion = self.core.exhaustion(nbytes=nbytes)
-            if not grow or not exhaustion.class_name:
-                raise PoolExhaustedError(explain(exhaustion, self.core.classes()))
-            # Another thread may take the new slot first; then add one more.
-            self.core.add_slots(name=exhaustion.class_name, count=1)
-            lease = self.core.acquire(nbytes=nbytes)
+        self._collect()
+        if not all(segment.idle for segment in self._segments):
+            raise ValueError(
+                "cannot resize the parameter slots: some are leased. likely cause: a parameter is "
+                "gathered while the optimizer is made. fix: leave GatheredParameters first"
+            )
+        self._segments.clear()
+        self.budget_bytes, self.slot_bytes_max = budget_bytes, slot_bytes_max
+        if budget_bytes:
+            self._take_memory(budget_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory taken so far."""
+        return sum(segment.memory.nbytes for segment in self._segments)
+
+    @property
+    def free_bytes(self) -> int:
+        """The part of the memory taken that no slot uses."""
+        self._collect()
+        return sum(end - begin for segment in self._segments for begin, end in segment.free)
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """Return what a tensor takes of the budget: nothing when it is too large for a slot."""
+        return page_up(nbytes) if nbytes <= self.slot_bytes_max else 0
+
+    def acquire(self, nbytes: int) -> Lease | None:
+        """Lease a slot for `nbytes`; None when none is free and the budget is spent.
+
+        Raises:
+            HostMemoryError: The budget allows more memory, but the system does not.
+        """
+        wanted = self.slot_bytes(nbytes)
+        if wanted <= 0:
+            return None
+        self._collect()
+        lease = self._cut(wanted)
+        if lease is None and self.is_bounded and self._add_segment(wanted):
+            lease = self._cut(wanted)
         return lease
 
-    def release(self, lease: _core.Lease) -> None:
-        """Gives a lease up. Its slot is leased again once no I/O holds it; again is harmless."""
-        lease.release()
-
-    def classes(self) -> list[_core.ClassStats]:
-        """Slots, leased and peak of every class, smallest slots first."""
-        return self.core.classes()
-
-
-class ArenaSlots:
-    """Slots as the parameter path takes them: classes appear with the shapes that arrive.
-
-    A model is partitioned tensor by tensor, so at first its shapes are not known. A size gets a
-    class of its own unless an existing one fits within MERGE_WASTE_MAX.
-    """
-
-    def __init__(self, pool: ParameterPool) -> None:
-        self._pool = pool
-
-    def acquire(self, nbytes: int) -> _core.Lease | None:
-        """A lease of the class for `nbytes`, or None when there is no class or no free slot."""
-        return self._pool.core.acquire(nbytes=nbytes) if self._class_name(nbytes) else None
-
-    def grow(self, nbytes: int) -> None:
-        """Adds a slot to the class for `nbytes`, making the class when it is new.
+    def grow(self, nbytes: int) -> bool:
+        """Take memory for one more slot of `nbytes`; False within a budget, which does not grow.
 
         Raises:
-            HostMemoryError: The allocator's limit or the system does not allow it.
+            HostMemoryError: The system does not have the memory.
         """
-        name = self._class_name(nbytes)
-        if name is None:
-            (size_class,) = derive_classes([nbytes])
-            self._pool.add_class(size_class, slot_count=1)
-        else:
-            self._pool.core.add_slots(name=name, count=1)
+        if not self.is_bounded:
+            self._take_memory(page_up(nbytes))
+        return not self.is_bounded
 
-    def view(self, lease: _core.Lease, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first `numel` elements of the slot; the tensor keeps the memory mapped."""
+    def suits(self, slot_bytes: int, nbytes: int) -> bool:
+        """Return whether room for `nbytes` may come of a slot, once that is free.
+
+        Within a budget any slot gives room, since runs merge. Otherwise slots keep their sizes.
+        """
+        if self.is_bounded:
+            return True
+        return 0 <= slot_bytes - page_up(nbytes) <= max(PAGE_BYTES, WASTE_MAX * slot_bytes)
+
+    def _collect(self) -> None:
+        # A slot may come back at any moment, so it is only noted then, and freed here.
+        while self._returned:
+            segment, begin, end = self._returned.popleft()
+            segment.put(begin, end)
+
+    def _cut(self, nbytes: int) -> Lease | None:
+        runs = [
+            (end - begin, number, index)
+            for number, segment in enumerate(self._segments)
+            for index, (begin, end) in enumerate(segment.free)
+            if end - begin >= nbytes and self.suits(end - begin, nbytes)
+        ]
+        if not runs:
+            return None
+        run_bytes, number, index = min(runs)
+        segment = self._segments[number]
+        slot_bytes = nbytes if self.is_bounded else run_bytes
+        # Small slots gather at the ends, so that they do not cut the room of large ones in two.
+        begin = segment.take(index, slot_bytes, from_end=nbytes < self.slot_bytes_max // 8)
+        end = begin + slot_bytes
+        use = _Use()
+        returning = weakref.finalize(use, self._returned.append, (segment, begin, end))
+        returning.atexit = False
+        return Lease(segment.memory[begin:end], use)
+
+    def _add_segment(self, nbytes: int) -> bool:
+        """Take memory for a slot of `nbytes`; False when the budget and idle segments forbid."""
+        room_bytes = self._make_way(nbytes)
+        if room_bytes < nbytes:
+            return False
+        doubled = min(max(self.held_bytes, SEGMENT_BYTES_MIN), self.slot_bytes_max)
+        self._take_memory(min(max(nbytes, doubled), page_down(room_bytes)))
+        return True
+
+    def _take_memory(self, nbytes: int) -> None:
         import torch
 
-        return torch.frombuffer(lease, dtype=dtype, count=numel)
+        memory = self._memory.tensor(nbytes, torch.uint8, component=self._component)
+        self._segments.append(Segment(memory, [(0, nbytes)]))
 
-    def _class_name(self, nbytes: int) -> str | None:
-        for stats in self._pool.classes():  # smallest slots first
-            if stats.slot_bytes >= nbytes:
-                fits = stats.slot_bytes - nbytes <= max(
-                    PAGE_BYTES, MERGE_WASTE_MAX * stats.slot_bytes
-                )
-                return stats.name if fits else None
-        return None
-
-
-def explain(exhaustion: _core.Exhaustion, classes: Sequence[_core.ClassStats]) -> str:
-    """An exhaustion as a message: what failed, with what values, likely cause, what to do."""
-    asked = f"no slot for {exhaustion.requested_bytes} bytes"
-    if not exhaustion.class_name:
-        largest = max((one.slot_bytes for one in classes), default=0)
-        return (
-            f"{asked}: the largest size class has slots of {largest} bytes. likely cause: a tensor "
-            "the classes were not derived from. fix: add a class, or move the tensor in chunks"
-        )
-    return (
-        f"{asked}: size class '{exhaustion.class_name}' ({exhaustion.slot_bytes} bytes a slot) has "
-        f"{exhaustion.leased_count} of {exhaustion.slot_count} slots leased. likely cause: more "
-        "tensors in use at once than planned. fix: give the class more slots, allow it to grow, or "
-        "prefetch less"
-    )
+    def _make_way(self, nbytes: int) -> int:
+        """Let idle segments go, smallest first, where that gives room for `nbytes`."""
+        room_bytes = self.budget_bytes - self.held_bytes
+        idle_bytes = sum(one.memory.nbytes for one in self._segments if one.idle)
+        if room_bytes + idle_bytes < nbytes:
+            return room_bytes
+        while room_bytes < nbytes:
+            nbytes_of = {i: one.memory.nbytes for i, one in enumerate(self._segments) if one.idle}
+            smallest = min(nbytes_of, key=lambda index: nbytes_of[index])
+            room_bytes += nbytes_of[smallest]
+            del self._segments[smallest]
+        return room_bytes
 
 
-def _merge_cheapest(groups: list[tuple[int, int]]) -> None:
-    """Merges the two neighbours (largest first) whose merging wastes the fewest bytes."""
-    wastes = [(larger[0] - smaller[0]) * smaller[1] for larger, smaller in pairwise(groups)]
-    index = wastes.index(min(wastes))
-    (slot_bytes, larger_count), (_, smaller_count) = groups[index : index + 2]
-    groups[index : index + 2] = [(slot_bytes, larger_count + smaller_count)]
+class Lease:
+    """The exclusive right to a slot, which is free when the lease and every hold are gone."""
+
+    def __init__(self, slot: torch.Tensor, use: _Use) -> None:
+        self.slot = slot
+        self.slot_bytes = int(slot.nbytes)
+        self._use: _Use | None = use
+
+    def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the first `numel` elements of the slot; the tensor keeps the memory mapped."""
+        return self.slot[: numel * dtype.itemsize].view(dtype)
+
+    def hold(self) -> object:
+        """Return something that keeps the slot from being reused while it lives.
+
+        Raises:
+            ValueError: The lease was released.
+        """
+        if self._use is None:
+            raise ValueError(
+                "cannot hold a released lease. likely cause: I/O started after release(); take the "
+                "hold before"
+            )
+        return self._use
+
+    def release(self) -> None:
+        """Give the slot up; again is harmless."""
+        self._use = None
+        # A lease that lies about must not keep a segment's memory.
+        self.slot = self.slot[:0].clone()
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+class _Use:
+    """Held by a lease and by every transfer on its slot; the slot is free when the last is gone."""
+
+    __slots__ = ("__weakref__",)
 
 
-def _class_name(slot_bytes: int) -> str:
-    # The exact size, not a rounded one, follows where two classes would read the same.
-    return f"{format_nbytes(slot_bytes).replace(' ', '')}/{slot_bytes // PAGE_BYTES}p"
+@dataclass(eq=False, slots=True)
+class Segment:
+    """One piece of memory and the runs of it that are free, by their begin."""
+
+    memory: torch.Tensor
+    free: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing uses it."""
+        return self.free == [(0, self.memory.nbytes)]
+
+    def put(self, begin: int, end: int) -> None:
+        """Free a run and merge it with its neighbours."""
+        runs: list[tuple[int, int]] = []
+        for run in sorted([*self.free, (begin, end)]):
+            if runs and runs[-1][1] == run[0]:
+                runs[-1] = (runs[-1][0], run[1])
+            else:
+                runs.append(run)
+        self.free = runs
+
+    def take(self, index: int, nbytes: int, *, from_end: bool) -> int:
+        """Take bytes from one free run; return where they begin."""
+        begin, end = self.free[index]
+        taken = end - nbytes if from_end else begin
+        rest = (begin, taken) if from_end else (begin + nbytes, end)
+        self.free[index : index + 1] = [rest] if rest[0] < rest[1] else []
+        return taken

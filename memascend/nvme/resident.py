@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from memascend.base.interfaces import HostMemory, Ticket
 from memascend.base.units import PAGE_BYTES, page_down, page_up
-from memascend.memory.budget import Segment
+from memascend.memory.pool import Segment
 from memascend.nvme.store import TensorStore, contiguous_cpu
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from memascend.base.components import (
 )
 from memascend.base.units import KIB, MIB, PAGE_BYTES, format_nbytes, page_down, page_up
 from memascend.errors import ConfigError
+from memascend.memory.pool import SLOT_PARTS
 from memascend.plan.checksums import checksum_bytes
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
@@ -33,8 +34,6 @@ TILE_NUMEL_STEP = PAGE_BYTES  # elements: keeps every block of a tile a multiple
 TILE_COUNT = 3  # one is read, one computed, one written
 GRADIENT_FP32_BYTES = 4
 PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
-#: A slot is at most this part of the budget, so that several shards can travel at once.
-PARAMETER_SLOTS_PARTS = 4
 #: Larger shards (fused experts) go in chunks by default: two of them would outweigh all the rest.
 SLOT_BYTES_MAX = 512 * MIB
 PREFETCH_BYTES_MIN = 32 * MIB
@@ -103,7 +102,7 @@ class Knobs:
     def slot_bytes_max(self) -> int:
         """Bytes of the largest shard that takes a slot; larger ones go in chunks."""
         budget_bytes = self.layer_bytes + self.prefetch_bytes
-        return min(self.slot_bytes, page_down(budget_bytes // PARAMETER_SLOTS_PARTS))
+        return min(self.slot_bytes, page_down(budget_bytes // SLOT_PARTS))
 
 
 def tile_element_bytes(request: PlanRequest) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memascend.base.interfaces import RangeIO, Ticket
+from memascend.base.interfaces import TensorIO, Ticket
 from memascend.streaming.staging import StagingSlots
 
 #: A shard that gets no gradient is multiplied by every step's factor; after so many the product is
@@ -96,7 +96,7 @@ class GradientSpool:
     def __init__(
         self,
         *,
-        store: RangeIO,
+        store: TensorIO,
         slots: StagingSlots,
         sum_of_squares: SumOfSquares | None = None,
         give_memory_to: GiveMemory | None = None,

@@ -11,23 +11,38 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, Lease, Ticket
+from memascend.base.interfaces import Event, Ticket
+from memascend.memory.pool import Lease, Pool
 
 
-@dataclass(slots=True)
-class Staged:
-    """One shard in a slot, or in device memory when it has no lease.
+class ShardState(Enum):
+    """Where the contents of a shard are, besides the store."""
+
+    ABSENT = "nowhere"
+    READING = "on their way here, or waiting to be needed"
+    STAGED = "in the tensor"
+    KEPT = "still in the slot of a shard that was let go"
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """One shard: its name and size in the store, and where it is now.
 
     Attributes:
         key: Its name in the store.
         numel: Elements.
         dtype: Their type.
-        lease: Of its slot.
+        owner: The object that it is a part of, for whoever uses the stream.
+        state: Where its contents are; all below is about one stay here.
+        lease: Of its slot; None when it is staged in device memory, or not at all.
         tensor: None while a shard without a slot waits to be needed.
         read: Its transfer from the drive while that is in flight.
+        is_ahead: Whether it was read ahead and is not needed yet.
         equals_store: Whether it was read and nobody was asked to change it.
         copied: Passes when the last copy out of the slot is over; None when none is under way.
     """
@@ -35,9 +50,12 @@ class Staged:
     key: str
     numel: int
     dtype: torch.dtype
-    lease: Lease | None
-    tensor: torch.Tensor | None
+    owner: Any = None
+    state: ShardState = ShardState.ABSENT
+    lease: Lease | None = None
+    tensor: torch.Tensor | None = None
     read: Ticket | None = None
+    is_ahead: bool = False
     equals_store: bool = False
     copied: Event | None = None
 
@@ -46,51 +64,63 @@ class Staged:
         """Bytes of the shard."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether it has been asked for and not been let go; it may still be on its way."""
+        return self.state in (ShardState.READING, ShardState.STAGED)
 
-class ReturningSlots:
+    def leave(self) -> None:
+        """End its stay."""
+        self.state = ShardState.ABSENT
+        self.lease = self.tensor = self.read = self.copied = None
+        self.is_ahead = self.equals_store = False
+
+
+class KeptSlots:
     """Slots of shards that were let go, until another shard needs them."""
 
-    def __init__(self) -> None:
-        """Nothing is on its way back yet."""
-        self._kept: dict[str, Staged] = {}  # let go longest ago first
-        self._copying: deque[tuple[Event, Lease]] = deque()
-
-    def put(self, staged: Staged, *, keeps: bool) -> None:
-        """Takes a shard's slot.
+    def __init__(self, pool: Pool) -> None:
+        """Begin with none.
 
         Args:
-            staged: It has a lease.
-            keeps: Whether `take` may give the shard again, if it equals the store.
+            pool: Of the slots; without a budget it has no need to keep anything.
         """
-        if keeps and staged.equals_store:
-            self._kept[staged.key] = staged
+        self._pool = pool
+        self._kept: dict[Shard, None] = {}  # let go longest ago first
+        self._copying: deque[tuple[Event, Lease]] = deque()
+
+    def put(self, shard: Shard) -> None:
+        """Take a shard that is let go, to keep it where it may be given again."""
+        if self._pool.is_bounded and shard.equals_store and shard.lease is not None:
+            shard.state = ShardState.KEPT
+            self._kept[shard] = None
         else:
-            self._free(staged)
+            self._free(shard)
 
-    def take(self, key: str) -> Staged | None:
-        """The shard, which is the caller's again; None when it is not kept."""
-        return self._kept.pop(key, None)
+    def take(self, shard: Shard) -> None:
+        """Hand a kept shard back: its slot is the caller's again."""
+        del self._kept[shard]
 
-    def forget(self, key: str) -> None:
-        """Makes sure that `take` does not give a key."""
-        staged = self._kept.pop(key, None)
-        if staged is not None:
-            self._free(staged)
+    def forget(self, shard: Shard) -> None:
+        """Free the slot of a shard if it is kept."""
+        if shard.state is ShardState.KEPT:
+            self.take(shard)
+            self._free(shard)
 
     def drain(self) -> None:
-        """Frees every slot, once the copies out of it are over."""
+        """Free every slot, once the copies out of it are over."""
         while self.free_oldest():
             pass
         while self._copying:
             self._wait_copy()
 
     def free_passed(self) -> None:
-        """Frees slots whose copies turn out to be over."""
+        """Free slots whose copies turn out to be over."""
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()[1].release()
 
     def free_oldest(self) -> bool:
-        """Gives up the shard that was let go longest ago; False when none is kept.
+        """Give up the shard that was let go longest ago; False when none is kept.
 
         A copy out of its slot is waited for: giving up others meanwhile would not be sooner, since
         theirs were issued later.
@@ -98,22 +128,16 @@ class ReturningSlots:
         oldest = next(iter(self._kept), None)
         if oldest is None:
             return False
-        staged = self._kept.pop(oldest)
-        self._free(staged)
-        if staged.copied is not None:
+        is_copied_from = oldest.copied is not None
+        self.forget(oldest)
+        if is_copied_from:
             while self._copying:
                 self._wait_copy()
         return True
 
-    def wait_for_one(self, nbytes: int | None) -> bool:
-        """Waits for the oldest copy out of a slot of such a size; False when there is none.
-
-        Args:
-            nbytes: Of the shard that needs a slot; None where a slot of any size gives room.
-        """
-        if any(
-            nbytes is None or nbytes <= lease.slot_bytes < 2 * nbytes for _, lease in self._copying
-        ):
+    def wait_for_one(self, nbytes: int) -> bool:
+        """Wait for the oldest copy if one is out of a slot that suits; False when none is."""
+        if any(self._pool.suits(lease.slot_bytes, nbytes) for _, lease in self._copying):
             self._wait_copy()
             return True
         return False
@@ -123,9 +147,12 @@ class ReturningSlots:
         event.synchronize()
         lease.release()
 
-    def _free(self, staged: Staged) -> None:
-        assert staged.lease is not None
-        if staged.copied is None:
-            staged.lease.release()
+    def _free(self, shard: Shard) -> None:
+        lease, copied = shard.lease, shard.copied
+        shard.leave()
+        if lease is None:
+            return  # device memory has its own order of use
+        if copied is None:
+            lease.release()
         else:
-            self._copying.append((staged.copied, staged.lease))
+            self._copying.append((copied, lease))

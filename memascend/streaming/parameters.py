@@ -9,23 +9,25 @@ was released and the store has reaped every transfer on it.
 
 With a budget, host memory is bounded whatever the model is. A shard too large for a slot is
 assembled in device memory, chunk by chunk through the staging slots, and so is one that finds no
-room. Which keys are staged never depends on time or on where they found room, only on the calls:
-DeepSpeed decides by it what to gather, and every rank must decide alike. A slot whose shard was let
-go keeps its bytes until another shard needs the room; a read of the same key then takes them.
+room. Which shards are staged never depends on time or on where they found room, only on sizes and
+calls: DeepSpeed decides by it what to gather, and every rank must decide alike. A slot whose shard
+was let go keeps its bytes until another shard needs the room; a read of that shard then takes them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, Lease, SlotPool, TensorIO, Ticket
+from memascend.base.interfaces import Event, TensorIO, Ticket
 from memascend.errors import StoreError
-from memascend.streaming.budget import Budget, derive_prefetch_bytes
-from memascend.streaming.kept_slots import ReturningSlots, Staged
+from memascend.memory.pool import Lease, Pool
+from memascend.plan.knobs import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
+from memascend.streaming.kept_slots import KeptSlots, Shard, ShardState
 from memascend.streaming.staging import StagingSlots
 
 #: Casts of updated parameters that may wait for the drive; bounds the slots that writing back
@@ -36,211 +38,169 @@ WRITE_BACK_COUNT_MAX_IN_BUDGET = 64
 
 
 class ParameterStream:
-    """Stages shards by key. See the module's head for the life of a slot."""
+    """Stages shards. See the module's head for the life of a slot."""
 
     def __init__(
         self,
         *,
         store: TensorIO,
-        pool: SlotPool,
+        pool: Pool,
         prefetch_bytes: int | None = None,
-        budget: Budget | None = None,
+        staging: StagingSlots | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Takes no slot yet.
+        """Take no slot yet.
 
         Args:
             store: Where shards are.
             pool: Where they are staged.
-            prefetch_bytes: What may be read ahead; None derives it from the sizes that occur.
-            budget: Bounds host memory; None lets the pool grow with the model.
+            prefetch_bytes: Bytes that may be read ahead; None derives them from the sizes.
+            staging: Through which shards travel that have no slot; needed with a budget.
+            device: Where those are assembled.
         """
+        self.pool = pool
         self._store = store
-        self._pool = pool
         self._prefetch_bytes = prefetch_bytes
-        self.budget = budget
-        self._staged: dict[str, Staged] = {}
-        self._reading: dict[str, Staged] = {}
-        self._ahead: dict[str, None] = {}  # read ahead and not needed yet; last needed last
-        self._returning = ReturningSlots()
-        self._writes: deque[Ticket] = deque()
-        self._nbytes_of: dict[str, int] = {}
-        self._derived: tuple[int, int] = (-1, 0)  # for how many keys, prefetch bytes
-        self._in_chunks: set[str] = set()  # keys that staging slots may still have writes of
+        self._staging = staging
         # Not torch.empty later: zero.Init replaces it by one that casts.
-        self._on_device = None if budget is None else torch.empty(0, device=budget.device)
+        self._on_device = None if staging is None else torch.empty(0, device=device)
+        self._sizes: Counter[int] = Counter()  # how many shards have so many bytes
+        self._staged: dict[Shard, None] = {}  # asked for last, last
+        self._changed: dict[Shard, None] = {}
+        self._kept = KeptSlots(pool)
+        self._writes: deque[Ticket] = deque()
+        self._in_chunks: set[Shard] = set()  # staging slots may still have writes of these
 
-    # -- what is where ---------------------------------------------------------------------------
+    def shard(self, key: str, numel: int, dtype: torch.dtype, owner: Any = None) -> Shard:
+        """Make the record of a shard, once for each."""
+        shard = Shard(key, numel, dtype, owner)
+        self._sizes[shard.nbytes] += 1
+        return shard
 
-    def is_staged(self, key: str) -> bool:
-        """Whether the key is staged (its contents may still be on the way)."""
-        return key in self._staged
+    @property
+    def share_bytes(self) -> int:
+        """Bytes that one turn may take, and that may be read ahead: together they fit."""
+        return self.pool.budget_bytes // 2
 
-    def is_in_slot(self, key: str) -> bool:
-        """Whether the key is staged in a slot, whose bytes are another's once it is dropped."""
-        return key in self._staged and self._staged[key].lease is not None
-
-    def staged_tensor(self, key: str) -> torch.Tensor:
-        """The view of a staged key: of a slot, or a device tensor."""
-        tensor = self._staged[key].tensor
-        if tensor is None:
-            raise AssertionError(f"{key} was not waited for")
-        return tensor
-
-    def staged_keys(self) -> tuple[str, ...]:
-        """Keys that are staged now."""
-        return tuple(self._staged)
+    def take_changes(self) -> Collection[Shard]:
+        """Return the shards that have been staged, have arrived or were let go since last asked."""
+        changed, self._changed = self._changed, {}
+        return changed
 
     # -- drive -> host or device -----------------------------------------------------------------
 
-    def read(self, key: str, numel: int, dtype: torch.dtype, *, ahead: bool = False) -> None:
-        """Starts reading a key; `wait_reads` gives its tensor.
-
-        Args:
-            key: The shard.
-            numel: Its elements.
-            dtype: Their type.
-            ahead: It is not needed yet, and may be let go by `make_room`.
-        """
-        kept = self._returning.take(key)
-        staged = self._stage(key, numel, dtype, kept)
-        if ahead:
-            self._ahead[key] = None
-        try:
-            if kept is None and staged.lease is not None and staged.tensor is not None:
-                self._wait_chunks(key)
-                hold = staged.lease.hold()
-                staged.read = self._store.read(key=key, target=staged.tensor, hold=hold)
-        except BaseException:
-            self.drop(key)
-            raise
-        self._reading[key] = staged
-
-    def wait_reads(self, keys: Collection[str] | None = None) -> list[str]:
-        """Waits for the given reads in flight, or for every one, and gives the keys that arrived.
-
-        Raises:
-            StoreError: A read failed; its key is let go, later ones are still on their way.
-        """
-        arrived: list[str] = []
-        wanted = [key for key in self._reading if keys is None or key in keys]
-        # Those with a ticket first: meanwhile the drive is busy with them anyway.
-        for key in sorted(wanted, key=lambda key: self._reading[key].read is None):
-            staged = self._reading.pop(key)
-            ticket, staged.read = staged.read, None
-            try:
-                if ticket is not None:
-                    ticket.wait()
-                elif staged.tensor is None:
-                    staged.tensor = self._assemble(staged)
-            except BaseException:
-                self.drop(key)
-                raise
-            staged.equals_store = True
-            arrived.append(key)
-        return arrived
-
-    def claim(self, keys: Iterable[str]) -> None:
-        """The keys are needed now: `make_room` no longer lets them go."""
-        for key in keys:
-            self._ahead.pop(key, None)
-
-    def make_room(self, sizes: Iterable[int]) -> list[str]:
-        """Lets go what was read ahead, furthest first, until shards of these sizes fit the budget.
-
-        Returns:
-            The keys that were let go.
-        """
-        if self.budget is None:
-            return []
-        needed_bytes = sum(map(self.budget.slot_bytes, sizes)) + self._staged_bytes()
-        gone: list[str] = []
-        for key in reversed(tuple(self._ahead)):
-            if needed_bytes <= self.budget.nbytes:
-                break
-            needed_bytes -= self.budget.slot_bytes(self._staged[key].nbytes)
-            gone.append(key)
-            with suppress(StoreError):  # nobody needs it now; who does will be told
-                self.drop(key)
-        return gone
-
-    def read_into(self, key: str, target: torch.Tensor) -> None:
-        """Fills a flat tensor that is not a slot: of any device, at any address, of any length."""
-        if self.budget is not None and target.device.type != "cpu":
-            self.budget.staging.read(key=key, target=target)
-        else:
-            self._wait_chunks(key)
-            self._store.read(key=key, target=target).wait()
-
-    def admit_prefetch(self, wanted: Sequence[tuple[str, int]]) -> Iterator[str]:
-        """Gives those of the wanted (key, nbytes), in order, that may be read ahead now.
+    def read_ahead(self, shards: Iterable[Shard]) -> None:
+        """Start reading shards, in order, as far as may be read ahead now.
 
         Stops at the first that does not fit, so that what is needed soonest is never overtaken. One
         that has no slot ever is passed over: it is read when it is needed.
         """
         room_bytes = self._prefetch_limit_bytes() - self._staged_bytes()
-        for key, nbytes in wanted:
-            cost_bytes = nbytes
-            if self.budget is not None:
-                cost_bytes = self.budget.slot_bytes(nbytes)
-                if cost_bytes == 0:
-                    continue
+        for shard in shards:
+            cost_bytes = self.pool.slot_bytes(shard.nbytes)
+            if shard.is_staged or cost_bytes == 0:
+                continue
             if cost_bytes > room_bytes:
                 return
             room_bytes -= cost_bytes
-            yield key
+            self._read(shard)
+            shard.is_ahead = True
+
+    def read_now(self, shards: Iterable[Shard]) -> None:
+        """Have shards staged; on return each has its tensor.
+
+        What was read ahead gives way to them, furthest first, until they fit the budget.
+
+        Raises:
+            StoreError: A read failed; everything that was on its way is let go.
+        """
+        needed = dict.fromkeys(shards)
+        for shard in needed:
+            shard.is_ahead = False
+        absent = [shard for shard in needed if not shard.is_staged]
+        self._make_room(absent)
+        for shard in absent:
+            self._read(shard)
+        self._wait(needed)
+
+    def wait_reads(self) -> None:
+        """Wait for every read in flight.
+
+        Raises:
+            StoreError: A read failed; everything that was on its way is let go.
+        """
+        self._wait(self._staged)
+
+    def read_into(self, shard: Shard, target: torch.Tensor) -> None:
+        """Fill a flat tensor that is not a slot: of any device, at any address, of any length."""
+        if self._staging is not None and target.device.type != "cpu":
+            self._staging.read(key=shard.key, target=target)
+        else:
+            self._wait_chunks(shard)
+            self._store.read(key=shard.key, target=target).wait()
 
     # -- host -> drive ---------------------------------------------------------------------------
 
-    def stage(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Gives a slot to be filled by the caller and then stored with `write`.
+    def stage(self, shard: Shard) -> torch.Tensor | None:
+        """Give a slot to be filled by the caller and then stored with `write`.
 
         None when the budget has no slot for it: then the caller keeps the shard on the device and
         stores it with `write_from`.
         """
-        tensor = self._stage(key, numel, dtype).tensor
+        self._make_room([shard])
+        self._kept.forget(shard)
+        self._stage(shard)
+        self._note(shard, ShardState.STAGED)
+        tensor = shard.tensor
         if tensor is None:
-            self.drop(key)
+            self.drop(shard)
         return tensor
 
-    def write(self, key: str) -> None:
-        """Stores a staged key and lets it go. On return the bytes are in the store."""
-        staged = self._staged[key]
-        staged.equals_store = False
+    def write(self, shard: Shard) -> None:
+        """Store a staged shard and let it go. On return the bytes are in the store."""
+        tensor = shard.tensor
+        if tensor is None:
+            raise AssertionError(f"{shard.key} has no tensor to store")
+        shard.equals_store = False
         try:
-            if staged.lease is None:
-                self.write_from(key, self.staged_tensor(key))
+            if shard.lease is None:
+                self.write_from(shard, tensor)
             else:
-                self._wait_chunks(key)
-                hold = staged.lease.hold()
-                self._store.write(key=key, source=self.staged_tensor(key), hold=hold).wait()
+                self._wait_chunks(shard)
+                self._store.write(key=shard.key, source=tensor, hold=shard.lease.hold()).wait()
         finally:
-            self.drop(key)
+            self.drop(shard)
 
-    def write_from(self, key: str, source: torch.Tensor) -> None:
-        """Stores a flat tensor of any device, chunk by chunk; on return it is in the store."""
-        self.forget(key)
-        self._write_chunks(key, source, source.dtype)
-        self._wait_chunks(key)
+    def write_from(self, shard: Shard, source: torch.Tensor) -> None:
+        """Store a flat tensor of any device, chunk by chunk; on return it is in the store."""
+        self.forget(shard)
+        self._write_chunks(shard, source)
+        self._wait_chunks(shard)
 
-    def write_cast(self, key: str, source: torch.Tensor, dtype: torch.dtype) -> None:
-        """Casts `source` on its way and starts storing it; `source` may be reused on return."""
-        count_max = WRITE_BACK_COUNT_MAX if self.budget is None else WRITE_BACK_COUNT_MAX_IN_BUDGET
+    def write_cast(self, shard: Shard, source: torch.Tensor) -> None:
+        """Cast `source` on its way and start storing it; `source` may be reused on return."""
+        self.forget(shard)
+        self._make_room([shard])
+        bounded = self.pool.is_bounded
+        count_max = WRITE_BACK_COUNT_MAX_IN_BUDGET if bounded else WRITE_BACK_COUNT_MAX
         while len(self._writes) >= count_max:
             self._writes.popleft().wait()
-        staged = self._stage(key, source.numel(), dtype)
+        self._stage(shard)
         try:
-            if staged.lease is None or staged.tensor is None:
-                self._write_chunks(key, source, dtype)
+            if shard.lease is None or shard.tensor is None:
+                self._write_chunks(shard, source)
             else:
-                self._wait_chunks(key)
-                staged.tensor.copy_(source)
-                hold = staged.lease.hold()
-                self._writes.append(self._store.write(key=key, source=staged.tensor, hold=hold))
+                self._wait_chunks(shard)
+                shard.tensor.copy_(source)
+                hold = shard.lease.hold()
+                self._writes.append(
+                    self._store.write(key=shard.key, source=shard.tensor, hold=hold)
+                )
         finally:
-            self.drop(key)
+            self.drop(shard)
 
     def wait_writes(self) -> None:
-        """Waits for every write in flight.
+        """Wait for every write in flight.
 
         Raises:
             StoreError: A write failed; the remaining ones have been waited for.
@@ -251,7 +211,7 @@ class ParameterStream:
                 self._writes.popleft().wait()
             except Exception as error:
                 first_error = first_error or error
-        if self.budget is not None:
+        if self._staging is not None:
             self._in_chunks.clear()
             try:
                 self._staging.wait_writes()
@@ -262,80 +222,112 @@ class ParameterStream:
 
     # -- letting go ------------------------------------------------------------------------------
 
-    def drop(self, key: str, event: Event | None = None) -> None:
-        """Lets a key go: at once, or once `event` has passed. Unknown keys are ignored."""
-        self._ahead.pop(key, None)
-        staged = self._staged.pop(key, None)
-        if staged is None:
+    def drop(self, shard: Shard, event: Event | None = None) -> None:
+        """Let a shard go, if it is staged: at once, or once `event` has passed."""
+        if not shard.is_staged:
             return
-        in_flight = self._reading.pop(key, None)
+        self._staged.pop(shard, None)
+        ticket, shard.read = shard.read, None
+        shard.is_ahead = False
         try:
-            if in_flight is not None and in_flight.read is not None:
-                in_flight.read.wait()
+            if ticket is not None:
+                ticket.wait()
         finally:
-            # Device memory has its own order of use; a slot must wait for the copy.
-            if staged.lease is not None:
-                staged.copied = event or staged.copied
-                self._returning.put(staged, keeps=self.budget is not None)
+            shard.copied = event or shard.copied
+            self._kept.put(shard)
+            self._changed[shard] = None
 
-    def forget(self, key: str) -> None:
-        """Drops a key, and has it read from the drive when it is needed again."""
-        self.drop(key)
-        self._returning.forget(key)
+    def forget(self, shard: Shard) -> None:
+        """Drop a shard, and have it read from the drive when it is needed again."""
+        self.drop(shard)
+        self._kept.forget(shard)
 
     def forget_all(self) -> None:
-        """Drops and forgets every key; on return every slot is free but for writes.
+        """Drop and forget every shard; on return every slot is free but for writes.
 
         For whoever is about to change keys in the store by another way than this stream.
         """
-        for key in self.staged_keys():
-            self.drop(key)
-        self._returning.drain()
+        for shard in tuple(self._staged):
+            self.drop(shard)
+        self._kept.drain()
 
     # -- slots -----------------------------------------------------------------------------------
 
-    def _stage(
-        self, key: str, numel: int, dtype: torch.dtype, kept: Staged | None = None
-    ) -> Staged:
-        if key in self._staged:
-            raise AssertionError(f"{key} is staged already")
-        if kept is None:
-            self.forget(key)
-        staged = kept or Staged(key, numel, dtype, None, None)
-        self._nbytes_of[key] = staged.nbytes
-        lease = self._acquire(staged.nbytes) if kept is None else None
-        if lease is not None:
-            staged.lease, staged.tensor = lease, self._pool.view(lease, numel, dtype)
-        self._staged[key] = staged
-        return staged
+    def _read(self, shard: Shard) -> None:
+        """Start reading a shard; what is kept of it needs no read."""
+        is_kept = shard.state is ShardState.KEPT
+        if is_kept:
+            self._kept.take(shard)
+        self._stage(shard)
+        try:
+            if shard.lease is not None and shard.tensor is not None and not is_kept:
+                self._wait_chunks(shard)
+                hold = shard.lease.hold()
+                shard.read = self._store.read(key=shard.key, target=shard.tensor, hold=hold)
+        except BaseException:
+            self.drop(shard)
+            raise
+
+    def _wait(self, needed: Collection[Shard]) -> None:
+        """Wait for the reads of these shards, and assemble those that have no slot."""
+        reading = [one for one in self._staged if one.state is ShardState.READING]
+        try:
+            # Those with a ticket first: meanwhile the drive is busy with them anyway.
+            for shard in sorted(reading, key=lambda one: one.read is None):
+                if shard not in needed:
+                    continue
+                ticket, shard.read = shard.read, None
+                if ticket is not None:
+                    ticket.wait()
+                elif shard.tensor is None:
+                    shard.tensor = self._assemble(shard)
+                shard.equals_store = True
+                self._note(shard, ShardState.STAGED)
+        except BaseException:
+            for shard in reading:
+                with suppress(Exception):  # the first error is the one to raise
+                    self.drop(shard)
+            raise
+
+    def _stage(self, shard: Shard) -> None:
+        """Take a shard in: into its kept slot, into another one, or without."""
+        if shard.is_staged:
+            raise AssertionError(f"{shard.key} is staged already")
+        if shard.lease is None:
+            shard.lease = self._acquire(shard.nbytes)
+            if shard.lease is not None:
+                shard.tensor = shard.lease.view(shard.numel, shard.dtype)
+        self._staged[shard] = None
+        self._note(shard, ShardState.READING)
+
+    def _note(self, shard: Shard, state: ShardState) -> None:
+        shard.state = state
+        self._changed[shard] = None
 
     def _acquire(self, nbytes: int) -> Lease | None:
-        """A free slot, else one that is about to become free, else a new one where that is allowed.
+        """Lease a free slot, else one that is about to become free, else a new one if allowed.
 
         None when only the caller could make room: then the shard does without a slot.
         """
-        if self.budget is not None and self.budget.slot_bytes(nbytes) == 0:
+        if self.pool.slot_bytes(nbytes) == 0:
             return None
         while True:
             self._release_passed()
-            lease = self._pool.acquire(nbytes)
+            lease = self.pool.acquire(nbytes)
             if lease is not None:
                 return lease
-            if self._returning.free_oldest():
-                continue
-            if not self._wait_for_one(nbytes):
-                if self.budget is not None:
-                    return None
-                self._pool.grow(nbytes)
+            is_freed = self._kept.free_oldest() or self._wait_for_one(nbytes)
+            if not is_freed and not self.pool.grow(nbytes):
+                return None
 
     def _release_passed(self) -> None:
-        self._returning.free_passed()
+        self._kept.free_passed()
         while self._writes and self._writes[0].done():
             self._writes.popleft().wait()
 
     def _wait_for_one(self, nbytes: int) -> bool:
-        """Waits for the oldest copy or write that holds such a slot; False when there is none."""
-        if self._returning.wait_for_one(nbytes if self.budget is None else None):
+        """Wait for the oldest copy or write that holds such a slot; False when there is none."""
+        if self._kept.wait_for_one(nbytes):
             return True
         if self._writes:
             self._writes.popleft().wait()
@@ -345,42 +337,49 @@ class ParameterStream:
     # -- without a slot --------------------------------------------------------------------------
 
     @property
-    def _staging(self) -> StagingSlots:
-        if self.budget is None:
+    def _chunks(self) -> StagingSlots:
+        if self._staging is None:
             raise AssertionError("only a budget leaves a shard without a slot")
-        return self.budget.staging
+        return self._staging
 
-    def _assemble(self, staged: Staged) -> torch.Tensor:
-        if self._on_device is None:
-            raise AssertionError("only a budget leaves a shard without a slot")
-        tensor = self._on_device.new_empty(staged.numel, dtype=staged.dtype)
-        self._staging.read(key=staged.key, target=tensor)
+    def _assemble(self, shard: Shard) -> torch.Tensor:
+        assert self._on_device is not None
+        tensor = self._on_device.new_empty(shard.numel, dtype=shard.dtype)
+        self._chunks.read(key=shard.key, target=tensor)
         return tensor
 
-    def _wait_chunks(self, key: str) -> None:
-        """Before a key moves through a slot: the store may not know yet of its chunks."""
-        if key in self._in_chunks:
+    def _wait_chunks(self, shard: Shard) -> None:
+        """Wait before a shard moves through a slot: the store may not know yet of its chunks."""
+        if shard in self._in_chunks:
             self._in_chunks.clear()
-            self._staging.wait_writes()
+            self._chunks.wait_writes()
 
-    def _write_chunks(self, key: str, source: torch.Tensor, dtype: torch.dtype) -> None:
-        self._in_chunks.add(key)
-        self._staging.store.reserve(key=key, nbytes=source.numel() * dtype.itemsize)
-        self._staging.write(key=key, source=source, dtype=dtype)
+    def _write_chunks(self, shard: Shard, source: torch.Tensor) -> None:
+        self._in_chunks.add(shard)
+        self._chunks.store.reserve(key=shard.key, nbytes=shard.nbytes)
+        self._chunks.write(key=shard.key, source=source, dtype=shard.dtype)
 
     # -- reading ahead ---------------------------------------------------------------------------
 
+    def _make_room(self, shards: Iterable[Shard]) -> None:
+        """Let go what was read ahead, furthest first, until these shards fit the budget."""
+        needed_bytes = sum(self.pool.slot_bytes(one.nbytes) for one in shards)
+        needed_bytes += self._staged_bytes()
+        for shard in reversed([one for one in self._staged if one.is_ahead]):
+            if needed_bytes <= self.pool.budget_bytes:
+                return
+            needed_bytes -= self.pool.slot_bytes(shard.nbytes)
+            with suppress(StoreError):  # nobody needs it now; who does will see the error
+                self.drop(shard)
+
     def _staged_bytes(self) -> int:
-        staged = self._staged.values()
-        if self.budget is None:
-            return sum(one.nbytes for one in staged)
-        return sum(self.budget.slot_bytes(one.nbytes) for one in staged)
+        return sum(self.pool.slot_bytes(one.nbytes) for one in self._staged)
 
     def _prefetch_limit_bytes(self) -> int:
+        """Return twice the largest shard that occurs often: the layers', not the embedding's."""
         limit_bytes = self._prefetch_bytes
         if limit_bytes is None:
-            if self._derived[0] != len(self._nbytes_of):
-                derived = derive_prefetch_bytes(self._nbytes_of.values())
-                self._derived = len(self._nbytes_of), derived
-            limit_bytes = self._derived[1]
-        return limit_bytes if self.budget is None else min(limit_bytes, self.budget.share_bytes)
+            counts = self._sizes.items()
+            repeated = [nbytes for nbytes, count in counts if count >= REPEATED_COUNT_MIN]
+            limit_bytes = max(PREFETCH_BYTES_MIN, 2 * max(repeated, default=0))
+        return min(limit_bytes, self.share_bytes)

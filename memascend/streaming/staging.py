@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memascend.base.interfaces import Event, HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 
 SLOT_COUNT_MIN = 2
 
@@ -51,14 +51,14 @@ class StagingSlots:
     def __init__(
         self,
         *,
-        store: RangeIO,
+        store: TensorIO,
         memory: HostMemory,
         slot_bytes: int,
         slot_count: int,
         component: str = "staging slots",
         new_event: Callable[[], Event] | None = None,
     ) -> None:
-        """Takes `slot_count` slots of `slot_bytes` from `memory` now.
+        """Take `slot_count` slots of `slot_bytes` from `memory` now.
 
         Args:
             store: Where the bytes come from and go to.
@@ -95,7 +95,7 @@ class StagingSlots:
             self._slots[slot.data_ptr()] = slot
 
     def resize(self, *, slot_bytes: int, slot_count: int) -> None:
-        """Exchanges the slots for others, once nothing is in flight.
+        """Exchange the slots for others, once nothing is in flight.
 
         Raises:
             StoreError: An earlier write failed.
@@ -118,7 +118,7 @@ class StagingSlots:
     # -- whole transfers -------------------------------------------------------------------------
 
     def chunks(self, numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Cuts `numel` elements into (begin, count) runs that fit a slot."""
+        """Cut `numel` elements into (begin, count) runs that fit a slot."""
         count_max = self.slot_bytes // itemsize
         for begin in range(0, numel, count_max):
             yield begin, min(count_max, numel - begin)
@@ -131,7 +131,7 @@ class StagingSlots:
         offset_bytes: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Stores a flat tensor of any device into a key that has room, cast to `dtype` if given.
+        """Store a flat tensor of any device into a key that has room, cast to `dtype` if given.
 
         On return the copies are issued on the current stream, and the source may be overwritten in
         that stream's order; a later read of the key sees it. Errors come from `wait_writes`.
@@ -147,7 +147,7 @@ class StagingSlots:
             self.submit(key, staged, offset_bytes + begin * stored.itemsize)
 
     def read(self, *, key: str, target: torch.Tensor, offset_bytes: int = 0) -> None:
-        """Fills a flat tensor of any device; on return its copies are issued.
+        """Fill a flat tensor of any device; on return its copies are issued.
 
         Raises:
             StoreError: A read failed.
@@ -177,7 +177,7 @@ class StagingSlots:
                 self.give_back(staged)
 
     def wait_writes(self) -> None:
-        """Waits until everything written is in the store.
+        """Wait until everything written is in the store.
 
         Raises:
             StoreError: A write since the last call failed, the first that did; the others have been
@@ -198,7 +198,7 @@ class StagingSlots:
     # -- single slots ----------------------------------------------------------------------------
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A free slot as `numel` elements: the next one that write-backs or copies let go.
+        """Take a free slot as `numel` elements: the next one that write-backs or copies let go.
 
         What is taken ends with `submit` or `give_back`.
 
@@ -222,18 +222,18 @@ class StagingSlots:
         return slot[: numel * dtype.itemsize].view(dtype)
 
     def submit(self, key: str, staged: torch.Tensor, offset_bytes: int) -> None:
-        """Stores a taken slot once the copy into it, issued before this call, has happened."""
+        """Store a taken slot once the copy into it, issued before this call, has happened."""
         write = _Write(self._slot_of(staged), self._event(), key, staged, offset_bytes)
         self._writes.append(write)
         self._submit_filled()
 
     def submit_all(self) -> None:
-        """Hands every submitted slot to the store: its later reads of those keys see them."""
+        """Hand every submitted slot to the store: its later reads of those keys see them."""
         while any(write.ticket is None for write in self._writes):
             self._submit_next()
 
     def give_back(self, staged: torch.Tensor) -> None:
-        """Frees a taken slot, once the copies out of it that were issued so far have happened."""
+        """Free a taken slot, once the copies out of it that were issued so far have happened."""
         event = self._event()
         if event is None:
             self._free.append(self._slot_of(staged))
@@ -243,7 +243,7 @@ class StagingSlots:
     def read_chunk(
         self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int
     ) -> torch.Tensor:
-        """A taken slot with `numel` elements of a key in it.
+        """Take a slot and read `numel` elements of a key into it.
 
         Raises:
             StoreError: The read failed.
@@ -260,7 +260,7 @@ class StagingSlots:
         return staged
 
     def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
-        """The bytes of a key in order, as one slot after the other; each is lent until the next.
+        """Yield the bytes of a key in order, one slot after the other; each is lent until the next.
 
         Raises:
             StoreError: A read failed.
@@ -291,7 +291,7 @@ class StagingSlots:
                 self.give_back(staged)
 
     def fill(self, *, key: str, nbytes: int, source: Callable[[int, torch.Tensor], None]) -> None:
-        """Stores a key that has room, a slot at a time.
+        """Store a key that has room, a slot at a time.
 
         Args:
             key: In the store.
@@ -341,7 +341,7 @@ class StagingSlots:
         return event
 
     def _submit_filled(self) -> None:
-        """Hands the store every slot whose copy has happened, in order."""
+        """Hand the store every slot whose copy has happened, in order."""
         for write in self._writes:
             if write.ticket is None:
                 if write.filled is not None and not write.filled.query():
@@ -349,7 +349,7 @@ class StagingSlots:
                 self._start(write)
 
     def _submit_next(self) -> None:
-        """Waits for the oldest copy that has not been handed to the store, and hands it over."""
+        """Wait for the oldest copy that the store does not have, and hand its slot over."""
         write = next(write for write in self._writes if write.ticket is None)
         if write.filled is not None:
             write.filled.synchronize()
@@ -365,7 +365,7 @@ class StagingSlots:
             write.ticket = _Refused(error)
 
     def _finish_write(self) -> None:
-        """Waits for the oldest write and frees its slot; an error is kept for `wait_writes`."""
+        """Wait for the oldest write and free its slot; an error is kept for `wait_writes`."""
         write = self._writes[0]
         if write.ticket is None:
             self._submit_next()
@@ -380,7 +380,7 @@ class StagingSlots:
         self._free.append(write.slot)
 
     def _reclaim(self) -> bool:
-        """Frees what has passed without waiting; whether a slot is free now."""
+        """Free what has passed, without waiting; return whether a slot is free now."""
         self._submit_filled()
         while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
             self._finish_write()
@@ -393,7 +393,7 @@ class StagingSlots:
 
 
 def _settle(ticket: Ticket | None) -> None:
-    """Waits until the drive no longer touches the memory of a transfer, whatever became of it."""
+    """Wait until the drive no longer touches the memory of a transfer, whatever became of it."""
     if ticket is not None:
         with suppress(Exception):
             ticket.wait()

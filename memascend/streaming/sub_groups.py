@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import RangeIO
+from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError, TornStepError
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.tiles import Tiles
@@ -118,7 +118,7 @@ class SubGroups:
     """All sub-groups of one optimizer."""
 
     def __init__(
-        self, *, store: RangeIO, slots: StagingSlots, tiles: Tiles, integrity: StepIntegrity
+        self, *, store: TensorIO, slots: StagingSlots, tiles: Tiles, integrity: StepIntegrity
     ) -> None:
         """Make an empty registry.
 
@@ -291,7 +291,7 @@ class SubGroups:
             self._slots.submit(group.key(state), staged, begin * dtype.itemsize)
 
 
-def make_anew(store: RangeIO, key: str, nbytes: int) -> None:
+def make_anew(store: TensorIO, key: str, nbytes: int) -> None:
     """Make room for a key all of which is about to be written in parts.
 
     After a failed write the store gives nothing of a key before it is written in one piece; a key

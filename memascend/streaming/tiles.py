@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memascend.base.interfaces import HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import HostMemory, TensorIO, Ticket
 from memascend.base.waiting import wait_all
 
 
@@ -59,7 +59,7 @@ class Tile:
 class Tiles:
     """All tiles: idle, in the caller's hands, or retired with writes under way."""
 
-    def __init__(self, *, store: RangeIO, memory: HostMemory, shape: TileShape) -> None:
+    def __init__(self, *, store: TensorIO, memory: HostMemory, shape: TileShape) -> None:
         """Take the memory of all tiles now.
 
         Args:

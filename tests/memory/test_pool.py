@@ -1,323 +1,315 @@
-"""The pool: size classes from shapes, exclusive leases, holds by I/O, exhaustion, growth."""
+"""The pool: exclusive slots in any size, within a budget or growing with the model's shapes."""
 
 from __future__ import annotations
 
 import gc
-import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memascend import _core
-from memascend.base.units import KIB, MIB
-from memascend.errors import HostMemoryError, PoolExhaustedError
+from memascend.base.units import MIB, PAGE_BYTES, page_up
+from memascend.errors import HostMemoryError
 from memascend.memory.allocator import HostAllocator
-from memascend.memory.pool import (
-    CLASS_COUNT_MAX,
-    MERGE_WASTE_MAX,
-    ParameterPool,
-    SizeClass,
-    derive_classes,
-)
+from memascend.memory.pool import SLOT_PARTS, WASTE_MAX, Pool
 from tests.support.examples import examples
 
-PAGE_BYTES = 4096
-SIZES = {"small": 2 * PAGE_BYTES, "middle": 5 * PAGE_BYTES, "large": 16 * PAGE_BYTES}
+BUDGET_PAGES = 64
+LARGEST_PAGES = BUDGET_PAGES // SLOT_PARTS
 
 
-def make_allocator(limit_bytes: int = 0) -> HostAllocator:
-    return HostAllocator(lock=False, huge_pages="off", limit_bytes=limit_bytes)
-
-
-def make_pool(slot_count: int = 1) -> _core.Pool:
-    pool = _core.Pool(allocator=make_allocator().core, component="pool")
-    for name, slot_bytes in SIZES.items():
-        pool.add_class(name=name, slot_bytes=slot_bytes, slot_count=slot_count)
-    return pool
-
-
-class PoolAgainstModel(RuleBasedStateMachine):
-    """Random acquire, hold, release, drop and grow against a model of who may use which slot."""
+class CountedMemory:
+    """Host tensors, and the most bytes of them that ever lived at once."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.pool = make_pool()
-        self.slot_count = dict.fromkeys(SIZES, 1)
-        self.leases: list[tuple[_core.Lease, int]] = []
-        # Slots in use by I/O after or beside their lease: handle, class, address.
-        self.holds: list[tuple[_core.HoldHandle, str, int]] = []
-        self.mark = 0
+        self._live: dict[int, int] = {}
+        self.peak_bytes = 0
 
-    @rule(nbytes=st.integers(1, 17 * PAGE_BYTES), allow_larger=st.booleans())
-    def acquire(self, nbytes: int, allow_larger: bool) -> None:
-        fitting = [name for name, slot_bytes in SIZES.items() if slot_bytes >= nbytes]
-        candidates = fitting if allow_larger else fitting[:1]
-        expected = next((name for name in candidates if self.free_count(name) > 0), None)
-        lease = self.pool.acquire(nbytes=nbytes, allow_larger=allow_larger)
-        if lease is None:
-            assert expected is None
-            exhaustion = self.pool.exhaustion(nbytes=nbytes)
-            assert exhaustion.requested_bytes == nbytes
-            assert exhaustion.class_name == (fitting[0] if fitting else "")
-            if fitting:
-                assert exhaustion.slot_count == self.slot_count[fitting[0]]
-                assert exhaustion.leased_count == exhaustion.slot_count
-            return
-        assert lease.class_name == expected
-        assert lease.slot_bytes == SIZES[lease.class_name]
-        assert lease.nbytes == memoryview(lease).nbytes == nbytes
-        assert lease.address not in self.used_addresses()
-        self.mark = self.mark % 255 + 1
-        memoryview(lease)[:] = bytes([self.mark]) * nbytes
-        self.leases.append((lease, self.mark))
+    def tensor(
+        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
+    ) -> torch.Tensor:
+        tensor = torch.zeros(numel, dtype=dtype)
+        storage = tensor.untyped_storage()
+        self._live[storage.data_ptr()] = storage.nbytes()
+        weakref.finalize(storage, self._live.pop, storage.data_ptr())
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return tensor
 
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
-        # An index is drawn: hypothesis would keep a drawn lease alive.
-        lease, _ = self.leases[data.draw(st.integers(0, len(self.leases) - 1))]
-        self.holds.append((lease.hold(), lease.class_name, lease.address))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), explicitly=st.booleans())
-    def give_up(self, data: st.DataObject, explicitly: bool) -> None:
-        lease, mark = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        self.check_contents(lease, mark)
-        if explicitly:
-            lease.release()
-            lease.release()
-            assert lease.released
-            with pytest.raises(ValueError, match="released"):
-                lease.hold()
-
-    @precondition(lambda self: self.holds)
-    @rule(data=st.data())
-    def finish_io(self, data: st.DataObject) -> None:
-        self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
-
-    @rule(name=st.sampled_from(sorted(SIZES)), count=st.integers(1, 2))
-    def grow(self, name: str, count: int) -> None:
-        self.pool.add_slots(name=name, count=count)
-        self.slot_count[name] += count
-
-    @invariant()
-    def counts_agree(self) -> None:
-        assert self.pool.is_valid()
-        for stats in self.pool.classes():
-            assert stats.slot_count == self.slot_count[stats.name]
-            assert stats.slot_count - stats.leased_count == self.free_count(stats.name)
-            assert stats.leased_count_peak >= stats.leased_count
-
-    def teardown(self) -> None:
-        for lease, mark in self.leases:
-            self.check_contents(lease, mark)
-
-    def used_addresses(self, name: str | None = None) -> set[int]:
-        leased = {one.address for one, _ in self.leases if name in (None, one.class_name)}
-        return leased | {address for _, held, address in self.holds if name in (None, held)}
-
-    def free_count(self, name: str) -> int:
-        return self.slot_count[name] - len(self.used_addresses(name))
-
-    @staticmethod
-    def check_contents(lease: _core.Lease, mark: int) -> None:
-        assert bytes(memoryview(lease)) == bytes([mark]) * lease.nbytes
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return False
 
 
-TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestPoolAgainstModel.settings = settings(
-    max_examples=examples(60), stateful_step_count=50, deadline=None
-)
+def make(pages: int | None = BUDGET_PAGES) -> tuple[Pool, HostAllocator]:
+    memory = HostAllocator(lock=False, huge_pages="off")
+    budget_bytes = None if pages is None else pages * PAGE_BYTES
+    return Pool(memory=memory, component="slots", budget_bytes=budget_bytes), memory
 
 
-def test_a_slot_under_io_is_not_leased_again_after_release() -> None:
-    pool = make_pool()
-    lease = pool.acquire(nbytes=100)
+def growing() -> Pool:
+    return make(None)[0]
+
+
+def account(memory: HostAllocator) -> tuple[int, int]:
+    """Bytes that live, and the most that ever did."""
+    stats = memory.core.components().get("slots")
+    return (0, 0) if stats is None else (stats.live_bytes, stats.peak_bytes)
+
+
+# -- leases, of either kind ------------------------------------------------------------------------
+
+
+def bounded_with_one_slot() -> tuple[Pool, int]:
+    pool, _ = make(SLOT_PARTS)
+    pool.resize(PAGE_BYTES, slot_bytes_max=PAGE_BYTES)
+    return pool, PAGE_BYTES
+
+
+def growing_with_one_slot() -> tuple[Pool, int]:
+    pool = growing()
+    assert pool.grow(100)
+    return pool, PAGE_BYTES
+
+
+by_kind = pytest.mark.parametrize("make_one", [bounded_with_one_slot, growing_with_one_slot])
+MakeOne = Callable[[], tuple[Pool, int]]
+
+
+@by_kind
+def test_a_slot_is_taken_until_the_transfer_on_it_is_over_too(make_one: MakeOne) -> None:
+    pool, nbytes = make_one()
+    lease = pool.acquire(nbytes)
     assert lease is not None
-    address = lease.address
-    hold = lease.hold()
+    holds = [lease.hold(), lease.hold()]
     lease.release()
-    assert pool.acquire(nbytes=100) is None
-    del hold
-    again = pool.acquire(nbytes=100)
-    assert again is not None
-    assert again.address == address
+    lease.release()
+    holds.pop()
+    assert pool.acquire(1) is None
+    holds.pop()
+    assert pool.acquire(1) is not None
 
 
-def test_a_dropped_lease_gives_its_slot_back() -> None:
-    pool = make_pool()
-    lease = pool.acquire(nbytes=100)
-    assert lease is not None
+@by_kind
+def test_a_lease_that_is_lost_gives_its_slot_back(make_one: MakeOne) -> None:
+    pool, nbytes = make_one()
+    lease = pool.acquire(nbytes)
+    assert pool.acquire(1) is None
     del lease
     gc.collect()
-    assert pool.acquire(nbytes=100) is not None
+    assert pool.acquire(nbytes) is not None
 
 
-def test_a_tensor_over_a_lease_keeps_the_slot() -> None:
-    pool = make_pool()
-    tensor = torch.frombuffer(pool.acquire(nbytes=400), dtype=torch.float32)
-    alias = tensor[10:]
-    del tensor
-    gc.collect()
-    assert pool.acquire(nbytes=400) is None
-    del alias
-    gc.collect()
-    assert pool.acquire(nbytes=400) is not None
-
-
-def test_a_released_lease_gives_no_new_view_and_no_address() -> None:
-    lease = make_pool().acquire(nbytes=100)
+@by_kind
+def test_a_released_lease_gives_no_hold(make_one: MakeOne) -> None:
+    pool, nbytes = make_one()
+    lease = pool.acquire(nbytes)
     assert lease is not None
     lease.release()
-    with pytest.raises(BufferError) as info:
-        memoryview(lease)
-    assert "released" in str(info.value.__cause__)
-    with pytest.raises(ValueError, match="released"):
-        _ = lease.address
+    with pytest.raises(ValueError, match="released lease"):
+        lease.hold()
 
 
-def test_views_from_before_release_stay_mapped_even_without_the_pool() -> None:
-    pool = make_pool()
-    lease = pool.acquire(nbytes=100)
+@by_kind
+def test_a_view_has_the_shape_asked_for_and_outlives_the_pool(make_one: MakeOne) -> None:
+    pool, nbytes = make_one()
+    lease = pool.acquire(3 * 4)
     assert lease is not None
-    view = memoryview(lease)
+    assert lease.slot_bytes == nbytes
+    view = lease.view(3, torch.float32)
+    assert (view.shape, view.dtype) == ((3,), torch.float32)
+    assert view.data_ptr() % PAGE_BYTES == 0
     lease.release()
     del pool, lease
     gc.collect()
-    view[:] = b"x" * 100
-    assert view[99] == ord("x")
+    assert view.fill_(7).tolist() == [7.0] * 3
 
 
-def test_a_hold_can_be_referred_to_until_it_is_dropped() -> None:
-    pool = make_pool()
-    lease = pool.acquire(nbytes=100)
+# -- within a budget -------------------------------------------------------------------------------
+
+
+def test_no_memory_is_taken_before_a_slot_is_needed() -> None:
+    pool, memory = make()
+    assert pool.held_bytes == 0
+    assert account(memory) == (0, 0)
+
+
+def test_as_many_of_the_largest_slots_fit_as_promised() -> None:
+    pool, memory = make()
+    leases = [pool.acquire(pool.slot_bytes_max) for _ in range(SLOT_PARTS)]
+    assert all(lease is not None for lease in leases)
+    assert pool.acquire(1) is None
+    assert account(memory)[0] == BUDGET_PAGES * PAGE_BYTES
+
+
+def test_a_released_slot_serves_other_sizes() -> None:
+    pool, memory = make()
+    leases = [pool.acquire(pool.slot_bytes_max) for _ in range(SLOT_PARTS)]
+    leases.pop()
+    small = [pool.acquire(PAGE_BYTES) for _ in range(LARGEST_PAGES)]
+    assert all(lease is not None for lease in small)
+    assert pool.acquire(1) is None
+    small.clear()
+    assert pool.acquire(pool.slot_bytes_max) is not None
+    assert account(memory)[1] <= pool.budget_bytes
+
+
+def test_idle_small_segments_give_way_to_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memascend.memory.pool.SEGMENT_BYTES_MIN", PAGE_BYTES)
+    pool, memory = make()
+    small = [pool.acquire(PAGE_BYTES) for _ in range(BUDGET_PAGES)]
+    assert all(lease is not None for lease in small)
+    assert pool.held_bytes == pool.budget_bytes
+    small.clear()
+    large = [pool.acquire(pool.slot_bytes_max) for _ in range(SLOT_PARTS)]
+    assert all(lease is not None for lease in large)
+    assert account(memory)[1] <= pool.budget_bytes
+
+
+def test_what_is_too_large_takes_nothing_and_a_budget_does_not_grow() -> None:
+    pool, memory = make()
+    assert pool.acquire(pool.slot_bytes_max + 1) is None
+    assert pool.acquire(0) is None
+    assert pool.slot_bytes(pool.slot_bytes_max + 1) == 0
+    assert pool.slot_bytes(1) == PAGE_BYTES
+    assert not pool.grow(1)
+    assert account(memory) == (0, 0)
+
+
+def test_a_budget_without_room_for_pages_is_refused() -> None:
+    memory = HostAllocator(lock=False, huge_pages="off")
+    with pytest.raises(ValueError, match="larger parameter budget"):
+        Pool(memory=memory, component="slots", budget_bytes=SLOT_PARTS * PAGE_BYTES - 1)
+
+
+def test_where_the_system_has_no_memory_that_is_the_error() -> None:
+    memory = HostAllocator(lock=False, huge_pages="off", limit_bytes=PAGE_BYTES)
+    bounded = Pool(memory=memory, component="slots", budget_bytes=64 * MIB)
+    with pytest.raises(HostMemoryError):
+        bounded.acquire(8 * MIB)
+    with pytest.raises(HostMemoryError):
+        Pool(memory=memory, component="slots").grow(8 * MIB)
+
+
+def test_a_budget_is_exchanged_only_while_no_slot_is_leased() -> None:
+    pool, memory = make()
+    lease = pool.acquire(1)
+    with pytest.raises(ValueError, match="GatheredParameters"):
+        pool.resize(PAGE_BYTES, slot_bytes_max=PAGE_BYTES)
     assert lease is not None
-    holds = [lease.hold(), lease.hold()]
-    del lease
-    holds.pop()
-    assert pool.acquire(nbytes=100) is None
-    holds.pop()
-    assert pool.acquire(nbytes=100) is not None
+    lease.release()
+    pool.resize(5 * PAGE_BYTES, slot_bytes_max=2 * PAGE_BYTES)
+    assert account(memory)[0] == pool.held_bytes == pool.free_bytes == 5 * PAGE_BYTES
+    assert pool.slot_bytes(2 * PAGE_BYTES + 1) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "small", "slot_bytes": 99 * PAGE_BYTES, "slot_count": 1}, "exists already"),
-        (
-            {"name": "twin", "slot_bytes": 2 * PAGE_BYTES - 1, "slot_count": 1},
-            "'small' already has",
-        ),
-        ({"name": "", "slot_bytes": 1, "slot_count": 1}, "needs a name"),
-        ({"name": "none", "slot_bytes": 0, "slot_count": 1}, "must be positive"),
-    ],
+Step = tuple[int, int]  # bytes to acquire, and which lease to release when there is no slot
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, LARGEST_PAGES * PAGE_BYTES), st.integers(0, 1 << 16))),
+    st.sampled_from([PAGE_BYTES, 5 * PAGE_BYTES, 4 * MIB]),
 )
-def test_a_senseless_class_is_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_pool().add_class(**arguments)
+def test_slots_never_overlap_and_memory_stays_within_the_budget(
+    steps: list[Step], first_segment_bytes: int
+) -> None:
+    memory = CountedMemory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memascend.memory.pool.SEGMENT_BYTES_MIN", first_segment_bytes)
+        pool = Pool(memory=memory, component="slots", budget_bytes=BUDGET_PAGES * PAGE_BYTES)
+        use_and_release(pool, steps)
+        assert pool.free_bytes == pool.held_bytes
+        assert pool.acquire(pool.slot_bytes_max) is not None
+    assert memory.peak_bytes <= pool.budget_bytes
 
 
-def test_slots_for_an_unknown_class_are_refused_naming_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no size class 'huge'.*small middle large"):
-        make_pool().add_slots(name="huge", count=1)
+def use_and_release(pool: Pool, steps: list[Step]) -> None:
+    held: list[tuple[Any, int]] = []
+    for number, (nbytes, which) in enumerate(steps):
+        lease = pool.acquire(nbytes)
+        if lease is not None:
+            assert lease.slot_bytes == pool.slot_bytes(nbytes)
+            lease.slot.fill_(number % 251)
+            held.append((lease, number % 251))
+        elif held:
+            released, stamp = held.pop(which % len(held))
+            assert torch.all(released.slot == stamp)
+            released.release()
+        assert pool.held_bytes - pool.free_bytes == sum(one.slot_bytes for one, _ in held)
+        assert pool.held_bytes <= pool.budget_bytes
+    assert all(torch.all(lease.slot == stamp) for lease, stamp in held)
 
 
-def test_an_exhausted_class_is_named_with_its_counts() -> None:
-    pool = ParameterPool(allocator=make_allocator())
-    pool.add_class(SizeClass("ffn", 64 * KIB, 8), slot_count=2)
-    leases = [pool.acquire(60 * KIB, grow=False) for _ in range(2)]
-    with pytest.raises(PoolExhaustedError, match=r"'ffn' \(65536 bytes a slot\) has 2 of 2 slots"):
-        pool.acquire(60 * KIB, grow=False)
-    pool.release(leases[0])
-    assert pool.acquire(60 * KIB, grow=False).class_name == "ffn"
+# -- without a budget ------------------------------------------------------------------------------
 
 
-def test_a_request_above_every_class_is_refused_even_with_growth() -> None:
-    pool = ParameterPool(allocator=make_allocator())
-    pool.add_class(SizeClass("ffn", 64 * KIB, 8), slot_count=1)
-    with pytest.raises(PoolExhaustedError, match="largest size class has slots of 65536 bytes"):
-        pool.acquire(64 * KIB + 1, grow=True)
+def test_there_is_no_slot_before_the_pool_grew() -> None:
+    pool = growing()
+    assert pool.acquire(100) is None
+    assert pool.grow(100)
+    lease = pool.acquire(100)
+    assert lease is not None
+    assert pool.acquire(100) is None
+    address = lease.view(10, torch.float32).data_ptr()
+    lease.release()
+    again = pool.acquire(PAGE_BYTES)
+    assert again is not None
+    assert again.view(10, torch.float32).data_ptr() == address
 
 
-def test_a_free_larger_slot_serves_where_growth_is_not_allowed() -> None:
-    pool = ParameterPool(allocator=make_allocator())
-    pool.add_class(SizeClass("norm", PAGE_BYTES, 8), slot_count=1)
-    pool.add_class(SizeClass("ffn", 64 * KIB, 8), slot_count=1)
-    leases = [pool.acquire(100, grow=False) for _ in range(2)]
-    assert [lease.class_name for lease in leases] == ["norm", "ffn"]
+def test_memory_follows_the_shapes_not_the_largest_of_them() -> None:
+    pool, memory = make(None)
+    sizes = [1002 * PAGE_BYTES, 32 * PAGE_BYTES, 32 * PAGE_BYTES, 5000]
+    for nbytes in sizes:
+        pool.grow(nbytes)
+    leases = [pool.acquire(nbytes) for nbytes in sizes]
+    assert all(lease is not None for lease in leases)
+    assert account(memory)[0] == pool.held_bytes == sum(map(page_up, sizes))
 
 
-def test_growth_adds_one_slot_to_the_fitting_class_and_stops_at_the_limit() -> None:
-    allocator = make_allocator(limit_bytes=4 * 64 * KIB)
-    pool = ParameterPool(allocator=allocator)
-    pool.add_class(SizeClass("ffn", 64 * KIB, 8), slot_count=1)
-    leases = [pool.acquire(64 * KIB, grow=True) for _ in range(4)]
-    assert len({lease.address for lease in leases}) == 4
-    with pytest.raises(HostMemoryError, match="'parameter_pool' needs"):
-        pool.acquire(64 * KIB, grow=True)
-    assert pool.classes()[0].slot_count == 4
-    assert allocator.core.components()["parameter_pool"].live_bytes == 4 * 64 * KIB
+def test_a_slot_serves_nearly_its_size_and_no_other() -> None:
+    pool = growing()
+    pool.grow(100 * PAGE_BYTES)
+    assert pool.acquire(101 * PAGE_BYTES) is None
+    assert pool.acquire(93 * PAGE_BYTES) is None
+    lease = pool.acquire(94 * PAGE_BYTES)
+    assert lease is not None
+    assert lease.slot_bytes == 100 * PAGE_BYTES
+    assert pool.free_bytes == 0
 
 
-def test_threads_that_grow_one_class_all_get_a_slot() -> None:
-    pool = ParameterPool(allocator=make_allocator())
-    pool.add_class(SizeClass("ffn", PAGE_BYTES, 8), slot_count=0)
-    leases: list[_core.Lease] = []
-    threads = [
-        threading.Thread(target=lambda: leases.append(pool.acquire(PAGE_BYTES, grow=True)))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({lease.address for lease in leases}) == 8
-    assert pool.core.is_valid()
+def test_of_two_slots_the_smaller_serves() -> None:
+    pool = growing()
+    for pages in (100, 98):
+        pool.grow(pages * PAGE_BYTES)
+    lease = pool.acquire(97 * PAGE_BYTES)
+    assert lease is not None
+    assert lease.slot_bytes == 98 * PAGE_BYTES
 
 
-def test_classes_of_a_llama_like_model_are_its_shapes() -> None:
-    hidden, ffn, vocabulary, layers = 4096, 14336, 128256, 32
-    sizes = [vocabulary * hidden * 2] * 2
-    sizes += [hidden * hidden * 2, hidden * hidden * 2] * layers  # q, o
-    sizes += [1024 * hidden * 2, 1024 * hidden * 2] * layers  # k, v
-    sizes += [ffn * hidden * 2] * 3 * layers
-    sizes += [hidden * 2] * (2 * layers + 1)
-    classes = derive_classes(sizes)
-    assert [(one.slot_bytes, one.count_in_model) for one in classes] == [
-        (8 * KIB, 65),
-        (8 * MIB, 64),
-        (32 * MIB, 64),
-        (112 * MIB, 96),
-        (1002 * MIB, 2),
-    ]
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40 * PAGE_BYTES), max_size=30))
+def test_slots_used_again_waste_at_most_their_share(sizes: list[int]) -> None:
+    pool = Pool(memory=CountedMemory(), component="slots")
+    for nbytes in [*sizes, *reversed(sizes)]:
+        lease = pool.acquire(nbytes)
+        if lease is None:
+            assert pool.grow(nbytes)
+            lease = pool.acquire(nbytes)
+        assert lease is not None
+        waste_bytes = lease.slot_bytes - page_up(nbytes)
+        assert 0 <= waste_bytes <= max(PAGE_BYTES, WASTE_MAX * lease.slot_bytes)
+        assert pool.suits(lease.slot_bytes, nbytes)
+        lease.release()
+    assert pool.free_bytes == pool.held_bytes
+    assert pool.held_bytes <= sum(map(page_up, set(sizes)))
 
 
-def test_nearly_equal_sizes_share_a_class() -> None:
-    classes = derive_classes([100 * PAGE_BYTES, 94 * PAGE_BYTES, 93 * PAGE_BYTES, 0])
-    assert [(one.slot_bytes // PAGE_BYTES, one.count_in_model) for one in classes] == [
-        (93, 1),
-        (100, 2),
-    ]
-
-
-@given(st.lists(st.integers(0, 10**10), max_size=200))
-def test_every_tensor_has_a_class_and_classes_are_few_and_distinct(sizes_bytes: list[int]) -> None:
-    classes = derive_classes(sizes_bytes)
-    slots = [one.slot_bytes for one in classes]
-    assert len(classes) <= CLASS_COUNT_MAX
-    assert slots == sorted(set(slots))
-    assert len({one.name for one in classes}) == len(classes)
-    assert all(slot_bytes % PAGE_BYTES == 0 for slot_bytes in slots)
-    assert sum(one.count_in_model for one in classes) == sum(size > 0 for size in sizes_bytes)
-    assert max(slots, default=0) >= max(sizes_bytes, default=0)
-
-
-@given(st.lists(st.integers(1, 10**9), max_size=12))
-def test_merging_wastes_at_most_its_share_of_a_slot(sizes_bytes: list[int]) -> None:
-    slots = [one.slot_bytes for one in derive_classes(sizes_bytes)]
-    for nbytes in sizes_bytes:
-        slot_bytes = min(slot for slot in slots if slot >= nbytes)
-        assert slot_bytes - nbytes < MERGE_WASTE_MAX * slot_bytes + PAGE_BYTES
+def test_within_a_budget_every_slot_gives_room_and_else_its_size_decides() -> None:
+    bounded, _ = make()
+    assert bounded.suits(PAGE_BYTES, 10 * PAGE_BYTES)
+    assert not growing().suits(PAGE_BYTES, 10 * PAGE_BYTES)
+    assert not growing().suits(10 * PAGE_BYTES, PAGE_BYTES)

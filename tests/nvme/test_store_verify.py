@@ -23,7 +23,7 @@ from memascend.nvme.store import TensorStore
 from memascend.plan.checksums import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
 from memascend.plan.derive import ROUNDING, LimitTooSmallError, PlanRequest, derive
 from memascend.plan.shapes import builtin
-from memascend.runtime import Runtime, Substitutes
+from memascend.runtime import Runtime, StockParts
 from tests.support.examples import examples
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory, flip_bit, open_store, read, write
 from tests.support.nvme_model import FRACTIONS, KEYS, SHIFTS, StoreModel
@@ -288,7 +288,7 @@ def open_runtime(folder: Path, verify: str, limit_bytes: int | None = None) -> R
         page_lock=False,
         register_device=False,
         pci_address=None,
-        substitutes=Substitutes(),
+        stock=StockParts(),
         limit_bytes=limit_bytes,
         parameter_budget_bytes=4 << 20,
         staging_slot_bytes=1 << 18,

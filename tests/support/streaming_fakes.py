@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
 from memascend.errors import StoreError
-
-PAGE_BYTES = 4096
+from memascend.memory.pool import Pool
 
 
 class FakeTicket:
@@ -71,58 +69,23 @@ class FakeStore:
         return ticket
 
 
-class _Token:
-    """Held by a lease and its transfers."""
-
-
-class FakeLease:
-    def __init__(self, slot: torch.Tensor, token: _Token) -> None:
-        self.slot = slot
-        self._token: _Token | None = token
-        self.release_count = 0
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.slot.nbytes
-
-    def hold(self) -> object:
-        assert self._token is not None, "held after its release"
-        return self._token
-
-    def release(self) -> None:
-        self.release_count += 1
-        self._token = None
-
-
-class FakePool:
-    """Slots of whole pages; one is free again when its lease and every hold on it are gone."""
+class CountedPool(Pool):
+    """A pool that grows, and how it was used."""
 
     def __init__(self, *, slot_count_max: int = 1000) -> None:
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        super().__init__(memory=FakeMemory(), component="slots")
         self.slot_count = 0
         self.slot_count_max = slot_count_max
-        self.leases: list[FakeLease] = []
 
     @property
     def free_count(self) -> int:
-        return sum(len(slots) for slots in self._free.values())
+        self._collect()
+        return sum(segment.idle for segment in self._segments)
 
-    def acquire(self, nbytes: int) -> FakeLease | None:
-        free = self._free[_rounded(nbytes)]
-        if not free:
-            return None
-        slot, token = free.pop(), _Token()
-        weakref.finalize(token, free.append, slot)
-        self.leases.append(FakeLease(slot, token))
-        return self.leases[-1]
-
-    def grow(self, nbytes: int) -> None:
+    def grow(self, nbytes: int) -> bool:
         assert self.slot_count < self.slot_count_max, "the pool grew beyond what the test allows"
         self.slot_count += 1
-        self._free[_rounded(nbytes)].append(torch.empty(_rounded(nbytes), dtype=torch.uint8))
-
-    def view(self, lease: FakeLease, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return lease.slot.view(dtype)[:numel]
+        return super().grow(nbytes)
 
 
 class FakeEvent:
@@ -142,10 +105,6 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.wait_count += 1
         self.passed = True
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class FakeMemory:

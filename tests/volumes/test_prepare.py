@@ -12,7 +12,7 @@ import torch
 from memascend import _core
 from memascend.config.block import MemAscendConfig, parse_block
 from memascend.errors import ConfigError
-from memascend.runtime import Runtime, Substitutes
+from memascend.runtime import Runtime, StockParts
 from memascend.volumes import prepare as volumes_module
 from memascend.volumes.prepare import prepared, share_of_rank, volume_paths
 
@@ -114,7 +114,7 @@ def test_a_runtime_stripes_over_the_volumes_of_its_block(tmp_path):
         page_lock=False,
         register_device=False,
         pci_address=None,
-        substitutes=Substitutes(),
+        stock=StockParts(),
     )
     assert runtime.store is not None
     source = torch.arange(1 << 20, dtype=torch.float32)

@@ -31,13 +31,12 @@ from memascend.deepspeed.stock.memory import (
     AioFileStore,
     LockedMemory,
     PinnedMemory,
-    TensorSlotPool,
 )
 from memascend.errors import ConfigError
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.ledger import Ledger, describe_plan
 from memascend.plan.request import check_limit_can_be_kept
-from memascend.runtime import Runtime, Substitutes
+from memascend.runtime import Runtime, StockParts
 from memascend.system.memory import memory_total
 from memascend.version import __version__
 from memascend.volumes.directory import provide_directory
@@ -226,7 +225,7 @@ def attach(ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
         page_lock=_wants_pinning(ds_config),
         register_device=on_cuda and _wants_pinning(ds_config),
         pci_address=_pci_address() if on_cuda else None,
-        substitutes=_substitutes(config, ds_config, directory),
+        stock=_stock_parts(config, ds_config, directory),
         new_event=None if accelerator.is_synchronized_device() else accelerator.Event,
         limit_bytes=limit_bytes,
         **building_sizes(limit_bytes),
@@ -289,21 +288,18 @@ def _wants_pinning(ds_config: Mapping[str, Any]) -> bool:
     return any(section.get("pin_memory", True) for section in sections if section)
 
 
-def _substitutes(
+def _stock_parts(
     config: MemAscendConfig, ds_config: Mapping[str, Any], directory: str
-) -> Substitutes:
-    """Stock parts for the sections that are off."""
+) -> StockParts:
+    """Make the parts that serve for the sections that are off."""
     memory = None if config.allocator.enabled else PinnedMemory()
-    if config.direct_nvme.enabled:
-        pool = TensorSlotPool(memory, "parameter pool") if memory is not None else None
-        return Substitutes(memory=memory, pool=pool)
-    if not config.buffer_pool.enabled:
-        return Substitutes(memory=memory)  # stock swappers do it all
+    if config.direct_nvme.enabled or not config.buffer_pool.enabled:
+        return StockParts(memory=memory)  # without both, stock swappers do it all
     handle = _stock_aio_handle(ds_config)
     folder = tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=directory)
     # DeepSpeed's engine copies through a buffer of its own unless it allocated the memory itself.
-    pool = TensorSlotPool(LockedMemory(handle), "parameter pool")
-    return Substitutes(memory=memory, store=AioFileStore(handle, folder), pool=pool)
+    store, slot_memory = AioFileStore(handle, folder), LockedMemory(handle)
+    return StockParts(memory=memory, store=store, slot_memory=slot_memory)
 
 
 def _stock_aio_handle(ds_config: Mapping[str, Any]) -> Any:

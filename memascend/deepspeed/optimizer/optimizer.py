@@ -23,7 +23,6 @@ from memascend.deepspeed.optimizer.choice import OptimizerStreams, choose_stream
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
 from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
-from memascend.deepspeed.parameters.build import parameter_budget
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
@@ -140,7 +139,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
             check = runtime.config.overflow_check
             squares = functools.partial(sum_of_squares, fused=check.enabled, threads=check.threads)
             self.spool = GradientSpool(
-                store=runtime.ranges,
+                store=runtime.io,
                 slots=runtime.staging,
                 sum_of_squares=squares if self.streams.gradients else None,
                 give_memory_to=runtime.store.give_memory_to,
@@ -157,8 +156,6 @@ class ZeroOptimizer(CheckpointedOptimizer):
             swapper.drop_unused()
             swapper.synchronize_writes()
         runtime.adopt(plan)
-        if swapper is not None and runtime.parameter_slots is not None:
-            swapper.adopt_budget(parameter_budget(runtime))
         attachment.log_plan()
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:

@@ -49,8 +49,6 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
 
-
-
 # -- saving --------------------------------------------------------------------------------------
 
 

@@ -197,7 +197,7 @@ class WholeSteps(Steps):
 
     def forget_states(self) -> None:
         """Drop every state; master weights stay."""
-        store = self.attachment.runtime.ranges
+        store = self.attachment.runtime.io
         for swap_info in self.optimizer_swapper.swap_params_info.values():
             for context in swap_info.tensors[1:]:
                 store.discard(key=context.swap_path)
@@ -226,7 +226,7 @@ class WholeSteps(Steps):
         numel = self.optimizer_swapper._io_aligned_numel(swap_info.numel())
         nbytes = numel * tensor.dtype.itemsize
         runtime = self.attachment.runtime
-        runtime.ranges.reserve(key=key, nbytes=nbytes)
+        runtime.io.reserve(key=key, nbytes=nbytes)
         runtime.staging.fill(key=key, nbytes=nbytes, source=tensor.reader.fill)
 
 

@@ -47,7 +47,7 @@ class TiledSteps(Steps):
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         runtime = self.attachment.runtime
-        tiles = Tiles(store=runtime.ranges, memory=runtime.memory, shape=self._tile_shape())
+        tiles = Tiles(store=runtime.io, memory=runtime.memory, shape=self._tile_shape())
         if tiles.shape.count == 1 and dist.get_rank() == 0:
             log.warning(
                 "memascend: %s is not known to work element by element, so a sub-group is stepped "
@@ -56,7 +56,7 @@ class TiledSteps(Steps):
                 format_nbytes(tiles.nbytes),
             )
         self.groups = SubGroups(
-            store=runtime.ranges, slots=runtime.staging, tiles=tiles, integrity=self.integrity
+            store=runtime.io, slots=runtime.staging, tiles=tiles, integrity=self.integrity
         )
         self.stream = OptimizerStream(groups=self.groups, tiles=tiles, spool=self.spool)
         self.optimizer_swapper = StreamedSwapper(groups=self.groups, spool=self.spool)

@@ -14,16 +14,13 @@ from deepspeed.accelerator import get_accelerator
 from memascend.config.block import MemAscendConfig, active_config
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
-from memascend.memory.budget import PAGE_BYTES
-from memascend.runtime import Runtime
-from memascend.streaming.budget import Budget
 from memascend.streaming.parameters import ParameterStream
 
 log = logging.getLogger(__name__)
 
 
 def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces the name AsyncPartitionedParameterSwapper in zero.Init's module."""
+    """Replace the name AsyncPartitionedParameterSwapper in zero.Init's module."""
 
     @functools.wraps(original, updated=())
     def build(ds_config: Any, model_dtype: torch.dtype) -> Any:
@@ -34,11 +31,13 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attach(raw_config, ds_config.zero_config.offload_param.nvme_path)
         _note_inactive_streaming(config)
         if config.buffer_pool.enabled:
+            runtime = attachment.runtime
             stream = ParameterStream(
-                store=attachment.runtime.io,
-                pool=attachment.runtime.pool,
+                store=runtime.io,
+                pool=runtime.pool,
                 prefetch_bytes=config.buffer_pool.prefetch_bytes,
-                budget=parameter_budget(attachment.runtime),
+                staging=runtime.staging if runtime.pool.is_bounded else None,
+                device=torch.device(get_accelerator().current_device_name()),
             )
             block_bytes = int(ds_config.aio_config.get("block_size", 0))
             return ParameterSwapper(
@@ -54,20 +53,6 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         return swapper
 
     return build
-
-
-def parameter_budget(runtime: Runtime) -> Budget | None:
-    """What bounds the parameters' host memory; None when they are not streamed."""
-    slots = runtime.parameter_slots
-    if slots is None:
-        return None
-    return Budget(
-        nbytes=slots.budget_bytes,
-        slot_bytes_max=slots.slot_bytes_max,
-        page_bytes=PAGE_BYTES,
-        staging=runtime.staging,
-        device=torch.device(get_accelerator().current_device_name()),
-    )
 
 
 def _note_inactive_streaming(config: MemAscendConfig) -> None:

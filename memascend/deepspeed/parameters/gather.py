@@ -19,13 +19,13 @@ Parameter = Any
 
 
 def swapper_of(param: Parameter) -> ParameterSwapper | None:
-    """Our swapper of a ZeRO parameter, or None when it has a stock one or none."""
+    """Return our swapper of a ZeRO parameter, or None when it has a stock one or none."""
     swapper = getattr(param, "nvme_swapper", None)
     return swapper if isinstance(swapper, ParameterSwapper) else None
 
 
 def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
-    """Replaces Init._convert_to_deepspeed_param: gives the parameter our gather functions."""
+    """Replace Init._convert_to_deepspeed_param: give the parameter our gather functions."""
 
     @functools.wraps(original)
     def convert(init: Any, param: Parameter) -> None:
@@ -39,7 +39,7 @@ def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
-    """Replaces Init._partition_param: a modified parameter gets a slot to be partitioned into.
+    """Replace Init._partition_param: a modified parameter gets a slot to be partitioned into.
 
     The first partitioning of a parameter too small for the drive makes a pinned tensor; it comes
     from our arena.
@@ -68,7 +68,7 @@ def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
 def _in_turns(
     param: Parameter, gather: Callable[..., Any], swapper: ParameterSwapper
 ) -> Callable[..., Any]:
-    """The blocking gather; skips what is gathered already, which has no host copy."""
+    """Wrap the blocking gather; skip what is gathered already, which has no host copy."""
 
     def all_gather(
         param_list: Sequence[Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
@@ -88,7 +88,7 @@ def _in_turns(
 def _coalesced_in_turns(
     gather: Callable[..., Any], swapper: ParameterSwapper
 ) -> Callable[..., Any]:
-    """The coordinator's gather: returns one handle whatever the number of turns."""
+    """Wrap the coordinator's gather: one handle, whatever the number of turns."""
 
     def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
         handles = []

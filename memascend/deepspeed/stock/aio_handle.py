@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import HostMemory, RangeIO, Ticket
+from memascend.base.interfaces import HostMemory, TensorIO, Ticket
 
 
 class AioHandle:
@@ -22,7 +22,7 @@ class AioHandle:
     def __init__(
         self,
         *,
-        store: RangeIO,
+        store: TensorIO,
         memory: HostMemory,
         component: str,
         settings: dict[str, Any],
@@ -36,30 +36,30 @@ class AioHandle:
     # -- transfers -------------------------------------------------------------------------------
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Starts reading a key into `buffer` from byte `file_offset` of the key; returns 0."""
+        """Start reading a key into `buffer` from byte `file_offset` of the key; return 0."""
         ticket = self._store.read(key=filename, target=buffer, offset_bytes=file_offset)
         self._tickets.append(ticket)
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Starts writing `buffer` as a whole key, or into it from `file_offset` on; returns 0."""
+        """Start writing `buffer` as a whole key, or into it from `file_offset` on; return 0."""
         offset = file_offset if file_offset > 0 else None
         ticket = self._store.write(key=filename, source=buffer, offset_bytes=offset)
         self._tickets.append(ticket)
         return 0
 
     def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Reads and waits; returns the number of transfers completed."""
+        """Read and wait; return the number of transfers completed."""
         self.async_pread(buffer, filename, file_offset)
         return self.wait()
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Writes and waits; returns the number of transfers completed."""
+        """Write and wait; return the number of transfers completed."""
         self.async_pwrite(buffer, filename, file_offset)
         return self.wait()
 
     def wait(self) -> int:
-        """Waits for every transfer of this handle; returns how many there were.
+        """Wait for every transfer of this handle; return how many there were.
 
         Raises:
             StoreError: The first transfer that failed; all others have been waited for too.
@@ -78,37 +78,37 @@ class AioHandle:
     # -- memory ----------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A 1-D host tensor for transfers, exact in size; it goes back with its last view."""
+        """Return a 1-D host tensor of the exact size; it goes back with its last view."""
         return self._memory.tensor(num_elem, example_tensor.dtype, component=self._component)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Nothing to do: memory goes back when the last view of it is gone."""
+        """Do nothing: memory goes back when the last view of it is gone."""
         return self._memory.contains(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether DeepSpeed may hand the tensor to a transfer without copying it first."""
+        """Return whether DeepSpeed may hand the tensor to a transfer without copying it first."""
         return self._memory.contains(tensor)
 
     # -- settings --------------------------------------------------------------------------------
 
     def get_block_size(self) -> int:
-        """The block size DeepSpeed's config asked for; the store cuts requests itself."""
+        """Return the block size DeepSpeed's config asked for; the store cuts requests itself."""
         return int(self._settings.get("block_size", 1 << 20))
 
     def get_queue_depth(self) -> int:
-        """The queue depth DeepSpeed's config asked for; the store has its own."""
+        """Return the queue depth DeepSpeed's config asked for; the store has its own."""
         return int(self._settings.get("queue_depth", 128))
 
     def get_single_submit(self) -> bool:
-        """As configured for DeepSpeed; without meaning here."""
+        """Return what is configured for DeepSpeed; it has no meaning here."""
         return bool(self._settings.get("single_submit", False))
 
     def get_overlap_events(self) -> bool:
-        """As configured for DeepSpeed; without meaning here."""
+        """Return what is configured for DeepSpeed; it has no meaning here."""
         return bool(self._settings.get("overlap_events", False))
 
     def get_intra_op_parallelism(self) -> int:
-        """As configured for DeepSpeed; without meaning here."""
+        """Return what is configured for DeepSpeed; it has no meaning here."""
         return int(self._settings.get("intra_op_parallelism", 1))
 
 
@@ -133,8 +133,8 @@ _serving: ContextVar[Callable[..., AioHandle] | None] = ContextVar("memascend_ai
 
 
 @contextmanager
-def serving(*, store: RangeIO, memory: HostMemory, component: str) -> Iterator[None]:
-    """Inside, AsyncIOBuilder() of DeepSpeed's swapper modules gives handles over `store`."""
+def serving(*, store: TensorIO, memory: HostMemory, component: str) -> Iterator[None]:
+    """Have AsyncIOBuilder() of DeepSpeed's swapper modules give handles over `store`, inside."""
 
     def make_handle(**settings: Any) -> AioHandle:
         return AioHandle(store=store, memory=memory, component=component, settings=settings)
@@ -147,7 +147,7 @@ def serving(*, store: RangeIO, memory: HostMemory, component: str) -> Iterator[N
 
 
 def wrap_builder(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces the name AsyncIOBuilder in DeepSpeed's swapper modules."""
+    """Replace the name AsyncIOBuilder in DeepSpeed's swapper modules."""
 
     def build(*arguments: Any, **keywords: Any) -> Any:
         make_handle = _serving.get()

@@ -44,7 +44,7 @@ class HostBuffers(TorchFunctionMode):
 
     @contextmanager
     def __call__(self, component: str | None) -> Iterator[None]:
-        """Enters the mode, charging what is allocated inside to `component`."""
+        """Enter the mode, charging what is allocated inside to `component`."""
         outer, self._component = self._component, component
         try:
             with self:
@@ -122,7 +122,7 @@ class AbsentBuffers(TorchFunctionMode):
 
 
 def _numel(arguments: tuple[Any, ...]) -> int:
-    """Elements asked for by one positional size, as DeepSpeed writes it; 0 for any other form."""
+    """Return the one positional size, as DeepSpeed writes it; 0 for any other form."""
     if len(arguments) == 1 and isinstance(arguments[0], int):
         return arguments[0]
     return 0

@@ -20,7 +20,7 @@ Run = tuple[int, int]  # offset and length in elements
 
 
 def gradient_gaps(covered: list[Run], numel: int) -> list[Run]:
-    """Gives the runs of [0, numel) that no covered run touches."""
+    """Return the runs of [0, numel) that no covered run touches."""
     gaps = []
     end = 0
     for offset, length in sorted(covered):
@@ -34,7 +34,7 @@ def gradient_gaps(covered: list[Run], numel: int) -> list[Run]:
 
 @dataclass
 class GradientMemory:
-    """What a sub-group knows of its gradients beyond upstream's own bookkeeping; keys are offsets.
+    """Gradients of a sub-group, beyond upstream's own bookkeeping; keys are offsets.
 
     Attributes:
         factors: For gradients in the store, what later steps multiplied them by. They are stored as
@@ -48,7 +48,7 @@ class GradientMemory:
     gaps: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def complete(self, swap_info: Any) -> None:
-        """Registers a gradient for every element of the sub-group with upstream."""
+        """Register a gradient for every element of the sub-group with upstream."""
         kept = swap_info.unswapped_gradients
         for offset in self.gaps:
             kept.pop(offset, None)
@@ -61,7 +61,7 @@ class GradientMemory:
             self.gaps[offset] = kept[offset] = torch.zeros(1).expand(length)
 
     def forget(self, swap_info: Any, arriving: list[Run]) -> None:
-        """Makes way for gradients that are about to arrive."""
+        """Make way for gradients that are about to arrive."""
         for known in (self.gaps, self.small):
             for offset, tensor in list(known.items()):
                 if _overlaps((offset, tensor.numel()), arriving):
@@ -72,20 +72,20 @@ class GradientMemory:
                 del self.factors[offset]
 
     def apply_factors(self, swap_info: Any, gradient: torch.Tensor) -> None:
-        """Brings gradients read from the store to where the last step left them."""
+        """Bring gradients read from the store to where the last step left them."""
         for offset, factors in self.factors.items():
             run = gradient.narrow(0, offset, swap_info.swapped_gradients[offset].length)
             for factor in factors:
                 run.mul_(factor)
 
     def note_factor(self, swap_info: Any, factor: Any) -> None:
-        """Remembers that a step multiplies the whole gradient."""
+        """Remember that a step multiplies the whole gradient."""
         if factor != 1.0:
             for offset in swap_info.swapped_gradients:
                 self.factors.setdefault(offset, []).append(factor)
 
     def keep_small(self, swap_info: Any, gradient: torch.Tensor | None) -> None:
-        """Keeps the small gradients of a finished step, in memory reused from step to step."""
+        """Keep the small gradients of a finished step, in memory reused from step to step."""
         for offset, tensor in swap_info.unswapped_gradients.items():
             if offset in self.gaps or gradient is None:
                 continue
@@ -111,7 +111,7 @@ class _CompleteGradients:
         return memory
 
     def swap_in_optimizer_state(self, parameter: Any, async_parameter: Any = None) -> None:
-        """As upstream, with every gradient element defined."""
+        """Do as upstream, with every gradient element defined."""
         for wanted in (parameter, async_parameter):
             swap_info = self.swap_params_info.get(wanted.ds_id) if wanted is not None else None
             if swap_info is not None:
@@ -124,7 +124,7 @@ class _CompleteGradients:
     def swap_out_gradients(
         self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]
     ) -> None:
-        """As upstream; what arrives takes the place of what is remembered."""
+        """Do as upstream; what arrives takes the place of what is remembered."""
         swap_info = self.swap_params_info.get(parameter.ds_id)
         if swap_info is not None:
             lengths = [tensor.numel() for tensor in gradient_tensors]
@@ -135,20 +135,20 @@ class _CompleteGradients:
         )
 
     def note_gradient_factor(self, parameter: Any, factor: Any) -> None:
-        """To be called when a step multiplies a sub-group's gradient by `factor`."""
+        """Note that a step multiplies a sub-group's gradient by `factor`."""
         swap_info = self.swap_params_info.get(parameter.ds_id)
         if swap_info is not None:
             self._memory(swap_info).note_factor(swap_info, factor)
 
     def swap_out_optimizer_state(self, parameter: Any, async_swap: bool = False) -> None:
-        """As upstream; small gradients outlive the step."""
+        """Do as upstream; small gradients outlive the step."""
         swap_info = self.swap_params_info.get(parameter.ds_id)
         if swap_info is not None:
             self._memory(swap_info).keep_small(swap_info, parameter.grad)
         super().swap_out_optimizer_state(parameter, async_swap)  # type: ignore[misc]
 
     def _writeback_gradients(self, swap_info: Any, parameter: Any, aio_handle: Any) -> None:
-        """As upstream; gaps become real tensors, and factors are in what is written."""
+        """Do as upstream; gaps become real tensors, and factors are in what is written."""
         memory = self._memory(swap_info)
         for offset, tensor in memory.gaps.items():
             swap_info.unswapped_gradients[offset] = memory.small[offset] = tensor.contiguous()
@@ -173,7 +173,7 @@ _PIPELINE_DEPTH = 3
 
 
 def buffers_needed(optimizer: Any, *, pipelined: bool) -> int:
-    """How many buffers of a whole sub-group DeepSpeed's swapper takes for an optimizer.
+    """Return how many buffers of a whole sub-group DeepSpeed's swapper takes for an optimizer.
 
     They hold the master weights, each state tensor and the gradient.
     """

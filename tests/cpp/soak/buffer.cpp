@@ -13,41 +13,39 @@ constexpr std::byte kCanary{0xa5};
 constexpr std::uint64_t kCanaryBytes = 512;
 constexpr std::uint64_t kShiftBytesMax = 600;
 
-// A lease's owner until the last I/O on it is over.
+// A block's owner until the last I/O on it is over.
 struct Guard {
-  Guard(Slots& owner, const Lease& lease)
-      : slots(owner), address(lease.address()), hold(lease.hold()) {
-    slots.claim(address, lease.slot_bytes());
+  Guard(LentBlocks& owner, std::unique_ptr<Block> taken) : lent(owner), block(std::move(taken)) {
+    lent.claim(block->address(), block->capacity_bytes());
   }
-  ~Guard() { slots.drop(address); }  // and only then the hold
+  ~Guard() { lent.drop(block->address()); }  // and only then the block
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
 
-  Slots& slots;
-  const std::byte* address;
-  std::shared_ptr<void> hold;
+  LentBlocks& lent;
+  std::unique_ptr<Block> block;
 };
 
 }  // namespace
 
-void Slots::claim(const std::byte* address, std::uint64_t nbytes) {
+void LentBlocks::claim(const std::byte* address, std::uint64_t nbytes) {
   const std::lock_guard lock(mutex_);
   const auto next = live_.upper_bound(address);
   SOAK_EXPECT(next == live_.end() || address + nbytes <= next->first,
-              "a slot reaches into another");
+              "a block reaches into another");
   if (next != live_.begin()) {
     const auto& [before, before_bytes] = *std::prev(next);
-    SOAK_EXPECT(before + before_bytes <= address, "a slot in use was leased again");
+    SOAK_EXPECT(before + before_bytes <= address, "a block in use was allocated again");
   }
   live_[address] = nbytes;
 }
 
-void Slots::drop(const std::byte* address) {
+void LentBlocks::drop(const std::byte* address) {
   const std::lock_guard lock(mutex_);
-  SOAK_EXPECT(live_.erase(address) == 1, "a slot was given back twice");
+  SOAK_EXPECT(live_.erase(address) == 1, "a block was given back twice");
 }
 
-std::size_t Slots::count() {
+std::size_t LentBlocks::count() {
   const std::lock_guard lock(mutex_);
   return live_.size();
 }
@@ -59,20 +57,23 @@ void fill(std::span<std::byte> memory, Random& random) {
   }
 }
 
-Buffer Buffer::take(Pool& pool, Slots& slots, std::uint64_t nbytes, Random& random, Tally& tally) {
+Buffer Buffer::take(Allocator& allocator, LentBlocks& lent, std::uint64_t nbytes, Random& random,
+                    Tally& tally) {
   Buffer buffer;
   buffer.nbytes_ = nbytes;
-  std::unique_ptr<Lease> lease;
-  if (!one_in(random, 4)) {
-    lease = pool.acquire(nbytes + kShiftBytesMax, one_in(random, 2));
+  std::unique_ptr<Block> block;
+  try {
+    if (!one_in(random, 4)) block = allocator.allocate(nbytes + kShiftBytesMax, "lent", false);
+  } catch (const HostMemoryError&) {
+    ++tally.memory_limits;
   }
-  if (lease == nullptr) {
+  if (block == nullptr) {
     buffer.lay_on_heap(random);
     return buffer;
   }
-  ++tally.leases;
-  buffer.hold_ = std::make_shared<Guard>(slots, *lease);  // the lease itself goes here
-  buffer.lay_in_slot(*lease, random);
+  ++tally.lent_blocks;
+  buffer.lay_in_block(*block, random);
+  buffer.hold_ = std::make_shared<Guard>(lent, std::move(block));
   return buffer;
 }
 
@@ -83,15 +84,15 @@ Buffer Buffer::borrow(std::byte* data, std::uint64_t nbytes) {
   return buffer;
 }
 
-void Buffer::lay_in_slot(const Lease& lease, Random& random) {
+void Buffer::lay_in_block(const Block& block, Random& random) {
   const std::uint64_t shift = one_in(random, 2) ? 0 : 1 + below(random, kShiftBytesMax - 1);
-  std::byte* slot = lease.address();
-  data_ = slot + shift;
-  const std::uint64_t rest = lease.slot_bytes() - shift;
+  std::byte* start = block.address();
+  data_ = start + shift;
+  const std::uint64_t rest = block.capacity_bytes() - shift;
   const std::uint64_t choices[] = {nbytes_, align_up(nbytes_, kPageBytes), rest};
   capacity_bytes_ = std::min(choices[below(random, 3)], rest);
   const std::uint64_t begin = shift - std::min(shift, kCanaryBytes);
-  before_ = {slot + begin, shift - begin};
+  before_ = {start + begin, shift - begin};
   after_ = {data_ + capacity_bytes_, std::min(rest - capacity_bytes_, kCanaryBytes)};
   std::fill(before_.begin(), before_.end(), kCanary);
   std::fill(after_.begin(), after_.end(), kCanary);

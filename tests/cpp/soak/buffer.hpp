@@ -1,5 +1,5 @@
-// Buffers: the memory of one transfer, from the pool, a block or the heap, with what must not be
-// touched around it.
+// Buffers: the memory of one transfer, a block or the heap, with what must not be touched around
+// it.
 #pragma once
 
 #include <map>
@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "memory/pool.hpp"
+#include "memory/allocator.hpp"
 #include "nvme/store.hpp"
 #include "tally.hpp"
 
@@ -21,8 +21,8 @@ using Random = std::mt19937_64;
 inline std::size_t below(Random& random, std::size_t end) { return random() % end; }
 inline bool one_in(Random& random, std::size_t count) { return below(random, count) == 0; }
 
-/// Slots that somebody may still write to. A slot leased while it is here was given out twice.
-class Slots {
+/// Blocks that somebody may still write to. One allocated while it is here was given out twice.
+class LentBlocks {
  public:
   void claim(const std::byte* address, std::uint64_t nbytes);
   void drop(const std::byte* address);
@@ -38,8 +38,9 @@ void fill(std::span<std::byte> memory, Random& random);
 /// Memory of one transfer; hands its owner on to the store, and may then be dropped at once.
 class Buffer {
  public:
-  /// A slot of the pool where one is free, else the heap; often at an odd address.
-  static Buffer take(Pool& pool, Slots& slots, std::uint64_t nbytes, Random& random, Tally& tally);
+  /// A block where the limit allows one, else the heap; often at an odd address.
+  static Buffer take(Allocator& allocator, LentBlocks& lent, std::uint64_t nbytes, Random& random,
+                     Tally& tally);
   /// Lies in memory that the caller keeps until the transfer is over.
   static Buffer borrow(std::byte* data, std::uint64_t nbytes);
 
@@ -51,7 +52,7 @@ class Buffer {
 
  private:
   Buffer() = default;
-  void lay_in_slot(const Lease& lease, Random& random);
+  void lay_in_block(const Block& block, Random& random);
   void lay_on_heap(Random& random);
 
   std::byte* data_ = nullptr;

@@ -10,16 +10,7 @@
 namespace memascend::soak {
 namespace {
 
-constexpr std::uint64_t kKib = 1024;
 constexpr std::size_t kKeyCount = 16;
-
-std::shared_ptr<Pool> make_pool(const std::shared_ptr<Allocator>& allocator) {
-  auto pool = Pool::create(allocator, "slots");
-  pool->add_class("small", 8 * kKib, 4);
-  pool->add_class("medium", 128 * kKib, 4);
-  pool->add_class("large", 640 * kKib, 2);
-  return pool;
-}
 
 // Volumes that fall silent and speak again.
 void pause_now_and_then(MemoryFaults& faults, const std::atomic<bool>& over, const Plan& plan,
@@ -110,16 +101,11 @@ void check_space(Scene& scene) {
   SOAK_EXPECT(store.stats().used_bytes == 0, "space is lost");
 }
 
-// The pool, the slots and the blocks, after every transfer and every worker.
+// The blocks, after every transfer and every worker.
 void check_memory(Scene& scene, const std::string& when) {
-  SOAK_EXPECT(scene.slots.count() == 0, scene.slots.count(), " slots are held ", when);
-  for (const ClassStats& stats : scene.pool->classes()) {
-    SOAK_EXPECT(stats.leased_count == 0, "LEAK: ", stats.leased_count, " leases of ", stats.name);
-  }
-  SOAK_EXPECT(scene.pool->is_valid(), "the pool is not valid ", when);
+  SOAK_EXPECT(scene.lent.count() == 0, "LEAK: ", scene.lent.count(), " blocks are held ", when);
   SOAK_EXPECT(scene.allocator->is_valid(), "the allocator is not valid ", when);
   for (const auto& [name, component] : scene.allocator->components()) {
-    if (name == "slots") continue;
     SOAK_EXPECT(component.live_bytes == 0, "LEAK: ", component.live_bytes, " bytes of ", name);
   }
 }
@@ -135,10 +121,10 @@ void add_faults(const MemoryFaultCounts& counts, Tally& tally) {
 }
 
 void use_a_store(const Plan& plan, Tally& tally, const std::shared_ptr<Allocator>& allocator,
-                 const std::shared_ptr<Pool>& pool, std::uint64_t serial) {
-  Slots slots;
+                 std::uint64_t serial) {
+  LentBlocks lent;
   const auto faults = make_faults(plan, serial);
-  Scene scene{plan, tally, allocator, pool, slots, nullptr, {}, false};
+  Scene scene{plan, tally, allocator, lent, nullptr, {}, false};
   scene.store = open_store(plan, allocator->allocate(plan.bounce_bytes, "bounce", false), faults);
   for (std::size_t key = 0; key < kKeyCount; ++key) scene.keys.emplace_back(join("key ", key));
   let_them_work(scene, *faults);
@@ -160,11 +146,8 @@ void use_a_store(const Plan& plan, Tally& tally, const std::shared_ptr<Allocator
 
 void run_round(const Plan& plan, Tally& tally) {
   const auto allocator = Allocator::create(plan.allocator);
-  {
-    const auto pool = make_pool(allocator);
-    for (std::size_t serial = 0; serial < plan.store_count; ++serial) {
-      use_a_store(plan, tally, allocator, pool, serial);
-    }
+  for (std::size_t serial = 0; serial < plan.store_count; ++serial) {
+    use_a_store(plan, tally, allocator, serial);
   }
   const AllocatorStats stats = allocator->stats();
   SOAK_EXPECT(stats.block_count == 0, "LEAK: ", stats.block_count, " blocks");

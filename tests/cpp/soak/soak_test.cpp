@@ -1,7 +1,7 @@
 // sources: csrc/base/*.cpp csrc/system/*.cpp csrc/memory/*.cpp csrc/nvme/**/*.cpp
 // sources: tests/cpp/soak/*.cpp
 //
-// The soak: random operations on stores, pools and allocators by several threads, with seeded
+// The soak: random operations on stores and allocators by several threads, with seeded
 // faults, compared with a model. Some seconds of it are a test; `make soak` runs it for longer.
 #include <chrono>
 #include <cstdio>
@@ -83,7 +83,7 @@ void print(const Tally& tally, double seconds) {
   line("operations", tally.operations);
   line("writes", tally.writes);
   line("reads", tally.reads);
-  line("leases", tally.leases);
+  line("lent_blocks", tally.lent_blocks);
   line("blocks", tally.blocks);
   line("checked_bytes", tally.checked_bytes);
   line("short_transfers", tally.faults.short_transfer);
@@ -100,7 +100,7 @@ void print(const Tally& tally, double seconds) {
   line("memory_limits", tally.memory_limits);
   // Either ends the program where it is found.
   line("losses", 0);
-  line("leaked_leases", 0);
+  line("leaked_blocks", 0);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ struct Tally {
   std::atomic<std::uint64_t> operations = 0;
   std::atomic<std::uint64_t> writes = 0;
   std::atomic<std::uint64_t> reads = 0;
-  std::atomic<std::uint64_t> leases = 0;
+  std::atomic<std::uint64_t> lent_blocks = 0;
   std::atomic<std::uint64_t> blocks = 0;
   std::atomic<std::uint64_t> checked_bytes = 0;  // read, and compared with the model
   // What the model expected to go wrong, and did.

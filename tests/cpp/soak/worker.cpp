@@ -76,7 +76,6 @@ void Worker::step() {
       {"allocate", 4, &Worker::allocate},
       {"free", 2, &Worker::free_one},
       {"accounts", 1, &Worker::check_accounts},
-      {"slots", 1, &Worker::add_slots},
   };
   static constexpr std::size_t kTotal = 100;
   std::size_t choice = below(random_, kTotal);
@@ -94,7 +93,7 @@ void Worker::step() {
 KeyModel& Worker::any_key() { return scene_.keys[below(random_, scene_.keys.size())]; }
 
 Buffer Worker::any_buffer(std::uint64_t nbytes) {
-  return Buffer::take(*scene_.pool, scene_.slots, nbytes, random_, scene_.tally);
+  return Buffer::take(*scene_.allocator, scene_.lent, nbytes, random_, scene_.tally);
 }
 
 void Worker::write_whole() {

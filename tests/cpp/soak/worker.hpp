@@ -16,8 +16,7 @@ struct Scene {
   const Plan& plan;
   Tally& tally;
   std::shared_ptr<Allocator> allocator;
-  std::shared_ptr<Pool> pool;
-  Slots& slots;
+  LentBlocks& lent;
   std::shared_ptr<Store> store;
   std::deque<KeyModel> keys;  // used by all, each begun under its mutex
   std::atomic<bool> closing = false;
@@ -72,7 +71,6 @@ class Worker {
   void allocate();
   void free_one();
   void check_accounts();
-  void add_slots();
 
   Scene& scene_;
   Store& store_;

@@ -1,4 +1,4 @@
-// What workers do with blocks and slots, and keys that all use at once.
+// What workers do with blocks, and keys that all use at once.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -12,7 +12,6 @@ namespace {
 constexpr std::uint64_t kKib = 1024;
 constexpr std::uint64_t kRacingBytesMax = 150 * kKib;
 constexpr std::size_t kHeldMax = 8;
-constexpr std::uint64_t kSlotCountMax = 12;
 
 bool is_filled(const Block& block, std::byte value) {
   const std::span<const std::byte> bytes(block.address(), block.nbytes());
@@ -142,18 +141,6 @@ void Worker::check_accounts() {
               " bytes are held, beyond the limit");
   if (one_in(random_, 4)) scene_.allocator->trim();
   if (one_in(random_, 4)) SOAK_EXPECT(scene_.allocator->is_valid(), "the allocator is not valid");
-  if (one_in(random_, 4)) SOAK_EXPECT(scene_.pool->is_valid(), "the pool is not valid");
-}
-
-void Worker::add_slots() {
-  const std::vector<ClassStats> classes = scene_.pool->classes();
-  const ClassStats& chosen = classes[below(random_, classes.size())];
-  if (chosen.slot_count >= kSlotCountMax) return;
-  try {
-    scene_.pool->add_slots(chosen.name, 1);
-  } catch (const HostMemoryError&) {
-    ++scene_.tally.memory_limits;
-  }
 }
 
 }  // namespace memascend::soak

@@ -18,11 +18,11 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, NoGatherHandle, ZeroParamStatus
 
+from memascend.base.units import PAGE_BYTES
 from memascend.deepspeed.parameters import swapper as param_swapper
 from memascend.deepspeed.parameters.gather import wrap_partition
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.memory.budget import PAGE_BYTES, BudgetSlots
-from memascend.streaming.budget import Budget
+from memascend.memory.pool import Pool
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.staging import StagingSlots
 
@@ -43,20 +43,15 @@ class Rank:
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         self.rank, self.world = rank, world
         self.store = FakeRangeStore()
-        self.pool = BudgetSlots(memory=FakeMemory(), budget_bytes=BUDGET_BYTES)
+        self.pool = Pool(memory=FakeMemory(), component="slots", budget_bytes=BUDGET_BYTES)
         staging = StagingSlots(
             store=self.store, memory=FakeMemory(), slot_bytes=PAGE_BYTES, slot_count=3
         )
-        budget = Budget(
-            nbytes=BUDGET_BYTES,
-            slot_bytes_max=BUDGET_BYTES // 4,
-            page_bytes=PAGE_BYTES,
-            staging=staging,
-            device=torch.device("cpu"),
-        )
         self.param_swapper = ParameterSwapper(
             attachment=SimpleNamespace(host_buffers=nullcontext),  # type: ignore[arg-type]
-            stream=ParameterStream(store=self.store, pool=self.pool, budget=budget),
+            stream=ParameterStream(
+                store=self.store, pool=self.pool, staging=staging, device=torch.device("cpu")
+            ),
             dtype=torch.bfloat16,
         )
         self.remote_device = OffloadDeviceEnum.nvme

@@ -14,15 +14,13 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.base.units import PAGE_BYTES
 from memascend.deepspeed.stock.memory import (
     AioFileStore,
     LockedMemory,
     PinnedMemory,
-    TensorSlotPool,
 )
-
-PAGE_BYTES = 4096
-
+from memascend.memory.pool import Lease, Pool
 
 # -- pinned memory -------------------------------------------------------------------------------
 
@@ -49,63 +47,6 @@ def test_pinned_memory_is_forgotten_with_its_last_view() -> None:
     del view
     gc.collect()
     assert memory._ranges == {}
-
-
-# -- slots ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pool() -> TensorSlotPool:
-    return TensorSlotPool(PinnedMemory(), "parameter pool")
-
-
-def test_there_is_no_slot_before_the_pool_grew(pool: TensorSlotPool) -> None:
-    assert pool.acquire(100) is None
-    pool.grow(100)
-    lease = pool.acquire(100)
-    assert lease is not None
-    assert lease.slot_bytes == PAGE_BYTES
-    assert pool.acquire(100) is None
-
-
-def test_a_released_slot_is_leased_again(pool: TensorSlotPool) -> None:
-    pool.grow(100)
-    lease = pool.acquire(100)
-    assert lease is not None
-    address = pool.view(lease, 10, torch.float32).data_ptr()
-    lease.release()
-    again = pool.acquire(PAGE_BYTES)
-    assert again is not None
-    assert pool.view(again, 10, torch.float32).data_ptr() == address
-
-
-def test_a_hold_keeps_a_released_slot_from_being_leased(pool: TensorSlotPool) -> None:
-    pool.grow(100)
-    lease = pool.acquire(100)
-    assert lease is not None
-    hold = lease.hold()
-    lease.release()
-    lease.release()
-    assert pool.acquire(100) is None
-    del hold
-    assert pool.acquire(100) is not None
-
-
-def test_a_lease_that_is_lost_gives_its_slot_back(pool: TensorSlotPool) -> None:
-    pool.grow(100)
-    lease = pool.acquire(100)
-    del lease
-    gc.collect()
-    assert pool.acquire(100) is not None
-
-
-def test_sizes_of_different_pages_are_different_classes(pool: TensorSlotPool) -> None:
-    pool.grow(PAGE_BYTES)
-    assert pool.acquire(PAGE_BYTES + 1) is None
-    pool.grow(PAGE_BYTES + 1)
-    lease = pool.acquire(2 * PAGE_BYTES)
-    assert lease is not None
-    assert pool.view(lease, 3000, torch.bfloat16).shape == (3000,)
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -139,21 +80,21 @@ def files(handle: Any, tmp_path: Path) -> Iterator[AioFileStore]:
 
 
 @pytest.fixture
-def locked_pool(handle: Any) -> TensorSlotPool:
-    return TensorSlotPool(LockedMemory(handle), "parameter pool")
+def locked_pool(handle: Any) -> Pool:
+    return Pool(memory=LockedMemory(handle), component="slots")
 
 
-def slot(pool: TensorSlotPool, numel: int, fill: float) -> tuple[Any, torch.Tensor]:
+def slot(pool: Pool, numel: int, fill: float) -> tuple[Lease, torch.Tensor]:
     pool.grow(numel * 2)
     lease = pool.acquire(numel * 2)
     assert lease is not None
-    return lease, pool.view(lease, numel, torch.bfloat16).fill_(fill)
+    return lease, lease.view(numel, torch.bfloat16).fill_(fill)
 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("numel", [1, 5000, 600_001])
 def test_a_slot_comes_back_from_its_file(
-    files: AioFileStore, locked_pool: TensorSlotPool, numel: int
+    files: AioFileStore, locked_pool: Pool, numel: int
 ) -> None:
     lease, source = slot(locked_pool, numel, 3)
     files.write(key="a", source=source, hold=lease.hold()).wait()
@@ -164,7 +105,7 @@ def test_a_slot_comes_back_from_its_file(
 
 @pytest.mark.deepspeed
 def test_memory_the_engine_does_not_know_is_filled_on_return(
-    files: AioFileStore, locked_pool: TensorSlotPool
+    files: AioFileStore, locked_pool: Pool
 ) -> None:
     lease, source = slot(locked_pool, 5000, 3)
     files.write(key="a", source=source, hold=lease.hold()).wait()
@@ -176,7 +117,7 @@ def test_memory_the_engine_does_not_know_is_filled_on_return(
 
 
 @pytest.mark.deepspeed
-def test_a_slot_in_flight_is_held(files: AioFileStore, locked_pool: TensorSlotPool) -> None:
+def test_a_slot_in_flight_is_held(files: AioFileStore, locked_pool: Pool) -> None:
     lease, source = slot(locked_pool, 5000, 1)
     ticket = files.write(key="a", source=source, hold=lease.hold())
     lease.release()
@@ -186,6 +127,15 @@ def test_a_slot_in_flight_is_held(files: AioFileStore, locked_pool: TensorSlotPo
     del ticket
     gc.collect()
     assert locked_pool.acquire(10_000) is not None
+
+
+@pytest.mark.deepspeed
+def test_a_file_is_there_until_its_key_is_discarded(files: AioFileStore, locked_pool: Pool) -> None:
+    lease, source = slot(locked_pool, 5000, 1)
+    files.reserve(key="a", nbytes=source.nbytes)
+    files.write(key="a", source=source, hold=lease.hold())
+    assert files.discard(key="a")
+    assert not files.discard(key="a")
 
 
 @pytest.mark.deepspeed
@@ -250,3 +200,14 @@ def test_a_transfer_the_engine_did_not_complete_is_an_error(tmp_path: Path) -> N
     handle._count = 0
     with pytest.raises(OSError, match="0 of 1 transfers"):
         ticket.wait()
+
+
+def test_a_part_of_a_key_is_refused(tmp_path: Path) -> None:
+    store = AioFileStore(RecordingHandle(), str(tmp_path / "run"))
+    tensor = torch.empty(PAGE_BYTES, dtype=torch.uint8)
+    for transfer in (
+        lambda: store.read(key="a", target=tensor, offset_bytes=PAGE_BYTES),
+        lambda: store.write(key="a", source=tensor, offset_bytes=PAGE_BYTES),
+    ):
+        with pytest.raises(ValueError, match=r"a: .*4096.*direct_nvme"):
+            transfer()
