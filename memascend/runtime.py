@@ -17,7 +17,8 @@ import torch
 from memascend.base.interfaces import Event, HostMemory, RangeIO, SlotPool, TensorIO
 from memascend.base.units import format_nbytes
 from memascend.base.verify import describe_recovery
-from memascend.config.block import MemAscendConfig, local_world_size
+from memascend.config.block import MemAscendConfig
+from memascend.config.environment import local_world_size
 from memascend.kernels.overflow import scan
 from memascend.ledger.ledger import Ledger, LedgerRow, resident_memory
 from memascend.ledger.wear import Wear, WearMeter

@@ -12,7 +12,7 @@ from pathlib import Path
 import deepspeed
 
 from memascend.deepspeed.seams import fingerprints
-from memascend.deepspeed.seams.arm import relied_on
+from memascend.deepspeed.seams.table import relied_on
 from memascend.deepspeed.seams.fingerprint import fingerprint
 
 TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "seams" / "fingerprints.py"

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from memascend.deepspeed.seams import transformers as transformers_seams
-from memascend.deepspeed.seams.arm import SEAMS, WATCHED
+from memascend.deepspeed.seams.table import SEAMS, WATCHED
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 
-KEY = "memascend.verify"
 #: What one checksum stands for, and with verification the block of every transfer.
 GRAIN_BYTES = 64 << 10
 CHECKSUM_BYTES = 4
@@ -17,19 +16,6 @@ PAGE_SPAN_BYTES = 64 << 20
 PAGE_BYTES = PAGE_SPAN_BYTES // GRAIN_BYTES * CHECKSUM_BYTES
 #: Memory for them is taken in multiples of this.
 SLAB_BYTES = 64 << 10
-
-
-def check_verifiable(*, direct_nvme: bool) -> None:
-    """Refuses settings under which no checksums could be kept.
-
-    Raises:
-        ValueError: `direct_nvme` is off.
-    """
-    if not direct_nvme:
-        raise ValueError(
-            f"{KEY} needs memascend.direct_nvme, which is off: DeepSpeed's own engine keeps no "
-            "checksums. Turn it on, or leave verify out"
-        )
 
 
 def grain_up(nbytes: int) -> int:

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from memascend.base.json_text import parse_json
-from memascend.config.block import MemAscendConfig, find_block, is_disabled, parse_block
+from memascend.config.block import MemAscendConfig, find_block, parse_block
+from memascend.config.environment import is_disabled
 from memascend.config.limit import memory_total, parse_limit
 from memascend.errors import ConfigError
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive

@@ -49,11 +49,11 @@ def parse_limit(value: object, *, available: int) -> int | None:
         raise _refused(value, "it must be above 0")
     if value <= 1:
         return max(1, int(value * available))
-    if isinstance(value, float):
+    if value != int(value):
         raise _refused(value, "a fraction is at most 1, and bytes are a whole number")
     if value >= NBYTES_MAX:
         raise _refused(value, "it is more than there can be")
-    return value
+    return int(value)
 
 
 def default_limit(plan_default_bytes: int, *, available: int) -> int:

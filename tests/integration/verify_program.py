@@ -16,7 +16,7 @@ import deepspeed
 import torch
 
 from memascend.base.verify import GRAIN_BYTES
-from memascend.deepspeed.attach.attach import face_of
+from memascend.deepspeed.attach.attachment import attachment_of
 from memascend.errors import CorruptionError
 from memascend.nvme.resident import ResidentStore
 from tests.integration.checkpoint_program import build, train
@@ -54,7 +54,7 @@ class Volume:
 
 def go_on_with_a_turned_bit(engine: Any, drive: Path, stream: str) -> None:
     """Trains until the bit is found, then looks at what it would have changed."""
-    attachment = face_of(engine)
+    attachment = attachment_of(engine)
     assert attachment is not None
     store = attachment.runtime.store
     assert store is not None

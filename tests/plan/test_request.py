@@ -68,8 +68,9 @@ def test_what_a_configuration_says_is_read() -> None:
     [
         ({}, "stage 3"),
         ({"zero_optimization": {"stage": 2}}, "stage 3"),
-        ({"zero_optimization": True}, "JSON object"),
-        (nvme(gradient_accumulation_steps=1.5), "whole number"),
+        ({"zero_optimization": True}, "zero_optimization: true is not allowed"),
+        (nvme(gradient_accumulation_steps=1.5), "gradient_accumulation_steps: 1.5 .* whole number"),
+        (nvme(data_types={"grad_accum_dtype": "int8"}), "data_types.grad_accum_dtype"),
         (nvme(memascend={"tile": 1}), "unknown key"),
     ],
 )

@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 
 from memascend import _core
 from memascend.checkpoint.folder import SavingFolder, write_latest
-from memascend.deepspeed.attach.attach import face_of
+from memascend.deepspeed.attach.attachment import attachment_of
 from memascend.deepspeed.checkpoint.every_rank import rank_of, together
 from memascend.deepspeed.checkpoint.opener import opened
 from memascend.deepspeed.checkpoint.writer import write_rank
@@ -154,7 +154,7 @@ def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[...,
 
 def _note(engine: Any, folder: str, tag: object) -> None:
     """A complete checkpoint that a run whose drive turns bits can go on from."""
-    attachment = face_of(engine)
+    attachment = attachment_of(engine)
     if attachment is not None:
         attachment.runtime.note_checkpoint(str(Path(folder, str(tag)).absolute()))
 

@@ -17,8 +17,10 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.base.units import format_nbytes
-from memascend.config.block import active_config
-from memascend.deepspeed.attach.attach import Attachment, attach
+from memascend.config.block import MemAscendConfig, active_config
+from memascend.config.deepspeed_json import section
+from memascend.deepspeed.attach.attach import attach
+from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer import restore as optimizer_checkpoint
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
 from memascend.deepspeed.optimizer.choice import streams_in_use
@@ -51,6 +53,7 @@ TILE_BYTES = 32 << 20
 class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer):
     """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
 
+    _config: MemAscendConfig
     # Upstream's attributes that are assigned to below.
     offload_optimizer_fast_init: bool
     offload_optimizer_pin_memory: bool
@@ -63,9 +66,12 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
         """Gives a stock optimizer when the config holds no active block."""
         ds_config = keywords.get("ds_config", arguments[4] if len(arguments) > 4 else None)
-        if cls is ZeroOptimizer and active_config(ds_config) is None:
+        config = active_config(ds_config)
+        if cls is ZeroOptimizer and config is None:
             return DeepSpeedZeroOptimizer_Stage3(*arguments, **keywords)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made._config = config
+        return made
 
     def __init__(
         self,
@@ -95,7 +101,9 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
             self._attachment = getattr(swapper, "memascend_attachment", None)
             if self._attachment is None:
                 offload = self._offload_optimizer_config
-                self._attachment = attach(self._ds_config, getattr(offload, "nvme_path", None))
+                self._attachment = attach(
+                    self._config, self._ds_config, getattr(offload, "nvme_path", None)
+                )
         return self._attachment
 
     @property
@@ -126,10 +134,10 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
 
         DeepSpeed's default, 10^9 elements, would hold a whole small model.
         """
-        config = active_config(self._ds_config)
-        if not self.params_in_nvme_and_cpu or config is None or not streams_parameters(config):
+        config = self._config
+        if not self.params_in_nvme_and_cpu or not streams_parameters(config):
             return
-        offload = self._ds_config["zero_optimization"]["offload_param"]
+        offload = section(section(self._ds_config, "zero_optimization"), "offload_param")
         is_stated = "max_in_cpu" in offload
         if not is_stated or config.host_memory_limit is not None:
             if is_stated and self.max_params_in_cpu > 0:
@@ -161,7 +169,9 @@ class ZeroOptimizer(StreamedGradients, StreamedOptimizer, CheckpointedOptimizer)
         """Takes the parameters' and staging memory that the plan says, and prints the plan."""
         attachment = self.attachment
         runtime = attachment.runtime
-        plan = plan_for(self, self._planned_module, self._ds_config, runtime.limit_bytes)
+        plan = plan_for(
+            self, self._planned_module, self._config, self._ds_config, runtime.limit_bytes
+        )
         swapper = self._param_swapper
         if swapper is not None:
             swapper.drop_unused()
