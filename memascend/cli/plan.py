@@ -367,7 +367,8 @@ def _plot(accounts: Accounts, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"--plot needs matplotlib, which cannot be imported: {error}. pip install matplotlib"
+            f"--plot needs matplotlib, which cannot be imported: {error}. pip install "
+            "'memascend[plot]'"
         ) from error
     columns = accounts.columns()
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -19,7 +19,7 @@ from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
 
-ARMED_LINE = re.compile(r"\bmemascend\b.*\barmed\b")
+ARMED_LINE = re.compile(r"\bmemascend \S+ armed: ")
 WORKING: dict[str, Any] = {
     "zero_optimization": {
         "stage": 3,
