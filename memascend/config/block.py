@@ -103,7 +103,7 @@ class ParameterStreamConfig(Section):
 
 
 class StreamingConfig(Section):
-    """What makes host memory independent of the model's size."""
+    """The three streams that make host memory independent of the model's size."""
 
     gradients: GradientStreamConfig = GradientStreamConfig()
     optimizer: OptimizerStreamConfig = OptimizerStreamConfig()
@@ -111,13 +111,13 @@ class StreamingConfig(Section):
 
 
 class WearConfig(Section):
-    """What may be written to the drives, by all ranks of this machine together."""
+    """Limits on what all ranks of this machine together write to the drives."""
 
     endurance: Nbytes | None = Field(
         None,
         ge=1,
         le=1 << 60,
-        description="bytes they may still be written; the report then says what is left",
+        description="bytes they may still be written; the report then shows what is left",
     )
     write_budget: Nbytes | None = Field(
         None, ge=1, le=1 << 60, description="bytes this run may write"
@@ -128,7 +128,7 @@ class WearConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is in a checkpoint beside stock's files."""
+    """Content of a checkpoint beside stock's files."""
 
     portable: bool = Field(
         True,
@@ -187,7 +187,7 @@ class MemAscendConfig(Section):
 
     @property
     def sections_enabled(self) -> tuple[str, ...]:
-        """Names of the sections that are on, in the order of the block."""
+        """The names of the sections that are on, in the order of the block."""
         names = ("allocator", "buffer_pool", "direct_nvme", "overflow_check")
         streams = ("gradients", "optimizer", "parameters")
         return (

@@ -1,4 +1,4 @@
-"""How much host memory memascend may take: what the user wrote, and what this process can have.
+"""The limit of host memory: what the user wrote, and what this process can have.
 
 Pure but for reading the kernel's files below a folder that tests replace. Knows no plan: it is
 given numbers and gives numbers. Ranks ask at different moments, so whoever builds something that
@@ -21,7 +21,7 @@ DEFAULT_SHARE = 0.5
 
 
 def parse_limit(value: object, *, available: int) -> int | None:
-    """Turns the configured limit into bytes.
+    """Return the configured limit in bytes.
 
     Args:
         value: None for no stated limit; a number of bytes; text such as "6GiB"; or a fraction of

@@ -64,7 +64,7 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
         return f"{dotted} is missing in {show_json(entry['input'])}. {_allowed(section, name)}."
     reason = str(entry["msg"]).removeprefix("Value error, ")
     if reason.startswith(dotted):
-        return reason  # says it all already
+        return reason  # complete already
     text = f"{dotted}: {show_json(entry['input'])} is not allowed"
     if path and isinstance(path[-1], int):
         return f"{text}. Allowed: a path, or an object with one."
@@ -90,7 +90,7 @@ def _section_at(path: Path, model: type[BaseModel]) -> type[BaseModel]:
     section = model
     for name in path:
         if isinstance(name, int):
-            continue  # the place in a list, whose elements are what the key before it says
+            continue  # the place in a list, whose elements are what the key before it takes
         field = section.model_fields.get(name)
         inner = section_in(field.annotation) if field else None
         if inner is None:

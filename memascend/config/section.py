@@ -1,4 +1,4 @@
-"""What the sections of the block share: strictness, and the types of sizes and of paths."""
+"""Shared by the sections of the block: strictness, and the types of sizes and of paths."""
 
 from __future__ import annotations
 

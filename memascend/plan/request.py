@@ -97,7 +97,7 @@ class PlanRequest:
         is_checkpointing: Whether backward recomputes the forward pass, and reads parameters again.
         tile_bytes: fp32 weights of one tile, when the user fixed them.
         prefetch_bytes: Parameters read ahead, when the user fixed them.
-        max_in_cpu: Trainable elements that stay in host memory because the JSON says so.
+        max_in_cpu: Trainable elements that stay in host memory because the JSON asks for it.
         largest_sub_group_numel: Elements of one rank's part of it, where they are known for sure;
             None: derived from the shapes.
         verify: "off", "reads" or "full": whether checksums are kept of what is on the drives.
@@ -124,7 +124,7 @@ class PlanRequest:
     volume_count: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what no run could have."""
+        """Raise ConfigError for what no run could have."""
         for name in ("world", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

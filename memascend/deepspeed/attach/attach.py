@@ -79,7 +79,7 @@ def _watch_drives(config: MemAscendConfig, directory: str) -> DriveWatch:
 
 
 def _check_report(config: MemAscendConfig) -> None:
-    """Before hours of training, not after them."""
+    """Refuse a report that cannot be written, before hours of training."""
     if config.report is None or dist.get_rank() != 0:  # rank 0 writes it, maybe on another machine
         return
     path = Path(config.report)
@@ -111,7 +111,7 @@ def _warn_of_memory(config: MemAscendConfig, limit_bytes: int | None) -> None:
 def _pci_address() -> str | None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     if not hasattr(properties, "pci_bus_id"):
-        return None  # an older torch does not tell
+        return None  # an older torch does not have it
     domain, bus, device = (
         int(getattr(properties, f"pci_{name}_id")) for name in ("domain", "bus", "device")
     )
@@ -128,7 +128,7 @@ def _wants_pinning(ds_config: Mapping[str, Any]) -> bool:
 def _substitutes(
     config: MemAscendConfig, ds_config: Mapping[str, Any], directory: str
 ) -> Substitutes:
-    """Stock parts for the sections that are off."""
+    """Return stock parts for the sections that are off."""
     memory = None if config.allocator.enabled else PinnedMemory()
     if config.direct_nvme.enabled:
         pool = TensorSlotPool(memory, "parameter pool") if memory is not None else None
@@ -160,7 +160,7 @@ def _stock_aio_handle(ds_config: Mapping[str, Any]) -> Any:
 
 
 def _show_log_lines() -> None:
-    """Makes our INFO lines visible on rank 0, unless the application set our logger up itself.
+    """Make our INFO lines visible on rank 0, unless the application set our logger up itself.
 
     DeepSpeed's own handler lets nothing below WARNING pass; only its format is borrowed.
     """

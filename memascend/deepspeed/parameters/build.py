@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from memascend.config.block import MemAscendConfig
+from memascend.config.deepspeed_json import whole
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.memory.budget import PAGE_BYTES
@@ -41,7 +42,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 prefetch_bytes=config.buffer_pool.prefetch_bytes,
                 budget=parameter_budget(attachment.runtime),
             )
-            block_bytes = int(ds_config.aio_config.get("block_size", 0))
+            block_bytes = whole(ds_config.aio_config, "block_size", 0)
             return ParameterSwapper(
                 attachment=attachment,
                 stream=stream,

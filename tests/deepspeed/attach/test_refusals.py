@@ -8,6 +8,14 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+)
+
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.errors import ConfigError
 
@@ -42,6 +50,9 @@ def without(path: str) -> dict[str, Any]:
     return config
 
 
+AS_AN_OBJECT = DeepSpeedZeroOffloadParamConfig(device="nvme", nvme_path="/drive")
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -55,6 +66,11 @@ def without(path: str) -> dict[str, Any]:
         changed("aio.use_gds", False),
         changed("compile.deepcompile", False),
         without("aio"),
+        # As Python programs write it.
+        changed("zero_optimization.stage", ZeroStageEnum.weights),
+        changed("zero_optimization.offload_param.device", OffloadDeviceEnum.nvme),
+        changed("zero_optimization.offload_param", AS_AN_OBJECT),
+        changed("zero_optimization.offload_optimizer.super_offload", "false"),
     ],
 )
 def test_what_can_work_is_not_refused(config: dict[str, Any]) -> None:
@@ -76,6 +92,16 @@ TURN_OFF = r'turn memascend off with "memascend": \{"enabled": false\}'
             "Set at least one",
         ),
         (changed("zero_optimization", {"stage": 3}), "nothing to do", TURN_OFF),
+        (
+            changed("zero_optimization.stage", ZeroStageEnum.gradients),
+            r"zero_optimization\.stage is 2",
+            "Set it to 3",
+        ),
+        (
+            changed("zero_optimization.offload_param.device", "nvm"),
+            r'zero_optimization\.offload_param\.device: "nvm"',
+            'Did you mean "nvme"',
+        ),
         (
             without("zero_optimization.offload_param.nvme_path"),
             r"zero_optimization\.offload_param\.nvme_path is missing",

@@ -12,6 +12,8 @@ import pytest
 
 deepspeed = pytest.importorskip("deepspeed")
 
+from memascend.config import block  # noqa: E402
+from memascend.config.block import parse_block  # noqa: E402
 from memascend.deepspeed.seams import arm as seams  # noqa: E402
 from memascend.deepspeed.seams import fingerprints, table  # noqa: E402
 from memascend.deepspeed.seams.fingerprint import resolve  # noqa: E402
@@ -231,6 +233,23 @@ def test_a_config_with_a_block_arms(config_class: type) -> None:
     assert not any(row.armed for row in seams.status())
     config_class({"zero_optimization": NVME, "memascend": {}})
     assert all(row.armed for row in seams.status())
+
+
+def test_an_active_block_stays_with_the_config(config_class: type) -> None:
+    seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
+    raw = {"direct_nvme": {"queue_depth": 8}}
+    made = config_class({"zero_optimization": NVME, "memascend": raw})
+    assert made.memascend == parse_block(raw)
+    for stock in ({}, {"memascend": {"enabled": False}}):
+        assert not hasattr(config_class({"zero_optimization": NVME, **stock}), "memascend")
+
+
+def test_a_block_is_parsed_once(config_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[Any] = []
+    monkeypatch.setattr(block, "parse_block", lambda raw: parsed.append(raw) or parse_block(raw))
+    seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
+    config_class({"zero_optimization": NVME, "memascend": {}})
+    assert parsed == [{}]
 
 
 def test_a_block_in_the_environment_arms(
