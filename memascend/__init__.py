@@ -1,14 +1,81 @@
 """memascend: SSD-offloaded fine-tuning with DeepSpeed in a fraction of the host memory.
 
-Nothing is imported or created here but the post-import hook that `torch` installs as well through
-the `torch.backends` entry point; `import memascend` is the explicit way to the same activation.
+Importing it installs the post-import hook that `torch` installs as well through the
+`torch.backends` entry point, and nothing else: `import memascend` is the explicit way to the same
+activation. The public names are those of `__all__`; what needs more than the standard library is
+imported when it is first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from memascend.autoload import install
+from memascend.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptionError,
+    EngineUnavailableError,
+    HostMemoryError,
+    MemAscendError,
+    StoreError,
+    StoreFullError,
+    TornStepError,
+    UnsupportedDeepSpeedError,
+    WriteBudgetError,
+)
 from memascend.version import __version__
 
-__all__ = ["__version__", "install"]
+if TYPE_CHECKING:
+    from memascend.config.block import MemAscendConfig, parse_block
+    from memascend.plan.derive import Plan, derive
+    from memascend.plan.request import PlanRequest
+    from memascend.plan.shapes import ModelShapes, TensorShape
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "CorruptionError",
+    "EngineUnavailableError",
+    "HostMemoryError",
+    "MemAscendConfig",
+    "MemAscendError",
+    "ModelShapes",
+    "Plan",
+    "PlanRequest",
+    "StoreError",
+    "StoreFullError",
+    "TensorShape",
+    "TornStepError",
+    "UnsupportedDeepSpeedError",
+    "WriteBudgetError",
+    "__version__",
+    "derive",
+    "install",
+    "parse_block",
+]
+
+_HOMES = {
+    "MemAscendConfig": "memascend.config.block",
+    "ModelShapes": "memascend.plan.shapes",
+    "Plan": "memascend.plan.derive",
+    "PlanRequest": "memascend.plan.request",
+    "TensorShape": "memascend.plan.shapes",
+    "derive": "memascend.plan.derive",
+    "parse_block": "memascend.config.block",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name where it lives."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 install()

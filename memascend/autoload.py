@@ -19,7 +19,7 @@ TARGET_MODULE = "deepspeed.runtime.config"
 
 
 def install() -> None:
-    """Arranges that DeepSpeed configs with a `memascend` block are noticed. Idempotent."""
+    """Arrange that DeepSpeed configs with a `memascend` block are noticed. Idempotent."""
     module = sys.modules.get(TARGET_MODULE)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         _observe(module)
@@ -39,7 +39,7 @@ def _observe(module: types.ModuleType) -> None:
 
 
 class _PostImportFinder(importlib.abc.MetaPathFinder):
-    """Finds the target module through the other finders and observes it once it has executed."""
+    """A finder that asks the others, and has the target module observed once it is executed."""
 
     def __init__(self) -> None:
         self._searching = False
@@ -64,7 +64,7 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
 
 
 class _ObservingLoader(importlib.abc.Loader):
-    """Delegates to the real loader, then observes."""
+    """A loader that delegates to the real one, then observes."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader

@@ -1,6 +1,6 @@
 """Every error memascend raises on purpose: one family, each also the builtin a caller would expect.
 
-A message says, in this order: what failed, with what values, the likely cause, and what to do.
+A message states, in this order: what failed, with what values, the likely cause, and what to do.
 The native core raises these classes by name, so this module imports nothing.
 """
 

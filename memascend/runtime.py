@@ -17,7 +17,8 @@ import torch
 from memascend.base.components import BOUNCE_BUFFERS, PARAMETER_SLOTS, RESIDENT_CACHE
 from memascend.base.interfaces import Event, HostMemory, TensorIO
 from memascend.base.units import MIB, format_nbytes, page_up
-from memascend.config.block import MemAscendConfig, local_world_size
+from memascend.config.block import MemAscendConfig
+from memascend.config.environment import local_world_size
 from memascend.kernels.overflow import scan
 from memascend.ledger.ledger import Ledger, LedgerRow
 from memascend.ledger.wear import Wear, WearMeter

@@ -12,8 +12,8 @@ from pathlib import Path
 import deepspeed
 
 from memascend.deepspeed.seams import fingerprints
-from memascend.deepspeed.seams.arm import relied_on
 from memascend.deepspeed.seams.fingerprint import fingerprint
+from memascend.deepspeed.seams.table import relied_on
 
 TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "seams" / "fingerprints.py"
 HEAD = '''"""Fingerprints of the upstream definitions that the seams were written for.

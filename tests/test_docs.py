@@ -14,7 +14,7 @@ import pytest
 from memascend import errors
 from memascend.cli.main import main
 from memascend.deepspeed.seams import transformers as transformers_seams
-from memascend.deepspeed.seams.arm import SEAMS, WATCHED
+from memascend.deepspeed.seams.table import SEAMS, WATCHED
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -34,7 +34,7 @@ _FACTORS = {
     "TIB": TIB,
     "TB": 1000**4,
 }
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_nbytes(value: int | str) -> int:

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from memascend.base.json_text import read_json_object
-from memascend.config.block import MemAscendConfig, find_block, is_disabled, parse_block
+from memascend.config.block import MemAscendConfig, find_block, parse_block
+from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
@@ -357,7 +358,8 @@ def _plot(accounts: Accounts, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"--plot needs matplotlib, which cannot be imported: {error}. pip install matplotlib"
+            f"--plot needs matplotlib, which cannot be imported: {error}. pip install "
+            "'memascend[plot]'"
         ) from error
     columns = accounts.columns()
     figure = Figure(figsize=(8, 5), layout="constrained")

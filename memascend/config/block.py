@@ -1,42 +1,28 @@
-"""The `memascend` block of the DeepSpeed JSON: one frozen model per feature, and the environment.
+"""The `memascend` block of the DeepSpeed JSON: one frozen model per feature.
 
 A key left out means automatic, so the string "auto" is never needed (accelerate refuses it inside
-foreign blocks). This is the only module that reads os.environ.
+foreign blocks).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from memascend.base.json_text import parse_json, show_json
-from memascend.base.units import parse_nbytes
+from memascend.config.environment import CONFIG_VARIABLE, block_text, is_disabled
 from memascend.config.limit import parse_limit
 from memascend.config.messages import explain
-from memascend.config.volumes import VolumeConfig, accept_paths, check_path, check_together
+from memascend.config.section import Nbytes, PathText, Section
+from memascend.config.volumes import Volumes
 from memascend.errors import ConfigError
 
 BLOCK_KEY = "memascend"
-DISABLE_VARIABLE = "MEMASCEND_DISABLE"
-CONFIG_VARIABLE = "MEMASCEND_CONFIG"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class AllocatorConfig(_Section):
+class AllocatorConfig(Section):
     """Where pinned host memory comes from: exact-size blocks of huge-page arenas."""
 
     enabled: bool = Field(True, description="off: torch's pinned memory, as stock uses it")
@@ -51,24 +37,19 @@ class AllocatorConfig(_Section):
     )
 
 
-class BufferPoolConfig(_Section):
+class BufferPoolConfig(Section):
     """Staging buffers for parameters: size classes from the model's own shapes."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's uniform buffers")
-    prefetch_bytes: int | None = Field(
+    prefetch_bytes: Nbytes | None = Field(
         None,
         ge=0,
         le=1 << 60,
         description="parameters read ahead; left out: two of the largest layer tensors",
     )
 
-    @field_validator("prefetch_bytes", mode="before")
-    @classmethod
-    def _accept_units(cls, value: object) -> object:
-        return parse_nbytes(value) if isinstance(value, str) else value
 
-
-class DirectNvmeConfig(_Section):
+class DirectNvmeConfig(Section):
     """How bytes reach the drive: extents of one file, O_DIRECT, io_uring."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's libaio engine, a file per tensor")
@@ -76,7 +57,7 @@ class DirectNvmeConfig(_Section):
         None, description="left out: io_uring where it works, else threads"
     )
     queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight on each drive")
-    chunk_bytes: int = Field(
+    chunk_bytes: Nbytes = Field(
         1 << 20, ge=64 << 10, le=64 << 20, multiple_of=64 << 10, description="bytes of one request"
     )
     threads: int = Field(
@@ -89,78 +70,65 @@ class DirectNvmeConfig(_Section):
         2, ge=0, le=100, description="tries after an I/O error (EIO); no other error is tried again"
     )
 
-    @field_validator("chunk_bytes", mode="before")
-    @classmethod
-    def _accept_units(cls, value: object) -> object:
-        return parse_nbytes(value) if isinstance(value, str) else value
 
-
-class OverflowCheckConfig(_Section):
+class OverflowCheckConfig(Section):
     """The fp16 overflow check: one pass, no temporary."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's isinf and isnan passes")
     threads: int = Field(0, ge=0, le=256, description="0: as many as the machine gives")
 
 
-class GradientStreamConfig(_Section):
+class GradientStreamConfig(Section):
     """Gradients go from the device to the drive through fixed slots; no flat host buffer."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's flat gradient buffer")
 
 
-class OptimizerStreamConfig(_Section):
+class OptimizerStreamConfig(Section):
     """The optimizer step walks each sub-group in tiles; no whole-sub-group buffers."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's whole-sub-group buffers")
-    tile_bytes: int | None = Field(
+    tile_bytes: Nbytes | None = Field(
         None,
         ge=64 << 10,
         le=1 << 30,
         description="fp32 weights of one tile; left out: from the plan",
     )
 
-    @field_validator("tile_bytes", mode="before")
-    @classmethod
-    def _accept_units(cls, value: object) -> object:
-        return parse_nbytes(value) if isinstance(value, str) else value
 
-
-class ParameterStreamConfig(_Section):
+class ParameterStreamConfig(Section):
     """Parameters larger than a slot travel in chunks; every shard is on the drive."""
 
     enabled: bool = Field(True, description="off: a slot for every size, small shards in RAM")
 
 
-class StreamingConfig(_Section):
-    """What makes host memory independent of the model's size."""
+class StreamingConfig(Section):
+    """The three streams that make host memory independent of the model's size."""
 
     gradients: GradientStreamConfig = GradientStreamConfig()
     optimizer: OptimizerStreamConfig = OptimizerStreamConfig()
     parameters: ParameterStreamConfig = ParameterStreamConfig()
 
 
-class WearConfig(_Section):
-    """What may be written to the drives, by all ranks of this machine together."""
+class WearConfig(Section):
+    """Limits on what all ranks of this machine together write to the drives."""
 
-    endurance: int | None = Field(
+    endurance: Nbytes | None = Field(
         None,
         ge=1,
         le=1 << 60,
-        description="bytes they may still be written; the report then says what is left",
+        description="bytes they may still be written; the report then shows what is left",
     )
-    write_budget: int | None = Field(None, ge=1, le=1 << 60, description="bytes this run may write")
+    write_budget: Nbytes | None = Field(
+        None, ge=1, le=1 << 60, description="bytes this run may write"
+    )
     over_budget: Literal["warn", "stop"] = Field(
         "warn", description="stop: once the next checkpoint is complete"
     )
 
-    @field_validator("endurance", "write_budget", mode="before")
-    @classmethod
-    def _accept_units(cls, value: object) -> object:
-        return parse_nbytes(value) if isinstance(value, str) else value
 
-
-class CheckpointConfig(_Section):
-    """What is in a checkpoint beside stock's files."""
+class CheckpointConfig(Section):
+    """Content of a checkpoint beside stock's files."""
 
     portable: bool = Field(
         True,
@@ -169,7 +137,7 @@ class CheckpointConfig(_Section):
     )
 
 
-class MemAscendConfig(_Section):
+class MemAscendConfig(Section):
     """The whole block. `{}` turns everything on."""
 
     enabled: bool = Field(True, description="off: stock DeepSpeed, untouched")
@@ -178,13 +146,13 @@ class MemAscendConfig(_Section):
         description='per rank: bytes, "6GiB", or a fraction of what there is; left out: what the '
         "plan needs, at most half of what is free",
     )
-    report: str | None = Field(
+    report: PathText | None = Field(
         None, description="file for the ledger as JSON, written by rank 0 at the end"
     )
     allocator: AllocatorConfig = AllocatorConfig()
     buffer_pool: BufferPoolConfig = BufferPoolConfig()
     direct_nvme: DirectNvmeConfig = DirectNvmeConfig()
-    volumes: tuple[VolumeConfig, ...] | None = Field(
+    volumes: Volumes | None = Field(
         None, description="the drives that tensors are striped over; left out: `nvme_path`"
     )
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
@@ -203,42 +171,23 @@ class MemAscendConfig(_Section):
         parse_limit(value, available=1)  # what it is a fraction of is not known here
         return value
 
-    @field_validator("report")
-    @classmethod
-    def _check_report(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_path(value)
-        return value
-
-    @field_validator("volumes", mode="before")
-    @classmethod
-    def _accept_paths(cls, value: object) -> object:
-        return accept_paths(value)
-
-    @field_validator("volumes")
-    @classmethod
-    def _check_volumes(
-        cls, value: tuple[VolumeConfig, ...] | None, info: ValidationInfo
-    ) -> tuple[VolumeConfig, ...] | None:
-        direct_nvme = info.data.get("direct_nvme")  # missing where it is wrong itself
-        if value is not None:
-            check_together(value, direct_nvme=direct_nvme is None or direct_nvme.enabled)
-        return value
-
-    @field_validator("verify")
-    @classmethod
-    def _check_verify(cls, value: str, info: ValidationInfo) -> str:
-        direct_nvme = info.data.get("direct_nvme")
-        if value != "off" and direct_nvme is not None and not direct_nvme.enabled:
-            raise ValueError(
-                "memascend.verify needs memascend.direct_nvme, which is off: DeepSpeed's own "
-                "engine keeps no checksums. Turn it on, or leave verify out"
-            )
-        return value
+    @model_validator(mode="after")
+    def _check_direct_nvme(self) -> MemAscendConfig:
+        needs = {
+            "volumes": (self.volumes is not None, "knows one directory"),
+            "verify": (self.verify != "off", "keeps no checksums"),
+        }
+        for key, (is_set, reason) in needs.items():
+            if is_set and not self.direct_nvme.enabled:
+                raise ValueError(
+                    f"{BLOCK_KEY}.{key} needs {BLOCK_KEY}.direct_nvme, which is off: DeepSpeed's "
+                    f"own engine {reason}. Turn it on, or leave {key} out"
+                )
+        return self
 
     @property
     def sections_enabled(self) -> tuple[str, ...]:
-        """Names of the sections that are on, in the order of the block."""
+        """The names of the sections that are on, in the order of the block."""
         names = ("allocator", "buffer_pool", "direct_nvme", "overflow_check")
         streams = ("gradients", "optimizer", "parameters")
         return (
@@ -247,39 +196,8 @@ class MemAscendConfig(_Section):
         )
 
 
-def local_rank() -> int:
-    """This process among the ranks on this machine, as the launcher says; 0 where it does not."""
-    text = os.environ.get("LOCAL_RANK", "")
-    return int(text) if text.isdigit() else 0
-
-
-def cache_directory() -> Path:
-    """Where measurements of this machine are kept between runs; may not exist, or be no folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base, "memascend")
-    try:
-        return Path.home() / ".cache" / "memascend"
-    except RuntimeError:  # a user without a home; a folder that others can write would not do
-        return Path(os.devnull, "memascend")
-
-
-def local_world_size() -> int:
-    """Ranks on this machine, as the launcher says; 1 where it does not."""
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
-            return int(text)
-    return 1
-
-
-def is_disabled() -> bool:
-    """Whether MEMASCEND_DISABLE asks for stock DeepSpeed whatever the config says."""
-    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no")
-
-
 def find_block(ds_config: object) -> Mapping[str, Any] | None:
-    """Gives the raw block of a DeepSpeed config, or the one in MEMASCEND_CONFIG, or None.
+    """Return the raw block of a DeepSpeed config, or the one in MEMASCEND_CONFIG, or None.
 
     Args:
         ds_config: The raw DeepSpeed config; anything but a mapping holds no block.
@@ -291,7 +209,7 @@ def find_block(ds_config: object) -> Mapping[str, Any] | None:
         return None
     block = ds_config.get(BLOCK_KEY) if isinstance(ds_config, Mapping) else None
     if block is None:
-        text = os.environ.get(CONFIG_VARIABLE, "").strip()
+        text = block_text()
         if not text:
             return None
         try:
@@ -310,7 +228,7 @@ def find_block(ds_config: object) -> Mapping[str, Any] | None:
 
 
 def parse_block(block: Mapping[str, Any]) -> MemAscendConfig:
-    """Validates a raw block.
+    """Return the validated block.
 
     Raises:
         ConfigError: Names every wrong key with its value, what is allowed and the nearest key.
@@ -322,7 +240,7 @@ def parse_block(block: Mapping[str, Any]) -> MemAscendConfig:
 
 
 def active_config(ds_config: object) -> MemAscendConfig | None:
-    """The validated block when there is one and it is enabled, else None."""
+    """Return the validated block when there is one and it is enabled, else None."""
     block = find_block(ds_config)
     if block is None:
         return None

@@ -1,4 +1,4 @@
-"""How much host memory memascend may take, as the user wrote it. Pure."""
+"""The limit of host memory, as the user wrote it. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEY = "memascend.host_memory_limit"
 
 
 def parse_limit(value: object, *, available: int) -> int | None:
-    """Convert the configured limit to bytes.
+    """Return the configured limit in bytes.
 
     Args:
         value: None for no stated limit; a number of bytes; text such as "6GiB"; or a fraction of
@@ -39,11 +39,11 @@ def parse_limit(value: object, *, available: int) -> int | None:
         raise _refused(value, "it must be above 0")
     if value <= 1:
         return max(1, int(value * available))
-    if isinstance(value, float):
+    if value != int(value):
         raise _refused(value, "a fraction is at most 1, and bytes are a whole number")
     if value >= NBYTES_MAX:
         raise _refused(value, "it is more than there can be")
-    return value
+    return int(value)
 
 
 def _refused(value: object, reason: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What is said of a wrong key of the block: its value, what is allowed, the nearest known key.
+"""Messages about wrong keys of the block: the value, what is allowed, the nearest known key.
 
 Everything comes from the pydantic models themselves, so that it cannot go stale, and is written as
 the user writes it, in JSON.
@@ -10,11 +10,12 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from memascend.base.json_text import show_json
+from memascend.config.section import read_nbytes
 
 #: More is read by nobody.
 LINE_COUNT_MAX = 40
@@ -25,7 +26,7 @@ Path = tuple[str | int, ...]
 
 
 def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str:
-    """Says what is wrong with each key, a line each.
+    """Return a line for each wrong key.
 
     Args:
         error: What pydantic found.
@@ -42,7 +43,7 @@ def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str
 
 
 def section_in(annotation: object) -> type[BaseModel] | None:
-    """The model that a key's type is, or has a list of; None for a plain value."""
+    """Return the model that a key's type is, or has a list of; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     found = (section_in(part) for part in typing.get_args(annotation))
@@ -63,7 +64,7 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
         return f"{dotted} is missing in {show_json(entry['input'])}. {_allowed(section, name)}."
     reason = str(entry["msg"]).removeprefix("Value error, ")
     if reason.startswith(dotted):
-        return reason  # says it all already
+        return reason  # complete already
     text = f"{dotted}: {show_json(entry['input'])} is not allowed"
     if path and isinstance(path[-1], int):
         return f"{text}. Allowed: a path, or an object with one."
@@ -75,7 +76,7 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
 
 
 def _key_path(location: Sequence[str | int], model: type[BaseModel]) -> Path:
-    """Without what pydantic adds to a key that takes several types: the type it tried."""
+    """Drop what pydantic adds to a key that takes several types: the type it tried."""
     path = tuple(location)
     while len(path) > 1 and isinstance(path[-1], str):
         parent = _section_at(path[:-2], model).model_fields.get(str(path[-2]))
@@ -89,7 +90,7 @@ def _section_at(path: Path, model: type[BaseModel]) -> type[BaseModel]:
     section = model
     for name in path:
         if isinstance(name, int):
-            continue  # the place in a list, whose elements are what the key before it says
+            continue  # the place in a list, whose elements are what the key before it takes
         field = section.model_fields.get(name)
         inner = section_in(field.annotation) if field else None
         if inner is None:
@@ -100,8 +101,7 @@ def _section_at(path: Path, model: type[BaseModel]) -> type[BaseModel]:
 
 def _allowed(section: type[BaseModel], name: str) -> str:
     field = section.model_fields[name]
-    parts = [part for part in _plain_types(field.annotation) if part is not type(None)]
-    words = [_words(part) for part in parts]
+    words = [_words(part) for part in _plain_types(field.annotation) if part is not type(None)]
     if takes_units(section, name):
         words.append('text such as "512MiB" or "2GB"')
     bounds = []
@@ -132,6 +132,8 @@ def _plain_types(annotation: object) -> Iterator[object]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         for part in typing.get_args(annotation):
             yield from _plain_types(part)
+    elif typing.get_origin(annotation) is Annotated:
+        yield from _plain_types(typing.get_args(annotation)[0])
     else:
         yield annotation
 
@@ -153,9 +155,11 @@ def _words(annotation: object) -> str:
 
 
 def takes_units(section: type[BaseModel], name: str) -> bool:
-    """Whether a key may be text with a unit."""
-    validator = section.__pydantic_decorators__.field_validators.get("_accept_units")
-    return validator is not None and name in validator.info.fields
+    """Check if a key is a size, which may be text with a unit."""
+    field = section.model_fields[name]
+    # `Nbytes` keeps its rule in the field; in `Nbytes | None` it stays with the part.
+    parts = (field.metadata, *map(typing.get_args, typing.get_args(field.annotation)))
+    return any(getattr(rule, "func", None) is read_nbytes for part in parts for rule in part)
 
 
 def _dotted(path: Path, root: str) -> str:

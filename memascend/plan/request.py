@@ -1,7 +1,7 @@
-"""What a plan is asked for: ranks, precisions, optimizer and devices, read from a DeepSpeed JSON.
+"""The input of a plan: ranks, precisions, optimizer and devices, read from a DeepSpeed JSON.
 
-Pure arithmetic's input: no torch, no DeepSpeed. A key that the JSON leaves out, or leaves to the
-trainer ("auto"), gets the value DeepSpeed or the trainer would give it.
+Neither torch nor DeepSpeed. A key that the JSON leaves out, or leaves to the trainer ("auto"), gets
+the value DeepSpeed or the trainer would give it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from memascend.config.block import MemAscendConfig, find_block, parse_block
+from memascend.config.deepspeed_json import DEVICES, device, flag, precision, section, value, whole
 from memascend.errors import ConfigError
 from memascend.plan.optimizers import kind_of, state_count_of
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
-DEVICES = ("none", "cpu", "nvme")
 SUB_GROUP_SIZE = 10**9
 #: Without a word about it: what Hugging Face's Trainer uses.
 OPTIMIZER = "AdamW"
@@ -42,7 +42,7 @@ class PlanRequest:
         is_checkpointing: Whether backward recomputes the forward pass, and reads parameters again.
         tile_bytes: fp32 weights of one tile, when the user fixed them.
         prefetch_bytes: Parameters read ahead, when the user fixed them.
-        max_in_cpu: Trainable elements that stay in host memory because the JSON says so.
+        max_in_cpu: Trainable elements that stay in host memory because the JSON asks for it.
         largest_sub_group_numel: Elements of one rank's part of it, where they are known for sure;
             None: derived from the shapes.
         verify: "off", "reads" or "full": whether checksums are kept of what is on the drives.
@@ -70,7 +70,7 @@ class PlanRequest:
     volume_count: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what no run could have."""
+        """Raise ConfigError for what no run could have."""
         for name in ("world", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -124,48 +124,53 @@ class PlanRequest:
         cls,
         ds_config: Mapping[str, Any],
         *,
+        block: MemAscendConfig | None = None,
         world: int = 1,
         is_checkpointing: bool = True,
         has_decay_groups: bool = True,
     ) -> PlanRequest:
-        """Reads what decides the bytes from a DeepSpeed JSON and its `memascend` block.
+        """Read what decides the bytes from a DeepSpeed JSON and its `memascend` block.
 
         Args:
             ds_config: The JSON's content.
-            world: Ranks; the JSON does not say.
-            is_checkpointing: See the class; the JSON does not say.
-            has_decay_groups: See the class; the JSON does not say.
+            block: Its block where it is parsed already; None: parsed here.
+            world: Ranks, which the JSON does not state.
+            is_checkpointing: See the class; the JSON does not state it.
+            has_decay_groups: See the class; the JSON does not state it.
 
         Raises:
             ConfigError: Not ZeRO stage 3, or a value that cannot be.
         """
         zero = section(ds_config, "zero_optimization")
-        if value(zero, "stage", 0) != 3:
+        stage = whole(zero, "stage", 0)
+        if stage != 3:
             raise ConfigError(
-                f"zero_optimization.stage is {zero.get('stage', 0)!r}: offload to a drive needs "
-                "stage 3"
+                f"zero_optimization.stage is {stage}: offload to a drive needs stage 3"
             )
+        if block is None:
+            block = parse_block(find_block(ds_config) or {})
         optimizer = section(ds_config, "optimizer")
         name = str(value(optimizer, "type", OPTIMIZER))
-        block = parse_block(find_block(ds_config) or {})
-        precision = _precision(ds_config)
+        model_precision = _precision(ds_config)
         parameters = section(zero, "offload_param")
-        parameters_device = str(value(parameters, "device", "none"))
+        parameters_device = device(parameters)
         # Under a limit the plan decides; DeepSpeed's own default does not count.
         counts = parameters_device == "nvme" and block.host_memory_limit is None
-        accumulation = value(section(ds_config, "data_types"), "grad_accum_dtype", precision)
+        data_types = section(ds_config, "data_types")
         return cls(
             world=world,
             gradient_accumulation_steps=_accumulation_steps(ds_config, world),
-            precision=precision,
-            accumulation_itemsize=_itemsize(accumulation),
+            precision=model_precision,
+            accumulation_itemsize=ITEMSIZES[
+                precision(data_types, "grad_accum_dtype", model_precision)
+            ],
             optimizer=name,
             state_count=state_count_of(name, section(optimizer, "params")),
             sub_group_size=whole(zero, "sub_group_size", SUB_GROUP_SIZE),
             has_decay_groups=has_decay_groups,
             parameters_device=parameters_device,
             max_in_cpu=whole(parameters, "max_in_cpu", 0) if counts else 0,
-            optimizer_device=str(value(section(zero, "offload_optimizer"), "device", "none")),
+            optimizer_device=device(section(zero, "offload_optimizer")),
             is_checkpointing=is_checkpointing,
             tile_bytes=block.streaming.optimizer.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
@@ -175,7 +180,7 @@ class PlanRequest:
 
 
 def check_limit_can_be_kept(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
-    """Compares a stated limit with what else the JSON says.
+    """Compare a stated limit with what else the JSON states.
 
     Raises:
         ConfigError: Something that is left to DeepSpeed grows with the model, beyond every limit.
@@ -191,7 +196,7 @@ def check_limit_can_be_kept(block: MemAscendConfig, ds_config: Mapping[str, Any]
         )
     zero = section(ds_config, "zero_optimization")
     for name in ("offload_param", "offload_optimizer"):
-        if section(zero, name).get("device") == "cpu":
+        if device(section(zero, name)) == "cpu":
             raise ConfigError(
                 f'{refusal}zero_optimization.{name}.device is "cpu", which holds it all in host '
                 'memory. Set it to "nvme", or leave the limit out'
@@ -199,61 +204,22 @@ def check_limit_can_be_kept(block: MemAscendConfig, ds_config: Mapping[str, Any]
 
 
 def sections_off(block: MemAscendConfig) -> list[str]:
-    """Names of the block's sections that are turned off."""
-    every = parse_block({}).sections_enabled
+    """Return the names of the block's sections that are turned off."""
+    every = MemAscendConfig().sections_enabled
     return [name for name in every if name not in block.sections_enabled]
 
 
-def section(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A part of the JSON; one that is left out is empty.
-
-    Raises:
-        ConfigError: It is not an object.
-    """
-    found = parent.get(key)
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f'"{key}" must be a JSON object, got {found!r}')
-    return found
-
-
-def value(parent: Mapping[str, Any], key: str, default: Any) -> Any:
-    """What a key says; the default where it is left out or left to the trainer."""
-    found = parent.get(key)
-    return default if found is None or found == "auto" else found
-
-
-def whole(parent: Mapping[str, Any], key: str, default: int) -> int:
-    """A whole number, which JSON may write as 1e9.
-
-    Raises:
-        ConfigError: Not a whole number, or negative.
-    """
-    found = value(parent, key, default)
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    if not is_number or found < 0 or found != int(found):
-        raise ConfigError(f'"{key}" must be a whole number of at least 0, got {found!r}')
-    return int(found)
-
-
 def _precision(ds_config: Mapping[str, Any]) -> str:
-    """What is switched on; else the first that is left to the trainer; else fp32."""
+    """Return what is switched on; else the first that is left to the trainer; else fp32."""
     names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-    for wanted in (True, "auto"):
-        for key, name in names.items():
-            if section(ds_config, key).get("enabled") == wanted:
-                return name
-    return "fp32"
-
-
-def _itemsize(dtype: object) -> int:
-    names = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}
-    return names.get(str(dtype), 2)
+    switches = {key: section(ds_config, key) for key in names}
+    on = [key for key in names if flag(switches[key], "enabled", False)]
+    auto = [key for key in names if switches[key].get("enabled") == "auto"]
+    return next((names[key] for key in (*on, *auto)), "fp32")
 
 
 def _accumulation_steps(ds_config: Mapping[str, Any], world: int) -> int:
-    """As DeepSpeed derives them from the batch sizes where they are not stated."""
+    """Derive the micro-steps from the batch sizes, as DeepSpeed does, where they are not stated."""
     stated = whole(ds_config, "gradient_accumulation_steps", 0)
     if stated:
         return stated

@@ -193,7 +193,8 @@ def builtin(name: str) -> ModelShapes:
             f"no built-in model {name!r}. Known: {', '.join(known.values())}.{hint} Or give the "
             "path of a config.json, or of a .safetensors file, index or folder"
         )
-    text = resources.files("memascend.plan").joinpath("models", f"{found}.json").read_text("utf-8")
+    file = resources.files("memascend.plan") / "models" / f"{found}.json"
+    text = file.read_text("utf-8")
     return from_config(json.loads(text), name=found)
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memascend.base.units import MIB
+from memascend.config.deepspeed_json import flag, section, whole
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
-from memascend.plan.request import PlanRequest, section, value, whole
+from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape
 
 ALIGNED_BYTES = 1024  # AIO_ALIGNED_BYTES, per worker of one operation
@@ -85,14 +86,13 @@ class StockSettings:
             buffer_count=whole(param, "buffer_count", default.buffer_count),
             buffer_numel=whole(param, "buffer_size", default.buffer_numel),
             resident_numel_max=whole(param, "max_in_cpu", default.resident_numel_max),
-            is_param_pinned=bool(value(param, "pin_memory", True)),
+            is_param_pinned=flag(param, "pin_memory", True),
             optimizer_buffer_count=whole(optimizer, "buffer_count", default.optimizer_buffer_count),
-            is_pipelined=bool(
-                value(optimizer, "pipeline_read", False)
-                or value(optimizer, "pipeline_write", False)
+            is_pipelined=(
+                flag(optimizer, "pipeline_read", False) or flag(optimizer, "pipeline_write", False)
             ),
-            is_optimizer_pinned=bool(value(optimizer, "pin_memory", True)),
-            is_fast_init=bool(value(optimizer, "fast_init", False)),
+            is_optimizer_pinned=flag(optimizer, "pin_memory", True),
+            is_fast_init=flag(optimizer, "fast_init", False),
             block_bytes=whole(aio, "block_size", default.block_bytes),
             parallelism=max(1, whole(aio, "intra_op_parallelism", default.parallelism)),
             rounds_pinned=rounds_pinned,

@@ -8,7 +8,7 @@ import os
 import stat
 
 from memascend import _core
-from memascend.config.block import local_rank
+from memascend.config.environment import local_rank
 from memascend.config.volumes import VolumeConfig
 from memascend.nvme.store import volume_error
 from memascend.system.mounts import IN_MEMORY, filesystem_of

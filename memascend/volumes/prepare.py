@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memascend import _core
-from memascend.config.block import MemAscendConfig, cache_directory, local_rank, local_world_size
+from memascend.config.block import MemAscendConfig
+from memascend.config.environment import cache_directory, local_rank, local_world_size
 from memascend.config.volumes import KEY, VolumeConfig
 from memascend.errors import ConfigError
 from memascend.volumes.device import formatted

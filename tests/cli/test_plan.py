@@ -158,7 +158,7 @@ def test_a_plot_without_matplotlib_is_an_error(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plan", "Llama-3.1-8B", "--plot", str(tmp_path / "plan.png")]) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install 'memascend[plot]'" in capsys.readouterr().err
 
 
 def test_the_table_has_every_model_and_stands_in_the_readme(

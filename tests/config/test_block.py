@@ -1,4 +1,4 @@
-"""The block: defaults, refusals that help, and the environment."""
+"""The block: defaults, refusals that help, and where it comes from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from memascend.config import block as config
+from memascend.config.environment import CONFIG_VARIABLE
 from memascend.errors import ConfigError
 
 
@@ -142,14 +143,14 @@ def test_all_sections_off_means_not_active() -> None:
 
 
 def test_the_environment_supplies_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({"allocator": {"enabled": False}}))
+    monkeypatch.setenv(CONFIG_VARIABLE, json.dumps({"allocator": {"enabled": False}}))
     active = config.active_config({})
     assert active is not None
     assert not active.allocator.enabled
 
 
 def test_the_block_in_the_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({"allocator": {"enabled": False}}))
+    monkeypatch.setenv(CONFIG_VARIABLE, json.dumps({"allocator": {"enabled": False}}))
     active = config.active_config({"memascend": {}})
     assert active is not None
     assert active.allocator.enabled
@@ -158,35 +159,9 @@ def test_the_block_in_the_file_wins_over_the_environment(monkeypatch: pytest.Mon
 def test_a_block_in_the_environment_that_is_not_json_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(config.CONFIG_VARIABLE, "{on}")
+    monkeypatch.setenv(CONFIG_VARIABLE, "{on}")
     with pytest.raises(ConfigError, match="MEMASCEND_CONFIG is not JSON"):
         config.find_block({})
-
-
-@pytest.mark.parametrize(("value", "disabled"), [("1", True), ("true", True), ("0", False)])
-def test_the_environment_can_disable(
-    monkeypatch: pytest.MonkeyPatch, value: str, disabled: bool
-) -> None:
-    monkeypatch.setenv(config.DISABLE_VARIABLE, value)
-    assert config.is_disabled() is disabled
-    assert (config.active_config({"memascend": {}}) is None) is disabled
-
-
-def test_measurements_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert str(config.cache_directory()) == "/cache/memascend"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert str(config.cache_directory()) == "/home/somebody/.cache/memascend"
-
-
-def test_the_launcher_says_which_rank_of_the_machine_this_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert config.local_rank() == 3
-    monkeypatch.setenv("LOCAL_RANK", "-1")
-    assert config.local_rank() == 0
 
 
 @pytest.mark.parametrize(

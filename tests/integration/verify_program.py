@@ -15,7 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from memascend.deepspeed.attach.attach import face_of
+from memascend.deepspeed.attach.attachment import attachment_of
 from memascend.errors import CorruptionError
 from memascend.nvme.resident import ResidentStore
 from memascend.plan.checksums import GRAIN_BYTES
@@ -54,7 +54,7 @@ class Volume:
 
 def go_on_with_a_turned_bit(engine: Any, drive: Path, stream: str) -> None:
     """Trains until the bit is found, then looks at what it would have changed."""
-    attachment = face_of(engine)
+    attachment = attachment_of(engine)
     assert attachment is not None
     store = attachment.runtime.store
     assert store is not None

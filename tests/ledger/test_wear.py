@@ -108,7 +108,7 @@ def test_every_rank_stops_with_the_first_that_is_over(
     pytest.importorskip("deepspeed")
     import torch
 
-    from memascend.deepspeed.attach.attach import Attachment
+    from memascend.deepspeed.attach.attachment import Attachment
     from memascend.deepspeed.checkpoint import engine as checkpoint
 
     found, _ = meter(budget_bytes=10)

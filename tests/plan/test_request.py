@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,38 @@ def test_what_a_configuration_says_is_read() -> None:
     assert (request.tile_bytes, request.prefetch_bytes) == (MIB, 7)
 
 
+def test_a_configuration_from_python_reads_as_one_from_json() -> None:
+    class Device(str, enum.Enum):
+        nvme = "nvme"
+
+    offload, text = {"device": Device.nvme}, {"device": "nvme"}
+    zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+    python = PlanRequest.from_deepspeed(
+        {
+            "bf16": {"enabled": "true"},
+            "data_types": {"grad_accum_dtype": "torch.float32"},
+            "zero_optimization": {**zero, "sub_group_size": "1e8"},
+        }
+    )
+    zero |= {"offload_param": text, "offload_optimizer": text}
+    assert python == PlanRequest.from_deepspeed(
+        {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_optimization": {**zero, "sub_group_size": 10**8},
+        }
+    )
+    assert (python.parameters_device, python.optimizer_device) == ("nvme", "nvme")
+
+
 @pytest.mark.parametrize(
     ("ds_config", "message"),
     [
         ({}, "stage 3"),
         ({"zero_optimization": {"stage": 2}}, "stage 3"),
-        ({"zero_optimization": True}, "JSON object"),
-        (nvme(gradient_accumulation_steps=1.5), "whole number"),
+        ({"zero_optimization": True}, "zero_optimization: true is not allowed"),
+        (nvme(gradient_accumulation_steps=1.5), "gradient_accumulation_steps: 1.5 .* whole number"),
+        (nvme(data_types={"grad_accum_dtype": "int8"}), "data_types.grad_accum_dtype"),
         (nvme(memascend={"tile": 1}), "unknown key"),
     ],
 )

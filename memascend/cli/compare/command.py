@@ -99,15 +99,19 @@ def compare_command(args: argparse.Namespace) -> int:
     ]
     report = Report(command, found.baseline_bytes, runs, skipped)
     compare_report.write_json(report, args.out / "report.json")
-    compare_report.write_picture(report, args.out / "rss.png")
+    is_drawn = compare_report.write_picture(report, args.out / "rss.png")
     for text in compare_report.failures(report):
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     for name, reason in skipped.items():
         text = f"{name} was left out: {reason}"
         console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(compare_report.table(report))
-    written = f"{args.out}/report.json, {args.out}/rss.png, logs beside them"
+    picture = f", {args.out}/rss.png" if is_drawn else ""
+    written = f"{args.out}/report.json{picture}, logs beside them"
     console.print(written, highlight=False, soft_wrap=True)
+    if not is_drawn:
+        hint = "no picture: matplotlib is missing; pip install 'memascend[plot]'"
+        console.print(hint, markup=False, highlight=False, soft_wrap=True)
     return report.exit_status
 
 

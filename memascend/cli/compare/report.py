@@ -135,14 +135,18 @@ def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_picture(report: Report, path: Path) -> None:
-    """Draws resident memory over time, one line per run, each peak marked."""
-    import matplotlib
+def write_picture(report: Report, path: Path) -> bool:
+    """Draw resident memory over time, one line per run, each peak marked.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    Returns:
+        False, and nothing is drawn, where matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
     for run in report.runs:
         if not run.samples:
             continue
@@ -158,7 +162,7 @@ def write_picture(report: Report, path: Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right")
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    return True
 
 
 def machine() -> dict[str, Any]:

@@ -31,7 +31,7 @@ _DISABLE = "MEMASCEND_DISABLE"
 # "loss 1.5", "loss: 1.5", "loss=1.5", {'loss': '1.5'}; not "eval_loss", not "loss scale".
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
 _LOSS = re.compile(rf"(?<![\w-])loss['\"]?\s*[:=]?\s*['\"]?({_NUMBER})(?!\w)", re.IGNORECASE)
-_ARMED = re.compile(r"\bmemascend\b.*\barmed\b", re.IGNORECASE)
+_ARMED = re.compile(r"\bmemascend \S+ armed: ")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 
 from memascend import _core
 from memascend.checkpoint.folder import SavingFolder, write_latest
-from memascend.deepspeed.attach.attach import face_of
+from memascend.deepspeed.attach.attachment import attachment_of
 from memascend.deepspeed.checkpoint.every_rank import on_every_rank, rank_of
 from memascend.deepspeed.checkpoint.opener import opened
 from memascend.deepspeed.checkpoint.writer import write_rank
@@ -148,7 +148,7 @@ def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[...,
 
 def _note(engine: Any, folder: str, tag: object) -> None:
     """Note a complete checkpoint: a run whose drive corrupts data can resume from it."""
-    attachment = face_of(engine)
+    attachment = attachment_of(engine)
     if attachment is not None:
         attachment.runtime.note_checkpoint(str(Path(folder, str(tag)).absolute()))
 

@@ -16,8 +16,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from memascend.config.block import active_config
-from memascend.deepspeed.attach.attach import Attachment, attach
+from memascend.config.block import MemAscendConfig, active_config
+from memascend.config.deepspeed_json import section
+from memascend.deepspeed.attach.attach import attach
+from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
 from memascend.deepspeed.optimizer.choice import OptimizerStreams, choose_streams
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 class ZeroOptimizer(CheckpointedOptimizer):
     """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
 
+    _config: MemAscendConfig
     # Upstream's attributes that are assigned to below.
     offload_optimizer_fast_init: bool
     max_params_in_cpu: int
@@ -60,7 +63,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
         streams = choose_streams(config, given)
         gradients = StreamedGradients if streams.gradients else FlatGradients
         steps = TiledSteps if streams.optimizer else WholeSteps
-        return super().__new__(type(cls.__name__, (cls, gradients, steps), {"streams": streams}))
+        chosen = {"streams": streams, "_config": config}
+        return super().__new__(type(cls.__name__, (cls, gradients, steps), chosen))
 
     def __init__(
         self,
@@ -91,7 +95,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
             self._attachment = getattr(swapper, "memascend_attachment", None)
             if self._attachment is None:
                 offload = self._offload_optimizer_config
-                self._attachment = attach(self._ds_config, getattr(offload, "nvme_path", None))
+                self._attachment = attach(
+                    self._config, self._ds_config, getattr(offload, "nvme_path", None)
+                )
         return self._attachment
 
     @property
@@ -119,10 +125,10 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
         DeepSpeed's default, 10^9 elements, would hold a whole small model.
         """
-        config = active_config(self._ds_config)
-        if not self.params_in_nvme_and_cpu or config is None or not streams_parameters(config):
+        config = self._config
+        if not self.params_in_nvme_and_cpu or not streams_parameters(config):
             return
-        offload = self._ds_config["zero_optimization"]["offload_param"]
+        offload = section(section(self._ds_config, "zero_optimization"), "offload_param")
         is_stated = "max_in_cpu" in offload
         if not is_stated or config.host_memory_limit is not None:
             if is_stated and self.max_params_in_cpu > 0:
@@ -150,7 +156,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
         """Take the parameters' and staging memory that the plan says, and log the plan."""
         attachment = self.attachment
         runtime = attachment.runtime
-        plan = plan_for(self, self._planned_module, self._ds_config, runtime.limit_bytes)
+        plan = plan_for(
+            self, self._planned_module, self._config, self._ds_config, runtime.limit_bytes
+        )
         swapper = self._param_swapper
         if swapper is not None:
             swapper.drop_unused()

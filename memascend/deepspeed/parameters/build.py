@@ -11,7 +11,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from memascend.config.block import MemAscendConfig, active_config
+from memascend.config.block import MemAscendConfig
+from memascend.config.deepspeed_json import whole
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.streaming.parameters import ParameterStream
@@ -24,11 +25,12 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original, updated=())
     def build(ds_config: Any, model_dtype: torch.dtype) -> Any:
-        raw_config = ds_config._param_dict
-        config = active_config(raw_config)
+        config = getattr(ds_config, "memascend", None)  # attached where the config is constructed
         if config is None:
             return original(ds_config, model_dtype)
-        attachment = attach(raw_config, ds_config.zero_config.offload_param.nvme_path)
+        attachment = attach(
+            config, ds_config._param_dict, ds_config.zero_config.offload_param.nvme_path
+        )
         _note_inactive_streaming(config)
         if config.buffer_pool.enabled:
             runtime = attachment.runtime
@@ -39,7 +41,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 staging=runtime.staging if runtime.pool.is_bounded else None,
                 device=torch.device(get_accelerator().current_device_name()),
             )
-            block_bytes = int(ds_config.aio_config.get("block_size", 0))
+            block_bytes = whole(ds_config.aio_config, "block_size", 0)
             return ParameterSwapper(
                 attachment=attachment,
                 stream=stream,

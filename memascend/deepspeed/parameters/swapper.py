@@ -23,7 +23,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.base.interfaces import Event
-from memascend.deepspeed.attach.attach import Attachment
+from memascend.deepspeed.attach.attachment import Attachment
 from memascend.streaming.kept_slots import Shard, ShardState
 from memascend.streaming.parameters import ParameterStream
 

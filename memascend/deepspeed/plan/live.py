@@ -14,7 +14,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from memascend.config.block import MemAscendConfig, local_world_size
+from memascend.config.block import MemAscendConfig
+from memascend.config.environment import local_world_size
 from memascend.config.limit import parse_limit
 from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
 from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
@@ -46,7 +47,9 @@ def stated_limit(config: MemAscendConfig) -> int | None:
     return None if limit is None else _least_of_ranks(limit)
 
 
-def check_smallest(ds_config: Mapping[str, Any], limit_bytes: int | None) -> None:
+def check_smallest(
+    config: MemAscendConfig, ds_config: Mapping[str, Any], limit_bytes: int | None
+) -> None:
     """Refuse a limit that no model fits in, before anything is made.
 
     Raises:
@@ -55,7 +58,7 @@ def check_smallest(ds_config: Mapping[str, Any], limit_bytes: int | None) -> Non
     if limit_bytes is not None:
         large = TensorShape("any tensor", (_ANY_NUMEL,), trainable=True)
         model = ModelShapes("any model", (large,) * 3, {})
-        request = PlanRequest.from_deepspeed(ds_config, world=dist.get_world_size())
+        request = PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size())
         request = dataclasses.replace(request, verify="off")  # what it costs follows the model
         if request.is_tiled:
             derive(model, request=request, limit_bytes=limit_bytes)
@@ -72,20 +75,25 @@ def building_sizes(limit_bytes: int | None) -> dict[str, int]:
 
 
 def plan_for(
-    optimizer: Any, module: torch.nn.Module, ds_config: Mapping[str, Any], limit: int | None
+    optimizer: Any,
+    module: torch.nn.Module,
+    config: MemAscendConfig,
+    ds_config: Mapping[str, Any],
+    limit: int | None,
 ) -> Plan:
     """Derive the plan of a ZeRO-3 optimizer under construction.
 
     Args:
         optimizer: DeepSpeed's, with its sub-groups formed.
         module: The model.
+        config: The active block.
         ds_config: The raw DeepSpeed config.
         limit: The stated limit.
 
     Raises:
         LimitTooSmallError: The limit is below what the smallest sizes need.
     """
-    request = _request(optimizer, ds_config)
+    request = _request(optimizer, config, ds_config)
     shapes = from_module(module)
     if limit is not None:
         return derive(shapes, request=request, limit_bytes=limit)
@@ -106,11 +114,11 @@ def plan_for(
         ) from error
 
 
-def _request(optimizer: Any, ds_config: Mapping[str, Any]) -> PlanRequest:
+def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, Any]) -> PlanRequest:
     base = optimizer.optimizer
     kind, elementwise = type(base), is_elementwise(base)
     return dataclasses.replace(
-        PlanRequest.from_deepspeed(ds_config, world=dist.get_world_size()),
+        PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size()),
         precision=_precision(optimizer.dtype),
         accumulation_itemsize=optimizer.gradient_accumulation_dtype.itemsize,
         master_itemsize=optimizer.master_weights_and_grads_dtype.itemsize,

@@ -1,12 +1,8 @@
-"""The only file that assigns to DeepSpeed: what is replaced, why, and by what.
+"""The only file that assigns to DeepSpeed: watches for a block, and installs the table of seams.
 
 Nothing is replaced until a config with an active `memascend` block is seen; one wrapper around
 DeepSpeedConfig's constructor watches for that. Every replacement is a dispatcher, so models without
 a block keep running stock code after arming too.
-
-Each row has the fingerprint of the upstream definition it was written for (see fingerprint.py), and
-so has each definition that our subclasses override or rely on (`WATCHED`). A release is known by
-these, not by its version number.
 """
 
 from __future__ import annotations
@@ -15,33 +11,23 @@ import functools
 import importlib
 import logging
 import types
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memascend.config.block import active_config, find_block, is_disabled
+from memascend.config.block import active_config
+from memascend.config.environment import is_disabled
+from memascend.deepspeed.attach.refusals import check_config
 from memascend.deepspeed.seams import fingerprints
 from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources, resolve
+from memascend.deepspeed.seams.table import SEAMS, Seam, relied_on
 from memascend.errors import UnsupportedDeepSpeedError
 
 log = logging.getLogger(__name__)
 
-_ZERO = "deepspeed.runtime.zero"
-_SWAP = "deepspeed.runtime.swap_tensor"
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One place where DeepSpeed is altered.
-
-    `replace` takes the upstream definition and gives what stands in its place.
-    """
-
-    name: str
-    module: str
-    attribute: str
-    reason: str
-    replace: Callable[[Any], Any]
+#: Stands for what upstream does not have.
+ABSENT: Any = object()
+#: What stood at each seam before it was armed; empty while disarmed.
+_originals: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -54,210 +40,13 @@ class SeamStatus:
     reason: str
 
 
-def _replace_param_swapper(original: Any) -> Any:
-    from memascend.deepspeed.parameters.build import wrap_param_swapper
-
-    return wrap_param_swapper(original)
-
-
-def _replace_convert(original: Any) -> Any:
-    from memascend.deepspeed.parameters.gather import wrap_convert
-
-    return wrap_convert(original)
-
-
-def _replace_partition(original: Any) -> Any:
-    from memascend.deepspeed.parameters.gather import wrap_partition
-
-    return wrap_partition(original)
-
-
-def _replace_optimizer(original: Any) -> Any:
-    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
-
-    return ZeroOptimizer
-
-
-def _replace_builder(original: Any) -> Any:
-    from memascend.deepspeed.stock.aio_handle import wrap_builder
-
-    return wrap_builder(original)
-
-
-def _replace_consolidate(original: Any) -> Any:
-    from memascend.deepspeed.weights.export import wrap_consolidate
-
-    return wrap_consolidate(original)
-
-
-def _replace_in_checkpoint(name: str) -> Callable[[Any], Any]:
-    def replace(original: Any) -> Any:
-        from memascend.deepspeed.checkpoint import engine as checkpoint
-
-        return getattr(checkpoint, f"wrap_{name.strip('_')}")(original)
-
-    return replace
-
-
-def _add_face(original: Any) -> Any:
-    from memascend.deepspeed.attach.attach import face_of
-
-    return property(face_of, doc="memascend's attachment of this engine, None without a block.")
-
-
-SEAMS: tuple[Seam, ...] = (
-    Seam(
-        "parameter swapper",
-        f"{_ZERO}.partition_parameters",
-        "AsyncPartitionedParameterSwapper",
-        "zero.Init looks the class up here; ours stages in size classes and gives slots back early",
-        _replace_param_swapper,
-    ),
-    Seam(
-        "gather",
-        f"{_ZERO}.partition_parameters",
-        "Init._convert_to_deepspeed_param",
-        "gives parameters gather functions that release slots early and work in turns",
-        _replace_convert,
-    ),
-    Seam(
-        "partition",
-        f"{_ZERO}.partition_parameters",
-        "Init._partition_param",
-        "a modified parameter gets a slot again; small pinned shards come from the arena",
-        _replace_partition,
-    ),
-    Seam(
-        "optimizer",
-        f"{_ZERO}.stage3",
-        "DeepSpeedZeroOptimizer_Stage3",
-        "the engine looks the class up here; ours overrides hook methods of the same class",
-        _replace_optimizer,
-    ),
-    Seam(
-        "engine",
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.memascend",
-        "added: `engine.memascend.ledger()`",
-        _add_face,
-    ),
-    Seam(
-        "consolidated weights",
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
-        "the 16-bit model for saving is a file on the drive instead of host memory on rank 0",
-        _replace_consolidate,
-    ),
-    *(
-        Seam(
-            name.strip("_"),
-            "deepspeed.runtime.engine",
-            f"DeepSpeedEngine.{name}",
-            reason,
-            _replace_in_checkpoint(name),
-        )
-        for name, reason in (
-            ("save_checkpoint", "a save is atomic, and tensors go straight into it"),
-            ("load_checkpoint", "a load verifies first, and takes tensors straight back"),
-            ("zero_nvme_offload_optimizer", "false during both: no folder is copied"),
-            ("_load_zero_checkpoint", "upstream reads whole files into memory"),
-            ("_get_all_ckpt_names", "other ranks than there are may have saved"),
-        )
-    ),
-    *(
-        Seam(
-            f"aio in {module}",
-            f"{_SWAP}.{module}",
-            "AsyncIOBuilder",
-            "gives DeepSpeed's own swapper a handle over our store",
-            _replace_builder,
-        )
-        for module in (
-            "partitioned_param_swapper",
-            "partitioned_optimizer_swapper",
-            "pipelined_optimizer_swapper",
-        )
-    ),
-)
-
-#: Definitions that our subclasses override or whose behaviour they rely on.
-WATCHED: tuple[tuple[str, str], ...] = (
-    *(
-        (f"{_ZERO}.stage3", f"DeepSpeedZeroOptimizer_Stage3.{method}")
-        for method in (
-            "__init__",
-            "_configure_offloading",
-            "_configure_tensor_swapping",
-            "_create_param_groups_fp16_flat_cpu_memory",
-            "_setup_for_real_optimizer",
-            "_create_fp32_partitions",
-            "_swap_in_sub_group_to_flat_buffer",
-            "initialize_optimizer_states",
-            "partition_grads",
-            "_finalize_offload_gradient_accumulation",
-            "_constant_buffered_norm2",
-            "complete_grad_norm_calculation_for_cpu_offload",
-            "_partitioned_params_swap_out",
-            "has_overflow",
-            "step",
-            "_prepare_sub_group",
-            "unscale_and_clip_grads",
-            "_optimizer_step",
-            "_reassign_or_swap_out_partitioned_parameters",
-            "_release_sub_group",
-            "_partition_all_parameters",
-            "_post_step",
-            "reset_swap_buffers",
-            "_get_fp32_grad_state_partition",
-            "_get_fp32_opt_state_partition",
-            "_optimizer_states_and_gradient_swap_out",
-            "_writeback_swap_state",
-            "set_local_grad_for_param",
-            "set_local_hp_param",
-            "update_fp32_grad_for_param_vectorized",
-            "_restore_from_bit16_weights",
-            "_rigid_state_dict",
-            "_rigid_load_state_dict",
-            "_set_fp32_optimizer_param_groups",
-            "_clear_fp32_optimizer_param_groups",
-            "destroy",
-        )
-    ),
-    *(
-        ("deepspeed.runtime.engine", f"DeepSpeedEngine.{method}")
-        for method in (
-            "_load_checkpoint",
-            "_save_zero_checkpoint",
-            "_get_ckpt_name",
-            "_get_zero_ckpt_name",
-            "_get_rank_zero_ckpt_name",
-            "_get_zero_param_shapes",
-        )
-    ),
-    (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
-    (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
-    (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
-    (f"{_ZERO}.partition_parameters", "Init._all_gather"),
-    (f"{_SWAP}.optimizer_utils", "OptimizerSwapper"),
-    (f"{_SWAP}.optimizer_utils", "OptimizerStateSwapInfo"),
-    (f"{_SWAP}.partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),
-    (f"{_SWAP}.pipelined_optimizer_swapper", "PipelinedOptimizerSwapper"),
-    ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.step"),
-    ("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion.step"),
-    ("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad.step"),
-)
-
-#: Stands for what upstream does not have.
-ABSENT: Any = object()
-#: What stood at each seam before it was armed; empty while disarmed.
-_originals: dict[str, Any] = {}
-
-
 # -- watching for a block ------------------------------------------------------------------------
 
 
 def observe(config_module: types.ModuleType) -> None:
-    """Wraps DeepSpeedConfig's constructor so that a block is noticed. Idempotent.
+    """Wrap DeepSpeedConfig's constructor so that a block is noticed. Idempotent.
+
+    An active block stays with the config, parsed, as `memascend`.
 
     Args:
         config_module: `deepspeed.runtime.config`.
@@ -270,28 +59,25 @@ def observe(config_module: types.ModuleType) -> None:
     @functools.wraps(original)
     def construct(self: Any, *arguments: Any, **keywords: Any) -> None:
         original(self, *arguments, **keywords)
-        _notice(self._param_dict)
+        config = active_config(self._param_dict)
+        if config is None:
+            return
+        from memascend.deepspeed.seams import transformers as transformers_seams
+
+        check_config(self._param_dict)
+        self.memascend = config
+        arm()
+        transformers_seams.arm()
 
     construct.__memascend__ = True  # type: ignore[attr-defined]
     config_class.__init__ = construct
-
-
-def _notice(ds_config: Mapping[str, Any]) -> None:
-    if find_block(ds_config) is None or active_config(ds_config) is None:
-        return
-    from memascend.deepspeed.attach.attach import check_config
-    from memascend.deepspeed.seams import transformers as transformers_seams
-
-    check_config(ds_config)
-    arm()
-    transformers_seams.arm()
 
 
 # -- arming --------------------------------------------------------------------------------------
 
 
 def arm() -> None:
-    """Installs every seam, or none. Idempotent.
+    """Install every seam, or none. Idempotent.
 
     Raises:
         UnsupportedDeepSpeedError: A definition differs from the ones the seams were written for.
@@ -308,10 +94,11 @@ def arm() -> None:
     for seam, original, replacement in replacements:
         _originals[seam.name] = original
         _assign(seam, replacement)
+    log.info("memascend: %d seams installed in DeepSpeed", len(SEAMS))
 
 
 def disarm() -> None:
-    """Restores every upstream definition."""
+    """Restore every upstream definition."""
     from memascend.deepspeed.seams import transformers as transformers_seams
 
     transformers_seams.disarm()
@@ -321,7 +108,7 @@ def disarm() -> None:
 
 
 def status() -> list[SeamStatus]:
-    """Says of each seam whether it is installed."""
+    """Return for each seam if it is armed."""
     return [
         SeamStatus(s.name, f"{s.module}.{s.attribute}", s.name in _originals, s.reason)
         for s in SEAMS
@@ -343,28 +130,13 @@ def _place(seam: Seam) -> tuple[Any, str]:
 
 
 def find(seam: Seam) -> Any:
-    """What stands at a seam, or ABSENT where upstream has nothing of the name."""
+    """Return what stands at a seam, or ABSENT where upstream has nothing of the name."""
     owner, name = _place(seam)
     return getattr(owner, name, ABSENT)
 
 
-def relied_on() -> list[tuple[str, str]]:
-    """Module and name of every definition whose code must be known.
-
-    Of the optimizer class the methods that matter are in WATCHED one by one, and of AsyncIOBuilder
-    only the name is used.
-    """
-    by_name_only = (
-        "AsyncIOBuilder",
-        "DeepSpeedZeroOptimizer_Stage3",
-        "DeepSpeedEngine.memascend",
-    )
-    seams = [(seam.module, seam.attribute) for seam in SEAMS if seam.attribute not in by_name_only]
-    return [*seams, *WATCHED]
-
-
 def check_fingerprints() -> None:
-    """Compares the installed DeepSpeed with the definitions the seams were written for.
+    """Compare the installed DeepSpeed with the definitions the seams were written for.
 
     Raises:
         UnsupportedDeepSpeedError: Names each definition that differs and the versions that work.

@@ -30,7 +30,7 @@ _LAYOUT = frozenset(
 
 
 def resolve(module: str, attribute: str) -> object:
-    """Imports `module` and follows the dotted `attribute` in it.
+    """Import `module` and follow the dotted `attribute` in it.
 
     Raises:
         ImportError: There is no such module.
@@ -43,9 +43,9 @@ def resolve(module: str, attribute: str) -> object:
 
 
 def fingerprint(module: str, attribute: str) -> str:
-    """Gives 16 hex digits that change when the code of a function or class changes.
+    """Return 16 hex digits that change when the code of a function or class changes.
 
-    Works on the source text, because decorators may hide a function behind a wrapper that tells
+    Works on the source text, because decorators may hide a function behind a wrapper that shows
     nothing of it. A name that the module merely imported is followed to where it is defined.
 
     Raises:
@@ -64,7 +64,7 @@ def fingerprint(module: str, attribute: str) -> str:
 
 
 def forget_sources() -> None:
-    """Gives back what parsed sources take, about 12 MiB for all seams, once they are compared."""
+    """Release what parsed sources take, about 12 MiB for all seams, once they are compared."""
     _parsed.cache_clear()
 
 

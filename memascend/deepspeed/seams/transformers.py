@@ -1,7 +1,7 @@
 """The only file that assigns to transformers: two functions, where transformers is in use.
 
 Nothing here is needed for training, so a release whose code is not known is left as it is, and one
-line says so. transformers is never imported by us: what is replaced is looked up by transformers
+line is logged. transformers is never imported by us: what is replaced is looked up by transformers
 when it loads weights, which is after it has built the model and so after `seams` has armed.
 """
 
@@ -36,25 +36,25 @@ KNOWN = {
 
 @dataclass(slots=True)
 class _State:
-    """What stood there before; whether the user was told that nothing was replaced."""
+    """The functions that stood there before; a refusal is logged once."""
 
     originals: dict[str, Any] = field(default_factory=dict)
-    is_told: bool = False
+    is_logged: bool = False
 
 
 _state = _State()
 
 
 def arm() -> None:
-    """Wraps all functions where transformers is imported and knows them, or none. Idempotent."""
+    """Wrap all functions where transformers is imported and knows them, or none. Idempotent."""
     module: Any = sys.modules.get(MODULE)
-    if module is None or _state.originals or _state.is_told:
+    if module is None or _state.originals or _state.is_logged:
         return
     found = {name: _fingerprint(name) for name in WRAPPERS}
     forget_sources()
     differing = [f"{name} ({found[name]})" for name in WRAPPERS if found[name] not in KNOWN[name]]
     if differing:
-        _tell(differing)
+        _log_refusal(differing)
         return
     for name, wrap in WRAPPERS.items():
         _state.originals[name] = vars(module)[name]
@@ -62,14 +62,14 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Restores what stood there."""
+    """Restore what stood there."""
     if _state.originals:
         vars(sys.modules[MODULE]).update(_state.originals)
-    _state.originals, _state.is_told = {}, False
+    _state.originals, _state.is_logged = {}, False
 
 
 def is_armed() -> bool:
-    """Whether the functions are wrapped."""
+    """Check if the functions are wrapped."""
     return bool(_state.originals)
 
 
@@ -80,8 +80,8 @@ def _fingerprint(name: str) -> str:
         return "missing"
 
 
-def _tell(differing: list[str]) -> None:
-    _state.is_told = True
+def _log_refusal(differing: list[str]) -> None:
+    _state.is_logged = True
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     log.warning(

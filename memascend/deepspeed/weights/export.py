@@ -26,7 +26,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.base.units import format_nbytes
 from memascend.checkpoint.files import FlushedFile
-from memascend.deepspeed.attach.attach import Attachment, face_of
+from memascend.deepspeed.attach.attachment import Attachment, attachment_of
 from memascend.errors import StoreError, StoreFullError
 from memascend.streaming.staging import StagingSlots
 
@@ -50,7 +50,7 @@ def wrap_consolidate(original: Callable[..., StateDict | None]) -> Callable[...,
 
     @functools.wraps(original)
     def consolidate(engine: Any, exclude_frozen_parameters: bool = False) -> StateDict | None:
-        attachment = face_of(engine)
+        attachment = attachment_of(engine)
         # A tensor-parallel model needs a second gather, which upstream knows.
         if (
             attachment is None

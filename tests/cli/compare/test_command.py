@@ -101,6 +101,16 @@ def test_a_missing_loss_is_a_difference(tmp_path: Path) -> None:
     assert not report["losses_equal"]
 
 
+def test_without_matplotlib_all_but_the_picture_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, _ = compare_here(tmp_path, training(tmp_path))
+    assert status == 0
+    assert "pip install 'memascend[plot]'" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "rss.png").exists()
+
+
 def test_a_failed_run_shows_the_end_of_its_log_and_the_others_still_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW"},
     "zero_optimization": {"stage": 3, "offload_param": ON_DRIVE, "offload_optimizer": ON_DRIVE},
 }
+BLOCK = parse_block({})
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def smallest(config: dict[str, Any]) -> int:
     """The smallest limit that works with any model, as the refusal of a smaller one names it."""
     with pytest.raises(LimitTooSmallError) as caught:
-        planning.check_smallest(config, 1)
+        planning.check_smallest(BLOCK, config, 1)
     return caught.value.minimum_bytes
 
 
@@ -130,9 +131,9 @@ def test_building_fits_within_every_limit_that_is_let_through(
 
 def test_the_smallest_limit_passes_and_one_byte_less_does_not() -> None:
     minimum_bytes = smallest(CONFIG)
-    planning.check_smallest(CONFIG, minimum_bytes)
+    planning.check_smallest(BLOCK, CONFIG, minimum_bytes)
     with pytest.raises(LimitTooSmallError) as caught:
-        planning.check_smallest(CONFIG, minimum_bytes - 1)
+        planning.check_smallest(BLOCK, CONFIG, minimum_bytes - 1)
     assert caught.value.minimum_bytes == minimum_bytes
     assert sum(caught.value.needed.values()) == minimum_bytes
     for part in (str(minimum_bytes - 1), f"set the limit to {minimum_bytes} bytes or more"):
@@ -140,12 +141,12 @@ def test_the_smallest_limit_passes_and_one_byte_less_does_not() -> None:
 
 
 def test_without_a_limit_nothing_is_refused() -> None:
-    planning.check_smallest(CONFIG, None)
+    planning.check_smallest(BLOCK, CONFIG, None)
 
 
 def test_whole_sub_groups_are_left_to_the_plan_of_the_real_model() -> None:
     """What such an optimizer needs follows from the model's sub-groups, which are not known yet."""
-    planning.check_smallest(CONFIG | {"optimizer": {"type": "Lamb"}}, 1)
+    planning.check_smallest(BLOCK, CONFIG | {"optimizer": {"type": "Lamb"}}, 1)
 
 
 class Attach:
@@ -162,7 +163,7 @@ class Attach:
     def __call__(self, block: dict[str, Any], **zero: object) -> None:
         config = copy.deepcopy(CONFIG)
         config["zero_optimization"].update(zero)
-        activation.attach(config | {"memascend": block}, self.folder)
+        activation.attach(parse_block(block), config | {"memascend": block}, self.folder)
 
 
 @pytest.fixture
@@ -300,7 +301,7 @@ def test_a_limit_that_nobody_set_is_explained(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(planning, "from_module", lambda _: None)
     monkeypatch.setattr(planning, "memory_available", lambda: 2 * GIB)
     with pytest.raises(LimitTooSmallError, match=r"host_memory_limit is not set.*too small") as it:
-        planning.plan_for(None, torch.nn.Linear(1, 1), CONFIG, None)
+        planning.plan_for(None, torch.nn.Linear(1, 1), BLOCK, CONFIG, None)
     assert it.value.minimum_bytes == 2
 
 

@@ -13,8 +13,10 @@ import pytest
 
 deepspeed = pytest.importorskip("deepspeed")
 
+from memascend.config import block  # noqa: E402
+from memascend.config.block import parse_block  # noqa: E402
 from memascend.deepspeed.seams import arm as seams  # noqa: E402
-from memascend.deepspeed.seams import fingerprints  # noqa: E402
+from memascend.deepspeed.seams import fingerprints, table  # noqa: E402
 from memascend.deepspeed.seams.fingerprint import fingerprint, resolve  # noqa: E402
 from memascend.errors import ConfigError, UnsupportedDeepSpeedError  # noqa: E402
 
@@ -84,7 +86,7 @@ def test_the_installed_release_is_known(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_the_table_holds_what_is_relied_on_and_nothing_else() -> None:
-    relied_on = {f"{module}.{attribute}" for module, attribute in seams.relied_on()}
+    relied_on = {f"{module}.{attribute}" for module, attribute in table.relied_on()}
     assert set(fingerprints.KNOWN) == relied_on
 
 
@@ -138,7 +140,7 @@ def test_a_changed_definition_is_refused_by_name_and_nothing_is_replaced(
 
 def test_a_definition_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3.no_such_step")
-    monkeypatch.setattr(seams, "WATCHED", (*seams.WATCHED, gone))
+    monkeypatch.setattr(table, "WATCHED", (*table.WATCHED, gone))
     with pytest.raises(UnsupportedDeepSpeedError, match=r"no_such_step \(missing\)"):
         seams.arm()
 
@@ -147,19 +149,17 @@ def test_all_differences_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fingerprints, "KNOWN", {})
     with pytest.raises(UnsupportedDeepSpeedError) as refusal:
         seams.arm()
-    for module, attribute in seams.relied_on():
+    for module, attribute in table.relied_on():
         assert f"{module}.{attribute}" in str(refusal.value)
 
 
 def test_a_replacement_that_cannot_be_built_leaves_every_target_stock(
     stock: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(original: Any) -> Any:
-        raise RuntimeError("cannot build")
-
     *rows, last = seams.SEAMS
-    monkeypatch.setattr(seams, "SEAMS", (*rows, dataclasses.replace(last, replace=fail)))
-    with pytest.raises(RuntimeError, match="cannot build"):
+    broken = dataclasses.replace(last, replacement=f"{__name__}:no_such_name")
+    monkeypatch.setattr(seams, "SEAMS", (*rows, broken))
+    with pytest.raises(AttributeError, match="no_such_name"):
         seams.arm()
     assert all(now is then for now, then in zip(targets(), stock, strict=True))
     assert not any(row.armed for row in seams.status())
@@ -179,7 +179,7 @@ def test_armed_seams_give_stock_parts_to_models_without_a_block(
         return ("stock", ds_config, model_dtype)
 
     for raw_config in ({}, BLOCK_OFF):
-        ds_config = SimpleNamespace(_param_dict=raw_config)
+        ds_config = SimpleNamespace(_param_dict=raw_config)  # no `memascend`, the parsed block
         built = wrap_param_swapper(stock_swapper)(ds_config, "dtype")
         assert built == ("stock", ds_config, "dtype")
     assert wrap_builder(lambda *a, **k: ("stock", a, k))(1, two=2) == ("stock", (1,), {"two": 2})
@@ -237,6 +237,23 @@ def test_a_config_with_a_block_arms(config_class: type) -> None:
     assert not any(row.armed for row in seams.status())
     config_class({"zero_optimization": NVME, "memascend": {}})
     assert all(row.armed for row in seams.status())
+
+
+def test_an_active_block_stays_with_the_config(config_class: type) -> None:
+    seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
+    raw = {"direct_nvme": {"queue_depth": 8}}
+    made = config_class({"zero_optimization": NVME, "memascend": raw})
+    assert made.memascend == parse_block(raw)
+    for stock in ({}, {"memascend": {"enabled": False}}):
+        assert not hasattr(config_class({"zero_optimization": NVME, **stock}), "memascend")
+
+
+def test_a_block_is_parsed_once(config_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[Any] = []
+    monkeypatch.setattr(block, "parse_block", lambda raw: parsed.append(raw) or parse_block(raw))
+    seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
+    config_class({"zero_optimization": NVME, "memascend": {}})
+    assert parsed == [{}]
 
 
 def test_a_block_in_the_environment_arms(

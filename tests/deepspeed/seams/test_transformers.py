@@ -49,7 +49,7 @@ def test_arming_wraps_and_disarming_restores(
 
 
 @pytest.mark.parametrize("name", list(transformers_seams.WRAPPERS))
-def test_code_that_is_not_known_is_left_alone_and_told_once(
+def test_code_that_is_not_known_is_left_alone_and_logged_once(
     name: str, stock: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = transformers_seams.KNOWN | {name: ("0" * 16,)}
@@ -63,7 +63,7 @@ def test_code_that_is_not_known_is_left_alone_and_told_once(
     assert "5.23.0" in record.getMessage()
 
 
-def test_a_function_that_is_gone_is_told_too(
+def test_a_function_that_is_gone_is_logged_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:

@@ -1,0 +1,48 @@
+"""The environment: our own variables, the launcher's, and the user's cache folder.
+
+The only module that reads os.environ, besides the commands.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+DISABLE_VARIABLE = "MEMASCEND_DISABLE"
+CONFIG_VARIABLE = "MEMASCEND_CONFIG"
+
+
+def is_disabled() -> bool:
+    """Check if MEMASCEND_DISABLE asks for stock DeepSpeed, whatever the configuration says."""
+    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no")
+
+
+def block_text() -> str:
+    """Return the block that MEMASCEND_CONFIG holds, as text; empty when it holds none."""
+    return os.environ.get(CONFIG_VARIABLE, "").strip()
+
+
+def local_rank() -> int:
+    """Return this process's number among the ranks of this machine; 0 without a launcher."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdigit() else 0
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this machine; 1 without a launcher."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return 1
+
+
+def cache_directory() -> Path:
+    """Return where measurements of this machine are kept between runs; it may not exist."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base, "memascend")
+    try:
+        return Path.home() / ".cache" / "memascend"
+    except RuntimeError:  # a user without a home; a folder that others can write would not do
+        return Path(os.devnull, "memascend")

@@ -1,0 +1,125 @@
+"""One model's runtime with the DeepSpeed side that it serves, and its report at the end."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import tempfile
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from deepspeed import comm as dist
+
+from memascend.deepspeed.stock.aio_handle import serving
+from memascend.deepspeed.stock.host_buffers import HostBuffers
+from memascend.ledger.drives import DriveWatch
+from memascend.ledger.ledger import Ledger, describe_plan
+from memascend.volumes.directory import provide_directory
+from memascend.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+class Attachment:
+    """A runtime together with the DeepSpeed side it serves. Parameters and optimizer share one."""
+
+    def __init__(self, runtime: Runtime, drives: DriveWatch | None = None) -> None:
+        self.runtime = runtime
+        self._drives = drives
+        self._rank = dist.get_rank()
+        self._is_finished = False
+        # Scripts that end without engine.destroy() get their report all the same.
+        atexit.register(_finish, weakref.ref(self))
+        self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
+
+    def ledger(self) -> Ledger:
+        """Return every host byte of ours by component, planned and measured."""
+        found = self.runtime.ledger()
+        return found if self._drives is None else replace(found, drives=self._drives.drives)
+
+    def log_plan(self) -> None:
+        """Log the plan, on rank 0."""
+        plan = self.runtime.plan
+        if plan is not None and dist.get_rank() == 0:
+            log.info("memascend: host memory of this rank:\n%s", describe_plan(plan))
+
+    def note_step(self) -> None:
+        """Count an optimizer step; log it on rank 0 when the write budget is first exceeded."""
+        wear = self.runtime.note_step()
+        if wear is not None and self._rank == 0:
+            stops = self.runtime.config.wear.over_budget == "stop"
+            after = "Training stops after the next checkpoint" if stops else "Training goes on"
+            log.warning(
+                "memascend: over memascend.wear.write_budget: %s. %s", wear.describe(), after
+            )
+
+    def is_to_stop(self) -> bool:
+        """Check if more was written than allowed, and the user wants to stop then."""
+        wear = self.runtime.read_wear()
+        stops = self.runtime.config.wear.over_budget == "stop"
+        return stops and wear is not None and wear.is_over_budget
+
+    def finish(self) -> None:
+        """Log and write what was measured, on rank 0, once."""
+        if self._is_finished or self._rank != 0:
+            return
+        self._is_finished = True
+        if self._drives is not None:
+            self._drives.end()
+        ledger = self.ledger()
+        log.info("memascend: host memory of this rank, measured:\n%s", ledger.describe())
+        if self.runtime.config.report is not None:
+            try:
+                ledger.write(self.runtime.config.report)
+            except OSError as error:
+                log.error(
+                    "memascend: cannot write memascend.report=%r: %s. The table above has it all",
+                    self.runtime.config.report,
+                    error.strerror or error,
+                )
+
+    def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
+        """Return a context in which DeepSpeed's host buffers come from the arena; not with None."""
+        return nullcontext() if self._host_buffers is None else self._host_buffers(component)
+
+    def serving_aio(self, component: str) -> AbstractContextManager[None]:
+        """Return a context in which DeepSpeed's swappers get handles over our store."""
+        if self.runtime.store is None:
+            return nullcontext()
+        return serving(store=self.runtime.store, memory=self.runtime.memory, component=component)
+
+    def staging_folder(self, nvme_path: str) -> str:
+        """Return a folder for DeepSpeed's optimizer files; a new one where our store has them."""
+        if self.runtime.store is None:
+            return os.path.join(nvme_path, "zero_stage_3")
+        # As stock, which makes its folders where there are none; it need not be the store's.
+        provide_directory(nvme_path)
+        return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
+
+
+def attachment_of(engine: Any) -> Attachment | None:
+    """Return the attachment of a DeepSpeed engine; None when its model has none."""
+    optimizer = getattr(engine, "optimizer", None)
+    found = getattr(optimizer, "attachment", None)
+    if isinstance(found, Attachment):
+        return found
+    for param in engine.module.parameters():
+        found = getattr(getattr(param, "nvme_swapper", None), "memascend_attachment", None)
+        if isinstance(found, Attachment):
+            return found
+    return None
+
+
+#: Stands on DeepSpeed's engine class as `engine.memascend`.
+ENGINE_PROPERTY = property(
+    attachment_of, doc="memascend's attachment of this engine, None without a block."
+)
+
+
+def _finish(attachment: weakref.ref[Attachment]) -> None:
+    found = attachment()
+    if found is not None:
+        found.finish()

@@ -1,0 +1,206 @@
+"""The table of what is replaced in DeepSpeed, why, and by what.
+
+Each row has the fingerprint of the upstream definition it was written for (see fingerprint.py), and
+so has each definition that our subclasses override or rely on (`WATCHED`). A release is known by
+these, not by its version number. Replacements are named here and imported when they are armed, so
+that watching for a block costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+_ZERO = "deepspeed.runtime.zero"
+_SWAP = "deepspeed.runtime.swap_tensor"
+_ENGINE = "deepspeed.runtime.engine"
+_OURS = "memascend.deepspeed"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where DeepSpeed is altered.
+
+    Attributes:
+        name: How the seam is called in messages.
+        module: The upstream module.
+        attribute: The definition in it, dotted.
+        reason: Why it is replaced.
+        replacement: Our module and the name in it, with a colon between them.
+        is_wrapper: The replacement is a function that takes the upstream definition and returns
+            what stands in its place; otherwise it stands there itself.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    reason: str
+    replacement: str
+    is_wrapper: bool = True
+
+    def replace(self, original: Any) -> Any:
+        """Return what stands in the place of the upstream definition."""
+        module, _, name = self.replacement.partition(":")
+        replacement = getattr(importlib.import_module(module), name)
+        return replacement(original) if self.is_wrapper else replacement
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "parameter swapper",
+        f"{_ZERO}.partition_parameters",
+        "AsyncPartitionedParameterSwapper",
+        "zero.Init looks the class up here; ours stages in size classes and gives slots back early",
+        f"{_OURS}.parameters.build:wrap_param_swapper",
+    ),
+    Seam(
+        "gather",
+        f"{_ZERO}.partition_parameters",
+        "Init._convert_to_deepspeed_param",
+        "gives parameters gather functions that release slots early and work in turns",
+        f"{_OURS}.parameters.gather:wrap_convert",
+    ),
+    Seam(
+        "partition",
+        f"{_ZERO}.partition_parameters",
+        "Init._partition_param",
+        "a modified parameter gets a slot again; small pinned shards come from the arena",
+        f"{_OURS}.parameters.gather:wrap_partition",
+    ),
+    Seam(
+        "optimizer",
+        f"{_ZERO}.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "the engine looks the class up here; ours overrides hook methods of the same class",
+        f"{_OURS}.optimizer.optimizer:ZeroOptimizer",
+        is_wrapper=False,
+    ),
+    Seam(
+        "engine",
+        _ENGINE,
+        "DeepSpeedEngine.memascend",
+        "added: `engine.memascend.ledger()`",
+        f"{_OURS}.attach.attachment:ENGINE_PROPERTY",
+        is_wrapper=False,
+    ),
+    Seam(
+        "consolidated weights",
+        _ENGINE,
+        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+        "the 16-bit model for saving is a file on the drive instead of host memory on rank 0",
+        f"{_OURS}.weights.export:wrap_consolidate",
+    ),
+    *(
+        Seam(
+            name.strip("_"),
+            _ENGINE,
+            f"DeepSpeedEngine.{name}",
+            reason,
+            f"{_OURS}.checkpoint.engine:wrap_{name.strip('_')}",
+        )
+        for name, reason in (
+            ("save_checkpoint", "a save is atomic, and tensors go straight into it"),
+            ("load_checkpoint", "a load verifies first, and takes tensors straight back"),
+            ("zero_nvme_offload_optimizer", "false during both: no folder is copied"),
+            ("_load_zero_checkpoint", "upstream reads whole files into memory"),
+            ("_get_all_ckpt_names", "other ranks than there are may have saved"),
+        )
+    ),
+    *(
+        Seam(
+            f"aio in {module}",
+            f"{_SWAP}.{module}",
+            "AsyncIOBuilder",
+            "gives DeepSpeed's own swapper a handle over our store",
+            f"{_OURS}.stock.aio_handle:wrap_builder",
+        )
+        for module in (
+            "partitioned_param_swapper",
+            "partitioned_optimizer_swapper",
+            "pipelined_optimizer_swapper",
+        )
+    ),
+)
+
+#: Definitions that our subclasses override or whose behaviour they rely on.
+WATCHED: tuple[tuple[str, str], ...] = (
+    *(
+        (f"{_ZERO}.stage3", f"DeepSpeedZeroOptimizer_Stage3.{method}")
+        for method in (
+            "__init__",
+            "_configure_offloading",
+            "_configure_tensor_swapping",
+            "_create_param_groups_fp16_flat_cpu_memory",
+            "_setup_for_real_optimizer",
+            "_create_fp32_partitions",
+            "_swap_in_sub_group_to_flat_buffer",
+            "initialize_optimizer_states",
+            "partition_grads",
+            "_finalize_offload_gradient_accumulation",
+            "_constant_buffered_norm2",
+            "complete_grad_norm_calculation_for_cpu_offload",
+            "_partitioned_params_swap_out",
+            "has_overflow",
+            "step",
+            "_prepare_sub_group",
+            "unscale_and_clip_grads",
+            "_optimizer_step",
+            "_reassign_or_swap_out_partitioned_parameters",
+            "_release_sub_group",
+            "_partition_all_parameters",
+            "_post_step",
+            "reset_swap_buffers",
+            "_get_fp32_grad_state_partition",
+            "_get_fp32_opt_state_partition",
+            "_optimizer_states_and_gradient_swap_out",
+            "_writeback_swap_state",
+            "set_local_grad_for_param",
+            "set_local_hp_param",
+            "update_fp32_grad_for_param_vectorized",
+            "_restore_from_bit16_weights",
+            "_rigid_state_dict",
+            "_rigid_load_state_dict",
+            "_set_fp32_optimizer_param_groups",
+            "_clear_fp32_optimizer_param_groups",
+            "destroy",
+        )
+    ),
+    *(
+        (_ENGINE, f"DeepSpeedEngine.{method}")
+        for method in (
+            "_load_checkpoint",
+            "_save_zero_checkpoint",
+            "_get_ckpt_name",
+            "_get_zero_ckpt_name",
+            "_get_rank_zero_ckpt_name",
+            "_get_zero_param_shapes",
+        )
+    ),
+    (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
+    (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
+    (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
+    (f"{_ZERO}.partition_parameters", "Init._all_gather"),
+    (f"{_SWAP}.optimizer_utils", "OptimizerSwapper"),
+    (f"{_SWAP}.optimizer_utils", "OptimizerStateSwapInfo"),
+    (f"{_SWAP}.partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),
+    (f"{_SWAP}.pipelined_optimizer_swapper", "PipelinedOptimizerSwapper"),
+    ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.step"),
+    ("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion.step"),
+    ("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad.step"),
+)
+
+
+def relied_on() -> list[tuple[str, str]]:
+    """Return module and name of every definition whose code must be known.
+
+    Of the optimizer class the methods that matter are in WATCHED one by one, and of AsyncIOBuilder
+    only the name is used.
+    """
+    by_name_only = (
+        "AsyncIOBuilder",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "DeepSpeedEngine.memascend",
+    )
+    seams = [(seam.module, seam.attribute) for seam in SEAMS if seam.attribute not in by_name_only]
+    return [*seams, *WATCHED]

@@ -1,0 +1,49 @@
+"""The environment: our switches, the launcher's numbers, the user's cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from memascend.config import block, environment
+
+
+@pytest.mark.parametrize(("value", "disabled"), [("1", True), ("true", True), ("0", False)])
+def test_the_environment_can_disable(
+    monkeypatch: pytest.MonkeyPatch, value: str, disabled: bool
+) -> None:
+    monkeypatch.setenv(environment.DISABLE_VARIABLE, value)
+    assert environment.is_disabled() is disabled
+    assert (block.active_config({"memascend": {}}) is None) is disabled
+
+
+def test_a_block_of_blanks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.CONFIG_VARIABLE, " ")
+    assert environment.block_text() == ""
+
+
+def test_measurements_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert str(environment.cache_directory()) == "/cache/memascend"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert str(environment.cache_directory()) == "/home/somebody/.cache/memascend"
+
+
+@pytest.mark.parametrize(("text", "rank"), [("3", 3), ("-1", 0), ("", 0)])
+def test_the_launcher_states_which_rank_of_the_machine_this_is(
+    monkeypatch: pytest.MonkeyPatch, text: str, rank: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", text)
+    assert environment.local_rank() == rank
+
+
+def test_the_launcher_states_how_many_ranks_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.local_world_size() == 1
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    assert environment.local_world_size() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert environment.local_world_size() == 4
