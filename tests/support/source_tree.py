@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "memascend"
 
 PYTHON = sorted(path.relative_to(ROOT) for path in PACKAGE.rglob("*.py"))
+#: The native module, as an import sees it.
+CORE = Path("memascend/_core.pyi")
 NATIVE = sorted(
     path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".hpp")
 )
@@ -44,7 +46,7 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imported_files(tree: ast.AST, files: Iterable[Path] = PYTHON) -> set[Path]:
+def imported_files(tree: ast.AST, files: Iterable[Path] = (*PYTHON, CORE)) -> set[Path]:
     """Return which of the files a module imports, or imports something of."""
     known = {file.with_suffix("").as_posix().replace("/", "."): file for file in files}
     known |= {

@@ -17,8 +17,8 @@ from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.ledger import Ledger, describe_plan
-from memascend.volumes.directory import provide_directory
 from memascend.runtime import Runtime
+from memascend.volumes.directory import provide_directory
 
 log = logging.getLogger(__name__)
 
