@@ -22,7 +22,7 @@ from memascend.system.pages import page_out
 #: About so many bytes of a file may be in the page cache, on their way to the drive or from it.
 FLUSH_BYTES = 64 << 20
 #: What is read at once where no staging slot is at hand.
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 1 << 20
 
 #: Called with the number of bytes that have been moved since the last call.
 Advance = Callable[[int], None]
@@ -113,7 +113,7 @@ def sum_file(path: Path, advance: Advance) -> tuple[int, int]:
     Raises:
         OSError: It cannot be read.
     """
-    view = torch.empty(PIECE_BYTES, dtype=torch.uint8).numpy().data
+    view = memoryview(bytearray(PIECE_BYTES))
     crc32 = nbytes = 0
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(view):

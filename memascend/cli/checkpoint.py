@@ -14,7 +14,7 @@ example:
   memascend checkpoint to-universal checkpoints/global_step500
 
 Makes checkpoints/global_step500_universal and checkpoints/latest_universal, as DeepSpeed's
-ds_to_universal.py does, in 16 MiB of memory for tensors of any size. Any number of ranks loads it
+ds_to_universal.py does, in 1 MiB of memory for tensors of any size. Any number of ranks loads it
 with "checkpoint": {"load_universal": true} in the DeepSpeed JSON, with memascend or without."""
 
 
