@@ -17,9 +17,13 @@ from tests.support.program import run_program
 __all__ = ["run_program"]
 
 # "quick" tries the same few examples every time. "full" tries as many as the tests ask for, others
-# every time: its seed is printed. See tests/support/examples.py.
-hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True)
-hypothesis.settings.register_profile("full", max_examples=100, print_blob=True)
+# every time: its seed is printed. See tests/support/examples.py. How long one takes is not tested.
+PATIENT: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True, **PATIENT)
+hypothesis.settings.register_profile("full", max_examples=100, print_blob=True, **PATIENT)
 hypothesis.settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 
