@@ -17,9 +17,13 @@ from tests.support.program import run_program
 __all__ = ["run_program"]
 
 # "quick" tries the same few examples every time. "full" tries as many as the tests ask for, others
-# every time: its seed is printed. See tests/support/examples.py.
-hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True)
-hypothesis.settings.register_profile("full", max_examples=100, print_blob=True)
+# every time: its seed is printed. See tests/support/examples.py. How long one takes is not tested.
+PATIENT: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True, **PATIENT)
+hypothesis.settings.register_profile("full", max_examples=100, print_blob=True, **PATIENT)
 hypothesis.settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 
@@ -44,7 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group_of(item: pytest.Item) -> str:
-    """Name the parity runs of so many ranks, which share oracles, or else the test's file."""
+    """Name the parity runs of so many ranks, which share oracles, or else the test's file.
+
+    What needs root changes the machine, its loop devices for one: never two of these at once.
+    """
+    if item.get_closest_marker("root"):
+        return "root"
     path = item.nodeid.partition("::")[0]
     if not path.startswith("tests/parity/") or path.endswith("test_divisions.py"):
         return path
@@ -55,7 +64,7 @@ def _group_of(item: pytest.Item) -> str:
 
 def _place_of(group: str) -> int:
     """Order by how long it takes: parity, more so of two ranks, then what starts programs."""
-    beginnings = ("parity 2", "parity 1", "tests/parity/", "tests/integration/", "tests/")
+    beginnings = ("parity 2", "parity 1", "tests/parity/", "tests/integration/", "root", "tests/")
     return next(place for place, text in enumerate(beginnings) if group.startswith(text))
 
 

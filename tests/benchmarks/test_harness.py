@@ -79,7 +79,6 @@ def test_the_verify_bench_compares_with_a_store_that_verifies_nothing(tmp_path: 
             assert row["figures"]["time_to_off"]["p50"] == 1
 
 
-@pytest.mark.full
 def test_the_nvme_bench_measures_both_engines(tmp_path: Path) -> None:
     rows = rows_of("nvme", tmp_path, "--without-deepspeed")
     measured = {row["contender"] for row in rows if "not_run" not in row["figures"]}
@@ -93,6 +92,7 @@ def test_the_nvme_bench_measures_both_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.deepspeed
+@pytest.mark.full
 def test_the_nvme_bench_gives_ratios_to_deepspeed_where_its_op_builds(tmp_path: Path) -> None:
     rows = rows_of("nvme", tmp_path)
     refused = [row["figures"]["not_run"] for row in rows if "not_run" in row["figures"]]
