@@ -26,7 +26,8 @@ import torch
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.errors import EngineUnavailableError
 from memascend.memory.allocator import HostAllocator
-from memascend.nvme import store as nvme
+from memascend.nvme.store import TensorStore
+from memascend.plan.knobs import BOUNCE_BYTES
 
 QUESTION = "NVMe: throughput and CPU against DeepSpeed's aio_handle"
 # (bytes of a tensor, tensors)
@@ -65,18 +66,18 @@ class _Side(Protocol):
 class _StoreSide:
     """Ours: keys of one store."""
 
-    store: nvme.TensorStore
+    store: TensorStore
     buffer: torch.Tensor
 
     def write(self, nbytes: int, count: int) -> None:
-        self.store.wait(
-            [self.store.write(key=key, source=piece) for key, piece in self._pieces(nbytes, count)]
-        )
+        started = self._pieces(nbytes, count)
+        for ticket in [self.store.write(key=key, source=piece) for key, piece in started]:
+            ticket.wait()
 
     def read(self, nbytes: int, count: int) -> None:
-        self.store.wait(
-            [self.store.read(key=key, target=piece) for key, piece in self._pieces(nbytes, count)]
-        )
+        started = self._pieces(nbytes, count)
+        for ticket in [self.store.read(key=key, target=piece) for key, piece in started]:
+            ticket.wait()
 
     def clear(self, count: int) -> None:
         for index in range(count):
@@ -203,14 +204,13 @@ def _sides(
         block = allocator.block(buffer_bytes, component="bench")
         buffer = torch.frombuffer(block, dtype=torch.uint8)
         for engine in ENGINES:
-            bounce = allocator.block(nvme.BOUNCE_BYTES, component="bench")
+            bounce = allocator.block(BOUNCE_BYTES, component="bench")
             try:
-                store = nvme.TensorStore(volumes=[parent], bounce=bounce, engine=engine)
+                store = TensorStore(volumes=[parent], bounce=bounce, engine=engine)
             except EngineUnavailableError as error:
                 refusals[f"memascend {engine}"] = str(error)
                 continue
             stack.callback(store.close)
-            store.register(block)
             sides[f"memascend {engine}"] = _StoreSide(store, buffer)
         yield sides, refusals
 

@@ -20,7 +20,8 @@ import torch
 from memascend import _core
 from memascend.base.units import KIB, MIB, format_nbytes, page_up
 from memascend.memory.allocator import HostAllocator
-from memascend.nvme import store as nvme
+from memascend.nvme.store import TensorStore
+from memascend.plan.knobs import BOUNCE_BYTES
 
 QUESTION = "verify: the cost of checksums, and of reading back"
 WAYS = ("off", "reads", "full")
@@ -53,8 +54,8 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
         parent = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
         stores = {}
         for way in WAYS:
-            bounce = arena.block(nvme.BOUNCE_BYTES, component="bench")
-            store = nvme.TensorStore(volumes=[parent], bounce=bounce, verify=way)
+            bounce = arena.block(BOUNCE_BYTES, component="bench")
+            store = TensorStore(volumes=[parent], bounce=bounce, verify=way)
             stores[way] = stack.enter_context(store)
         for nbytes, count in CASES[size]:
             config = {"nbytes": nbytes, "count": count, "rounds": rounds}
@@ -95,7 +96,7 @@ def _measure_checksum(
 
 
 def _measure_stores(
-    stores: dict[str, nvme.TensorStore],
+    stores: dict[str, TensorStore],
     buffer: torch.Tensor,
     operation: str,
     nbytes: int,
@@ -106,7 +107,7 @@ def _measure_stores(
     stride = page_up(nbytes)
     pieces = [buffer.narrow(0, index * stride, nbytes) for index in range(count)]
 
-    def work(store: nvme.TensorStore) -> Callable[[], None]:
+    def work(store: TensorStore) -> Callable[[], None]:
         def transfer() -> None:
             if operation == "write":
                 tickets = [
@@ -116,7 +117,8 @@ def _measure_stores(
                 tickets = [
                     store.read(key=f"tensor{i}", target=piece) for i, piece in enumerate(pieces)
                 ]
-            store.wait(tickets)
+            for ticket in tickets:
+                ticket.wait()
 
         return transfer
 

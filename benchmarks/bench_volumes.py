@@ -26,7 +26,8 @@ import torch
 
 from memascend.base.units import MIB
 from memascend.config.block import parse_block
-from memascend.nvme.store import BOUNCE_BYTES, TensorStore
+from memascend.nvme.store import TensorStore
+from memascend.plan.knobs import BOUNCE_BYTES
 from memascend.volumes.device import claimed, format_device
 from memascend.volumes.prepare import prepared
 
@@ -134,9 +135,9 @@ def measure(volumes: Sequence[dict[str, Any]], folder: Path, options: argparse.N
         store = TensorStore(volumes=opened, bounce=bounce, engine=options.engine)
     try:
         start = time.monotonic()
-        store.wait(store.write(key=KEY, source=tensor))
+        store.write(key=KEY, source=tensor).wait()
         written = time.monotonic()
-        store.wait(store.read(key=KEY, target=tensor))
+        store.read(key=KEY, target=tensor).wait()
         return Speed(nbytes / (written - start), nbytes / (time.monotonic() - written))
     finally:
         store.close()

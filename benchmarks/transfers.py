@@ -14,15 +14,13 @@ from pathlib import Path
 import torch
 
 from memascend.memory.allocator import HostAllocator
-from memascend.nvme import store as nvme
-from memascend.nvme.store import Ticket
+from memascend.nvme.store import TensorStore, Ticket
+from memascend.plan.knobs import BOUNCE_BYTES, TILE_COUNT, TILE_NUMEL
 
 #: Bytes of each element, by key.
 READ = {"master": 4, "exp_avg": 4, "exp_avg_sq": 4, "gradient": 2}
 WRITTEN = {"master": 4, "exp_avg": 4, "exp_avg_sq": 4, "parameter": 2}
 ELEMENT_BYTES = READ | WRITTEN
-TILE_NUMEL = (32 << 20) // 4  # memascend's, unless the config says otherwise
-TILE_COUNT = 3
 
 
 class Transfers:
@@ -40,9 +38,9 @@ class Transfers:
         folder = tempfile.TemporaryDirectory(prefix="memascend-bench-", dir=directory)
         path = Path(self._stack.enter_context(folder))
         allocator = HostAllocator()
-        self._store = nvme.TensorStore(
+        self._store = TensorStore(
             volumes=[path],
-            bounce=allocator.tensor(nvme.BOUNCE_BYTES, torch.uint8, component="bench"),
+            bounce=allocator.tensor(BOUNCE_BYTES, torch.uint8, component="bench"),
         )
         self._stack.callback(self._store.close)
         self._tiles = [
@@ -55,7 +53,7 @@ class Transfers:
         for key, size in ELEMENT_BYTES.items():
             self._store.reserve(key=key, nbytes=numel * size)
         for begin in self._begins():
-            self._store.wait(self._start("write", ELEMENT_BYTES, begin, self._tiles[0]))
+            _wait(self._start("write", ELEMENT_BYTES, begin, self._tiles[0]))
 
     def run(self) -> None:
         """Moves what one step moves."""
@@ -65,13 +63,13 @@ class Transfers:
         for index in range(len(begins)):
             for ahead in range(len(reading), min(index + TILE_COUNT - 1, len(begins))):
                 tile = ahead % TILE_COUNT
-                self._store.wait(writing[tile])
+                _wait(writing[tile])
                 reading.append(self._start("read", READ, begins[ahead], self._tiles[tile]))
             tile = index % TILE_COUNT
-            self._store.wait(reading[index])
+            _wait(reading[index])
             writing[tile] = self._start("write", WRITTEN, begins[index], self._tiles[tile])
         for tickets in writing:
-            self._store.wait(tickets)
+            _wait(tickets)
 
     def stats(self) -> dict[str, int | float]:
         """The store's counters."""
@@ -103,3 +101,8 @@ class Transfers:
             else:
                 tickets.append(self._store.write(key=key, source=part, offset_bytes=offset))
         return tickets
+
+
+def _wait(tickets: list[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.wait()

@@ -31,7 +31,8 @@ from rich.text import Text
 from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.memory.allocator import HostAllocator, describe
 from memascend.memory.pool import Pool
-from memascend.nvme.store import BOUNCE_BYTES, TensorStore
+from memascend.nvme.store import TensorStore
+from memascend.plan.knobs import BOUNCE_BYTES
 from memascend.streaming.parameters import ParameterStream
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,10 +15,10 @@ namespace memascend {
 /// By the processor's instruction where it has one.
 std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t previous = 0);
 
-/// The same by tables alone, on any processor.
+/// Computes it by tables alone, on any processor.
 std::uint32_t crc32c_portable(std::span<const std::byte> bytes, std::uint32_t previous = 0);
 
-/// What crc32c() uses here: "sse4.2" or "tables".
+/// The way crc32c() works here: "sse4.2" or "tables".
 std::string_view crc32c_method();
 
 }  // namespace memascend

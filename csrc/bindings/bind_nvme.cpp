@@ -211,11 +211,6 @@ void wait_in_slices(WaitFor is_over_within) {
   }
 }
 
-void wait_for(Store& store, const StoreTicket& ticket) {
-  MA_EXPECT(&store == ticket.store.get(), "the ticket belongs to another store");
-  wait_in_slices([&](auto slice) { return store.wait_for(*ticket.ticket, slice); });
-}
-
 void close(Store& store) {
   try {
     wait_in_slices([&](auto slice) { return store.close_within(slice); });
@@ -249,7 +244,6 @@ void bind_store(py::module_& module) {
       .def("read", &start_read, py::kw_only(), py::arg("key"), py::arg("address"),
            py::arg("nbytes"), py::arg("offset") = 0, py::arg("capacity") = 0,
            py::arg("hold") = py::none())
-      .def("wait", &wait_for, py::arg("ticket"))
       .def("wait_all",
            [](Store& store) {
              wait_in_slices([&](auto slice) { return store.wait_all_for(slice); });
@@ -263,23 +257,10 @@ void bind_store(py::module_& module) {
       .def("provide_checksums", &Store::provide_checksums, py::kw_only(), py::arg("nbytes"),
            WithoutGil())
       .def("set_recovery", &Store::set_recovery, py::arg("recovery"), WithoutGil())
-      .def(
-          "register_buffer",
-          [](Store& store, std::uintptr_t address, std::size_t nbytes) {
-            return store.register_buffer(as_span(address, nbytes));
-          },
-          py::kw_only(), py::arg("address"), py::arg("nbytes"), WithoutGil())
-      .def(
-          "unregister_buffer",
-          [](Store& store, std::uintptr_t address, std::size_t nbytes) {
-            store.unregister_buffer(as_span(address, nbytes));
-          },
-          py::kw_only(), py::arg("address"), py::arg("nbytes"), WithoutGil())
       .def("close", &close)
       .def_property_readonly("engine_name", &Store::engine_name)
       .def_property_readonly("engine_reason", &Store::engine_reason)
-      .def_property_readonly("engine_description",
-                             py::cpp_function(&Store::engine_description, WithoutGil()))
+      .def_property_readonly("engine_description", &Store::engine_description)
       .def_property_readonly("direct", &Store::direct)
       .def_property_readonly("offset_alignment_bytes",
                              [](const Store& store) { return store.alignment().offset_bytes; })
@@ -310,7 +291,11 @@ void bind_volumes(py::module_& module) {
 
 void bind_ticket(py::module_& module) {
   py::class_<StoreTicket>(module, "Ticket", "What to wait on for one read or write.")
-      .def("wait", [](const StoreTicket& ticket) { wait_for(*ticket.store, ticket); })
+      .def("wait",
+           [](const StoreTicket& ticket) {
+             wait_in_slices(
+                 [&](auto slice) { return ticket.store->wait_for(*ticket.ticket, slice); });
+           })
       .def("done", [](const StoreTicket& ticket) { return ticket.ticket->done(); })
       .def_property_readonly("nbytes",
                              [](const StoreTicket& ticket) { return ticket.ticket->nbytes(); });

@@ -8,7 +8,7 @@
 
 #include "base/align.hpp"
 #include "base/check.hpp"
-#include "nvme/store_section.hpp"
+#include "nvme/store_call.hpp"
 
 namespace memascend {
 
@@ -70,6 +70,7 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
   queue_ = std::make_shared<TransferQueue>(
       std::move(choice.engine), space_.volumes(), space_.alignment(), std::move(options.transfer),
       [this](std::span<Transfer* const> transfers) { finished(transfers); });
+  engine_description_ = queue_->engine_description();
 }
 
 Store::~Store() {
@@ -81,15 +82,15 @@ Store::~Store() {
 }
 
 void Store::reserve(const std::string& key, std::uint64_t nbytes) {
-  Section section(*this);
-  section.expect_open();
-  reserve_locked(section, key, nbytes);
+  LockedCall call(*this);
+  call.expect_open();
+  reserve_locked(call, key, nbytes);
 }
 
-void Store::reserve_locked(Section& section, const std::string& key, std::uint64_t nbytes) {
+void Store::reserve_locked(LockedCall& call, const std::string& key, std::uint64_t nbytes) {
   const auto present = entries_.find(key);
   if (present != entries_.end() && present->second->nbytes == nbytes) return;
-  Entry* old = wait_until_quiet(section, key);
+  Entry* old = wait_until_quiet(call, key);
   // Another thread may have made it meanwhile, and written to it.
   if (old != nullptr && old->nbytes == nbytes) return;
   // The new room is found before the old is given back, so that a full volume changes nothing.
@@ -103,9 +104,9 @@ void Store::reserve_locked(Section& section, const std::string& key, std::uint64
 
 std::shared_ptr<Ticket> Store::write(const std::string& key, std::uint64_t nbytes, Memory source,
                                      std::optional<std::uint64_t> offset) {
-  Section section(*this);
-  section.expect_open();
-  if (!offset) reserve_locked(section, key, nbytes);
+  LockedCall call(*this);
+  call.expect_open();
+  if (!offset) reserve_locked(call, key, nbytes);
   Entry& entry = find(key);
   return start(entry,
                {Operation::kWrite, entry.nbytes, offset.value_or(0), nbytes, source.data,
@@ -115,8 +116,8 @@ std::shared_ptr<Ticket> Store::write(const std::string& key, std::uint64_t nbyte
 
 std::shared_ptr<Ticket> Store::read(const std::string& key, std::uint64_t nbytes, Memory target,
                                     std::uint64_t offset) {
-  Section section(*this);
-  section.expect_open();
+  LockedCall call(*this);
+  call.expect_open();
   Entry& entry = find(key);
   const bool rewritten = std::any_of(entry.jobs.begin(), entry.jobs.end(), [](const auto& job) {
     return job->whole && job->operation == Operation::kWrite;
@@ -209,9 +210,9 @@ void Store::wait(Ticket& ticket) {
 }
 
 bool Store::wait_for(Ticket& ticket, std::chrono::milliseconds timeout) {
-  Section section(*this);
-  const bool done = ticket.done() || section.wait_for(ticket.finished_, &ticket.waiter_count_,
-                                                      timeout, [&] { return ticket.done(); });
+  LockedCall call(*this);
+  const bool done = ticket.done() || call.wait_for(ticket.finished_, &ticket.waiter_count_, timeout,
+                                                   [&] { return ticket.done(); });
   if (done && ticket.error_) {
     throw_store_error(describe(ticket.operation_, *ticket.error_, recovery_), *ticket.error_);
   }
@@ -224,30 +225,30 @@ void Store::wait_all() {
 }
 
 bool Store::wait_all_for(std::chrono::milliseconds timeout) {
-  Section section(*this);
-  return section.wait_for(quiet_, &quiet_waiter_count_, timeout, [&] { return job_count_ == 0; });
+  LockedCall call(*this);
+  return call.wait_for(quiet_, &quiet_waiter_count_, timeout, [&] { return job_count_ == 0; });
 }
 
 // The entry of `key` once nothing is in flight on it, or nullptr when there is none (any more).
-Store::Entry* Store::wait_until_quiet(Section& section, const std::string& key) {
+Store::Entry* Store::wait_until_quiet(LockedCall& call, const std::string& key) {
   const auto find_entry = [&]() -> Entry* {
     const auto place = entries_.find(key);
     return place == entries_.end() ? nullptr : place->second.get();
   };
   Entry* entry = find_entry();
   if (entry == nullptr || entry->jobs.empty()) return entry;
-  section.wait(quiet_, &quiet_waiter_count_, [&] {
+  call.wait(quiet_, &quiet_waiter_count_, [&] {
     entry = find_entry();
     return entry == nullptr || entry->jobs.empty();
   });
-  section.expect_open();
+  call.expect_open();
   return entry;
 }
 
 bool Store::discard(const std::string& key) {
-  Section section(*this);
-  section.expect_open();
-  const Entry* entry = wait_until_quiet(section, key);
+  LockedCall call(*this);
+  call.expect_open();
+  const Entry* entry = wait_until_quiet(call, key);
   if (entry == nullptr) return false;
   space_.give(entry->extents);
   entries_.erase(key);
@@ -264,46 +265,23 @@ Store::Entry& Store::find(const std::string& key) {
 }
 
 bool Store::contains(const std::string& key) {
-  Section section(*this);
-  section.expect_open();
+  LockedCall call(*this);
+  call.expect_open();
   return entries_.contains(key);
 }
 
 std::uint64_t Store::nbytes(const std::string& key) {
-  Section section(*this);
-  section.expect_open();
+  LockedCall call(*this);
+  call.expect_open();
   return find(key).nbytes;
 }
 
 std::vector<std::string> Store::keys() {
-  Section section(*this);
-  section.expect_open();
+  LockedCall call(*this);
+  call.expect_open();
   std::vector<std::string> names;
   for (const auto& [key, entry] : entries_) names.push_back(key);
   return names;
-}
-
-bool Store::register_buffer(std::span<std::byte> memory) {
-  bool registered = false;
-  open_queue()->call([&](Engine& engine) { registered = engine.register_buffer(memory); });
-  return registered;
-}
-
-void Store::unregister_buffer(std::span<std::byte> memory) {
-  open_queue()->call([&](Engine& engine) { engine.unregister_buffer(memory); });
-}
-
-std::string Store::engine_description() {
-  std::string text;
-  open_queue()->call([&](Engine& engine) { text = engine.description(); });
-  return text;
-}
-
-// The queue, for calls that must not hold the mutex: the queue's thread takes it, too.
-std::shared_ptr<TransferQueue> Store::open_queue() {
-  Section section(*this);
-  section.expect_open();
-  return queue_;
 }
 
 bool Store::close_within(std::chrono::milliseconds timeout) {
@@ -316,14 +294,14 @@ void Store::close() {
   if (::getpid() != owner_process_) return;
   std::shared_ptr<TransferQueue> queue;
   {
-    Section section(*this);
+    LockedCall call(*this);
     closed_ = true;
-    section.wait(quiet_, &quiet_waiter_count_, [this] { return job_count_ == 0; });
+    call.wait(quiet_, &quiet_waiter_count_, [this] { return job_count_ == 0; });
     queue = std::move(queue_);
   }
   if (queue == nullptr) return;  // closed before
   queue.reset();                 // ends the thread and the engine, which know the files
-  const Section section(*this);
+  const LockedCall call(*this);
   entries_.clear();
   space_.close();
   checksums_.reset();

@@ -40,7 +40,7 @@ struct StoreOptions {
   std::shared_ptr<void> bounce_hold;  // owner of transfer.bounce, kept as long as the store
 };
 
-/// What to wait on for one read or write. Filled by the store.
+/// A handle to wait on for one read or write. Filled by the store.
 class Ticket {
  public:
   explicit Ticket(Operation operation, std::uint64_t nbytes)
@@ -120,11 +120,11 @@ class Store {
                                std::uint64_t offset = 0);
   /// Waits for one transfer. Throws StoreError, as often as asked, when it failed.
   void wait(Ticket& ticket);
-  /// The same, for no longer than `timeout`; false when the transfer is not over by then.
+  /// Waits no longer than `timeout`; false when the transfer is not over by then.
   bool wait_for(Ticket& ticket, std::chrono::milliseconds timeout);
   /// Waits until nothing is in flight. Throws nothing: tickets keep their errors.
   void wait_all();
-  /// The same, for no longer than `timeout`; false when something is in flight by then.
+  /// Waits no longer than `timeout`; false when something is in flight by then.
   bool wait_all_for(std::chrono::milliseconds timeout);
 
   /// Forgets a key after its I/O; false when there is none.
@@ -138,15 +138,12 @@ class Store {
   /// Takes the host memory of checksums ahead, `nbytes` in all; nothing without verification. It
   /// grows with the keys where that is not enough.
   void provide_checksums(std::uint64_t nbytes);
-  /// What an error about corrupted data tells the user to do.
+  /// Sets what to do about corrupted data, for the messages of errors.
   void set_recovery(const std::string& recovery);
-
-  bool register_buffer(std::span<std::byte> memory);
-  void unregister_buffer(std::span<std::byte> memory);
 
   const std::string& engine_name() const noexcept { return engine_name_; }
   const std::string& engine_reason() const noexcept { return engine_reason_; }
-  std::string engine_description();
+  const std::string& engine_description() const noexcept { return engine_description_; }
   Alignment alignment() const noexcept { return space_.alignment(); }
   /// No page cache on any volume.
   bool direct() const noexcept { return direct_; }
@@ -154,7 +151,7 @@ class Store {
   /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
   /// Does nothing in a forked child.
   void close();
-  /// The same when nothing is in flight within `timeout`; false, and nothing done, otherwise.
+  /// Closes when nothing is in flight within `timeout`; false, and nothing done, otherwise.
   bool close_within(std::chrono::milliseconds timeout);
   /// For a device that does not answer when the process ends: the last owner leaves the store, its
   /// thread and the memory in flight to that end, instead of waiting.
@@ -163,14 +160,13 @@ class Store {
  private:
   struct Entry;
   struct Job;
-  class Section;
+  class LockedCall;
 
   Store(StoreOptions options, std::vector<Volume> volumes);
   Entry& find(const std::string& key);
-  void reserve_locked(Section& section, const std::string& key, std::uint64_t nbytes);
-  Entry* wait_until_quiet(Section& section, const std::string& key);
+  void reserve_locked(LockedCall& call, const std::string& key, std::uint64_t nbytes);
+  Entry* wait_until_quiet(LockedCall& call, const std::string& key);
   std::shared_ptr<Ticket> start(Entry& entry, const KeyRange& range, std::shared_ptr<void> hold);
-  std::shared_ptr<TransferQueue> open_queue();
   void finished(std::span<Transfer* const> transfers);
   void finish(Job* job, std::vector<Job*>* over);
 
@@ -180,6 +176,7 @@ class Store {
   std::shared_ptr<void> bounce_hold_;
   std::string engine_name_;
   std::string engine_reason_;
+  std::string engine_description_;
   const bool direct_;
   const std::uint64_t block_bytes_;
 

@@ -1,12 +1,12 @@
-// What a store says of itself, and what it is told beside its work.
+// Counters of a store, and what is set beside its work.
 #include "nvme/store.hpp"
-#include "nvme/store_section.hpp"
+#include "nvme/store_call.hpp"
 
 namespace memascend {
 
 StoreStats Store::stats() {
-  Section section(*this);
-  section.expect_open();
+  LockedCall call(*this);
+  call.expect_open();
   const TransferQueue::Counters& counters = queue_->counters();
   return {counters.bytes_read,
           counters.bytes_written,
@@ -31,8 +31,8 @@ StoreStats Store::stats() {
 }
 
 std::vector<VolumeStats> Store::volume_stats() {
-  Section section(*this);
-  section.expect_open();
+  LockedCall call(*this);
+  call.expect_open();
   std::vector<VolumeStats> result;
   for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
     const Volume& volume = space_.volumes()[index];
@@ -43,13 +43,13 @@ std::vector<VolumeStats> Store::volume_stats() {
 }
 
 void Store::provide_checksums(std::uint64_t nbytes) {
-  const Section section(*this);
-  section.expect_open();
+  const LockedCall call(*this);
+  call.expect_open();
   if (checksums_ != nullptr) checksums_->provide(nbytes);
 }
 
 void Store::set_recovery(const std::string& recovery) {
-  const Section section(*this);
+  const LockedCall call(*this);
   recovery_ = recovery;
 }
 

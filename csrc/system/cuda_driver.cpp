@@ -73,8 +73,8 @@ std::unique_ptr<CudaDriver> CudaDriver::open(const std::string& library, std::ui
     reason = join(library, " has no ", missing);
     return nullptr;
   }
-  // No cuInit: before CUDA is initialised this call says so, and initialising it here would break
-  // a later fork.
+  // No cuInit: before CUDA is initialised this call fails with that, and initialising it here would
+  // break a later fork.
   const int code = functions.get_current(&driver->context_);
   if (code != kSuccess && code != kNotInitialized) {
     reason = functions.text(code);

@@ -36,7 +36,7 @@ class CudaDriver {
 
   /// As unregister_memory, for memory that the process will put to another use: waits until the
   /// device is idle, as a copy may still be in flight. Returns an empty text, or what failed; then
-  /// the chunks that had already gone have been registered again, or the text says that this failed
+  /// the chunks that had already gone have been registered again, or the text has that failure
   /// too.
   std::string try_unregister_memory(std::span<std::byte> range) const;
 

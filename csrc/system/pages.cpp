@@ -111,7 +111,7 @@ void collapse(std::span<std::byte> piece) {
   const std::uint64_t first = align_up(start, kHugePageBytes);
   const std::uint64_t last = align_down(start + piece.size(), kHugePageBytes);
   if (first >= last) return;
-  // The result does not matter: measure_pages() tells what is huge in the end.
+  // The result does not matter: measure_pages() finds what is huge in the end.
   (void)madvise(reinterpret_cast<void*>(first), last - first, kMadvCollapse);
 }
 

@@ -6,7 +6,7 @@
 //
 // Two kinds of failure. Running out of memory or addresses throws HostMemoryError. Everything that
 // only makes memory better (huge pages, a node, a page lock) is best effort: it goes on without and
-// adds one note that says what is missing, why, and how to get it.
+// adds one note on what is missing, why, and how to get it.
 #pragma once
 
 #include <sys/types.h>
@@ -49,7 +49,7 @@ struct PageOptions {
 
 inline constexpr unsigned kPrefaultThreadsMax = 16;
 
-/// What could not be obtained, each thing once, in the order it was noticed.
+/// Notes on what could not be obtained, each once, in the order it was noticed.
 class Notes {
  public:
   void add(std::string note);
@@ -95,7 +95,7 @@ bool lock_pages(std::span<std::byte> piece, Notes& notes);
 /// the piece then still has its memory.
 bool discard_pages(std::span<std::byte> piece, Notes& notes);
 
-/// What the kernel says lies behind a range.
+/// The pages behind a range, as the kernel counts them.
 struct PageUsage {
   std::uint64_t resident_bytes = 0;
   std::uint64_t huge_page_bytes = 0;  // transparent and explicit
@@ -105,11 +105,11 @@ struct PageUsage {
 /// Reads /proc/self/smaps. All zero, with a note, where that file is missing.
 PageUsage measure_pages(std::span<const std::byte> range, Notes& notes);
 
-/// The NUMA node that holds a page, -1 when the kernel does not tell.
+/// The NUMA node that holds a page, -1 when unknown.
 int node_of_page(const std::byte* page);
 
 /// Physical memory of the machine, and the part the kernel could hand out now without swapping.
-/// 0 where the kernel does not tell.
+/// 0 where unknown.
 std::uint64_t physical_memory_bytes();
 std::uint64_t available_memory_bytes();
 

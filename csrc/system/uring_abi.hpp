@@ -25,27 +25,7 @@ namespace memascend::uring {
 // Opcodes of io_uring_register; an enum in the kernel's header, so #ifndef cannot complete it.
 constexpr unsigned kRegisterFiles = 2;
 constexpr unsigned kUnregisterFiles = 3;
-constexpr unsigned kRegisterEnableRings = 12;    // Linux 5.10
-constexpr unsigned kRegisterBuffersSparse = 15;  // IORING_REGISTER_BUFFERS2, sparse: Linux 5.19
-constexpr unsigned kRegisterBuffersUpdate = 16;
-constexpr std::uint32_t kSparse = 1;
-
-struct ResourceRegister {  // struct io_uring_rsrc_register
-  std::uint32_t count;
-  std::uint32_t flags;
-  std::uint64_t reserved;
-  std::uint64_t data;
-  std::uint64_t tags;
-};
-
-struct ResourceUpdate {  // struct io_uring_rsrc_update2
-  std::uint32_t offset;
-  std::uint32_t reserved;
-  std::uint64_t data;
-  std::uint64_t tags;
-  std::uint32_t count;
-  std::uint32_t reserved2;
-};
+constexpr unsigned kRegisterEnableRings = 12;  // Linux 5.10
 
 struct Timespec {  // struct __kernel_timespec
   std::int64_t seconds;

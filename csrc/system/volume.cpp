@@ -21,7 +21,7 @@ namespace memascend {
 namespace {
 
 constexpr mode_t kOwnerOnly = 0600;
-constexpr std::uint64_t kBlockBytes = 4096;  // of every device we know of that tells nothing better
+constexpr std::uint64_t kBlockBytes = 4096;  // of every device without a better answer
 constexpr std::size_t kMemoryNameMax = 200;  // memfd_create refuses more than 249 bytes
 
 // The head of struct statx up to the fields of Linux 6.1, which older C libraries lack.
@@ -221,7 +221,7 @@ bool Volume::direct_write_works() const {
   if (written < 0 && code != EINVAL && code != ENOSPC) {
     throw SystemCallError(code, join("write a first block in ", directory_));
   }
-  return written >= 0 || code == ENOSPC;  // a full disk says nothing against direct I/O
+  return written >= 0 || code == ENOSPC;  // a full disk does not rule out direct I/O
 }
 
 }  // namespace memascend

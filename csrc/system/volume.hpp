@@ -20,7 +20,7 @@
 
 namespace memascend {
 
-/// What direct I/O asks of offsets, sizes and memory addresses; all powers of two.
+/// The multiples that direct I/O needs of offsets, sizes and memory addresses; all powers of two.
 struct Alignment {
   std::uint64_t offset_bytes;  // offsets and lengths on the volume
   std::uint64_t memory_bytes;  // addresses in memory
@@ -73,7 +73,7 @@ class Volume {
   /// The directory as given to open_anonymous, the device's path, or the name of one in memory.
   const std::string& directory() const noexcept { return directory_; }
   bool direct() const noexcept { return direct_; }
-  /// From statx(STATX_DIOALIGN) where the kernel tells, else one 4 KiB block for both.
+  /// From statx(STATX_DIOALIGN) where the kernel has it, else one 4 KiB block for both.
   Alignment alignment() const noexcept { return alignment_; }
   /// Where the part begins that is ours: 0 but for a device. capacity_bytes() starts from there.
   std::uint64_t start_bytes() const noexcept { return start_bytes_; }
@@ -81,9 +81,9 @@ class Volume {
   /// Bytes by which an unprivileged user may still grow the file: the least of the two below. An
   /// estimate, since others use the same file system; grow() is what decides.
   std::uint64_t available_bytes() const;
-  /// What the volume's own limit and RLIMIT_FSIZE leave.
+  /// Bytes that the volume's own limit and RLIMIT_FSIZE leave.
   std::uint64_t limit_bytes_left() const;
-  /// What the file system has (statvfs).
+  /// Bytes that the file system has (statvfs).
   std::uint64_t device_bytes_left() const;
   /// Both are files of one file system.
   bool shares_device(const Volume& other) const noexcept {

@@ -19,7 +19,7 @@ with "checkpoint": {"load_universal": true} in the DeepSpeed JSON, with memascen
 
 
 def checkpoint_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Adds the sub-command and its own sub-commands."""
+    """Add the sub-command and its own sub-commands."""
     parser = commands.add_parser(
         "checkpoint",
         help="convert a checkpoint",

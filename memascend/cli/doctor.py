@@ -58,7 +58,7 @@ class Check:
 
 
 def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Adds the sub-command."""
+    """Add the sub-command."""
     parser = commands.add_parser(
         "doctor",
         help="check this machine and try one real write and read",
@@ -72,7 +72,7 @@ def doctor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def doctor_command(args: argparse.Namespace) -> int:
-    """Runs every check, prints them, and gives the exit status."""
+    """Run every check, print them, and return the exit status."""
     checks = examine(args.path)
     is_healthy = all(check.state != "problem" for check in checks)
     if args.json:
@@ -84,7 +84,7 @@ def doctor_command(args: argparse.Namespace) -> int:
 
 
 def examine(path: Path) -> list[Check]:
-    """Runs every check; the last one really writes to `path`."""
+    """Run every check; the last one writes to `path`."""
     checks = [
         _system(),
         _package("torch", required=True),
@@ -125,12 +125,14 @@ def _deepspeed() -> Check:
 
 
 def _activation() -> Check:
-    """Whether `import torch` will load memascend, so that no training script has to."""
+    """Check that `import torch` will load memascend, so that no training script has to."""
     name = "activation"
     hooks = importlib.metadata.entry_points(group="torch.backends", name="memascend")
     if not hooks:
         fix = "pip install memascend (not just a folder on PYTHONPATH), or import memascend first"
-        return Check(name, "problem", "torch knows no entry point of memascend", fix)
+        return Check(
+            name, "problem", "memascend is not installed: torch finds no entry point of it", fix
+        )
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         fix = "unset it, or import memascend in the training script"
         return Check(name, "problem", "TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off", fix)
@@ -140,7 +142,7 @@ def _activation() -> Check:
 
 
 def _io_uring() -> Check:
-    """Really creates a ring: policies differ, and only the kernel knows the answer."""
+    """Create a ring for a moment: policies differ, and only the kernel knows the answer."""
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
     descriptor = libc.syscall(_IO_URING_SETUP, 4, parameters)
@@ -225,7 +227,7 @@ def _free_space(path: Path) -> Check:
 
 
 def _wear(path: Path) -> Check:
-    """What the drives below the folder say of themselves."""
+    """Read the SMART data of the drives below the folder."""
     reading = read_drives([path])
     found = [drive.describe() for drive in reading.drives]
     if reading.silent:
@@ -242,7 +244,7 @@ def _wear(path: Path) -> Check:
 
 
 def _direct_io(path: Path) -> Check:
-    """Writes one page past the page cache, the way every transfer goes."""
+    """Write one page past the page cache, the way every transfer goes."""
     name = "direct I/O"
     page = mmap.mmap(-1, mmap.PAGESIZE)
     try:
@@ -268,7 +270,7 @@ def _smallest_transfer(descriptor: int, page: mmap.mmap) -> int:
 
 
 def _trial(path: Path) -> Check:
-    """Writes, reads and compares through the engine that a training run would choose."""
+    """Write, read and compare through the engine that a training run would choose."""
     name = "trial"
     try:
         from memascend import _core

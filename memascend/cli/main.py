@@ -19,7 +19,7 @@ from memascend.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and gives the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="memascend", description="SSD-offloaded fine-tuning in a fraction of the host memory."
     )

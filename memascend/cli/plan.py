@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memascend.base.json_text import read_json_object
+from memascend.base.units import GIB, format_nbytes
 from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
@@ -31,8 +32,8 @@ from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_conf
 from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
 from memascend.system.memory import memory_total
 
-GB = 10**9
-#: What a PCIe 4.0 drive keeps up; said in the output, since only a measurement tells the truth.
+BILLION = 10**9
+#: What a PCIe 4.0 drive sustains; shown in the output, since only a measurement is exact.
 DRIVE_READ_GB_S, DRIVE_WRITE_GB_S = 5.0, 3.0
 #: The values of Hugging Face's example, taken without --config.
 DEFAULT_CONFIG: dict[str, Any] = {
@@ -63,12 +64,12 @@ class Accounts:
     memascend: Plan
 
     def columns(self) -> dict[str, Footprint]:
-        """By title, in the order they are shown."""
+        """Return the accounts by title, in the order they are shown."""
         return {STOCK: self.stock, PIECES: self.four_pieces, OURS: self.memascend}
 
 
 def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Adds the sub-command."""
+    """Add the sub-command."""
     parser = commands.add_parser(
         "plan",
         help="memory, drive space and traffic of a run, before anything is allocated",
@@ -115,7 +116,7 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def plan_command(args: argparse.Namespace) -> int:
-    """Derives the accounts, prints them, and gives the exit status."""
+    """Derive the accounts, print them, and return the exit status."""
     if (args.model is None) != args.table:
         args.usage_error("give either MODEL or --table")
     ds_config = DEFAULT_CONFIG if args.config is None else read_json_object(args.config, "--config")
@@ -133,7 +134,7 @@ def plan_command(args: argparse.Namespace) -> int:
 
 
 def find_model(name: str) -> ModelShapes:
-    """The shapes behind a path or the name of a built-in model.
+    """Return the shapes behind a path or the name of a built-in model.
 
     Raises:
         ConfigError: Neither, or not readable.
@@ -154,16 +155,16 @@ def find_model(name: str) -> ModelShapes:
 
 
 def markdown(rows: list[Accounts]) -> str:
-    """Gives the table of the README: host memory of one rank in GB, steady and at its highest."""
+    """Return the table of the README: host memory of one rank in GiB, steady and at its highest."""
     titles = ["model", "parameters", "stock", "at its peak", "four pieces", "at its peak"]
     lines = [f"| {' | '.join([*titles, 'memascend', 'less than stock', 'on the drive'])} |"]
     lines.append("|---" * 9 + "|")
     for row in sorted(rows, key=lambda row: row.shapes.numel):
-        cells = [row.shapes.name, f"{row.shapes.numel / GB:.1f} billion"]
+        cells = [row.shapes.name, f"{row.shapes.numel / BILLION:.1f} billion"]
         for plan in (row.stock, row.four_pieces):
-            cells += [f"{plan.host_bytes / GB:.1f}", f"{_peak(plan) / GB:.1f}"]
-        cells += [f"**{row.memascend.host_bytes / GB:.1f}**", _saved(row.memascend, row.stock)]
-        cells.append(f"{row.memascend.drive_bytes / GB:.0f}")
+            cells += [f"{plan.host_bytes / GIB:.1f}", f"{_peak(plan) / GIB:.1f}"]
+        cells += [f"**{row.memascend.host_bytes / GIB:.1f}**", _saved(row.memascend, row.stock)]
+        cells.append(f"{row.memascend.drive_bytes / GIB:.0f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -191,7 +192,7 @@ def _accounts(
 
 
 def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendConfig:
-    """The block of the JSON; --limit stands above what it says."""
+    """Return the block of the JSON, with --limit in place of its own."""
     raw = dict(find_block(ds_config) or {})
     if args.limit is not None:
         raw["host_memory_limit"] = args.limit
@@ -228,21 +229,13 @@ def _peak(plan: Footprint) -> int:
     return max(plan.initialization_bytes, plan.step_bytes)
 
 
-def _bytes(nbytes: int) -> str:
-    """In powers of 1000, as drives and their speeds are sold."""
-    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes} B"
-
-
 def _print_table(
     accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace
 ) -> None:
     columns = accounts.columns()
     request = accounts.memascend.request
     table = Table(
-        title=f"{accounts.shapes.name}: {accounts.shapes.numel / GB:.2f} billion parameters, "
+        title=f"{accounts.shapes.name}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
         f"{request.precision}, {request.optimizer}, {request.world} rank(s); bytes of one rank"
     )
     table.add_column("")
@@ -255,19 +248,27 @@ def _print_table(
     for name in dict.fromkeys(name for plan in columns.values() for name in plan.host):
         cells = [plan.host.get(name) for plan in columns.values()]
         if any(cells):
-            add(name, ["" if nbytes is None else _bytes(nbytes) for nbytes in cells])
+            add(name, ["" if nbytes is None else format_nbytes(nbytes) for nbytes in cells])
     table.add_section()
-    add("host memory", [_bytes(plan.host_bytes) for plan in columns.values()], "bold")
-    add("highest at the start", [_bytes(plan.initialization_bytes) for plan in columns.values()])
-    add("highest in a step", [_bytes(plan.step_bytes) for plan in columns.values()])
+    add("host memory", [format_nbytes(plan.host_bytes) for plan in columns.values()], "bold")
+    add(
+        "highest at the start",
+        [format_nbytes(plan.initialization_bytes) for plan in columns.values()],
+    )
+    add("highest in a step", [format_nbytes(plan.step_bytes) for plan in columns.values()])
     add("less than stock", [_saved(plan, accounts.stock) for plan in columns.values()])
     if args.world > 1:
-        totals = [_bytes(plan.host_bytes * args.world) for plan in columns.values()]
+        totals = [format_nbytes(plan.host_bytes * args.world) for plan in columns.values()]
         add(f"host memory, {args.world} ranks", totals)
     table.add_section()
-    add("on the drive", [_bytes(plan.drive_bytes) for plan in columns.values()])
-    add("read per step", [_bytes(sum(plan.read_bytes.values())) for plan in columns.values()])
-    add("written per step", [_bytes(sum(plan.written_bytes.values())) for plan in columns.values()])
+    add("on the drive", [format_nbytes(plan.drive_bytes) for plan in columns.values()])
+    add(
+        "read per step", [format_nbytes(sum(plan.read_bytes.values())) for plan in columns.values()]
+    )
+    add(
+        "written per step",
+        [format_nbytes(sum(plan.written_bytes.values())) for plan in columns.values()],
+    )
     add("a step takes at least", [f"{_floor(plan, args):.1f} s" for plan in columns.values()])
     console = Console()
     console.print(table)
@@ -292,7 +293,8 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
     again = "" if args.no_checkpointing else ", and again by recomputing"
     notes = [
         f"drive time alone, of all planned bytes, at {args.drive_read:g} GB/s read and "
-        f"{args.drive_write:g} GB/s written (--drive-read, --drive-write), shared by all ranks",
+        f"{args.drive_write:g} GB/s written (--drive-read, --drive-write; 1 GB is 10^9 bytes), "
+        "shared by all ranks",
         f"parameters are read forward and backward{again}, in each of "
         f"{plan.request.gradient_accumulation_steps} micro-step(s); memascend reads less "
         "where a slot still holds them",
@@ -301,7 +303,9 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
     if args.config is None:
         notes.insert(0, DEFAULT_NOTE)
     notes += _notes_of_block(_block(ds_config, args))
-    notes += [f"besides memascend's: {name}: {_bytes(n)}" for name, n in plan.not_ours.items()]
+    notes += [
+        f"besides memascend's: {name}: {format_nbytes(n)}" for name, n in plan.not_ours.items()
+    ]
     notes += [f"stock: {note}" for note in accounts.stock.notes]
     if plan.tile_numel and not plan.is_tiled:
         notes.append(
@@ -311,15 +315,17 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
     if plan.checksum_bytes:
         notes.append(
             f"verify {plan.request.verify}: 4 bytes of checksum for each 64 KiB on the drive, and "
-            f"tensors that end there ({_bytes(plan.drive[ROUNDING])} more of it at most)"
+            f"tensors that end there ({format_nbytes(plan.drive[ROUNDING])} more of it at most)"
         )
     if plan.limit_bytes is not None:
-        notes.append(f"limit: {_bytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)")
+        notes.append(
+            f"limit: {format_nbytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)"
+        )
     return notes
 
 
 def _notes_of_block(block: MemAscendConfig) -> list[str]:
-    """What keeps a run from being the one that the column shows."""
+    """Return what keeps a run from being the one that the column shows."""
     notes = []
     if is_disabled():
         notes.append("MEMASCEND_DISABLE is set: a run would be stock DeepSpeed's")
@@ -366,18 +372,18 @@ def _plot(accounts: Accounts, path: Path) -> None:
     axes = figure.subplots()
     heights = dict.fromkeys(columns, 0.0)
     for name in dict.fromkeys(name for plan in columns.values() for name in plan.host):
-        sizes = [plan.host.get(name, 0) / GB for plan in columns.values()]
-        if max(sizes) * GB < 1e-3 * accounts.stock.host_bytes:
+        sizes = [plan.host.get(name, 0) / GIB for plan in columns.values()]
+        if max(sizes) * GIB < 1e-3 * accounts.stock.host_bytes:
             continue
         axes.bar(list(columns), sizes, bottom=list(heights.values()), label=name)
         heights = {title: heights[title] + size for title, size in zip(columns, sizes, strict=True)}
     for index, plan in enumerate(columns.values()):
         tops = {plan.host_bytes: "bold", _peak(plan): "normal"}
-        axes.hlines(_peak(plan) / GB, index - 0.4, index + 0.4, colors="black", linestyles=":")
+        axes.hlines(_peak(plan) / GIB, index - 0.4, index + 0.4, colors="black", linestyles=":")
         for nbytes, weight in tops.items():
-            place, text = (index, nbytes / GB), f"{nbytes / GB:.1f}"
+            place, text = (index, nbytes / GIB), f"{nbytes / GIB:.1f}"
             axes.annotate(text, place, ha="center", va="bottom", fontweight=weight)
-    axes.set_ylabel("host memory of one rank, GB (dotted: at its peak)")
+    axes.set_ylabel("host memory of one rank, GiB (dotted: at its peak)")
     axes.set_title(accounts.shapes.name)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     try:

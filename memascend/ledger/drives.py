@@ -1,7 +1,7 @@
-"""What drives say of their own wear: SMART data, read with smartctl where it is installed.
+"""The wear of drives from their own SMART data, read with smartctl where it is installed.
 
-Knows sysfs, one program and its JSON; nothing of runs. Nothing here raises or takes long: a drive
-that says nothing is a reason in words. Call it from any thread, never within a training step.
+Knows one program and its JSON; nothing of runs. Nothing here raises or takes long: for a drive
+without SMART data there is a text with the reason. For any thread, never within a training step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from memascend.base.units import format_nbytes
 from memascend.system.mounts import drives_below
 
 SMARTCTL_TIMEOUT_S = 5.0
-#: For the answer of one that has ended while another was waited for.
+#: Least time for the answer of each, also when the others took all of the time.
 _ANSWER_TIMEOUT_S = 0.1
 DRIVES_MAX = 16
-#: A percentage is a whole number: below it says too little of how much is left.
+#: SMART gives whole percents: below this an estimate of what is left would be too coarse.
 USED_PERCENT_MIN = 2
-#: Bytes written in a shorter run are no rate.
+#: A shorter run gives no rate.
 RUN_SECONDS_MIN = 60.0
-#: From which on somebody should think of a new drive.
+#: From here on a warning: plan for a new drive.
 USED_PERCENT_HIGH = 80
 NO_SMARTCTL = "smartctl (smartmontools) is not installed"
 
@@ -55,14 +55,14 @@ _LEFT_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class DriveWear:
-    """One drive, as it says.
+    """The wear of one drive, from its own SMART data.
 
     Attributes:
         name: The kernel's, such as "nvme0n1".
         model: The maker's.
-        used_percent: Of its endurance, by its own estimate; more than 100 is possible.
-        life_written_bytes: By everyone since it was made.
-        run_written_bytes: Of that between two readings; None before the second.
+        used_percent: Share of its endurance that it estimates as used up; may exceed 100.
+        life_written_bytes: Written since it was made, by all programs.
+        run_written_bytes: Of that between two reports; None before the second.
         run_seconds: Between them.
     """
 
@@ -75,7 +75,7 @@ class DriveWear:
 
     @property
     def left_bytes(self) -> int | None:
-        """What may still be written, by what used up the share that is gone; roughly."""
+        """Bytes that may still be written, estimated from the share that is used up."""
         used, written = self.used_percent, self.life_written_bytes
         if used is None or written is None or used < USED_PERCENT_MIN:
             return None
@@ -83,7 +83,7 @@ class DriveWear:
 
     @property
     def days_left(self) -> float | None:
-        """Until then at the rate of this run, with what others wrote meanwhile; None if unknown."""
+        """Days until then at the rate of this run, and of others meanwhile; None if unknown."""
         if self.left_bytes is None or not self.run_written_bytes:
             return None
         if self.run_seconds is None or self.run_seconds < RUN_SECONDS_MIN:
@@ -91,11 +91,11 @@ class DriveWear:
         return self.left_bytes / self.run_written_bytes * self.run_seconds / _SECONDS_PER_DAY
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return asdict(self) | {"left_bytes": self.left_bytes, "days_left": self.days_left}
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         parts = []
         if self.used_percent is not None:
             parts.append(f"{self.used_percent} % of its endurance used")
@@ -112,28 +112,28 @@ class DriveWear:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Of several drives: those that answered, and why others did not, by their names."""
+class DriveReport:
+    """The wear of several drives, and for those without SMART data the reason, by name."""
 
     drives: tuple[DriveWear, ...] = ()
     silent: Mapping[str, str] = field(default_factory=dict)
 
     def why_silent(self) -> str:
-        """One line; empty when every drive answered."""
+        """Return the reasons in one line; empty when every drive answered."""
         return "; ".join(f"{name}: {reason}" for name, reason in self.silent.items())
 
 
 class DriveWatch:
-    """The drives below a run: read once when it starts, and once when it ends."""
+    """The drives of a run: read once when it starts, and once when it ends."""
 
     def __init__(
         self,
         paths: Iterable[str | os.PathLike[str]],
         *,
-        read: Callable[[list[str]], Reading] | None = None,
+        read: Callable[[list[str]], DriveReport] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Reads them for the first time.
+        """Read them for the first time.
 
         Args:
             paths: Directories and block devices.
@@ -147,7 +147,7 @@ class DriveWatch:
         self._began = clock()
 
     def end(self) -> None:
-        """Reads them again; `drives` then tells what was written in between."""
+        """Read them again; `drives` then has what was written in between."""
         if not self.start.drives:
             return
         before = {drive.name: drive for drive in self.start.drives}
@@ -157,21 +157,21 @@ class DriveWatch:
         )
 
 
-def read_drives(paths: Iterable[str | os.PathLike[str]]) -> Reading:
-    """Asks every drive below some directories and block devices."""
+def read_drives(paths: Iterable[str | os.PathLike[str]]) -> DriveReport:
+    """Ask every drive below some directories and block devices."""
     names = sorted({name for path in paths for name in drives_below(path)})[:DRIVES_MAX]
     if not names:
-        return Reading(silent={"drives": "none was found below the volumes"})
+        return DriveReport(silent={"drives": "none was found below the volumes"})
     smartctl = shutil.which("smartctl") or shutil.which("smartctl", path=_SBIN)
     if smartctl is None:
-        return Reading(silent={", ".join(names): NO_SMARTCTL})
+        return DriveReport(silent={", ".join(names): NO_SMARTCTL})
     started = {name: _start(name, smartctl) for name in names}
     end = monotonic() + SMARTCTL_TIMEOUT_S
     answers = {
         name: process if isinstance(process, str) else _answer(name, process, end - monotonic())
         for name, process in started.items()
     }
-    return Reading(
+    return DriveReport(
         tuple(answer for answer in answers.values() if isinstance(answer, DriveWear)),
         {name: answer for name, answer in answers.items() if isinstance(answer, str)},
     )
@@ -190,7 +190,7 @@ def _start(name: str, smartctl: str) -> subprocess.Popen[bytes] | str:
 
 
 def _answer(name: str, process: subprocess.Popen[bytes], seconds: float) -> DriveWear | str:
-    """What one drive says; a text says why it says nothing."""
+    """Return the wear of one drive, or the reason why it is unknown."""
     try:
         text, _ = process.communicate(timeout=max(_ANSWER_TIMEOUT_S, seconds))
     except subprocess.TimeoutExpired:
@@ -208,7 +208,7 @@ def _answer(name: str, process: subprocess.Popen[bytes], seconds: float) -> Driv
 
 
 def parse(name: str, answer: Mapping[str, Any], *, status: int = 0) -> DriveWear | str:
-    """Takes what matters from smartctl's JSON; a text says why there is nothing.
+    """Take what matters from smartctl's JSON, or return the reason why there is nothing.
 
     Args:
         name: Of the drive.
@@ -255,24 +255,24 @@ def _ata(answer: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _reason(answer: Mapping[str, Any], status: int) -> str:
-    """Why smartctl's answer has nothing for us."""
+    """Return why smartctl's answer has nothing to use."""
     messages = _at(answer, "smartctl", "messages")
     listed = messages if isinstance(messages, list) else []
     texts = [_at(message, "string") for message in listed]
-    said = "; ".join(text for text in texts if isinstance(text, str))
+    reasons = "; ".join(text for text in texts if isinstance(text, str))
     if status & _FAILED_STATUS:
-        return said or f"smartctl ended with status {status}"
-    return said or "its SMART data has neither the share used nor what was written"
+        return reasons or f"smartctl ended with status {status}"
+    return reasons or "its SMART data has neither the share used nor what was written"
 
 
 def _at(answer: object, *keys: str) -> Any:
-    """A value in nested objects; None where the way is missing."""
+    """Return a value in nested objects; None where a key is missing."""
     for key in keys:
         answer = answer.get(key) if isinstance(answer, Mapping) else None
     return answer
 
 
 def _whole(value: object) -> int | None:
-    """A count; None for anything else, which a damaged answer may hold."""
+    """Return a count; None for anything else, which a damaged answer may hold."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 128
     return value if is_count and isinstance(value, int) else None

@@ -41,7 +41,7 @@ class Ledger:
         resident_bytes_peak: The most it ever was.
         drive: Counters of the store; empty without one.
         wear: What was written by all ranks here; None without a store.
-        drives: What the drives below the volumes say of themselves; empty where they say nothing.
+        drives: The wear of the drives below the volumes, from their SMART data; empty without any.
     """
 
     rows: Sequence[LedgerRow]
@@ -70,7 +70,7 @@ class Ledger:
         return max(0, self.resident_bytes_peak - self.held_bytes_peak)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return asdict(self) | {
             "planned_bytes": self.planned_bytes,
             "live_bytes": self.live_bytes,
@@ -79,11 +79,11 @@ class Ledger:
         }
 
     def write(self, path: str | Path) -> None:
-        """Writes it as JSON."""
+        """Write it as JSON."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def describe(self) -> str:
-        """A table for the log."""
+        """Return a table for the log."""
         lines = [("component", "planned", "now", "peak")]
         lines += [
             (
@@ -133,7 +133,7 @@ class Ledger:
         if read_back:
             text += f", of which {format_nbytes(int(read_back))} read back after a write"
         mismatches, corruptions = self.drive["mismatches"], self.drive["corruptions"]
-        return f"{text}; {mismatches} did not match, {corruptions} of them when read again"
+        return f"{text}; {mismatches} mismatched, {corruptions} of them again on a second read"
 
 
 #: What a drive did wrong and the run survived, by counters of the store.
@@ -147,13 +147,13 @@ _FAULTS = {
 
 
 def describe_faults(drive: Mapping[str, int | float]) -> str:
-    """One line on what went wrong and was survived; empty where nothing did."""
+    """Return one line on the faults that the run survived; empty without any."""
     found = [f"{drive[name]} {what}" for name, what in _FAULTS.items() if drive.get(name)]
     return f"the drive's faults: {', '.join(found)}" if found else ""
 
 
 def describe_plan(plan: Plan) -> str:
-    """What is planned, as a table for the log."""
+    """Return what is planned, as a table for the log."""
     rows = [(name, nbytes) for name, nbytes in plan.host.items() if nbytes]
     rows.sort(key=lambda row: -row[1])
     limit = "no limit" if plan.limit_bytes is None else f"limit {format_nbytes(plan.limit_bytes)}"

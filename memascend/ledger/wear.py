@@ -1,7 +1,7 @@
-"""What a run writes to its drives, against what they endure and what the user allows.
+"""The bytes that a run writes to its drives, against their endurance and the user's budget.
 
-Flash wears with what is written. A step of full fine-tuning writes 14 bytes and more for each
-parameter, so a long run on a consumer drive is worth counting. Pure; the clock is handed in.
+Flash wears out by writing. A step of full fine-tuning writes 14 bytes and more for each
+parameter, so a long run on a consumer drive is worth counting. Pure; the caller gives the clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Wear:
         steps: Optimizer steps so far.
         seconds: Since the first of them ended.
         endurance_bytes: What the drives may still be written; None when nobody stated it.
-        budget_bytes: What the user allows for this run; None without a budget.
+        budget_bytes: What this run may write; None without a budget.
     """
 
     written_bytes: int
@@ -42,7 +42,7 @@ class Wear:
 
     @property
     def days_left(self) -> float | None:
-        """Until the stated endurance is used up at this run's rate; None while nothing is known."""
+        """Days until the stated endurance is used up at this run's rate; None while unknown."""
         if self.endurance_bytes is None or self.steps < 2 or not self.step_bytes:
             return None
         left_bytes = max(0, self.endurance_bytes - self.written_bytes)
@@ -51,11 +51,11 @@ class Wear:
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether more was written than the user allows."""
+        """True when more was written than the user allows."""
         return self.budget_bytes is not None and self.written_bytes > self.budget_bytes
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         text = f"written to the drive: {format_nbytes(self.written_bytes)}"
         if self.step_bytes:
             text += f", {format_nbytes(self.step_bytes)} in each of {self.steps} steps"
@@ -70,7 +70,7 @@ class Wear:
 
 
 class WearMeter:
-    """Counts steps; what was written it is told."""
+    """A counter of steps; the caller gives the bytes written so far."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class WearMeter:
         ranks: int = 1,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Begins with nothing written.
+        """Begin with nothing written.
 
         Args:
             endurance_bytes: What the drives may still be written.
@@ -91,14 +91,14 @@ class WearMeter:
         self._endurance_bytes, self._budget_bytes = endurance_bytes, budget_bytes
         self._ranks, self._clock = ranks, clock
         self._steps = 0
-        # When a step ended, and what was written by then. The last writes of a step may be in
-        # flight, so that only steps are compared with steps.
+        # When the first step ended and what was written by then. The last writes of a step may
+        # still be in flight, so the end of a step is only compared with the end of another.
         self._first_ended: tuple[float, int] = (0.0, 0)
         self._last_ended_bytes = 0
-        self._is_told = False
+        self._is_reported = False
 
     def note_step(self, written_bytes: int) -> Wear | None:
-        """Counts an optimizer step.
+        """Count an optimizer step.
 
         Args:
             written_bytes: By this rank, since it began.
@@ -110,14 +110,14 @@ class WearMeter:
         if self._steps == 1:
             self._first_ended = self._clock(), written_bytes
         self._last_ended_bytes = written_bytes
-        if self._budget_bytes is None or self._is_told:
+        if self._budget_bytes is None or self._is_reported:
             return None
         found = self.read(written_bytes)
-        self._is_told = found.is_over_budget
+        self._is_reported = found.is_over_budget
         return found if found.is_over_budget else None
 
     def read(self, written_bytes: int) -> Wear:
-        """The account, when this rank has written so much."""
+        """Return the account, when this rank has written so much."""
         began, before_bytes = self._first_ended
         between_bytes = self._last_ended_bytes - before_bytes
         later = self._steps - 1

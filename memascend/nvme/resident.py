@@ -11,8 +11,9 @@ recency would always give up what is needed soonest. What serves most bytes per 
 part that never moves: the first keys that come get memory, and keep it until they are discarded, or
 until whoever uses them says that another is needed more (`give_memory_to`).
 
-Knows keys, bytes and the store; what a stream is it is told. Keys without memory may be used by any
-thread, as in the store; for the others one thread at a time, as everywhere on the data paths.
+Knows keys, bytes and the store; the caller names the stream of a key. Keys without memory
+may be used by any thread, as in the store; the others by one thread at a time, as everywhere on the
+data paths.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class _Done:
-    """The ticket of a transfer that was over before it was asked for."""
+    """The ticket of a transfer that was over before the call returned."""
 
     def wait(self) -> None:
-        """Nothing is in flight."""
+        """Return at once: nothing is in flight."""
 
     def done(self) -> bool:
         return True
@@ -47,7 +48,7 @@ _DONE = _Done()
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _ResidentKey:
     """A key whose head is in memory; one that is all in memory has no place on the drive."""
 
     stream: str
@@ -73,7 +74,7 @@ class ResidentStore:
     """
 
     def __init__(self, store: TensorStore, *, stream_of: Callable[[str], str | None]) -> None:
-        """Takes no memory yet.
+        """Take no memory yet.
 
         Args:
             store: What holds everything else. Belongs to this object.
@@ -82,7 +83,7 @@ class ResidentStore:
         self._store = store
         self._stream_of = stream_of
         self._blocks: dict[str, Segment] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _ResidentKey] = {}
         self._bytes_read: dict[str, int] = {}
         self._bytes_written: dict[str, int] = {}
 
@@ -99,7 +100,7 @@ class ResidentStore:
         return {stream: block.memory.numel() for stream, block in self._blocks.items()}
 
     def grant(self, nbytes: Mapping[str, int], *, memory: HostMemory, component: str) -> None:
-        """Takes memory for each stream, and moves keys that are on the drive already into it.
+        """Take memory for each stream, and move keys that are on the drive already into it.
 
         Nothing may be in flight on keys of these streams. What an earlier grant gave is revoked.
 
@@ -123,7 +124,7 @@ class ResidentStore:
         self._move_in()
 
     def revoke(self) -> None:
-        """Moves everything to the drive and gives all memory back.
+        """Move everything to the drive and give all memory back.
 
         Raises:
             StoreError: The drive failed or is full; what has not been moved stays where it is.
@@ -133,7 +134,7 @@ class ResidentStore:
         self._blocks.clear()
 
     def give_memory_to(self, *, key: str, nbytes: int, over: str) -> None:
-        """Gives a key that is about to be written the memory of one that is needed less from now.
+        """Give a key that is about to be written the memory of one that is needed less from now.
 
         What `key` held is given up. `over` keeps its contents, on the drive if there is no memory
         for both; where it has none nothing happens.
@@ -152,7 +153,7 @@ class ResidentStore:
         self.reserve(key=key, nbytes=nbytes)
 
     def trim(self) -> None:
-        """Gives back the memory of streams that have no key in it."""
+        """Return back the memory of streams that have no key in it."""
         for stream, block in list(self._blocks.items()):
             if block.idle:
                 del self._blocks[stream]
@@ -160,7 +161,7 @@ class ResidentStore:
     # -- the store's surface ---------------------------------------------------------------------
 
     def reserve(self, *, key: str, nbytes: int) -> None:
-        """As TensorStore.reserve, in memory as far as there is any left for the key.
+        """Do as TensorStore.reserve, in memory as far as there is any left for the key.
 
         Raises:
             StoreFullError: There is not enough; nothing was changed.
@@ -197,7 +198,7 @@ class ResidentStore:
         offset_bytes: int | None = None,
         hold: object | None = None,
     ) -> Ticket:
-        """As TensorStore.write; what goes into memory is there on return.
+        """Do as TensorStore.write; what goes into memory is there on return.
 
         Raises:
             StoreFullError: No room for the key.
@@ -237,7 +238,7 @@ class ResidentStore:
         offset_bytes: int = 0,
         hold: object | None = None,
     ) -> Ticket:
-        """As TensorStore.read; what comes from memory is there on return.
+        """Do as TensorStore.read; what comes from memory is there on return.
 
         Raises:
             StoreError: No such key, or an earlier write of it failed.
@@ -262,7 +263,7 @@ class ResidentStore:
         return ticket
 
     def discard(self, *, key: str) -> bool:
-        """Forgets a key once its I/O is over; its memory is for the next. False without one."""
+        """Forget a key once its I/O is over; its memory is for the next. False without one."""
         entry = self._entries.get(key)
         if entry is None:
             return self._store.discard(key=key)
@@ -272,20 +273,20 @@ class ResidentStore:
         return True
 
     def contains(self, *, key: str) -> bool:
-        """Whether the key is reserved or written, wherever it lies."""
+        """Check that the key is reserved or written, wherever it lies."""
         return key in self._entries or self._store.contains(key=key)
 
     def nbytes(self, *, key: str) -> int:
-        """Size of a key, both parts together."""
+        """Return the size of a key, both parts together."""
         entry = self._entries.get(key)
         return self._store.nbytes(key=key) if entry is None else entry.nbytes
 
     def keys(self) -> list[str]:
-        """All keys, sorted."""
+        """Return all keys, sorted."""
         return sorted({*self._store.keys(), *self._entries})
 
     def stats(self) -> dict[str, int | float]:
-        """The drive's counters, and the bytes that memory served instead: in all and by stream."""
+        """Return the drive's counters, and the bytes that memory served instead."""
         counters = self._store.stats()
         counted = {"read": self._bytes_read, "written": self._bytes_written}
         for verb, by_stream in counted.items():
@@ -295,7 +296,7 @@ class ResidentStore:
         return counters
 
     def close(self) -> None:
-        """Waits for everything in flight and gives space and memory back."""
+        """Wait for everything in flight and give space and memory back."""
         self._store.close()
         self._entries.clear()
         self._blocks.clear()
@@ -308,18 +309,18 @@ class ResidentStore:
         stream = self._stream_of(key)
         return None if stream is None else self._blocks.get(stream)
 
-    def _allot(self, key: str, nbytes: int) -> _Entry | None:
-        """Memory for a key or its head, not known under its name yet; None when none is left."""
+    def _allot(self, key: str, nbytes: int) -> _ResidentKey | None:
+        """Take memory for a key or its head, not known under its name yet; None without any."""
         stream, block = self._stream_of(key), self._block_of(key)
         run = _take(block, nbytes) if block is not None and nbytes > 0 else None
         if stream is None or block is None or run is None:
             return None
         begin, end = run
-        return _Entry(stream, nbytes, begin, block.memory[begin:end])
+        return _ResidentKey(stream, nbytes, begin, block.memory[begin:end])
 
     def _move_in(self) -> None:
-        """Reads the heads of keys that are on the drive; those that fit whole leave it."""
-        moving: list[tuple[str, _Entry, Ticket]] = []
+        """Read the heads of keys that are on the drive; those that fit whole leave it."""
+        moving: list[tuple[str, _ResidentKey, Ticket]] = []
         try:
             for key in self._store.keys():  # noqa: SIM118  a store is no dict
                 entry = self._allot(key, self._store.nbytes(key=key))
@@ -339,19 +340,19 @@ class ResidentStore:
                 self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
             raise
 
-    def _move_out(self, key: str, entry: _Entry) -> None:
-        """Puts the head on the drive and gives its memory back."""
+    def _move_out(self, key: str, entry: _ResidentKey) -> None:
+        """Put the head on the drive and give its memory back."""
         begin = 0 if entry.is_on_drive else None
         self._store.write(key=key, source=entry.head, offset_bytes=begin).wait()
         self._forget(key, entry)
 
-    def _forget(self, key: str, entry: _Entry) -> None:
+    def _forget(self, key: str, entry: _ResidentKey) -> None:
         del self._entries[key]
         self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
 
 
 def _take(block: Segment, nbytes: int) -> tuple[int, int] | None:
-    """A run for all of a key, else as many pages for its head as there are in one, else None."""
+    """Take a run for all of a key, else for as much of its head as one run has, else None."""
     sizes = [(end - begin, index) for index, (begin, end) in enumerate(block.free)]
     fitting = [size for size in sizes if size[0] >= nbytes]
     run_bytes, index = min(fitting) if fitting else max(sizes, default=(0, 0))
@@ -364,14 +365,14 @@ def _take(block: Segment, nbytes: int) -> tuple[int, int] | None:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous CPU tensor, in its own memory."""
+    """Return the bytes of a contiguous CPU tensor, in its own memory."""
     import torch
 
     return contiguous_cpu(tensor).detach().view(-1).view(torch.uint8)
 
 
-def _count_in_head(key: str, entry: _Entry, offset: int, nbytes: int) -> int:
-    """Of a transfer, the bytes that lie in memory.
+def _count_in_head(key: str, entry: _ResidentKey, offset: int, nbytes: int) -> int:
+    """Return how many bytes of a transfer lie in memory.
 
     Raises:
         ValueError: It is not all in the key.

@@ -12,13 +12,12 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from memascend import _core
-from memascend.base.waiting import wait_all
 from memascend.errors import MemAscendError, StoreError
 
 if TYPE_CHECKING:
@@ -26,15 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the bounce buffers that unaligned heads and tails go through: enough to keep a device busy.
-BOUNCE_BYTES = 4 * 1024 * 1024
-
-# What a drive says of itself, whatever the directory.
+# Errors of a drive itself, whatever the directory.
 DRIVE_CODES = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
 
 Ticket = _core.Ticket
 VolumeOptions = _core.VolumeOptions
-VolumeStats = _core.VolumeStats
 MemoryFaults = _core.MemoryFaults
 
 
@@ -74,12 +69,12 @@ class TensorStore:
         checksum_memory: _core.Allocator | None = None,
         faults: MemoryFaults | None = None,
     ) -> None:
-        """Opens one anonymous file in each volume's directory, and the engine.
+        """Open one anonymous file in each volume's directory, and the engine.
 
         Args:
             volumes: Directories to keep the data in, or what `volumes.prepare` made of them. Over
                 several, tensors are striped by their weights.
-            bounce: Page-aligned host memory for unaligned heads and tails, best of `BOUNCE_BYTES`;
+            bounce: Page-aligned host memory for unaligned heads and tails, best a few mebibytes;
                 belongs to the store until it is closed.
             engine: "auto", "uring" or "threads" ("memory" in tests).
             queue_depth: Requests in flight at once on each volume.
@@ -143,7 +138,7 @@ class TensorStore:
         return self._core
 
     def reserve(self, *, key: str, nbytes: int) -> None:
-        """Finds room now, so that no later write can meet a full disk.
+        """Find room now, so that no later write can meet a full disk.
 
         Raises:
             StoreFullError: There is not enough; nothing was changed.
@@ -158,7 +153,7 @@ class TensorStore:
         offset_bytes: int | None = None,
         hold: object | None = None,
     ) -> Ticket:
-        """Starts writing a tensor; as the whole key, or into a key from `offset_bytes` on.
+        """Start writing a tensor; as the whole key, or into a key from `offset_bytes` on.
 
         The tensor's bytes must not change, and are kept alive, until the ticket is done.
 
@@ -185,7 +180,7 @@ class TensorStore:
         offset_bytes: int = 0,
         hold: object | None = None,
     ) -> Ticket:
-        """Starts reading into a tensor, from `offset_bytes` of the key on.
+        """Start reading into a tensor, from `offset_bytes` of the key on.
 
         The tensor must not be used until the ticket is done. It sees every write started before.
 
@@ -198,55 +193,28 @@ class TensorStore:
             key=key, address=address, nbytes=nbytes, offset=offset_bytes, hold=(target, hold)
         )
 
-    def wait(self, tickets: Ticket | Iterable[Ticket]) -> None:
-        """Waits for one ticket or all of several, then raises the first error among them.
-
-        Raises:
-            StoreError: A transfer failed; says which key, volume, offset and errno.
-            CorruptionError: What was read is not what was written.
-        """
-        wait_all((tickets,) if isinstance(tickets, _core.Ticket) else tickets)
-
-    def wait_all(self) -> None:
-        """Waits until nothing is in flight; errors stay with their tickets."""
-        self._core.wait_all()
-
     def discard(self, *, key: str) -> bool:
-        """Forgets a key once its I/O is over; False when there is none."""
+        """Forget a key once its I/O is over; False when there is none."""
         return self._core.discard(key=key)
 
     def contains(self, *, key: str) -> bool:
-        """Whether the key is reserved or written."""
+        """Check that the key is reserved or written."""
         return self._core.contains(key=key)
 
     def nbytes(self, *, key: str) -> int:
-        """Size of a key."""
+        """Return the size of a key."""
         return self._core.nbytes(key=key)
 
     def keys(self) -> list[str]:
-        """All keys, sorted."""
+        """Return all keys, sorted."""
         return self._core.keys()
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the store was opened, and its space; names as in `_core.Store.stats`."""
+        """Return the counters since the store was opened; see `_core.Store.stats`."""
         return self._core.stats()
 
-    def volume_stats(self) -> list[VolumeStats]:
-        """Each volume, and what of it is taken."""
-        return self._core.volume_stats()
-
-    def register(self, memory: Memory | torch.Tensor) -> bool:
-        """Offers memory to the engine for registration; False where it does without."""
-        address, nbytes = _span(memory)
-        return self._core.register_buffer(address=address, nbytes=nbytes)
-
-    def unregister(self, memory: Memory | torch.Tensor) -> None:
-        """Takes registered memory back; required before it is unmapped."""
-        address, nbytes = _span(memory)
-        self._core.unregister_buffer(address=address, nbytes=nbytes)
-
     def close(self) -> None:
-        """Waits for everything in flight and gives the space back. Also done at exit."""
+        """Wait for everything in flight and give the space back. Also done at exit."""
         self._finalizer()
 
     def __enter__(self) -> TensorStore:
@@ -257,7 +225,7 @@ class TensorStore:
 
 
 def _span(memory: Memory | torch.Tensor) -> tuple[int, int]:
-    """Address and size of a tensor or of anything that states them."""
+    """Return address and size of a tensor or of anything that states them."""
     if not hasattr(memory, "data_ptr"):
         return memory.address, memory.nbytes
     tensor = contiguous_cpu(cast("torch.Tensor", memory))
@@ -265,7 +233,7 @@ def _span(memory: Memory | torch.Tensor) -> tuple[int, int]:
 
 
 def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself.
+    """Return the tensor itself.
 
     Raises:
         ValueError: It is not a contiguous CPU tensor.

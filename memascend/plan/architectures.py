@@ -23,7 +23,7 @@ Tensors = Iterator[tuple[str, Shape]]
 
 
 def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict[str, str]]:
-    """Gives every (name, shape), and which name stands for which other one (tied weights).
+    """Return every (name, shape), and which name stands for which other one (tied weights).
 
     Raises:
         ConfigError: The architecture is not known here, or a number is missing or impossible.
@@ -46,7 +46,7 @@ def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict
 
 
 class _Numbers:
-    """Reads a config.json; what is missing or null falls back to the default of transformers."""
+    """The numbers of a config.json; missing or null ones have the default of transformers."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class _Numbers:
 
 
 def _decoder(numbers: _Numbers, mlp: Callable[[_Numbers, str], Tensors]) -> Tensors:
-    """What Llama, Qwen, Mistral and Mixtral share; `mlp` gives what they do not."""
+    """Yield what Llama, Qwen, Mistral and Mixtral share; `mlp` gives what they do not."""
     hidden = numbers.count("hidden_size")
     yield "model.embed_tokens.weight", (numbers.count("vocab_size"), hidden)
     for layer in range(numbers.count("num_hidden_layers")):

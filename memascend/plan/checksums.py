@@ -1,4 +1,4 @@
-"""What verification costs: host memory of checksums, and drive bytes of keys in whole grains.
+"""The costs of verification: host memory of checksums, and drive bytes of keys in whole grains.
 
 Pure arithmetic for one rank. Both are the most that can be needed, with nothing in the resident
 cache: what is resident later has been on the drive before.

@@ -37,7 +37,7 @@ ROUNDING = "rounding up to whole grains"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Footprint):
-    """What one rank will reserve and move: knobs and bytes.
+    """The knobs and bytes that one rank will reserve and move.
 
     `host_initialization` and `host_step` are empty: nothing of ours comes on top.
 
@@ -55,7 +55,7 @@ class Plan(Footprint):
         prefetch_bytes: Of that budget, what may be filled by reading ahead.
         slot_bytes_max: Larger shards pass through the staging slots in chunks.
         resident: Of each stream, the bytes that stay in host memory instead of on the drive.
-        not_ours: Host memory that torch or DeepSpeed take besides, as far as the request tells.
+        not_ours: Host memory that torch or DeepSpeed take besides, as far as the request shows it.
     """
 
     model: str
@@ -85,7 +85,7 @@ class Plan(Footprint):
 
 
 def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None = None) -> Plan:
-    """Chooses every knob and counts every byte.
+    """Choose every knob and count every byte.
 
     Args:
         shapes: The model.
@@ -149,7 +149,7 @@ def default_limit(plan_default_bytes: int, *, available: int) -> int:
 
 
 def _in_cpu_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
-    """DeepSpeed's buffer of parameters that stay in host memory, as large as the user says."""
+    """Return the bytes of DeepSpeed's buffer of parameters in host memory."""
     if request.parameters_device != "nvme" or request.optimizer_device != "nvme":
         return 0
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
@@ -157,7 +157,7 @@ def _in_cpu_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
 
 
 def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
-    """Bytes of one rank's part of everything that lives on the drive, each once."""
+    """Return the bytes of one rank's part of everything that lives on the drive, each once."""
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     every = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
     has_parameters = request.parameters_device == "nvme"
@@ -172,7 +172,7 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
 
 
 def _resident(totals: Mapping[str, int], request: PlanRequest, room_bytes: int) -> dict[str, int]:
-    """What stays in host memory, in the order of what a byte of it saves the drive."""
+    """Share memory out, first to the stream of which a byte saves the drive most."""
     order = [PARAMETERS, GRADIENTS, MASTER, STATE]
     if request.gradient_accumulation_steps > 1:
         order = [GRADIENTS, PARAMETERS, MASTER, STATE]
@@ -189,7 +189,7 @@ def _traffic(
     totals: Mapping[str, int],
     resident: Mapping[str, int],
 ) -> dict[str, Any]:
-    """What lies on the drive and what moves in one optimizer step."""
+    """Return what lies on the drive and what moves in one optimizer step."""
     steps = request.gradient_accumulation_steps
     copies = request.gradient_copies
     drive = {stream: nbytes - resident.get(stream, 0) for stream, nbytes in totals.items()}

@@ -52,7 +52,7 @@ class Footprint:
 
     @property
     def step_bytes(self) -> int:
-        """The highest host memory in a step. What comes on top comes at different moments."""
+        """The highest host memory in a step. The additions come at different moments."""
         return self.host_bytes + max(self.host_step.values(), default=0)
 
     @property
@@ -61,7 +61,7 @@ class Footprint:
         return sum(self.drive.values())
 
     def step_seconds(self, *, read_gb_s: float, write_gb_s: float, ranks: int = 1) -> float:
-        """Seconds of one optimizer step whose computing costs nothing.
+        """Return the seconds of one optimizer step whose computing costs nothing.
 
         All planned bytes are moved; parameters that still lie in a slot make it less. Reads and
         writes are taken to overlap fully, but the passes and the optimizer do not: the optimizer

@@ -26,7 +26,7 @@ from memascend.plan.checksums import checksum_bytes
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
-BOUNCE_BYTES = 4 * MIB
+BOUNCE_BYTES = 4 * MIB  # enough to keep a device busy
 STAGING_SLOT_COUNT, STAGING_SLOT_COUNT_MIN = 4, 2
 STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_MIN = 16 * MIB, 256 * KIB
 TILE_NUMEL, TILE_NUMEL_MIN = 8 << 20, 16 << 10
@@ -83,7 +83,7 @@ class Knobs:
     checksum_bytes: int = 0
 
     def host(self, request: PlanRequest) -> dict[str, int]:
-        """Bytes of each component but the cache."""
+        """Return the bytes of each component but the cache."""
         checksums = {CHECKSUMS: self.checksum_bytes} if self.checksum_bytes else {}
         return {
             BOUNCE_BUFFERS: BOUNCE_BYTES,
@@ -95,7 +95,7 @@ class Knobs:
         }
 
     def host_bytes(self, request: PlanRequest) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all of them."""
         return sum(self.host(request).values())
 
     @property
@@ -106,18 +106,18 @@ class Knobs:
 
 
 def tile_element_bytes(request: PlanRequest) -> int:
-    """Host bytes per element of a tile: master weight, states, gradient, 16-bit result."""
+    """Return host bytes per element of a tile: weight, states, gradient, 16-bit result."""
     output = request.param_itemsize if request.param_itemsize < request.master_itemsize else 0
     return request.master_itemsize * (1 + request.states) + request.gradient_itemsize + output
 
 
 def scratch_element_bytes(request: PlanRequest) -> int:
-    """Host bytes per element of what gradients are widened into; none when they need it not."""
+    """Return host bytes per element of what gradients are widened into; 0 if they are not."""
     return request.master_itemsize if request.gradient_itemsize < request.master_itemsize else 0
 
 
 def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) -> Knobs:
-    """The defaults, or the largest that fit.
+    """Return the defaults, or the largest that fit.
 
     Raises:
         LimitTooSmallError: Not even the smallest fit.
@@ -174,7 +174,7 @@ def tile_sizes(largest_numel: int, is_tiled: bool, tile_bytes: int | None) -> tu
 
 
 def largest_sub_group_numel(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Elements of one rank's part of the largest sub-group, 0 when nothing learns."""
+    """Return the elements of one rank's part of the largest sub-group, 0 without any."""
     if request.largest_sub_group_numel is not None:
         return request.largest_sub_group_numel
     groups = shapes.sub_groups(
@@ -186,7 +186,7 @@ def largest_sub_group_numel(shapes: ModelShapes, request: PlanRequest) -> int:
 
 
 def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, int, int]:
-    """Gives (a layer in use and writing back, reading ahead, the largest slot) in bytes.
+    """Return (a layer in use and writing back, reading ahead, the largest slot) in bytes.
 
     The largest slot holds the largest shard that occurs again and again: the layers', not the
     embedding's, which goes in chunks.

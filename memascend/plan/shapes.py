@@ -37,7 +37,7 @@ class TensorShape:
         return math.prod(self.shape)
 
     def shard_numel(self, world: int) -> int:
-        """Elements of one rank's part: ZeRO pads to a multiple of the number of ranks."""
+        """Return the elements of one rank's part: ZeRO pads to a multiple of the ranks."""
         return -(-self.numel // world)
 
 
@@ -65,15 +65,10 @@ class ModelShapes:
         """The parameters that learn."""
         return tuple(tensor for tensor in self.tensors if tensor.trainable)
 
-    @property
-    def largest(self) -> TensorShape:
-        """The largest parameter."""
-        return max(self.tensors, key=lambda tensor: tensor.numel)
-
     def sub_groups(
         self, *, world: int, sub_group_size: int, has_decay_groups: bool
     ) -> list[list[TensorShape]]:
-        """DeepSpeed's units of the optimizer step, in its order.
+        """Return DeepSpeed's units of the optimizer step, in its order.
 
         A sub-group is closed once one rank's elements reach `sub_group_size`; it never spans two
         parameter groups.
@@ -103,7 +98,7 @@ class ModelShapes:
         return closed
 
     def layers(self) -> list[list[TensorShape]]:
-        """Tensors that are used together: those below the same numbered module.
+        """Return tensors that are used together: those below the same numbered module.
 
         "model.layers.7.mlp.up_proj.weight" belongs to "model.layers.7". A tensor below no number
         belongs to the module that holds it.
@@ -117,7 +112,7 @@ class ModelShapes:
 
 
 def from_module(module: Any, name: str | None = None) -> ModelShapes:
-    """Asks a torch module, partitioned by `zero.Init` or not.
+    """Return the shapes of a torch module, partitioned by `zero.Init` or not.
 
     Args:
         module: Anything with `named_parameters(remove_duplicate=False)` like torch's.
@@ -143,10 +138,10 @@ def from_module(module: Any, name: str | None = None) -> ModelShapes:
 
 
 def from_config(source: Path | str | Mapping[str, Any], name: str | None = None) -> ModelShapes:
-    """Derives every tensor from a Hugging Face config.json, as a path or as its content.
+    """Derive every tensor from a Hugging Face config.json, as a path or as its content.
 
     Raises:
-        ConfigError: Unreadable, or of an architecture not known here; says which are.
+        ConfigError: Unreadable, or of an architecture not known here; names those that are.
     """
     if isinstance(source, Mapping):
         config: Mapping[str, Any] = source
@@ -163,7 +158,7 @@ def from_config(source: Path | str | Mapping[str, Any], name: str | None = None)
 
 
 def from_safetensors(source: Path | str, name: str | None = None) -> ModelShapes:
-    """Reads the headers of a .safetensors file, of an index's files, or of a folder's.
+    """Read the headers of a .safetensors file, of an index's files, or of a folder's.
 
     A checkpoint does not keep the module's order, which decides where DeepSpeed cuts sub-groups:
     names are put in natural order, which comes close. A config.json is exact. Experts are counted
@@ -179,7 +174,7 @@ def from_safetensors(source: Path | str, name: str | None = None) -> ModelShapes
 
 
 def builtin(name: str) -> ModelShapes:
-    """The shapes of a public model whose numbers come with this package; case does not matter.
+    """Return the shapes of a public model that comes with this package; case does not matter.
 
     Raises:
         ConfigError: No such model; names the nearest one and all of them.
@@ -199,7 +194,7 @@ def builtin(name: str) -> ModelShapes:
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Names that `builtin` takes."""
+    """Return the names that `builtin` takes."""
     files = resources.files("memascend.plan").joinpath("models").iterdir()
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
@@ -214,7 +209,7 @@ def _checked(name: str, tensors: list[TensorShape], tied: dict[str, str]) -> Mod
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts "layers.2" before "layers.10"."""
+    """Return a key that sorts "layers.2" before "layers.10"."""
     key = []
     for index, part in enumerate(re.split(r"(\d+)", name)):
         digits = part.lstrip("0")  # compared as text: there may be any number of them

@@ -1,4 +1,4 @@
-"""The same account for stock DeepSpeed 0.19.8, and for stock with the paper's four pieces.
+"""The account of stock DeepSpeed 0.19.8, and for stock with the paper's four pieces.
 
 What memascend is compared with: the host memory of ZeRO-Infinity on one rank, term by term, with
 DeepSpeed's own rounding. Pure arithmetic; tests/integration/test_stock_ledger.py measures the terms
@@ -73,7 +73,7 @@ class StockSettings:
     def from_deepspeed(
         cls, ds_config: Mapping[str, Any], *, rounds_pinned: bool = True
     ) -> StockSettings:
-        """Reads a DeepSpeed JSON.
+        """Read a DeepSpeed JSON.
 
         Raises:
             ConfigError: A value is not of its kind.
@@ -120,18 +120,18 @@ class StockPlan(Footprint):
 def stock(
     shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
 ) -> StockPlan:
-    """The account of DeepSpeed as it is."""
-    return _Ledger(shapes, request, settings or StockSettings()).plan(has_pieces=False)
+    """Return the account of DeepSpeed as it is."""
+    return _StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=False)
 
 
 def four_pieces(
     shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
 ) -> StockPlan:
-    """The account of DeepSpeed with the paper's four pieces, and no more."""
-    return _Ledger(shapes, request, settings or StockSettings()).plan(has_pieces=True)
+    """Return the account of DeepSpeed with the paper's four pieces, and no more."""
+    return _StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=True)
 
 
-class _Ledger:
+class _StockAccount:
     """One rank's tensors and sub-groups, sorted by where stock keeps them."""
 
     def __init__(self, shapes: ModelShapes, request: PlanRequest, settings: StockSettings) -> None:
@@ -171,7 +171,7 @@ class _Ledger:
     # -- who is where ------------------------------------------------------------------------------
 
     def _fill_cache(self) -> list[bool]:
-        """Cuts max_in_cpu among the parameter groups; tells which sub-groups lie in it whole."""
+        """Cut max_in_cpu among the parameter groups; return which sub-groups lie in it whole."""
         if self._request.parameters_device == "none":
             return [False] * len(self._groups)
         is_resident = []
@@ -202,7 +202,7 @@ class _Ledger:
         return sum(tensor.shard_numel(self._request.world) for tensor in tensors)
 
     def _swapped_group_numels(self) -> list[int]:
-        """Sub-groups whose optimizer state is on the drive: small ones are not."""
+        """Return the sub-groups whose optimizer state is on the drive: small ones are not."""
         if not self._has_optimizer_drive:
             return []
         nbytes_min = self._swappable_bytes_min
@@ -274,19 +274,19 @@ class _Ledger:
         return max((t.shard_numel(self._request.world) for t in swappable), default=0)
 
     def _write_back_bytes(self) -> int:
-        """Counts whole tensors, not shards, as stock does: it grows with the ranks."""
+        """Count whole tensors, not shards, as stock does: it grows with the ranks."""
         if not self._has_param_drive or all(self._is_resident):
             return 0
         largest = self._groups[self._group_numels.index(self._group_numel_max)]
         return sum(self._aligned(tensor.numel, self._request.param_itemsize) for tensor in largest)
 
     def _buffer_count(self) -> int:
-        """Fewer than weights, gradient and states (three times that in flight) do not run."""
+        """Return at least one for weights, gradient and each state, three times that in flight."""
         needed = (self._request.states + 2) * (3 if self._settings.is_pipelined else 1)
         return max(self._settings.optimizer_buffer_count, needed)
 
     def _kept_optimizer_bytes(self, has_pieces: bool) -> int:
-        """Master weights, states and gradients of sub-groups that are not on the drive."""
+        """Return bytes of weights, states and gradients that are not on the drive."""
         if not self._has_optimizer:
             return 0
         itemsize = self._request.master_itemsize
@@ -355,7 +355,7 @@ class _Ledger:
         }
 
     def _gradient_bytes(self) -> int:
-        """fp32, once per step; pieces below the swappable size wait on the device instead."""
+        """Return bytes of fp32 gradients in a step; those of small tensors wait on the device."""
         swapped = set(self._swapped_group_numels())
         step = ALIGNED_BYTES * self._settings.parallelism // GRADIENT_BYTES
         shards = (

@@ -1,1 +1,1 @@
-"""What Linux says of this machine: memory, NUMA nodes, mounts, processes, pages."""
+"""This machine as Linux describes it: memory, NUMA nodes, mounts, processes, pages."""

@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def online_nodes(sysfs: Path = SYSFS) -> list[int]:
-    """The NUMA nodes to allocate from, ascending; empty on a kernel without NUMA support."""
+    """Return the NUMA nodes to allocate from, ascending; none on a kernel without NUMA."""
     if sysfs == SYSFS:
         nodes = _libnuma_nodes()
         if nodes is not None:
@@ -27,7 +27,7 @@ def online_nodes(sysfs: Path = SYSFS) -> list[int]:
 
 
 def node_of_pci(address: str, sysfs: Path = SYSFS) -> int | None:
-    """The node a PCI device (a GPU, say) is attached to; None when unknown.
+    """Return the node a PCI device (a GPU, say) is attached to; None when unknown.
 
     Args:
         address: As in "0000:3b:00.0"; nvidia-smi's eight-digit domain and capitals are accepted.
@@ -38,7 +38,7 @@ def node_of_pci(address: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def node_of_block_device(name: str, sysfs: Path = SYSFS) -> int | None:
-    """The node of a block device by kernel name ("nvme0n1", "sda2"); None when unknown.
+    """Return the node of a block device by kernel name ("nvme0n1"); None when unknown.
 
     Walks from the device up to the first ancestor that knows its node: a partition's disk, the
     disk's controller, the controller's PCI device. A device-mapper or md volume has the node that
@@ -55,7 +55,7 @@ def node_of_block_device(name: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def node_of_path(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> int | None:
-    """The node of a block device, or of the drive below a directory; None when unknown (tmpfs)."""
+    """Return the node of a block device, or of the drive below a directory; None if unknown."""
     folder = block_folder(path, sysfs)
     return None if folder is None else node_of_block_device(folder.name, sysfs)
 
@@ -66,7 +66,7 @@ def preferred_node(
     pci_address: str | None = None,
     sysfs: Path = SYSFS,
 ) -> int | None:
-    """The node host memory should come from; None leaves the choice to the kernel.
+    """Return the node host memory should come from; None leaves the choice to the kernel.
 
     The device's node wins, since every byte crosses its bus; else the node most of the drives are
     on. None on a machine with one node, and when the drives are evenly spread.
@@ -86,7 +86,7 @@ def preferred_node(
 
 
 def parse_node_list(text: str) -> list[int]:
-    """Turns the kernel's "0-2,4" into [0, 1, 2, 4]."""
+    """Convert the kernel's "0-2,4" into [0, 1, 2, 4]."""
     nodes: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -96,7 +96,7 @@ def parse_node_list(text: str) -> list[int]:
 
 
 def _libnuma_nodes() -> list[int] | None:
-    """The nodes this process may allocate from, or None where py-libnuma cannot tell."""
+    """Return the nodes this process may allocate from, None where py-libnuma does not work."""
     try:
         from numa import info, memory
     except ImportError:

@@ -56,7 +56,7 @@ class Sample:
         return sum(self.rss_bytes.values())
 
     def above(self, baseline_bytes: int) -> int:
-        """Sum of what each process holds beyond `baseline_bytes`.
+        """Return the sum of what each process holds beyond `baseline_bytes`.
 
         A launcher that has only imported torch counts for nothing, a training process for what it
         allocated itself.
@@ -94,11 +94,11 @@ class TreeSampler:
         self._thread = threading.Thread(target=self._run, name="memascend-sampler", daemon=True)
 
     def start(self) -> None:
-        """Starts sampling."""
+        """Start sampling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends sampling; the samples stay."""
+        """End sampling; the samples stay."""
         self._stopping.set()
         self._thread.join()
 
@@ -149,7 +149,7 @@ class IoCounter:
         self._start = _own_io()
 
     def read_and_written_bytes(self) -> tuple[int, int] | None:
-        """Gives (read, written), or None where the kernel keeps no such account."""
+        """Return (read, written), or None where the kernel keeps no such account."""
         now = _own_io()
         if self._start is None or now is None:
             return None
@@ -157,7 +157,7 @@ class IoCounter:
 
 
 def process_tree(pid: int) -> list[int]:
-    """Gives the process and all its living descendants; empty when it is gone."""
+    """Return the process and all its living descendants; empty when it is gone."""
     try:
         root = psutil.Process(pid)
         return [pid, *(child.pid for child in root.children(recursive=True))]
@@ -166,7 +166,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def pss_bytes(pid: int) -> int:
-    """Gives a process's proportional share of resident memory, 0 when it cannot be read."""
+    """Return a process's proportional share of resident memory, 0 when it cannot be read."""
     counted = ("Pss:", "Private_Hugetlb:", "Shared_Hugetlb:")
     total = 0
     with contextlib.suppress(OSError):
@@ -177,7 +177,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def disk_bytes(folder: Path, *, since: float) -> int:
-    """Gives the bytes allocated to the files below `folder` changed at `since` or later."""
+    """Return the bytes allocated to the files below `folder` changed at `since` or later."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -189,7 +189,7 @@ def disk_bytes(folder: Path, *, since: float) -> int:
 
 
 def nameless_disk_bytes(pids: Sequence[int], folders: Sequence[Path]) -> int:
-    """Gives the bytes of files without a name that the processes keep open in `folders`."""
+    """Return the bytes of files without a name that the processes keep open in `folders`."""
     below = tuple(f"{folder.resolve()}/" for folder in folders)
     found: dict[tuple[int, int], int] = {}
     for pid in pids:

@@ -1,7 +1,7 @@
-"""Raw block devices as volumes: looked at, claimed, formatted and wiped.
+"""Raw block devices as volumes: inspected, claimed, formatted and wiped.
 
-Nothing here writes to a device that carries anything but our own header, or that anybody uses. The
-looking happens on the descriptor that then stays open: O_EXCL keeps mounts, RAID, LVM and other
+Nothing here writes to a device that carries anything but our own header, or that anybody uses. They
+are inspected through the descriptor that then stays open: O_EXCL keeps mounts, RAID, LVM and other
 claims away from then on, flock other runs of memascend.
 """
 
@@ -61,7 +61,7 @@ class Device:
     size_bytes: int
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the device; fewer at its end.
+        """Return bytes of the device; fewer at its end.
 
         Raises:
             StoreError: The device failed.
@@ -72,7 +72,7 @@ class Device:
             raise _failed(self.path, "read", error) from error
 
     def header(self) -> Header | None:
-        """Our header, None where there is none.
+        """Return our header, None where there is none.
 
         Raises:
             StoreError: There is one, and something in it is wrong.
@@ -89,7 +89,7 @@ class Device:
             ) from error
 
     def discard(self) -> bool:
-        """Tells the device that nothing on it is needed; False where it cannot be told."""
+        """Tell the device that nothing on it is needed; return False where it cannot discard."""
         try:
             fcntl.ioctl(self.descriptor, _BLKDISCARD, struct.pack("=QQ", 0, self.size_bytes))
         except OSError:
@@ -97,7 +97,7 @@ class Device:
         return True
 
     def erase(self, header: bytes) -> None:
-        """Puts zeros where other programs would look for a signature, then writes the header.
+        """Put zeros where other programs would look for a signature, then write the header.
 
         Raises:
             StoreError: The device failed.
@@ -118,7 +118,7 @@ class Device:
 
 @contextlib.contextmanager
 def claimed(path: str) -> Iterator[Device]:
-    """Opens a device for this process alone.
+    """Open a device for this process alone.
 
     Raises:
         StoreError: It is no block device, in use, read-only, too small, or somebody else's.
@@ -153,7 +153,7 @@ def claimed(path: str) -> Iterator[Device]:
 
 @contextlib.contextmanager
 def formatted(path: str, *, needed_bytes: int = 0) -> Iterator[tuple[Device, Header]]:
-    """A device with our header, for a run of this process alone.
+    """Open a device with our header, for a run of this process alone.
 
     Args:
         path: Of the device.
@@ -189,7 +189,7 @@ def formatted(path: str, *, needed_bytes: int = 0) -> Iterator[tuple[Device, Hea
 
 
 def format_device(device: Device, *, owner_uid: int) -> Header:
-    """Makes a volume of a claimed device that carries nothing, or our own header.
+    """Make a volume of a claimed device that carries nothing, or our own header.
 
     Raises:
         StoreError: It carries something else; nothing was changed.
@@ -208,7 +208,7 @@ def format_device(device: Device, *, owner_uid: int) -> Header:
 
 
 def wipe_device(device: Device) -> bool:
-    """Removes our header from a claimed device, and all data where the device can be told so.
+    """Remove our header from a claimed device, and all data where the device can discard.
 
     Returns:
         False where the data is still there, to be overwritten.
@@ -227,7 +227,7 @@ def wipe_device(device: Device) -> bool:
 
 @contextlib.contextmanager
 def looked_at(path: str) -> Iterator[Device]:
-    """Opens a device for reading, whoever uses it.
+    """Open a device for reading, whoever uses it.
 
     Raises:
         StoreError: It is no block device or cannot be read.
@@ -238,12 +238,12 @@ def looked_at(path: str) -> Iterator[Device]:
 
 
 def signatures(device: Device) -> list[str]:
-    """What else is on it."""
+    """Return what else is on the device."""
     return find_signatures(device.read, device.size_bytes) + ask_blkid(device.path)
 
 
 def find_users(path: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> list[str]:
-    """Who uses a device or one of its partitions: mounts, swap, and devices built on them.
+    """Return who uses a device or a partition of it: mounts, swap, and devices built on them.
 
     Args:
         path: Of the device.
@@ -258,7 +258,7 @@ def find_users(path: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> list[str
 
 
 def users_of(number: str, *, sysfs: Path, proc: Path) -> list[str]:
-    """As `find_users`, for a device number such as "259:0"."""
+    """Return the same as `find_users`, for a device number such as "259:0"."""
     folder = (sysfs / "dev/block" / number).resolve()
     folders = [folder, *sorted(path.parent for path in folder.glob("*/partition"))]
     numbers = {read_line(part / "dev"): part.name for part in folders}
@@ -282,7 +282,7 @@ def users_of(number: str, *, sysfs: Path, proc: Path) -> list[str]:
 
 
 def refusal(path: str, code: int, cause: str, fix: str) -> StoreError:
-    """The error for a device that is left alone."""
+    """Return the error for a device that is left alone."""
     error = StoreError(code, f"cannot use {path} as a raw volume: {cause}\nfix: {fix}")
     error.volume = path
     return error
@@ -291,7 +291,7 @@ def refusal(path: str, code: int, cause: str, fix: str) -> StoreError:
 @contextlib.contextmanager
 def _opened(path: str, flags: int) -> Iterator[Device]:
     try:
-        # Looked at first: opening something else, a tape say, may do something.
+        # Checked first: opening something else, such as a tape, may change it.
         if not stat.S_ISBLK(os.stat(path, follow_symlinks=False).st_mode):
             raise _no_device(path)
         descriptor = os.open(path, flags)
@@ -319,7 +319,7 @@ def _no_device(path: str) -> StoreError:
 
 def _not_opened(path: str, error: OSError) -> StoreError:
     if error.errno == errno.EBUSY:
-        return _busy(path, "the kernel says so: a mount, RAID, LVM, or another run of memascend")
+        return _busy(path, "by a mount, RAID, LVM, or another run of memascend")
     code = error.errno or errno.EIO
     if code in (errno.EACCES, errno.EPERM):
         fix = f"give this user the right to read and write it: setfacl -m u:$USER:rw {path}"

@@ -1,4 +1,4 @@
-"""The header of a raw volume: one block at the start of a device that says it is memascend's.
+"""The header of a raw volume: one block at its start that marks it as memascend's.
 
 Pure: bytes to values and back. Whoever can write to the device may have written it, so nothing in
 it is believed before everything in it has been checked; and it decides nothing but whether the
@@ -27,12 +27,12 @@ _SIZE_MULTIPLE = 4096
 
 
 class HeaderError(ValueError):
-    """The block begins like a header of ours but cannot be one; says what is wrong with it."""
+    """The block begins like a header of ours but is not a valid one; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header says.
+    """The content of a header.
 
     Attributes:
         uuid: Made when the device was formatted.
@@ -45,7 +45,7 @@ class Header:
     owner_uid: int
 
     def pack(self) -> bytes:
-        """The block, as it is on the device."""
+        """Return the block, as it is on the device."""
         fields = _FIELDS.pack(
             _MAGIC, VERSION, HEADER_BYTES, self.uuid.bytes, self.size_bytes, self.owner_uid
         )
@@ -54,13 +54,13 @@ class Header:
 
 
 def new_header(*, device_bytes: int, owner_uid: int) -> Header:
-    """A header for a whole device."""
+    """Return a header for a whole device."""
     size_bytes = device_bytes // _SIZE_MULTIPLE * _SIZE_MULTIPLE
     return Header(uuid=uuid.uuid4(), size_bytes=size_bytes, owner_uid=owner_uid)
 
 
 def parse(block: bytes, *, device_bytes: int) -> Header | None:
-    """Reads a header; None for a block that does not even begin like one.
+    """Read a header; return None for a block that does not even begin like one.
 
     Args:
         block: The first `HEADER_BYTES` of the device.
@@ -80,12 +80,12 @@ def parse(block: bytes, *, device_bytes: int) -> Header | None:
     if version != VERSION:
         raise HeaderError(f"the header is of version {version}; this memascend knows {VERSION}")
     if header_bytes != HEADER_BYTES:
-        raise HeaderError(f"the header says it has {header_bytes} bytes, not {HEADER_BYTES}")
+        raise HeaderError(f"the header states {header_bytes} bytes of its own, not {HEADER_BYTES}")
     if any(body[_FIELDS.size :]):
         raise HeaderError("the header has something where nothing should be")
     if not DEVICE_BYTES_MIN <= size_bytes <= device_bytes or size_bytes % _SIZE_MULTIPLE:
         raise HeaderError(
-            f"the header says the volume has {size_bytes} bytes, on a device of {device_bytes}"
+            f"the header states a volume of {size_bytes} bytes, on a device of {device_bytes}"
         )
     if owner_uid > UID_MAX:
         raise HeaderError(f"the header names no user as its owner, but {owner_uid}")

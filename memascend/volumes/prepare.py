@@ -1,4 +1,4 @@
-"""The volumes of a store, from what the configuration says: looked at, weighed, ready to open.
+"""The volumes of a store, from the configuration: checked, weighed, ready to open.
 
 Knows directories, devices, the configuration and the core; nothing of tensors or DeepSpeed.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def volume_paths(config: MemAscendConfig, fallback: str) -> list[str]:
-    """The paths that will be used.
+    """Return the paths that will be used.
 
     Args:
         config: The validated block.
@@ -39,7 +39,7 @@ def volume_paths(config: MemAscendConfig, fallback: str) -> list[str]:
 def prepared(
     config: MemAscendConfig, fallback: str, *, cache: Path | None = None
 ) -> Iterator[list[_core.VolumeOptions]]:
-    """Makes the directories that are missing, claims raw devices, and weighs all of them.
+    """Make the directories that are missing, claim raw devices, and weigh all volumes.
 
     A device stays claimed for as long as the context lasts, and from then on by the store that was
     opened on it.
@@ -59,7 +59,7 @@ def prepared(
     mine = share_of_rank(config.volumes, rank=local_rank(), rank_count=local_world_size())
     with contextlib.ExitStack() as claims:
         directories = [None if volume.raw else provide_volume(volume) for volume in mine]
-        _check_apart(mine)
+        check_apart(mine)
         opened = [
             directory or claims.enter_context(claimed_device(volume))
             for volume, directory in zip(mine, directories, strict=True)
@@ -70,7 +70,7 @@ def prepared(
 def share_of_rank(
     volumes: Sequence[VolumeConfig], *, rank: int, rank_count: int
 ) -> list[VolumeConfig]:
-    """The volumes of one rank: every directory, and the raw devices that are its own.
+    """Return the volumes of one rank: every directory, and the raw devices of its own.
 
     Each rank has a store of its own. Files of several live beside each other; a device has one
     user, so devices are given to the ranks in turn.
@@ -118,7 +118,7 @@ def _weighed(
 
 @contextlib.contextmanager
 def claimed_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
-    """A raw device with our header, claimed.
+    """Open a raw device with our header, and claim it.
 
     Raises:
         StoreError: It must be left alone.
@@ -144,14 +144,14 @@ def _with_weight(volume: _core.VolumeOptions, weight: float) -> _core.VolumeOpti
     )
 
 
-def _check_apart(volumes: Sequence[VolumeConfig]) -> None:
-    """Refuses one directory or device under two names; warns of two directories on one drive."""
+def check_apart(volumes: Sequence[VolumeConfig]) -> None:
+    """Refuse one directory or device under two names; warn of two directories on one drive."""
     seen: dict[tuple[int, int], str] = {}
     drives: dict[int, str] = {}
     for volume in volumes:
         path = os.path.realpath(volume.path)
-        if volume.raw and not os.path.exists(path):
-            continue  # opening it will say
+        if not os.path.exists(path):
+            continue  # opening it will raise
         state = os.stat(path)
         place = (state.st_dev, state.st_ino)
         if place in seen:

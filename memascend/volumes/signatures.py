@@ -1,7 +1,7 @@
-"""What is on a block device already: partition tables, file systems, LVM, RAID, swap, encryption.
+"""Signatures on a block device: partition tables, file systems, LVM, RAID, swap, encryption.
 
-Two opinions, and either is enough to leave a device alone: the magic numbers below, read here, and
-`blkid` where it is installed, which knows many more.
+A device is left alone when either finds something: the magic numbers below, or `blkid` where it is
+installed, which knows many more.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MAGICS = (
 
 
 def find_signatures(read: Read, device_bytes: int) -> list[str]:
-    """Names of everything that is recognised, each once; empty for a device that looks unused.
+    """Return the names of all that is recognised, each once; none for a device without data.
 
     Args:
         read: Reads the device.
@@ -79,7 +79,7 @@ def find_signatures(read: Read, device_bytes: int) -> list[str]:
 
 
 def ask_blkid(path: str) -> list[str]:
-    """What blkid recognises; empty where it finds nothing, is not installed or may not look.
+    """Return what blkid recognises; nothing where it is not installed or may not read.
 
     Args:
         path: Of the device.
@@ -107,12 +107,12 @@ def ask_blkid(path: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would take for more than letters."""
+    """Replace what a terminal would not print as letters."""
     return "".join(letter if letter.isascii() else "?" for letter in text if letter.isprintable())
 
 
 def _raid_at_the_end(device_bytes: int) -> list[_Magic]:
-    """Where versions 0.90 and 1.0 of md keep their superblock."""
+    """Return where versions 0.90 and 1.0 of md keep their superblock."""
     magic = b"\xfc\x4e\x2b\xa9"
     sectors = device_bytes // 512
     places = {((sectors - 16) & ~7) * 512, (device_bytes & ~0xFFFF) - (64 << 10)}

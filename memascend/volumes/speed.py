@@ -2,7 +2,8 @@
 
 Every volume gets a store of its own and a thread that keeps it full of reads, writes or both, with
 the real size and number of requests. So what is measured is what the drives give beside each other:
-drives behind one switch share its lanes. The memory is two buffers, whatever the number of drives.
+drives behind one switch share its PCIe lanes. The memory is two buffers for
+any number of drives.
 
 Needs the native core and nothing else of ours; each call opens and closes all it uses.
 """
@@ -32,7 +33,7 @@ _BOUNCE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of each volume.
+    """The requests that each volume gets.
 
     Attributes:
         chunk_bytes: Of one request.
@@ -56,7 +57,7 @@ class Bench:
     """Volumes under one load; `run` as often as wanted. Belongs to one thread."""
 
     def __init__(self, volumes: Sequence[_core.VolumeOptions], load: Load) -> None:
-        """Opens a store on each volume and writes the span, on all of them at once.
+        """Open a store on each volume and write the span, on all of them at once.
 
         Raises:
             OSError: A volume cannot be opened, written, or has less room than two tickets.
@@ -66,11 +67,11 @@ class Bench:
         self._memory = [_Pages(ticket_bytes), _Pages(ticket_bytes), _Pages(_BOUNCE_BYTES)]
         # What compresses would flatter drives that do.
         self._memory[0].map.write(os.urandom(ticket_bytes))
-        self._lanes: list[_Lane] = []
+        self._volumes: list[_LoadedVolume] = []
         try:
             for volume in volumes:
-                self._lanes.append(_Lane(volume, load, *self._memory))
-            _together(self._lanes, lambda lane: lane.fill(load.fill_seconds))
+                self._volumes.append(_LoadedVolume(volume, load, *self._memory))
+            _together(self._volumes, lambda volume: volume.fill(load.fill_seconds))
         except BaseException:
             self.close()
             raise
@@ -78,10 +79,10 @@ class Bench:
     @property
     def engine(self) -> str:
         """Name of the engine that runs."""
-        return self._lanes[0].store.engine_name
+        return self._volumes[0].store.engine_name
 
     def run(self, mode: Mode, seconds: float) -> list[float]:
-        """Bytes per second of each volume, all of them busy at the same time.
+        """Return the bytes per second of each volume, all of them busy at the same time.
 
         Counted from when the queues are full, which takes at most `seconds` more. A drive on which
         one turn of a full queue takes longer than `seconds` is given up to five times as long:
@@ -90,12 +91,12 @@ class Bench:
         Raises:
             StoreError: A transfer failed.
         """
-        return _together(self._lanes, lambda lane: lane.run(mode, seconds))
+        return _together(self._volumes, lambda volume: volume.run(mode, seconds))
 
     def close(self) -> None:
-        """Ends the I/O and gives the space back."""
-        for lane in self._lanes:
-            lane.store.close()
+        """End the I/O and give the space back."""
+        for volume in self._volumes:
+            volume.store.close()
 
     def __enter__(self) -> Bench:
         return self
@@ -114,7 +115,7 @@ class _Pages:
         self.address = ctypes.addressof(self._view)
 
 
-class _Lane:
+class _LoadedVolume:
     """One volume: its store and the part of it that is written and read."""
 
     def __init__(
@@ -148,7 +149,7 @@ class _Lane:
         self._in_flight_max = min(self._count, 2 + in_flight_bytes // source.nbytes)
 
     def fill(self, seconds: float) -> float:
-        """Writes the span once; what is not written within the time is no longer part of it.
+        """Write the span once; what is not written within the time is no longer part of it.
 
         Reads of what was only reserved would be answered without the drive.
         """
@@ -185,14 +186,14 @@ class _Lane:
             done_count += 1
             now = time.monotonic()
             if not is_warm and (done_count >= self._in_flight_max or now - start >= seconds):
-                # The queue was empty at first: what came back until now says little.
+                # The queue was empty at first: what completed until now is no rate.
                 is_warm, start, done_bytes, done_count = True, now, 0, 0
         for ticket in tickets:  # not counted: the other volumes may have ended before
             ticket.wait()
         return done_bytes / (now - start)
 
     def _is_short(self, done_count: int, elapsed: float, seconds: float) -> bool:
-        """Whether less than one turn of the queue has come back, and there is time for more."""
+        """Check that less than one turn of the queue has come back, and there is time for more."""
         return done_count < self._in_flight_max and elapsed < 5 * seconds
 
     def _start(self, place: int, *, writes: bool) -> _core.Ticket:
@@ -203,20 +204,22 @@ class _Lane:
         )
 
 
-def _together(lanes: Sequence[_Lane], action: Callable[[_Lane], float]) -> list[float]:
-    """Runs an action on all lanes at the same time; raises the first error among them."""
-    results = [0.0] * len(lanes)
+def _together(
+    volumes: Sequence[_LoadedVolume], action: Callable[[_LoadedVolume], float]
+) -> list[float]:
+    """Run an action on all volumes at the same time; raise the first error among them."""
+    results = [0.0] * len(volumes)
     errors: list[BaseException] = []
-    barrier = threading.Barrier(len(lanes))
+    barrier = threading.Barrier(len(volumes))
 
     def work(index: int) -> None:
         barrier.wait()
         try:
-            results[index] = action(lanes[index])
+            results[index] = action(volumes[index])
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(lanes))]
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(volumes))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -3,7 +3,7 @@
 Measured means: about a second of mixed reads and writes on all volumes at the same time.
 What was measured is kept in a small file of the user's, by what identifies the drives, their sizes,
 the kernel and the size and number of requests. The weights decide where bytes lie and nothing else:
-whatever the file says, results are the same, and ranks need not agree.
+whatever is in the file, results are the same, and ranks need not agree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CACHE_FILE = "volume-weights.json"
 PROBE_SECONDS = 0.2
 PROBE_COUNT = 3
 PROBE_SPAN_BYTES = 256 * MIB
-#: Drives this close are alike: a short measurement on a busy machine tells no smaller difference.
+#: Drives this close are alike: a short measurement on a busy machine shows no smaller difference.
 ALIKE_RATIO = 1.25
 #: How long a rank waits for another that is measuring.
 LOCK_SECONDS = 20.0
@@ -44,10 +44,10 @@ _FILE_BYTES_MAX = 1 * MIB
 def measured_weights(
     volumes: Sequence[_core.VolumeOptions], *, load: Load, cache: Path
 ) -> list[float]:
-    """Weights of two or more volumes, from the cache or by measuring now; says so in one log line.
+    """Return the weights of several volumes, from the cache or by measuring now; log them.
 
-    Where measuring fails, all volumes count alike, with a warning: opening the store will tell what
-    is wrong with it.
+    Where measuring fails, all volumes count alike, with a warning: opening the store will
+    raise what is wrong.
 
     Args:
         volumes: As the store will open them.
@@ -84,7 +84,7 @@ def measured_weights(
 
 
 def weights_of(rates: Sequence[float]) -> list[float]:
-    """Weights for measured rates: the slowest has 1, and drives that are about alike are alike.
+    """Return weights for measured rates: 1 for the slowest, and the same for similar drives.
 
     Args:
         rates: Bytes per second of each volume.
@@ -98,7 +98,7 @@ def weights_of(rates: Sequence[float]) -> list[float]:
 
 
 def identity(path: str, sysfs: Path = SYSFS) -> str:
-    """What stays the same about a drive: its serial number where sysfs has one, and its size.
+    """Return what stays the same about a drive: its serial number if known, and its size.
 
     Args:
         path: Directory, or block device.
@@ -128,7 +128,7 @@ def _text(volumes: Sequence[_core.VolumeOptions], weights: Sequence[float]) -> s
 
 
 def _checked(value: object, count: int) -> list[float] | None:
-    """The weights of an entry, None unless they are what this module writes."""
+    """Return the weights of an entry, None unless they are what this module writes."""
     if not isinstance(value, list) or len(value) != count:
         return None
     if any(isinstance(item, bool) or not isinstance(item, int | float) for item in value):
@@ -139,7 +139,7 @@ def _checked(value: object, count: int) -> list[float] | None:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """What is in the file and could be weights; nothing for one that is missing or damaged."""
+    """Return the entries of the file that are lists of weights; none where it is damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -156,7 +156,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _write(path: Path, entries: dict[str, object]) -> None:
-    """Replaces the file at once; a cache that cannot be written is done without."""
+    """Replace the file at once; go on without where it cannot be written."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -174,7 +174,7 @@ def _write(path: Path, entries: dict[str, object]) -> None:
 
 @contextlib.contextmanager
 def _locked(cache: Path) -> Iterator[None]:
-    """One rank measures at a time; the others find what it wrote. Best effort."""
+    """Let one rank measure at a time; the others find what it wrote. Best effort."""
     descriptor = -1
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -134,7 +134,6 @@ def test_a_full_drive_is_told_once(
     assert message.count("Likely cause") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("in_files", [True, False])
 def test_converting_takes_no_memory_for_tensors(tmp_path: Path, in_files: bool) -> None:

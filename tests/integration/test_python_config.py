@@ -11,7 +11,7 @@ import pytest
 
 from .programs import REPOSITORY, armed_lines, free_port, losses, run
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "python_config_program.py"
 

@@ -14,7 +14,7 @@ import pytest
 from memascend.cli import doctor
 from memascend.config.block import parse_block
 from memascend.ledger import drives as smart
-from memascend.ledger.drives import DriveWatch, DriveWear, Reading, parse, read_drives
+from memascend.ledger.drives import DriveReport, DriveWatch, DriveWear, parse, read_drives
 
 SAMPLES = Path(__file__).parent / "smart"
 TB = 10**12
@@ -108,8 +108,10 @@ def test_what_is_left_follows_from_what_used_it_up(used: int, left: int | None) 
 def test_the_days_left_are_those_at_what_the_drive_was_written_meanwhile() -> None:
     seconds = [0.0]
     readings = [
-        Reading((DriveWear("a", "", 10, 9 * TB), DriveWear("b", "", 10))),
-        Reading((DriveWear("a", "", 10, 10 * TB), DriveWear("b", "", 10), DriveWear("c", "", 1))),
+        DriveReport((DriveWear("a", "", 10, 9 * TB), DriveWear("b", "", 10))),
+        DriveReport(
+            (DriveWear("a", "", 10, 10 * TB), DriveWear("b", "", 10), DriveWear("c", "", 1))
+        ),
     ]
     watch = DriveWatch(["/x"], read=lambda paths: readings.pop(0), clock=lambda: seconds[0])
     assert [drive.days_left for drive in watch.drives] == [None, None]
@@ -132,9 +134,9 @@ def test_a_run_of_seconds_has_no_rate() -> None:
 def test_drives_that_said_nothing_are_not_asked_again() -> None:
     asked: list[list[str]] = []
 
-    def read(paths: list[str]) -> Reading:
+    def read(paths: list[str]) -> DriveReport:
         asked.append(paths)
-        return Reading(silent={"sda": "no"})
+        return DriveReport(silent={"sda": "no"})
 
     watch = DriveWatch([Path("/x")], read=read)
     watch.end()
@@ -267,7 +269,9 @@ def test_a_run_says_once_that_nothing_is_known(
     pytest.importorskip("deepspeed")
     from memascend.deepspeed.attach import attach as activation
 
-    monkeypatch.setattr(smart, "read_drives", lambda paths: Reading(silent={"sda": "no rights"}))
+    monkeypatch.setattr(
+        smart, "read_drives", lambda paths: DriveReport(silent={"sda": "no rights"})
+    )
     with caplog.at_level(logging.INFO):
         watch = activation._watch_drives(parse_block({}), "/drive")
         watch.end()
@@ -284,7 +288,7 @@ def test_an_attachment_reads_drives_at_its_start_and_at_its_end(
     from memascend.ledger.ledger import Ledger
 
     drives = [(DriveWear("a", "", 4, TB),), (DriveWear("a", "", 4, 2 * TB),)]
-    watch = DriveWatch(["/x"], read=lambda paths: Reading(drives.pop(0)))
+    watch = DriveWatch(["/x"], read=lambda paths: DriveReport(drives.pop(0)))
     runtime: Any = SimpleNamespace(
         config=parse_block({}),
         arena=None,

@@ -205,30 +205,6 @@ def test_closing_waits_for_what_is_in_flight(store):
     assert ticket.done()
 
 
-def test_a_ticket_of_another_store_is_refused(store, tmp_path):
-    other = open_store(tmp_path, "threads")
-    ticket = write(other, "k", b"x")
-    with pytest.raises(ValueError, match="another store"):
-        store.wait(ticket)
-    ticket.wait()
-
-
-def test_registered_memory_is_used_and_given_back(store):
-    memory = PageMemory(MIB)
-    content = os.urandom(MIB)
-    memory.put(content)
-    registered = store.register_buffer(address=memory.address, nbytes=MIB)
-    if store.engine_name == "uring":
-        text = "1 registered buffers" if registered else "not registered"
-        assert text in store.engine_description
-    store.write(key="k", address=memory.address, nbytes=MIB).wait()
-    memory.put(bytes(MIB))
-    store.read(key="k", address=memory.address, nbytes=MIB).wait()
-    assert memory.get() == content
-    store.unregister_buffer(address=memory.address, nbytes=MIB)
-    assert "1 registered" not in store.engine_description
-
-
 def test_threads_read_and_write_at_the_same_time(store):
     failures = []
 

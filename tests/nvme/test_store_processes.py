@@ -7,13 +7,11 @@ import platform
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.nvme_memory import uring_refusal
 from tests.support.store_programs import start
 
 
@@ -343,26 +341,3 @@ def test_two_processes_on_one_directory_do_not_see_each_other(tmp_path):
     for process in processes:
         output, errors = process.communicate(timeout=60)
         assert output == "5\n", errors
-
-
-def test_memory_that_may_not_be_locked_is_used_unregistered():
-    if uring_refusal():
-        pytest.skip(f"needs io_uring: {uring_refusal()}")
-    output = run(
-        Path(tempfile.gettempdir()),
-        """
-        import resource
-        from tests.support.nvme_memory import PageMemory
-        if os.geteuid() == 0:  # root may lock without limit
-            os.setgid(65534)
-            os.setuid(65534)
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
-        store = open_store(directory, "uring")
-        memory = PageMemory(8 << 20)
-        print(store.register_buffer(address=memory.address, nbytes=memory.nbytes))
-        print("RLIMIT_MEMLOCK" in store.engine_description)
-        ticket = store.write(key="k", address=memory.address, nbytes=memory.nbytes)
-        ticket.wait()
-        """,
-    )
-    assert output == "False\nTrue\n"

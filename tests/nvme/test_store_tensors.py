@@ -61,23 +61,9 @@ def test_the_tensor_and_what_it_lies_in_are_kept_until_the_io_is_over():
     gc.collect()
     assert all(reference() is not None for reference in alive)
     faults.paused = False
-    store.wait(ticket)
+    ticket.wait()
     gc.collect()
     assert all(reference() is None for reference in alive)
-
-
-def test_waiting_for_several_tickets_ends_all_before_the_first_error():
-    store = TensorStore(
-        volumes=["(memory)"],
-        bounce=PageMemory(BOUNCE_BYTES),
-        engine="memory",
-        faults=MemoryFaults(seed=3, eio=0.5),
-        eio_retries=0,
-    )
-    tickets = [store.write(key=f"k{n}", source=torch.zeros(4096)) for n in range(20)]
-    with pytest.raises(StoreError, match="cannot write"):
-        store.wait(tickets)
-    assert all(ticket.done() for ticket in tickets)
 
 
 def test_one_line_says_what_was_obtained(tmp_path, caplog):

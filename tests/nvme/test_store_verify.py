@@ -305,7 +305,7 @@ def test_planned_and_measured_checksums_agree(tmp_path: Path) -> None:
     runtime.io.read(key="param.0", target=torch.empty(100_000)).wait()
     ledger = runtime.ledger()
     assert ledger.drive["bytes_verified"] == 7 * GRAIN_BYTES
-    assert "compared with checksums: 448.00 KiB; 0 did not match" in ledger.describe()
+    assert "448.00 KiB; 0 mismatched" in ledger.describe()
     runtime.close()
 
 

@@ -129,7 +129,7 @@ def test_directories_and_devices_share_the_tensors(raw, tmp_path):
     store.write(key="k", source=source).wait()
     store.read(key="k", target=target).wait()
     assert torch.equal(source, target)
-    assert sorted(volume.used_bytes for volume in store.volume_stats()) == [4 << 20, 5 << 20]
+    assert sorted(volume.used_bytes for volume in store.core.volume_stats()) == [4 << 20, 5 << 20]
     store.close()
 
 

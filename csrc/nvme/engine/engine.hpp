@@ -31,7 +31,8 @@ class Engine {
 
   /// "uring", "threads" or "memory".
   virtual std::string name() const = 0;
-  /// One phrase on what was really obtained, e.g. "io_uring, deferred completions, depth 64".
+  /// One phrase on what was really obtained, e.g. "io_uring, deferred completions, depth 64"; the
+  /// same from start() on.
   virtual std::string description() const = 0;
   /// Requests that may be in flight at once.
   virtual std::size_t queue_depth() const = 0;
@@ -41,12 +42,6 @@ class Engine {
   virtual int attach(const Volume& volume) = 0;
   /// Makes the calling thread the issuer. Throws SystemCallError when the kernel refuses.
   virtual void start() = 0;
-  /// Offers memory for registration (fixed buffers). Best effort: returns false, and the cause is
-  /// in description(), when it is refused. Requests outside registered memory always work.
-  virtual bool register_buffer(std::span<std::byte> memory) = 0;
-  /// Forgets a span given to register_buffer; required before the memory is unmapped, and only when
-  /// no request on it is in flight.
-  virtual void unregister_buffer(std::span<std::byte> memory) = 0;
 
   /// Starts requests. Pre: in-flight + requests.size() <= queue_depth(). One system call per batch
   /// where the engine has system calls. Throws only when the engine itself is broken.

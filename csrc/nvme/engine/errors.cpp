@@ -32,7 +32,7 @@ struct Cause {
 constexpr Cause kCauses[] = {
     {0, "the file is shorter than it was made: something truncated it",
      "find out what works in the volume's directory, or name another one"},
-    {EIO, "the drive failed or was pulled out, or its file system has shut down; dmesg says which",
+    {EIO, "the drive failed or was pulled out, or its file system has shut down; dmesg shows which",
      "check the drive (dmesg, smartctl -a), or name another one"},
     {ENODEV, "the drive is gone: unplugged, detached, or reset by its controller",
      "bring it back (dmesg, lsblk), or name another one"},

@@ -32,7 +32,7 @@ struct ErrorPlace {
 /// message.
 std::string describe_cause(int code);
 
-/// What a failed transfer means to the user: what failed, with what values, why, and what to do.
+/// The message of a failed transfer: what failed, with what values, why, and what to do.
 /// `recovery` is what to do about bytes that are wrong, in words of whoever knows.
 std::string describe(Operation operation, const ErrorPlace& place, const std::string& recovery);
 
@@ -59,7 +59,7 @@ class CorruptionError : public StoreError {
   using StoreError::StoreError;
 };
 
-/// Throws a CorruptionError where the place tells of one, else a StoreError.
+/// Throws a CorruptionError where the place is one, else a StoreError.
 [[noreturn]] void throw_store_error(const std::string& message, const ErrorPlace& place);
 
 /// The engine asked for by name cannot run here.

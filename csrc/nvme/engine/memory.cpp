@@ -35,7 +35,7 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions, std::size_t co
   while (count < completions.size()) {
     const std::vector<std::size_t> candidates = ready();
     if (candidates.empty() || happens(faults_->delay, &faults_->counts.delay)) {
-      // Polled: whoever clears the paused flag tells nobody. A test's engine may be this lazy.
+      // Polled: clearing the paused flag notifies nobody. A test's engine may be this lazy.
       const bool over = std::chrono::steady_clock::now() >= deadline;
       if (count >= count_min || over || wait(std::chrono::milliseconds(1))) break;
       continue;

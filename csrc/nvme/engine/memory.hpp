@@ -29,7 +29,7 @@ struct MemoryFaultCounts {
   std::atomic<std::uint64_t> flip = 0;
 };
 
-/// What goes wrong, each with a probability from 0 to 1 per request. What is paused, slow or gone
+/// Faults to inject, each with a probability from 0 to 1 per request. What is paused, slow or gone
 /// may be changed by any thread while the engine runs; the rest is fixed.
 struct MemoryFaults {
   std::uint64_t seed = 0;
@@ -59,8 +59,6 @@ class MemoryEngine final : public Engine {
   std::size_t queue_depth() const override { return queue_depth_; }
   int attach(const Volume& volume) override;
   void start() override {}
-  bool register_buffer(std::span<std::byte>) override { return false; }
-  void unregister_buffer(std::span<std::byte>) override {}
   void submit(std::span<const Request> requests) override;
   std::size_t reap(std::span<Completion> completions, std::size_t count_min,
                    std::chrono::milliseconds timeout) override;

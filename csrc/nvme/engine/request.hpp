@@ -20,7 +20,7 @@ struct Request {
   std::uint64_t tag;  // chosen by the submitter, returned in the completion
 };
 
-/// What became of a request. Engines report; they never interpret, retry or throw for one request.
+/// The outcome of a request. Engines report; they never interpret, retry or throw for one request.
 struct Completion {
   std::uint64_t tag;
   std::int64_t result;  // bytes transferred (may be short, 0 at the end of the volume), or -errno

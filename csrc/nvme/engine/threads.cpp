@@ -10,7 +10,7 @@
 
 namespace memascend {
 
-ThreadsEngine::Lane::Lane(int descriptor) : file(descriptor) {
+ThreadsEngine::Worklist::Worklist(int descriptor) : file(descriptor) {
   MA_SYSCALL(::sem_init(&work_count, 0, 0), "sem_init");
 }
 
@@ -19,9 +19,9 @@ ThreadsEngine::ThreadsEngine(const ThreadsOptions& options) : options_(options) 
 }
 
 ThreadsEngine::~ThreadsEngine() {
-  for (const auto& lane : lanes_) {
+  for (const auto& worklist : worklists_) {
     for (std::size_t count = options_.thread_count; count > 0; --count) {
-      ::sem_post(&lane->work_count);
+      ::sem_post(&worklist->work_count);
     }
   }
   for (std::thread& worker : workers_) worker.join();
@@ -29,18 +29,18 @@ ThreadsEngine::~ThreadsEngine() {
 
 std::string ThreadsEngine::description() const {
   return join("pread and pwrite by ", options_.thread_count, " threads",
-              lanes_.size() > 1 ? " per volume" : "", ", depth ", options_.queue_depth);
+              worklists_.size() > 1 ? " per volume" : "", ", depth ", options_.queue_depth);
 }
 
 int ThreadsEngine::attach(const Volume& volume) {
-  lanes_.push_back(std::make_unique<Lane>(volume.descriptor()));
-  return static_cast<int>(lanes_.size()) - 1;
+  worklists_.push_back(std::make_unique<Worklist>(volume.descriptor()));
+  return static_cast<int>(worklists_.size()) - 1;
 }
 
 void ThreadsEngine::start() {
-  for (const auto& lane : lanes_) {
+  for (const auto& worklist : worklists_) {
     for (std::size_t count = options_.thread_count; count > 0; --count) {
-      workers_.push_back(start_thread("memascend-io", [this, own = lane.get()] { work(own); }));
+      workers_.push_back(start_thread("memascend-io", [this, own = worklist.get()] { work(own); }));
     }
   }
 }
@@ -49,11 +49,11 @@ void ThreadsEngine::submit(std::span<const Request> requests) {
   {
     const std::lock_guard lock(mutex_);
     for (const Request& request : requests) {
-      lanes_[static_cast<std::size_t>(request.volume_index)]->requests.push_back(request);
+      worklists_[static_cast<std::size_t>(request.volume_index)]->requests.push_back(request);
     }
   }
   for (const Request& request : requests) {
-    ::sem_post(&lanes_[static_cast<std::size_t>(request.volume_index)]->work_count);
+    ::sem_post(&worklists_[static_cast<std::size_t>(request.volume_index)]->work_count);
   }
 }
 
@@ -81,19 +81,19 @@ void ThreadsEngine::wake() noexcept {
   result_ready_.notify_one();
 }
 
-void ThreadsEngine::work(Lane* lane) {
+void ThreadsEngine::work(Worklist* worklist) {
   for (;;) {
-    while (::sem_wait(&lane->work_count) != 0) {  // EINTR
+    while (::sem_wait(&worklist->work_count) != 0) {  // EINTR
     }
     std::unique_lock lock(mutex_);
-    if (lane->requests.empty()) return;  // posted by the destructor
-    const Request request = lane->requests.front();
-    lane->requests.pop_front();
+    if (worklist->requests.empty()) return;  // posted by the destructor
+    const Request request = worklist->requests.front();
+    worklist->requests.pop_front();
     lock.unlock();
     const auto offset = static_cast<off_t>(request.offset);
     const ssize_t moved = request.operation == Operation::kRead
-                              ? ::pread(lane->file, request.data, request.nbytes, offset)
-                              : ::pwrite(lane->file, request.data, request.nbytes, offset);
+                              ? ::pread(worklist->file, request.data, request.nbytes, offset)
+                              : ::pwrite(worklist->file, request.data, request.nbytes, offset);
     const std::int64_t result = moved < 0 ? -errno : moved;
     lock.lock();
     completions_.push_back({request.tag, result});

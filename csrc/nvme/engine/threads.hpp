@@ -32,8 +32,6 @@ class ThreadsEngine final : public Engine {
   std::size_t queue_depth() const override { return options_.queue_depth; }
   int attach(const Volume& volume) override;
   void start() override;
-  bool register_buffer(std::span<std::byte>) override { return false; }  // pread cannot use it
-  void unregister_buffer(std::span<std::byte>) override {}
   void submit(std::span<const Request> requests) override;
   std::size_t reap(std::span<Completion> completions, std::size_t count_min,
                    std::chrono::milliseconds timeout) override;
@@ -41,9 +39,9 @@ class ThreadsEngine final : public Engine {
 
  private:
   /// A volume and the requests that wait for one of its workers.
-  struct Lane {
-    explicit Lane(int descriptor);
-    ~Lane() { ::sem_destroy(&work_count); }
+  struct Worklist {
+    explicit Worklist(int descriptor);
+    ~Worklist() { ::sem_destroy(&work_count); }
     const int file;
     // Posted once per request. Not a condition variable: with several threads waiting on one, the C
     // library (glibc 2.25 to 2.40, its bug 25847) can lose a notify_one() and with it a request.
@@ -51,10 +49,10 @@ class ThreadsEngine final : public Engine {
     std::deque<Request> requests;  // under the engine's mutex
   };
 
-  void work(Lane* lane);
+  void work(Worklist* worklist);
 
   ThreadsOptions options_;
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::unique_ptr<Worklist>> worklists_;
   std::mutex mutex_;                      // everything below but the workers
   std::condition_variable result_ready_;  // only the issuer waits on it
   std::deque<Completion> completions_;

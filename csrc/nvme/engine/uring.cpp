@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,8 +13,6 @@ namespace memascend {
 namespace {
 
 constexpr std::uint64_t kWakeTag = UINT64_MAX;
-constexpr unsigned kBufferCountMax = 256;
-constexpr std::size_t kBufferBytesMax = std::size_t{1} << 30;  // the kernel's limit for one entry
 
 }  // namespace
 
@@ -41,11 +38,8 @@ UringEngine::~UringEngine() {
 }
 
 std::string UringEngine::description() const {
-  std::string text = join("io_uring, ", ring_.mode(), ", depth ", options_.queue_depth,
-                          files_registered_ ? ", registered files" : "");
-  if (!buffers_.empty()) text += join(", ", buffers_.size(), " registered buffers");
-  if (!refused_.empty()) text += join(", ", refused_);
-  return text;
+  return join("io_uring, ", ring_.mode(), ", depth ", options_.queue_depth,
+              files_registered_ ? ", registered files" : "");
 }
 
 int UringEngine::attach(const Volume& volume) {
@@ -56,51 +50,7 @@ int UringEngine::attach(const Volume& volume) {
 void UringEngine::start() {
   files_registered_ = ring_.register_resource(uring::kRegisterFiles, files_.data(),
                                               static_cast<unsigned>(files_.size())) == 0;
-  const uring::ResourceRegister table{kBufferCountMax, uring::kSparse, 0, 0, 0};
-  buffer_table_ =
-      ring_.register_resource(uring::kRegisterBuffersSparse, &table, sizeof(table)) == 0;
-  for (unsigned index = kBufferCountMax; index > 0; --index) free_indices_.push_back(index - 1);
   ring_.start();
-}
-
-int UringEngine::update_buffer(unsigned index, std::uintptr_t address, std::size_t nbytes) {
-  const iovec span{reinterpret_cast<void*>(address), nbytes};
-  const uring::ResourceUpdate update{index, 0, reinterpret_cast<std::uint64_t>(&span), 0, 1, 0};
-  return ring_.register_resource(uring::kRegisterBuffersUpdate, &update, sizeof(update));
-}
-
-bool UringEngine::register_buffer(std::span<std::byte> memory) {
-  if (!buffer_table_) {
-    refused_ = "buffers not registered: this kernel has no sparse buffer table (Linux 5.19)";
-    return false;
-  }
-  const auto start = reinterpret_cast<std::uintptr_t>(memory.data());
-  const std::uintptr_t end = start + memory.size();
-  for (std::uintptr_t piece = start; piece < end; piece += kBufferBytesMax) {
-    const std::size_t nbytes = std::min(end - piece, kBufferBytesMax);
-    const int result =
-        free_indices_.empty() ? -ENOSPC : update_buffer(free_indices_.back(), piece, nbytes);
-    if (result < 0) {
-      refused_ =
-          join("a buffer of ", memory.size(), " bytes not registered: ", std::strerror(-result),
-               result == -ENOMEM ? " (RLIMIT_MEMLOCK)" : "");
-      unregister_buffer({memory.data(), piece - start});
-      return false;
-    }
-    buffers_[piece] = {piece + nbytes, free_indices_.back()};
-    free_indices_.pop_back();
-  }
-  return true;
-}
-
-void UringEngine::unregister_buffer(std::span<std::byte> memory) {
-  const auto start = reinterpret_cast<std::uintptr_t>(memory.data());
-  auto entry = buffers_.lower_bound(start);
-  while (entry != buffers_.end() && entry->first < start + memory.size()) {
-    update_buffer(entry->second.index, 0, 0);
-    free_indices_.push_back(entry->second.index);
-    entry = buffers_.erase(entry);
-  }
 }
 
 void UringEngine::submit(std::span<const Request> requests) {
@@ -112,17 +62,7 @@ void UringEngine::submit(std::span<const Request> requests) {
 void UringEngine::prepare(const Request& request) {
   io_uring_sqe* entry = ring_.next_submission();
   MA_INVARIANT(entry != nullptr);  // the ring has a place for every request in flight
-  const auto address = reinterpret_cast<std::uintptr_t>(request.data);
-  const bool reads = request.operation == Operation::kRead;
-  entry->opcode = reads ? IORING_OP_READ : IORING_OP_WRITE;
-  auto buffer = buffers_.upper_bound(address);
-  if (buffer != buffers_.begin()) {
-    --buffer;
-    if (address + request.nbytes <= buffer->second.end) {
-      entry->opcode = reads ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
-      entry->buf_index = static_cast<std::uint16_t>(buffer->second.index);
-    }
-  }
+  entry->opcode = request.operation == Operation::kRead ? IORING_OP_READ : IORING_OP_WRITE;
   entry->fd = request.volume_index;
   if (files_registered_) {
     entry->flags = IOSQE_FIXED_FILE;
@@ -130,7 +70,7 @@ void UringEngine::prepare(const Request& request) {
     entry->fd = files_[static_cast<std::size_t>(request.volume_index)];
   }
   entry->off = request.offset;
-  entry->addr = address;
+  entry->addr = reinterpret_cast<std::uint64_t>(request.data);
   entry->len = static_cast<std::uint32_t>(request.nbytes);
   entry->user_data = request.tag;
 }

@@ -1,7 +1,6 @@
-// The uring engine: requests over one io_uring, with registered files and buffers where allowed.
+// The uring engine: requests over one io_uring, with registered files where allowed.
 #pragma once
 
-#include <map>
 #include <vector>
 
 #include "nvme/engine/engine.hpp"
@@ -26,23 +25,15 @@ class UringEngine final : public Engine {
   std::size_t queue_depth() const override { return options_.queue_depth; }
   int attach(const Volume& volume) override;
   void start() override;
-  bool register_buffer(std::span<std::byte> memory) override;
-  void unregister_buffer(std::span<std::byte> memory) override;
   void submit(std::span<const Request> requests) override;
   std::size_t reap(std::span<Completion> completions, std::size_t count_min,
                    std::chrono::milliseconds timeout) override;
   void wake() noexcept override;
 
  private:
-  struct RegisteredBuffer {
-    std::uintptr_t end;
-    unsigned index;
-  };
-
   void prepare(const Request& request);
   void arm_wake();
   void wait_for_wake(std::chrono::milliseconds timeout);
-  int update_buffer(unsigned index, std::uintptr_t address, std::size_t nbytes);
 
   UringOptions options_;
   Ring ring_;
@@ -52,10 +43,6 @@ class UringEngine final : public Engine {
   std::size_t in_flight_count_ = 0;
   std::vector<int> files_;
   bool files_registered_ = false;
-  std::string refused_;  // why a registration was refused, for description()
-  bool buffer_table_ = false;
-  std::map<std::uintptr_t, RegisteredBuffer> buffers_;  // by start address
-  std::vector<unsigned> free_indices_;
 };
 
 }  // namespace memascend

@@ -1,4 +1,4 @@
-// Volumes of a store: what the caller says of each, and opening them.
+// Volumes of a store: the options of each, and opening them.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,8 @@
 //
 // A grain has four bytes here for as long as an extent holds it: 0.006 % of what the keys take.
 // They come in pages, each for 64 MiB of a volume, out of memory that the caller provides. A grain
-// that was never written, or whose write failed, has no checksum: it may be read, and says nothing.
+// that was never written, or whose write failed, has no checksum: it may be read, and is not
+// compared.
 //
 // Knows extents and bytes; never knows keys, requests or files. Thread-safe. That no grain is
 // written and checked at once is the caller's care.
@@ -22,14 +23,14 @@
 
 namespace memascend {
 
-/// What is compared with checksums.
+/// The transfers that are compared with checksums.
 enum class Verify : std::uint8_t {
   kOff,
   kReads,  // what is read
   kFull,   // and every write, by reading it back
 };
 
-/// Of "off", "reads" or "full"; throws std::invalid_argument for anything else.
+/// Parses "off", "reads" or "full"; throws std::invalid_argument for anything else.
 Verify parse_verify(const std::string& name);
 
 /// A grain that is not what was written.
@@ -41,7 +42,7 @@ struct Mismatch {
 
 class Checksums {
  public:
-  /// What one checksum stands for; with checksums it is the block of every transfer.
+  /// The bytes that one checksum stands for; with checksums it is the block of every transfer.
   static constexpr std::uint64_t kGrainBytes = std::uint64_t{64} << 10;
   /// Memory is asked for in multiples of this, each for a GiB of a volume.
   static constexpr std::uint64_t kSlabBytes = std::uint64_t{64} << 10;
@@ -65,7 +66,7 @@ class Checksums {
 
   /// Notes what is about to be written. Pre, here and below: whole grains, taken.
   void note(int volume_index, std::uint64_t offset, std::span<const std::byte> bytes);
-  /// What the range holds is not known any more.
+  /// Forgets the range: its content is unknown.
   void forget(int volume_index, std::uint64_t offset, std::uint64_t nbytes);
   /// The first grain that is not what was noted, or nothing. Adds the bytes of grains that have a
   /// checksum to `*checked_bytes`.

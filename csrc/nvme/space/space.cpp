@@ -27,18 +27,19 @@ void append(const Extent& part, std::vector<Extent>* extents) {
 }
 
 // Lays the volumes' shares out in the order of the runs. Pre: the sums agree on every volume.
-std::vector<Extent> lay_out(const std::vector<Run>& runs, std::vector<std::vector<Extent>> shares) {
+std::vector<Extent> lay_out(const std::vector<StripeRun>& runs,
+                            std::vector<std::vector<Extent>> shares) {
   std::vector<std::size_t> next(shares.size(), 0);
   std::vector<Extent> extents;
-  for (const Run& run : runs) {
+  for (const StripeRun& run : runs) {
     for (std::uint64_t left = run.nbytes; left > 0;) {
-      Extent& source = shares[run.lane_index][next[run.lane_index]];
+      Extent& source = shares[run.volume_index][next[run.volume_index]];
       const std::uint64_t part = std::min(left, source.nbytes);
       append({source.volume_index, source.offset, part}, &extents);
       source.offset += part;
       source.nbytes -= part;
       left -= part;
-      if (source.nbytes == 0) ++next[run.lane_index];
+      if (source.nbytes == 0) ++next[run.volume_index];
     }
   }
   return extents;
@@ -110,15 +111,15 @@ std::vector<Extent> Space::take_whole(std::uint64_t nbytes) {
 }
 
 std::vector<Extent> Space::take_striped(std::uint64_t nbytes) {
-  std::vector<Lane> rooms = lanes();
+  std::vector<VolumeRoom> rooms = find_rooms();
   // A file system may give less than it promised: the key is then dealt anew. The second time a
   // volume falls short it is asked for what it has already and no more, so this ends.
   std::vector<bool> short_before(volumes_.size(), false);
   for (;;) {
-    const std::vector<Run> runs = deal(nbytes, stripe_bytes_, rooms);
+    const std::vector<StripeRun> runs = deal(nbytes, stripe_bytes_, rooms);
     if (runs.empty()) return {};
     std::vector<std::uint64_t> shares(volumes_.size(), 0);
-    for (const Run& run : runs) shares[run.lane_index] += run.nbytes;
+    for (const StripeRun& run : runs) shares[run.volume_index] += run.nbytes;
     std::size_t short_index = 0;
     std::vector<std::vector<Extent>> taken = take_shares(shares, &short_index);
     if (!taken.empty()) return lay_out(runs, std::move(taken));
@@ -167,7 +168,7 @@ std::vector<Extent> Space::take_on(std::size_t index, std::uint64_t nbytes) {
 
 // What each volume may take of a key, and how far it is ahead of its share so far. By at most a
 // stripe: a key is read by itself, so that it must not make up for a volume that was full.
-std::vector<Lane> Space::lanes() const {
+std::vector<VolumeRoom> Space::find_rooms() const {
   double used_total = 0;
   double weight_total = 0;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
@@ -175,7 +176,7 @@ std::vector<Lane> Space::lanes() const {
     weight_total += weights_[index];
   }
   const auto stripe = static_cast<double>(stripe_bytes_);
-  std::vector<Lane> result;
+  std::vector<VolumeRoom> result;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
     const double share = used_total * weights_[index] / weight_total;
     const double lead = static_cast<double>(used_bytes(index)) - share;
@@ -204,7 +205,7 @@ StoreFullError Space::full(const std::string& key, std::uint64_t nbytes,
            "\nlikely cause: the file system, its quota, RLIMIT_FSIZE or the volume's capacity is "
            "exhausted\nfix: free at least ",
            rounded - std::min(rounded, available),
-           " bytes there for this key alone (`memascend plan` says what a whole run needs), raise "
+           " bytes there for this key alone (`memascend plan` shows what a whole run needs), raise "
            "the "
            "volume's capacity, or name a directory on a larger disk"),
       {key, names, 0, nbytes, ENOSPC});

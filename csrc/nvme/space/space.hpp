@@ -21,7 +21,7 @@ struct SpaceOptions {
   std::uint64_t grow_bytes = std::uint64_t{256} << 20;  // steps of the volumes' files
   std::uint64_t stripe_bytes = std::uint64_t{1} << 20;  // with several volumes
   std::vector<double> weights;                          // of the volumes; empty: all alike
-  Checksums* checksums = nullptr;                       // told what is taken; outlives the space
+  Checksums* checksums = nullptr;  // notified of what is taken; outlives the space
 };
 
 class Space {
@@ -41,8 +41,8 @@ class Space {
   void close() { volumes_.clear(); }
 
   const std::vector<Volume>& volumes() const noexcept { return volumes_; }
-  /// What direct I/O asks on every volume: the strictest of each rule; at least whole grains where
-  /// there are checksums.
+  /// The alignment for direct I/O on every volume: the strictest of each rule; at least whole
+  /// grains where there are checksums.
   Alignment alignment() const noexcept { return alignment_; }
   /// Bytes of the volumes' files, and those of them not taken.
   std::uint64_t reserved_bytes() const;
@@ -50,7 +50,7 @@ class Space {
   /// Bytes that may still be taken: free ones and what the file systems would give. A file system
   /// that two volumes share counts once.
   std::uint64_t available_bytes() const;
-  /// Of one volume: bytes that are taken, and that may still be.
+  /// Bytes of one volume that are taken, and that may still be.
   std::uint64_t used_bytes(std::size_t index) const;
   std::uint64_t available_bytes(std::size_t index) const;
   const std::vector<double>& weights() const noexcept { return weights_; }
@@ -62,7 +62,7 @@ class Space {
   std::vector<std::vector<Extent>> take_shares(const std::vector<std::uint64_t>& shares,
                                                std::size_t* short_index);
   std::vector<Extent> take_on(std::size_t index, std::uint64_t nbytes);
-  std::vector<Lane> lanes() const;
+  std::vector<VolumeRoom> find_rooms() const;
   StoreFullError full(const std::string& key, std::uint64_t nbytes, std::uint64_t rounded) const;
   bool grow(std::size_t index, std::uint64_t nbytes);
 

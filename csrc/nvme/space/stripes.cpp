@@ -7,7 +7,7 @@
 namespace memascend {
 namespace {
 
-/// A lane while a key is dealt.
+/// A volume while a key is dealt.
 struct Hand {
   double weight;
   std::uint64_t room_bytes;
@@ -38,18 +38,18 @@ std::size_t roomiest_hand(const std::vector<Hand>& hands) {
 
 }  // namespace
 
-std::vector<Run> deal(std::uint64_t nbytes, std::uint64_t stripe_bytes,
-                      std::span<const Lane> lanes) {
+std::vector<StripeRun> deal(std::uint64_t nbytes, std::uint64_t stripe_bytes,
+                            std::span<const VolumeRoom> rooms) {
   MA_INVARIANT(stripe_bytes > 0);
   std::vector<Hand> hands;
   std::uint64_t room_bytes = 0;  // up to nbytes, so that it cannot wrap
-  for (const Lane& lane : lanes) {
-    MA_INVARIANT(lane.weight > 0);
-    hands.push_back({lane.weight, lane.room_bytes, lane.lead_bytes});
-    room_bytes += std::min(nbytes - room_bytes, lane.room_bytes);
+  for (const VolumeRoom& room : rooms) {
+    MA_INVARIANT(room.weight > 0);
+    hands.push_back({room.weight, room.room_bytes, room.lead_bytes});
+    room_bytes += std::min(nbytes - room_bytes, room.room_bytes);
   }
   if (room_bytes < nbytes) return {};
-  std::vector<Run> runs;
+  std::vector<StripeRun> runs;
   while (nbytes > 0) {
     std::uint64_t part = std::min(stripe_bytes, nbytes);
     std::size_t index = next_hand(hands, part);
@@ -60,7 +60,7 @@ std::vector<Run> deal(std::uint64_t nbytes, std::uint64_t stripe_bytes,
     hands[index].room_bytes -= part;
     hands[index].held_bytes += static_cast<double>(part);
     nbytes -= part;
-    if (!runs.empty() && runs.back().lane_index == index) {
+    if (!runs.empty() && runs.back().volume_index == index) {
       runs.back().nbytes += part;
     } else {
       runs.push_back({index, part});

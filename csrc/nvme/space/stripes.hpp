@@ -10,24 +10,24 @@
 
 namespace memascend {
 
-/// What a volume may take of a key.
-struct Lane {
-  double weight;             // its share among the lanes; positive
+/// The room for a key on a volume.
+struct VolumeRoom {
+  double weight;             // its share among the volumes; positive
   std::uint64_t room_bytes;  // at most this; a multiple of the volumes' alignment
   double lead_bytes;         // it holds so much more than its share already; negative: less
 };
 
 /// Consecutive bytes of a key on one volume.
-struct Run {
-  std::size_t lane_index;
+struct StripeRun {
+  std::size_t volume_index;
   std::uint64_t nbytes;
 };
 
-/// Deals `nbytes` in stripes of `stripe_bytes`, in the order of the key: each to the lane that is
+/// Deals `nbytes` in stripes of `stripe_bytes`, in the order of the key: each to the volume that is
 /// furthest behind its weight among those with room for it. Where none has room for a whole stripe,
-/// what is left is spread over the room there is. Neighbouring stripes of one lane are one run.
-/// Empty when all lanes together lack the room. Pre: `stripe_bytes` is positive.
-std::vector<Run> deal(std::uint64_t nbytes, std::uint64_t stripe_bytes,
-                      std::span<const Lane> lanes);
+/// what is left is spread over the room there is. Neighbouring stripes of one volume are one run.
+/// Empty when all volumes together lack the room. Pre: `stripe_bytes` is positive.
+std::vector<StripeRun> deal(std::uint64_t nbytes, std::uint64_t stripe_bytes,
+                            std::span<const VolumeRoom> rooms);
 
 }  // namespace memascend

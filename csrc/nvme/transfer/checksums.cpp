@@ -19,7 +19,7 @@ void TransferQueue::forget_write(const Chunk& chunk) {
   options_.checksums->forget(chunk.piece->volume_index, chunk.offset, chunk.nbytes);
 }
 
-// Whether what has arrived is what was written. If not, the request is issued once more, since a
+// Compares what has arrived with its checksums. If not, the request is issued once more, since a
 // bit can also flip on its way here; the second time the chunk has failed.
 bool TransferQueue::matches(Chunk* chunk) {
   if (options_.checksums == nullptr) return true;

@@ -35,7 +35,7 @@ std::vector<SlowVolume> Pace::look(Clock::time_point now) {
   const double window_seconds = seconds(now - began_);
   for (std::size_t index = 0; index < accounts_.size(); ++index) {
     Account& own = accounts_[index];
-    // Silent while it has requests: that is the watchdog's, and says nothing about before.
+    // Silent while it has requests: that is the watchdog's, and no measure of the time before.
     if (own.request_count == 0 && own.busy_seconds > 0) continue;
     SlowVolume found{index, 0, 0};
     own.slow_windows = is_slow(own, window_seconds, &found) ? own.slow_windows + 1 : 0;

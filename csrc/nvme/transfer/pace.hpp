@@ -1,7 +1,7 @@
 // Pace: finds the volume that is far slower than the others beside it.
 //
 // What is compared is what a volume moves while it has something to do, for its weight. A volume
-// that is as fast as its weight says is never slow, however uneven the weights; one that rests is
+// that is as fast as its weight states is never slow, however uneven the weights; one that rests is
 // not looked at. The caller hands in the time, of a steady clock. Pure arithmetic, one thread.
 #pragma once
 
@@ -25,7 +25,7 @@ class Pace {
   struct Options {
     std::chrono::milliseconds window{10'000};  // is looked at as a whole
     unsigned window_count = 2;                 // slow in so many, one after the other
-    double factor = 10;                        // slower than its weight says
+    double factor = 10;                        // slower than its weight states
   };
 
   /// Pre: weights are positive.

@@ -97,22 +97,10 @@ void TransferQueue::submit(Transfer* transfer) {
   if (wake) engine_->wake();
 }
 
-void TransferQueue::call(const std::function<void(Engine&)>& action) {
-  std::promise<void> done;
-  {
-    const std::lock_guard lock(mutex_);
-    action_inbox_.push_back([&] {
-      action(*engine_);
-      done.set_value();
-    });
-  }
-  engine_->wake();
-  done.get_future().get();
-}
-
 void TransferQueue::run(std::promise<void>* started) {
   try {
     engine_->start();
+    engine_description_ = engine_->description();
   } catch (...) {
     started->set_exception(std::current_exception());
     return;
@@ -132,8 +120,8 @@ void TransferQueue::run(std::promise<void>* started) {
 
 bool TransferQueue::turn() {
   if (!take_inbox()) return false;
-  // A device's silence begins with its first request: this thread may have slept, or run an action,
-  // for longer than the watchdog's patience.
+  // A device's silence begins with its first request: this thread may have slept for longer than
+  // the watchdog's patience.
   const auto now = std::chrono::steady_clock::now();
   for (Lane& lane : lanes_) {
     if (lane.in_flight_count == 0) lane.heard_at = now;
@@ -160,23 +148,17 @@ bool TransferQueue::turn() {
 
 // False when the thread is to end.
 bool TransferQueue::take_inbox() {
-  {
-    const std::lock_guard lock(mutex_);
-    wake_sent_ = false;
-    actions_.swap(action_inbox_);
-    for (Transfer* transfer : inbox_) {
-      transfer->pieces_left = transfer->pieces.size();
-      for (const Piece& piece : transfer->pieces) {
-        Lane& lane = lane_of(piece);
-        (piece.bounced ? lane.bounced : lane.direct).push_back({transfer, &piece, piece.offset});
-      }
+  const std::lock_guard lock(mutex_);
+  wake_sent_ = false;
+  for (Transfer* transfer : inbox_) {
+    transfer->pieces_left = transfer->pieces.size();
+    for (const Piece& piece : transfer->pieces) {
+      Lane& lane = lane_of(piece);
+      (piece.bounced ? lane.bounced : lane.direct).push_back({transfer, &piece, piece.offset});
     }
-    inbox_.clear();
-    if (stopping_) return false;
   }
-  for (const auto& action : actions_) action();
-  actions_.clear();
-  return true;
+  inbox_.clear();
+  return !stopping_;
 }
 
 TransferQueue::Lane& TransferQueue::lane_of(const Piece& piece) {

@@ -5,11 +5,11 @@
 // A TransferQueue owns an engine and the one thread that issues on it. So I/O goes on while every
 // thread of the caller computes, a batch is whatever gathered since the last system call, and
 // io_uring's completion work lands on a thread of ours. Knows volumes; never knows what keys mean,
-// who waits, or which transfers must follow each other. With checksums (transfer_checksums.cpp)
+// who waits, or which transfers must follow each other. With checksums (checksums.cpp)
 // everything moves in whole grains, and what was read is compared before anybody sees it.
 //
 // Each volume has a lane: a queue of its own, an equal share of the engine's depth and of the
-// bounce buffers, and a watchdog (transfer_watch.cpp). A drive that is slow, or silent, fills its
+// bounce buffers, and a watchdog (watch.cpp). A drive that is slow, or silent, fills its
 // own lane and no other; one that is far slower than the others is named.
 #pragma once
 
@@ -35,7 +35,7 @@
 namespace memascend {
 
 /// One read or write. The submitter fills the first block and keeps the object and the memory until
-/// the queue reports it finished; then `error` says what became of it. The rest is the queue's.
+/// the queue reports it finished; `error` is then its outcome. The rest is the queue's.
 struct Transfer {
   Operation operation = Operation::kRead;
   std::string key;
@@ -94,8 +94,8 @@ class TransferQueue {
 
   /// Any thread; never waits for I/O. Pre: the transfer has at least one piece.
   void submit(Transfer* transfer);
-  /// Runs `action` on the queue's thread, between requests, and waits for it. Any other thread.
-  void call(const std::function<void(Engine&)>& action);
+  /// One phrase on what the engine really obtained.
+  const std::string& engine_description() const noexcept { return engine_description_; }
   const Counters& counters() const noexcept { return counters_; }
 
  private:
@@ -120,7 +120,7 @@ class TransferQueue {
     bool read_again = false;  // because it did not match its checksums
     std::uint64_t serial = 0;
   };
-  /// What waits for one volume, and what is in flight there.
+  /// The pieces that wait for one volume, and the chunks in flight there.
   struct Lane {
     std::deque<Cursor> direct;
     std::deque<Cursor> bounced;
@@ -168,6 +168,7 @@ class TransferQueue {
   Options options_;
   Finished finished_callback_;
   Counters counters_;
+  std::string engine_description_;
 
   // The queue's thread only.
   std::vector<Lane> lanes_;     // of the volume with the same index
@@ -178,7 +179,6 @@ class TransferQueue {
   std::vector<Request> batch_;
   std::vector<Completion> completions_;
   std::vector<Transfer*> finished_;
-  std::vector<std::function<void()>> actions_;
   std::uint64_t serial_ = 0;
   struct Paused {
     Pace::Clock::time_point until;
@@ -190,7 +190,6 @@ class TransferQueue {
 
   std::mutex mutex_;  // what follows
   std::vector<Transfer*> inbox_;
-  std::vector<std::function<void()>> action_inbox_;
   bool wake_sent_ = false;  // since the thread last looked into the inbox
   bool stopping_ = false;
 

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-LINE_INTERVAL_S = 15.0  # without a terminal, say no more often than this that it is still going on
+LINE_INTERVAL_S = 15.0  # without a terminal, report progress no more often
 
 
 class Activity:

@@ -34,7 +34,7 @@ Exit status: 0 when every run succeeded and printed the same losses, 1 otherwise
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the command's own arguments say about the run.
+    """The facts about the run that the command's own arguments show.
 
     Attributes:
         config: The DeepSpeed configuration, None when no argument is one.
@@ -46,12 +46,12 @@ class Target:
 
     @property
     def has_block(self) -> bool:
-        """Whether the configuration holds a memascend block of its own."""
+        """True when the configuration has a memascend block of its own."""
         return self.config is not None and "memascend" in self.config
 
 
 def compare_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Adds the sub-command."""
+    """Add the sub-command."""
     parser = commands.add_parser(
         "compare",
         help="run a launch command with memascend off and on, and compare",
@@ -84,7 +84,7 @@ def compare_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def compare_command(args: argparse.Namespace) -> int:
-    """Runs every column, writes the report and gives the exit status."""
+    """Run every column, write the report and return the exit status."""
     console = Console()
     command: list[str] = args.command
     target = read_target(command, args.nvme_path)
@@ -116,7 +116,7 @@ def compare_command(args: argparse.Namespace) -> int:
 
 
 def read_target(command: Sequence[str], nvme_path: Path | None = None) -> Target:
-    """Looks through the command's arguments for a DeepSpeed configuration and offload folders.
+    """Look through the command's arguments for a DeepSpeed configuration and offload folders.
 
     A folder named on a command line, ours first, goes before those that the configuration names.
     """
@@ -139,7 +139,7 @@ def read_target(command: Sequence[str], nvme_path: Path | None = None) -> Target
 
 
 def _split_option(word: str) -> list[str]:
-    """Splits "--option=value"; anything else stays whole."""
+    """Split "--option=value"; anything else stays whole."""
     option, equals, value = word.partition("=")
     return [option, value] if word.startswith("-") and equals else [word]
 
@@ -162,7 +162,7 @@ def _columns(args: argparse.Namespace, target: Target) -> list[Column]:
 
 
 def show_warm_up(console: Console, out: Path) -> WarmUp:
-    """Compiles DeepSpeed's operators and measures the import baseline; says what it waits for."""
+    """Compile DeepSpeed's operators and measure the import baseline, with progress."""
     news = ["starting"]
 
     def hear(text: str) -> None:
@@ -182,7 +182,7 @@ def show_warm_up(console: Console, out: Path) -> WarmUp:
 
 
 def _skipped(found: WarmUp, target: Target, columns: Sequence[Column]) -> dict[str, str]:
-    """Names the stock columns when DeepSpeed's own I/O cannot be had and the run needs it."""
+    """Name the stock columns when DeepSpeed's own I/O cannot be had and the run needs it."""
     reason = found.unavailable.get("AsyncIOBuilder")
     is_nvme = target.config is None or bool(target.folders)
     if reason is None or not is_nvme:
@@ -204,7 +204,7 @@ class _LiveColumn:
         self._loss_line = ""
 
     def hear(self, run: Run, line: str) -> None:
-        """Takes note of a line of output."""
+        """Take note of a line of output."""
         self._run = run
         if len(run.losses) > self._loss_count:
             self._loss_count, self._loss_line = len(run.losses), line[:100]
@@ -212,7 +212,7 @@ class _LiveColumn:
                 self._console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
     def detail(self) -> str:
-        """Gives the resident memory now and the last line with a loss."""
+        """Return the resident memory now and the last line with a loss."""
         if self._run is None or not self._run.samples:
             return ""
         rss = format_nbytes(self._run.samples[-1].total_rss_bytes)

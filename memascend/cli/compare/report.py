@@ -69,7 +69,7 @@ class Report:
 
 
 def table(report: Report) -> Table:
-    """Gives the table for the terminal."""
+    """Return the table for the terminal."""
     baseline = format_nbytes(report.baseline_bytes)
     about = f"a process that has only imported: {baseline}\n" if report.baseline_bytes else ""
     caption = f"{about}losses: {report.loss_verdict}"
@@ -94,7 +94,7 @@ def table(report: Report) -> Table:
 
 
 def failures(report: Report) -> list[str]:
-    """Gives one text per run that does not count: the problem and the end of its log."""
+    """Return one text per run that does not count: the problem and the end of its log."""
     texts = []
     for run in report.runs:
         if run.problem:
@@ -104,12 +104,12 @@ def failures(report: Report) -> list[str]:
 
 
 def log_tail(log: Path) -> str:
-    """Gives the last lines of a log, marked as such."""
+    """Return the last lines of a log, marked as such."""
     return "\n".join(f"  | {line}" for line in _lines(str(log))[-LOG_TAIL_LINE_COUNT:])
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Writes everything but the samples themselves."""
+    """Write everything but the samples themselves."""
     columns = {
         run.column.name: {
             "environment": dict(run.column.environment),
@@ -166,7 +166,7 @@ def write_picture(report: Report, path: Path) -> bool:
 
 
 def machine() -> dict[str, Any]:
-    """Describes where this ran, for whoever reads the figures later."""
+    """Describe where this ran, for whoever reads the figures later."""
     versions: dict[str, str | None] = {}
     for name in ("memascend", "deepspeed", "torch", "transformers", "accelerate"):
         try:
@@ -186,7 +186,7 @@ def machine() -> dict[str, Any]:
 
 
 def _measures(baseline_bytes: int) -> dict[str, Callable[[Run], float | None]]:
-    """The figures of a run, by their name in report.json."""
+    """Return the figures of a run, by their name in report.json."""
     return {
         "rss_above_baseline_bytes_max": lambda run: (
             max((s.above(baseline_bytes) for s in run.samples), default=None)

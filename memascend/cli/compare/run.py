@@ -51,7 +51,7 @@ class Column:
 
 @dataclass(slots=True)
 class Run:
-    """What one column did; filled while it runs.
+    """The outcome of one column; filled while it runs.
 
     Attributes:
         losses: The printed losses, as text: equality of runs is equality of every digit.
@@ -79,7 +79,7 @@ class Run:
 
 
 def columns_by_name(*, config_has_block: bool) -> dict[str, Column]:
-    """Gives the known columns.
+    """Return the known columns.
 
     A configuration without a block gets one through the environment: the caller's own
     MEMASCEND_CONFIG if there is one, so that one key can be tried out, else an empty block.
@@ -107,7 +107,7 @@ def run_column(
     interval_s: float,
     on_line: Callable[[Run, str], None],
 ) -> Run:
-    """Runs the command to its end and reports what it printed and used.
+    """Run the command to its end and record what it printed and used.
 
     Every line of output goes to `log` and to `on_line`. A command that cannot be started,
     that fails, or in which an expected plugin stayed silent leaves a `problem`, not an exception.
@@ -148,19 +148,19 @@ def run_column(
         run.problem = f"exit status {run.exit_status}" + _signal_name(run.exit_status)
     elif column.expects_plugin and not has_armed:
         run.problem = (
-            "memascend never said that it was armed, so this run was stock as well. Likely cause: "
+            "memascend did not log that it was armed: this run was stock as well. Likely cause: "
             "it is not installed where the command runs. Check there with: memascend doctor"
         )
     return run
 
 
 def find_losses(line: str) -> list[str]:
-    """Gives the training losses printed in a line of output, as text."""
+    """Return the training losses printed in a line of output, as text."""
     return [match.group(1) for match in _LOSS.finditer(line)]
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Gives our environment with a column's changes, and launchers found beside our own python."""
+    """Return our environment with a column's changes, and launchers found beside our own python."""
     environment = dict(os.environ)
     for name in (_CONFIG, _DISABLE):
         environment.pop(name, None)
@@ -172,7 +172,7 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def terminate_tree(process: subprocess.Popen[str]) -> None:
-    """Asks the command and all its descendants to end, and insists after a while."""
+    """Ask the command and all its descendants to end, and kill them after a while."""
     alive = []
     for pid in process_tree(process.pid):
         with contextlib.suppress(psutil.Error):
@@ -190,7 +190,7 @@ def _follow(
     started_s: float,
     on_line: Callable[[Run, str], None],
 ) -> bool:
-    """Reads the output to its end; says whether memascend's own line was in it."""
+    """Read the output to its end; return whether memascend's own line was in it."""
     has_armed = False
     assert process.stdout is not None
     with run.log.open("w", encoding="utf-8") as log:

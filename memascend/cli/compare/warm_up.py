@@ -1,4 +1,4 @@
-"""What a comparison does once before its runs, in a process of its own.
+"""The work of a comparison before its runs, once, in a process of its own.
 
 It measures how much memory a process holds that has only imported the libraries (the baseline), and
 has DeepSpeed compile its operators, which otherwise takes minutes inside the first run and counts
@@ -35,7 +35,7 @@ _PREFIX = "memascend-warm-up "
 
 @dataclass(slots=True)
 class WarmUp:
-    """What was found.
+    """The outcome of the warm-up.
 
     Attributes:
         baseline_bytes: Resident bytes of a process that has only imported; 0 when not measured.
@@ -49,7 +49,7 @@ class WarmUp:
 
 
 def warm_up(log: Path, on_news: Callable[[str], None]) -> WarmUp:
-    """Runs the warm-up; `on_news` hears what is being waited for."""
+    """Run the warm-up; call `on_news` with what is being waited for."""
     found = WarmUp()
     environment = child_environment({"MEMASCEND_DISABLE": "1"})
     environment.setdefault("MAX_JOBS", str(_compile_jobs()))
@@ -87,7 +87,7 @@ def _say(**news: object) -> None:
 
 
 def _build_folder(name: str) -> str:
-    """Where torch compiles an operator; a process that was killed there leaves its lock."""
+    """Return where torch compiles an operator; a killed process leaves its lock there."""
     from torch.utils import cpp_extension
 
     return str(cpp_extension._get_build_directory(name, verbose=False))
@@ -113,7 +113,7 @@ def _main() -> int:
         started_s = time.monotonic()
         try:
             builder.load(verbose=False)
-        except Exception as error:  # whatever the build raises, it is the report's to tell
+        except Exception as error:  # whatever the build raises goes into the report
             _say(unavailable={name: str(error).strip() or type(error).__name__})
         else:
             _say(text=f"{builder.NAME} is ready after {time.monotonic() - started_s:.0f} s")

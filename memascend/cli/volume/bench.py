@@ -28,7 +28,7 @@ from memascend.config.volumes import VolumeConfig
 from memascend.errors import StoreError
 from memascend.version import __version__
 from memascend.volumes.directory import existing_volume
-from memascend.volumes.prepare import claimed_device
+from memascend.volumes.prepare import check_apart, claimed_device
 from memascend.volumes.speed import Bench, Load, Mode
 from memascend.volumes.weights import identity, weights_of
 
@@ -55,9 +55,14 @@ class Sample:
 
 
 def volume_bench_command(args: argparse.Namespace) -> int:
-    """Measures, prints, and gives the exit status."""
+    """Measure, print, and return the exit status."""
     with contextlib.ExitStack() as claims:
-        volumes = [_open(str(path), claims) for path in args.paths]
+        named = [_volume(str(path)) for path in args.paths]
+        check_apart(named)
+        volumes = [
+            claims.enter_context(claimed_device(volume)) if volume.raw else existing_volume(volume)
+            for volume in named
+        ]
         report = measure(volumes, args)
     if args.json:
         print(json.dumps(report, indent=2))
@@ -66,15 +71,13 @@ def volume_bench_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(path: str, claims: contextlib.ExitStack) -> _core.VolumeOptions:
-    """A folder, or a formatted device, claimed until `claims` is closed."""
-    if os.path.exists(path) and stat.S_ISBLK(os.stat(path).st_mode):
-        return claims.enter_context(claimed_device(VolumeConfig(path=path, raw=True)))
-    return existing_volume(VolumeConfig(path=path))
+def _volume(path: str) -> VolumeConfig:
+    is_device = os.path.exists(path) and stat.S_ISBLK(os.stat(path).st_mode)
+    return VolumeConfig(path=path, raw=is_device)
 
 
 def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured, by name."""
+    """Return everything that is measured, by name."""
     chunks, depths = args.chunk or list(CHUNKS), args.depth or list(DEPTHS)
     fio = None if args.no_fio else volume_fio.find()
     mode_count = len(MODES) * (len(volumes) + (len(volumes) > 1))
@@ -117,7 +120,7 @@ def sweep(
     args: argparse.Namespace,
     progress: Progress,
 ) -> list[Sample]:
-    """Mixed speed of all drives together with every setting."""
+    """Measure the mixed speed of all drives together with every setting."""
     samples = []
     for chunk_bytes in chunks:
         for queue_depth in depths:
@@ -131,7 +134,7 @@ def sweep(
 
 
 def choose(samples: Sequence[Sample]) -> Sample:
-    """The setting with the least in flight among those about as fast as the fastest."""
+    """Return the setting with the least in flight among those about as fast as the fastest."""
     best = max(sample.rate for sample in samples)
     good = [sample for sample in samples if sample.rate >= best * GOOD_ENOUGH]
     return min(good, key=lambda sample: (sample.chunk_bytes * sample.queue_depth, -sample.rate))
@@ -150,7 +153,7 @@ def _measure(
     progress: Progress,
     name: str,
 ) -> tuple[list[dict[str, float]], str]:
-    """Bytes per second of each drive by mode, all of them at the same time; and the engine."""
+    """Return the bytes per second of each drive by mode, all at the same time; and the engine."""
     found: list[dict[str, float]] = [{} for _ in volumes]
     with Bench(volumes, load) as bench:
         for mode in MODES:
@@ -190,7 +193,7 @@ def _fio_state(args: argparse.Namespace, fio: str | None) -> str:
 
 @contextlib.contextmanager
 def _progress(step_count: int) -> Iterator[Progress]:
-    """A bar on a terminal, nothing elsewhere; on stderr, so that --json stays clean."""
+    """Show a bar on a terminal, nothing elsewhere; on stderr, so that --json stays clean."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -229,19 +232,25 @@ def _print(report: dict[str, Any]) -> None:
             console.print(drive["fio"]["error"], markup=False, style="yellow", soft_wrap=True)
     if report["fio"] == "not installed":
         console.print("fio is not installed: no comparison (apt-get install fio)")
+    block = _block(report)
+    if block:
+        text = f'"memascend": {json.dumps(block)}'
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _block(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the memascend block to use, without what is the default anyway."""
+    block: dict[str, Any] = {}
     defaults = DirectNvmeConfig()
-    if (chosen["chunk_bytes"], chosen["queue_depth"]) != (
-        defaults.chunk_bytes,
-        defaults.queue_depth,
-    ):
-        console.print(f'"memascend": {{"direct_nvme": {json.dumps(chosen)}}}', highlight=False)
+    chosen = report["chosen"]
+    if any(chosen[name] != getattr(defaults, name) for name in chosen):
+        block["direct_nvme"] = chosen
     if "weights" in report:
-        stated = [
+        block["volumes"] = [
             {"path": drive["path"], "weight": weight}
             for drive, weight in zip(report["drives"], report["weights"], strict=True)
         ]
-        text = f'"memascend": {{"volumes": {json.dumps(stated)}}}'
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return block
 
 
 def _print_sweep(console: Console, report: dict[str, Any]) -> None:

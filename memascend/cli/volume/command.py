@@ -20,7 +20,7 @@ Exit status: 0 when everything was measured, 1 otherwise."""
 
 
 def volume_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Adds the sub-command and its own sub-commands."""
+    """Add the sub-command and its own sub-commands."""
     parser = commands.add_parser(
         "volume",
         help="measure drives; prepare raw block devices",

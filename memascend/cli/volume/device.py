@@ -22,7 +22,7 @@ from memascend.volumes.header import START_BYTES, UID_MAX
 
 
 def volume_device_command(args: argparse.Namespace) -> int:
-    """Runs one action and gives the exit status."""
+    """Run one action and return the exit status."""
     actions = {"format": _format, "show": _show, "wipe": _wipe}
     return actions[args.action](args)
 
@@ -100,7 +100,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _asks(device: Device, verb: str, consequence: str) -> bool:
-    """Whether the user types the device's name; never without a terminal."""
+    """Ask for the device's name; return whether it was typed. Never without a terminal."""
     print(f"memascend volume {verb} {device.path} ({format_nbytes(device.size_bytes)})")
     print(f"This {consequence}. Type the device's path to go on:", flush=True)
     if not sys.stdin.isatty():
@@ -113,6 +113,6 @@ def _asks(device: Device, verb: str, consequence: str) -> bool:
 
 
 def _owner_uid() -> int:
-    """Who called, also behind sudo."""
+    """Return the calling user, also behind sudo."""
     caller = os.environ.get("SUDO_UID", "")
     return int(caller) if os.geteuid() == 0 and caller.isdigit() else os.geteuid()

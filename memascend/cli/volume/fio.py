@@ -21,7 +21,7 @@ _PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
 
 
 def find() -> str | None:
-    """Where fio is, None when it is not installed."""
+    """Return where fio is, None when it is not installed."""
     return shutil.which("fio")
 
 
@@ -35,7 +35,7 @@ def command(
     seconds: float,
     offset: int = 0,
 ) -> list[str]:
-    """What is run, for the report and for whoever wants to repeat it."""
+    """Return the command line, for the report and for whoever wants to repeat it."""
     return [
         program,
         "--name=memascend",
@@ -63,7 +63,7 @@ def run(
     engine: str,
     seconds: float,
 ) -> float:
-    """Bytes per second, reads and writes together.
+    """Return the bytes per second, reads and writes together.
 
     Args:
         program: fio.
@@ -74,7 +74,7 @@ def run(
         seconds: How long; fio counts whole ones.
 
     Raises:
-        StoreError: fio failed; says what it said.
+        StoreError: fio failed; with its message.
     """
     path = volume.path
     load = dataclasses.replace(load, span_bytes=min(load.span_bytes, volume.capacity_bytes))
@@ -107,9 +107,9 @@ def run(
         job = report["jobs"][0]
         return float(job["read"]["bw_bytes"]) + float(job["write"]["bw_bytes"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise StoreError(0, f"fio said what memascend cannot read: {error!r}") from error
+        raise StoreError(0, f"fio printed what memascend cannot read: {error!r}") from error
 
 
 def _escaped(path: str) -> str:
-    """What fio takes as one name: a colon would end it."""
+    """Escape what fio would take for more than one name: a colon ends it."""
     return path.replace("\\", "\\\\").replace(":", "\\:")

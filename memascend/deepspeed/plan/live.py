@@ -14,12 +14,13 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from memascend.base.units import page_down
 from memascend.config.block import MemAscendConfig
 from memascend.config.environment import local_world_size
 from memascend.config.limit import parse_limit
 from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
 from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
-from memascend.plan.knobs import LimitTooSmallError
+from memascend.plan.knobs import STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_MIN, LimitTooSmallError
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
 from memascend.system.memory import memory_available, memory_total
 
@@ -27,8 +28,7 @@ from memascend.system.memory import memory_available, memory_total
 PARAMETER_SHARE = 1 / 4
 STAGING_SHARE = 1 / 32
 PARAMETER_BYTES_RANGE = (4 << 20, 512 << 20)
-STAGING_SLOT_BYTES_RANGE = (256 << 10, 16 << 20)
-_PAGE_BYTES = 4096
+STAGING_SLOT_BYTES_RANGE = (STAGING_SLOT_BYTES_MIN, STAGING_SLOT_BYTES)
 #: Elements of a tensor that no size is smaller for.
 _ANY_NUMEL = 1 << 32
 
@@ -147,4 +147,4 @@ def _least_of_ranks(nbytes: int) -> int:
 
 def _clamp(nbytes: float, bounds: tuple[int, int]) -> int:
     least, most = bounds
-    return max(least, min(most, int(nbytes))) // _PAGE_BYTES * _PAGE_BYTES
+    return page_down(max(least, min(most, int(nbytes))))

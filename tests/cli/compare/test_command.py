@@ -137,7 +137,7 @@ def test_a_command_that_does_not_exist_is_a_problem_not_a_traceback(tmp_path: Pa
 def test_a_plugin_that_stayed_silent_fails_the_comparison(tmp_path: Path) -> None:
     status, report = compare_here(tmp_path, [sys.executable, "-c", "print('loss 1.0')"])
     assert status == 1
-    assert "never said that it was armed" in report["columns"]["memascend"]["problem"]
+    assert "memascend doctor" in report["columns"]["memascend"]["problem"]
 
 
 def test_stock_runs_with_memascend_off_and_no_block(

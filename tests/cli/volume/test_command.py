@@ -64,6 +64,23 @@ def test_the_table_says_the_setting_and_the_block(tmp_path, capsys, monkeypatch)
         assert part in printed
 
 
+def test_several_drives_give_one_block_and_a_warning_where_they_are_one(
+    tmp_path, capsys, caplog, monkeypatch
+):
+    monkeypatch.setattr(volume_fio, "find", lambda: None)
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.mkdir()
+    assert main(["volume", "bench", *QUICK, *map(str, paths)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [block] = [line for line in lines if line.startswith('"memascend": ')]
+    found = json.loads(f"{{{block}}}")["memascend"]
+    assert found["direct_nvme"]["queue_depth"] == 2
+    assert [volume["path"] for volume in found["volumes"]] == [str(path) for path in paths]
+    [warning] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert all(str(path) in warning for path in paths)
+
+
 def test_fio_runs_with_the_same_size_and_depth(tmp_path, capsys, monkeypatch):
     job = {"read": {"bw_bytes": 1000000000}, "write": {"bw_bytes": 500000000}}
     log = tmp_path / "log"

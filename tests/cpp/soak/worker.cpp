@@ -66,12 +66,11 @@ void Worker::step() {
   static constexpr Action kActions[] = {
       {"write whole", 18, &Worker::write_whole},
       {"write part", 16, &Worker::write_part},
-      {"read", 26, &Worker::read},
+      {"read", 28, &Worker::read},
       {"settle", 8, &Worker::settle_one},
       {"reserve", 3, &Worker::reserve},
       {"discard", 4, &Worker::discard},
       {"look around", 3, &Worker::look_around},
-      {"registered memory", 2, &Worker::use_registered_memory},
       {"race", 12, &Worker::race},
       {"allocate", 4, &Worker::allocate},
       {"free", 2, &Worker::free_one},

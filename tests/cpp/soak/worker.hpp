@@ -67,7 +67,6 @@ class Worker {
   void race();
   void race_to_write(std::size_t key);
   void race_to_read(std::size_t key);
-  void use_registered_memory();
   void allocate();
   void free_one();
   void check_accounts();

@@ -75,34 +75,6 @@ void Worker::race_to_read(std::size_t key) {
   scene_.tally.checked_bytes += buffer.bytes().size();
 }
 
-// Memory that the engine knows while it is used, and that goes away afterwards.
-void Worker::use_registered_memory() {
-  std::unique_ptr<Block> block;
-  try {
-    block = scene_.allocator->allocate(1 + below(random_, 200 * kKib), component_, false);
-  } catch (const HostMemoryError&) {
-    ++scene_.tally.memory_limits;
-    return;
-  }
-  const std::span<std::byte> memory(block->address(), block->capacity_bytes());
-  store_.register_buffer(memory);
-  KeyModel& key = any_key();
-  Buffer source = Buffer::borrow(block->address(), block->nbytes());
-  fill(source.bytes(), random_);
-  const std::shared_ptr<Ticket> written = write_whole_from(source, key);
-  while (written != nullptr &&
-         outcome_of(store_, *written, key.name, scene_.plan) == Outcome::kPending) {
-  }
-  {
-    const std::lock_guard lock(key.mutex);
-    if (key.present && key.content.size() <= block->nbytes()) {
-      read_into(Buffer::borrow(block->address(), key.content.size()), key, 0);
-    }
-  }
-  settle_all();
-  store_.unregister_buffer(memory);
-}
-
 void Worker::allocate() {
   if (held_.size() >= kHeldMax) return free_one();
   const std::uint64_t nbytes = 1 + below(random_, one_in(random_, 8) ? 3 << 20 : 64 * kKib);

@@ -20,7 +20,7 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
-from parity import models
+from tests.parity import models
 from transformers.integrations import HfDeepSpeedConfig
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy

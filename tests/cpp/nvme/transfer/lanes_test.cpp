@@ -34,8 +34,6 @@ class CountingEngine final : public Engine {
   std::size_t queue_depth() const override { return inner_.queue_depth(); }
   int attach(const Volume& volume) override { return inner_.attach(volume); }
   void start() override { inner_.start(); }
-  bool register_buffer(std::span<std::byte>) override { return false; }
-  void unregister_buffer(std::span<std::byte>) override {}
   void submit(std::span<const Request> requests) override {
     for (const Request& request : requests) {
       volumes_[request.tag] = request.volume_index;

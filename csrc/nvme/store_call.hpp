@@ -15,20 +15,20 @@ namespace memascend {
 
 /// Holds the mutex. On leaving, drops the holds of finished transfers after unlocking: what they
 /// own may take other locks (Python's) in its destructor.
-class Store::Section {
+class Store::LockedCall {
  public:
-  explicit Section(Store& store) : store_(store) {
+  explicit LockedCall(Store& store) : store_(store) {
     MA_EXPECT(::getpid() == store.owner_process_, "a store belongs to the process that opened it (",
               store.owner_process_, "); open another in this child");
     lock_ = std::unique_lock(store.mutex_);
   }
-  ~Section() {
+  ~LockedCall() {
     std::vector<std::shared_ptr<void>> released;
     released.swap(store_.retired_holds_);
     lock_.unlock();
   }
-  Section(const Section&) = delete;
-  Section& operator=(const Section&) = delete;
+  LockedCall(const LockedCall&) = delete;
+  LockedCall& operator=(const LockedCall&) = delete;
   void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
   /// Waits until `condition()`, and accounts the time.
   template <typename Condition>
@@ -36,7 +36,7 @@ class Store::Section {
     while (!wait_for(event, waiter_count, std::chrono::hours(1), condition)) {
     }
   }
-  /// The same, for no longer than `timeout`; what the condition is then.
+  /// Waits no longer than `timeout`; returns the condition then.
   template <typename Condition>
   bool wait_for(std::condition_variable& event, std::size_t* waiter_count,
                 std::chrono::milliseconds timeout, Condition condition) {
