@@ -21,26 +21,39 @@ from deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
 )
 
-from memascend import PlanRequest
+from memascend import PlanRequest, parse_block
 from tests.integration.checkpoint_program import build, train
 
 
 def from_python(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration in DeepSpeed's own types, as its tests and many scripts write it."""
-    zero = config["zero_optimization"]
-    drive = zero["offload_param"]["nvme_path"]
-    changed = {
+    drive = {**config["zero_optimization"]["offload_param"], "device": OffloadDeviceEnum.nvme}
+    zero = {
         "stage": ZeroStageEnum.weights,
         "sub_group_size": 1e6,
-        "offload_param": {"device": OffloadDeviceEnum.nvme, "nvme_path": Path(drive)},
-        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig(
-            device=OffloadDeviceEnum.nvme, nvme_path=drive
-        ),
+        "offload_param": drive,
+        "offload_optimizer": drive,
     }
     return {
         **config,
+        "data_types": {"grad_accum_dtype": "torch.bfloat16"},
+        "zero_optimization": {**config["zero_optimization"], **zero},
+    }
+
+
+def in_objects(config: dict[str, Any]) -> dict[str, Any]:
+    """Return it with what DeepSpeed reads, but cannot print, so that no engine takes it."""
+    drive = config["zero_optimization"]["offload_param"]
+    offload = DeepSpeedZeroOffloadOptimizerConfig(**drive)
+    param = {**drive, "nvme_path": Path(drive["nvme_path"])}
+    return {
+        **config,
         "data_types": {"grad_accum_dtype": DtypeEnum.bf16},
-        "zero_optimization": {**zero, **changed},
+        "zero_optimization": {
+            **config["zero_optimization"],
+            "offload_param": param,
+            "offload_optimizer": offload,
+        },
     }
 
 
@@ -48,11 +61,12 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    for name, form in (("json", config), ("python", from_python(config))):
-        parsed = DeepSpeedConfig(form)
-        assert parsed.memascend == DeepSpeedConfig(config).memascend  # type: ignore[attr-defined]
+    python = from_python(config)
+    for name, form in (("json", config), ("python", python), ("objects", in_objects(python))):
+        assert DeepSpeedConfig(form).memascend == parse_block(config["memascend"])  # type: ignore[attr-defined]
         request = asdict(PlanRequest.from_deepspeed(form))
         print(f"request {name} {json.dumps(request)}", flush=True)
+    for name, form in (("json", config), ("python", python)):
         engine = build(form, seed=7)
         print(f"run {name} {type(engine.optimizer).__module__}", flush=True)
         train(engine, 0, 3)
