@@ -121,17 +121,17 @@ def stock(
     shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
 ) -> StockPlan:
     """The account of DeepSpeed as it is."""
-    return _Ledger(shapes, request, settings or StockSettings()).plan(has_pieces=False)
+    return StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=False)
 
 
 def four_pieces(
     shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
 ) -> StockPlan:
     """The account of DeepSpeed with the paper's four pieces, and no more."""
-    return _Ledger(shapes, request, settings or StockSettings()).plan(has_pieces=True)
+    return StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=True)
 
 
-class _Ledger:
+class StockAccount:
     """One rank's tensors and sub-groups, sorted by where stock keeps them."""
 
     def __init__(self, shapes: ModelShapes, request: PlanRequest, settings: StockSettings) -> None:
