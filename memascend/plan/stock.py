@@ -160,6 +160,7 @@ class StockAccount:
         }
 
     def plan(self, *, has_pieces: bool) -> StockPlan:
+        """Add everything up, with the paper's four pieces or as DeepSpeed is."""
         return StockPlan(
             host=self._host(has_pieces),
             host_initialization=self._initialization(),
