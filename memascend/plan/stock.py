@@ -121,17 +121,17 @@ def stock(
     shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
 ) -> StockPlan:
     """Return the account of DeepSpeed as it is."""
-    return _StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=False)
+    return StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=False)
 
 
 def four_pieces(
     shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
 ) -> StockPlan:
     """Return the account of DeepSpeed with the paper's four pieces, and no more."""
-    return _StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=True)
+    return StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=True)
 
 
-class _StockAccount:
+class StockAccount:
     """One rank's tensors and sub-groups, sorted by where stock keeps them."""
 
     def __init__(self, shapes: ModelShapes, request: PlanRequest, settings: StockSettings) -> None:
@@ -160,6 +160,7 @@ class _StockAccount:
         }
 
     def plan(self, *, has_pieces: bool) -> StockPlan:
+        """Add everything up, with the paper's four pieces or as DeepSpeed is."""
         return StockPlan(
             host=self._host(has_pieces),
             host_initialization=self._initialization(),

@@ -41,33 +41,8 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> Opt
     """
     if not _is_on_drive(arguments.get("offload_optimizer_config")):
         return OptimizerStreams(gradients=False, optimizer=False)
-    reasons = _reasons(config, arguments)
-    streaming = config.streaming
-    wanted = {
-        "gradients": streaming.gradients.enabled,
-        "optimizer": streaming.optimizer.enabled,
-    }
-    for name, is_wanted in wanted.items():
-        if is_wanted and reasons[name] and config.host_memory_limit is not None:
-            raise ConfigError(
-                f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
-                f"streaming.{name} cannot serve, since {reasons[name]}. Change that, or leave the "
-                "limit out"
-            )
-        if is_wanted and reasons[name] and dist.get_rank() == 0:
-            log.warning(
-                "memascend: streaming.%s is not used: %s. Host memory grows with the model",
-                name,
-                reasons[name],
-            )
-    return OptimizerStreams(
-        **{name: is_wanted and not reasons[name] for name, is_wanted in wanted.items()}
-    )
-
-
-def _reasons(config: MemAscendConfig, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return why a stream cannot serve; empty where it can."""
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles kernels
+    # Importing it compiles its kernels, so only where it may be used.
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     both = ""
     if not config.direct_nvme.enabled:
@@ -82,7 +57,27 @@ def _reasons(config: MemAscendConfig, arguments: Mapping[str, Any]) -> dict[str,
         step = "offload_optimizer.ratio leaves a part of it on the device"
     elif not step and is_autocast_initialized():
         step = "torch_autocast updates its loss scale with every call of the optimizer"
-    return {"gradients": both, "optimizer": step}
+    streaming = config.streaming
+    return OptimizerStreams(
+        gradients=streaming.gradients.enabled and _serves("gradients", both, config),
+        optimizer=streaming.optimizer.enabled and _serves("optimizer", step, config),
+    )
+
+
+def _serves(name: str, reason: str, config: MemAscendConfig) -> bool:
+    """Return whether there is no reason against a stream that is on; name the reason if not."""
+    if reason and config.host_memory_limit is not None:
+        raise ConfigError(
+            f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
+            f"streaming.{name} cannot serve, since {reason}. Change that, or leave the limit out"
+        )
+    if reason and dist.get_rank() == 0:
+        log.warning(
+            "memascend: streaming.%s is not used: %s. Host memory grows with the model",
+            name,
+            reason,
+        )
+    return not reason
 
 
 def _is_on_drive(offload_config: Any) -> bool:

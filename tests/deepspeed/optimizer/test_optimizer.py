@@ -9,10 +9,14 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
 from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
-from memascend.deepspeed.optimizer.steps import WholeSteps
+from memascend.deepspeed.optimizer.steps import Steps, WholeSteps
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
+from memascend.deepspeed.seams import fingerprints
 
 ON_DRIVE = SimpleNamespace(device="nvme")
 
@@ -37,3 +41,13 @@ def test_an_optimizer_in_memory_takes_deepspeeds_own_ways() -> None:
     made: Any = ZeroOptimizer.__new__(ZeroOptimizer, "m", None, "n", "t", {"memascend": {}})
     assert isinstance(made, FlatGradients)
     assert isinstance(made, WholeSteps)
+
+
+@pytest.mark.parametrize(
+    "kind", [CheckpointedOptimizer, FlatGradients, StreamedGradients, Steps, WholeSteps, TiledSteps]
+)
+def test_every_upstream_method_that_a_base_class_overrides_is_watched(kind: type) -> None:
+    upstream = vars(DeepSpeedZeroOptimizer_Stage3)
+    overridden = {name for name, value in vars(kind).items() if callable(value)} & set(upstream)
+    home = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+    assert {f"{home}.{name}" for name in overridden} <= set(fingerprints.KNOWN)

@@ -26,7 +26,6 @@ SLOPE_MAX = 0.1
 def test_every_kind_of_checkpoint_is_loaded_as_by_stock(
     world: int, run_program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     facts = run_program(str(PROGRAM), str(tmp_path), str(world))
     assert facts["armed"]
     for case, stock in facts["stock"].items():
