@@ -157,6 +157,17 @@ def test_without_direct_nvme_the_given_store_serves(tmp_path: Path) -> None:
     runtime.close()
 
 
+def test_slots_lie_in_the_memory_that_a_stock_store_wants(tmp_path: Path) -> None:
+    store: Any = object()
+    stock = StockParts(store=store, slot_memory=PlainMemory())
+    runtime = build(tmp_path, stock, direct_nvme={"enabled": False})
+    assert runtime.arena is not None
+    assert runtime.pool.grow(8000)
+    assert runtime.pool.acquire(8000) is not None
+    assert runtime.arena.core.components() == {}
+    runtime.close()
+
+
 def test_a_section_that_is_off_needs_something_instead(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="allocator is off"):
         build(tmp_path, allocator={"enabled": False})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Literal
 
-from memascend import _core
+from memascend._core import Allocator, ArenaReport, Block
 from memascend.base.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class HostAllocator:
             prefault_threads: Threads that make new memory resident; 0 chooses.
             limit_bytes: Most memory to hold; 0 for no limit.
         """
-        self.core = _core.Allocator(
+        self.core = Allocator(
             huge_pages=huge_pages,
             lock=lock,
             register_device=register_device,
@@ -61,7 +61,7 @@ class HostAllocator:
         self._described = False
         self._log_new_notes()
 
-    def block(self, nbytes: int, *, component: str, zero: bool = False) -> _core.Block:
+    def block(self, nbytes: int, *, component: str, zero: bool = False) -> Block:
         """Return a run of bytes accounted to a component; freed with its last reference.
 
         Raises:
@@ -100,7 +100,7 @@ class HostAllocator:
                 _LOG.warning("%s", note)
 
 
-def describe(report: _core.ArenaReport) -> str:
+def describe(report: ArenaReport) -> str:
     """Return one phrase on what was really obtained, for the log and the doctor."""
     parts = [
         f"{format_nbytes(report.reserved_bytes)} held",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from memascend.base.units import PAGE_BYTES
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
 
-PAGE_BYTES = 4096
 SLOT_BYTES = 4096
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memascend.base.interfaces import HostMemory, TensorIO, Ticket
+from memascend.base.waiting import wait_all
 
 
 class AioHandle:
@@ -65,14 +66,7 @@ class AioHandle:
             StoreError: The first transfer that failed; all others have been waited for too.
         """
         tickets, self._tickets = self._tickets, []
-        first_error: BaseException | None = None
-        for ticket in tickets:
-            try:
-                ticket.wait()
-            except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+        wait_all(tickets)
         return len(tickets)
 
     # -- memory ----------------------------------------------------------------------------------

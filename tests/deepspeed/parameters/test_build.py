@@ -1,0 +1,90 @@
+"""Which parameter swapper zero.Init gets, and over what."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
+
+pytest.importorskip("deepspeed")
+
+from memascend.deepspeed.parameters import build
+from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
+from memascend.memory.pool import Pool
+from memascend.streaming.staging import StagingSlots
+
+
+class AttachmentLike:
+    """What building a swapper asks of an attachment."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        memory, store = FakeMemory(), FakeRangeStore()
+        self.runtime = SimpleNamespace(
+            io=store, pool=Pool(memory=memory, component="slots", budget_bytes=budget_bytes)
+        )
+        if budget_bytes is not None:
+            self.runtime.staging = StagingSlots(
+                store=store, memory=memory, slot_bytes=4096, slot_count=2
+            )
+        self.served: list[str] = []
+
+    @contextmanager
+    def serving_aio(self, component: str) -> Iterator[None]:
+        self.served.append(component)
+        yield
+        self.served.append("end")
+
+
+def made(monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], budget_bytes: int | None) -> Any:
+    """The swapper for a block, and the attachment it was built over."""
+    attachment = AttachmentLike(budget_bytes)
+    monkeypatch.setattr(build, "attach", lambda *_: attachment)
+    monkeypatch.setattr(build, "dist", SimpleNamespace(get_rank=lambda: 0))
+    ds_config = SimpleNamespace(
+        _param_dict={"memascend": block},
+        zero_config=SimpleNamespace(offload_param=SimpleNamespace(nvme_path="/drive")),
+        aio_config={"block_size": 4 * SWAPPABLE_BYTES_MIN},
+    )
+
+    def stock_swapper(config: Any, dtype: torch.dtype) -> Any:
+        assert attachment.served == ["parameter buffers"]
+        return SimpleNamespace(dtype=dtype)
+
+    return build.wrap_param_swapper(stock_swapper)(ds_config, torch.bfloat16), attachment
+
+
+def test_within_a_budget_every_shard_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapper, attachment = made(monkeypatch, {"enabled": True}, 1 << 20)
+    assert isinstance(swapper, ParameterSwapper)
+    assert swapper.memascend_attachment is attachment
+    assert swapper.swappable_tensor(numel=1)
+
+
+def test_without_a_budget_small_shards_stay_and_no_staging_slots_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = {"enabled": True, "streaming": {"parameters": {"enabled": False}}}
+    swapper, _ = made(monkeypatch, block, None)
+    at_limit = 4 * SWAPPABLE_BYTES_MIN // 2
+    assert swapper.swappable_tensor(numel=at_limit)
+    assert not swapper.swappable_tensor(numel=at_limit - 1)
+
+
+def test_without_the_buffer_pool_stock_serves_over_our_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    block = {"enabled": True, "buffer_pool": {"enabled": False}}
+    with caplog.at_level(logging.WARNING):
+        swapper, attachment = made(monkeypatch, block, None)
+    assert not isinstance(swapper, ParameterSwapper)
+    assert swapper.memascend_attachment is attachment
+    assert attachment.served == ["parameter buffers", "end"]
+    assert "streaming.parameters" in caplog.text
+    assert "buffer_pool" in caplog.text

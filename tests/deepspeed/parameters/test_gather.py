@@ -1,0 +1,171 @@
+"""Gathers in turns, and what passes through to the stock functions untouched."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+
+from memascend.deepspeed.parameters.gather import swapper_of, wrap_convert, wrap_partition
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
+
+
+class TwoAtATime(ParameterSwapper):
+    """Cuts into turns of two, and notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+        self.components: list[str | None] = []
+        self.memascend_attachment = SimpleNamespace(host_buffers=self._host_buffers)  # type: ignore[assignment]
+
+    @contextmanager
+    def _host_buffers(self, component: str | None) -> Any:
+        self.components.append(component)
+        yield
+
+    def turns(self, params: Any) -> Any:
+        listed = sorted(params, key=lambda param: param.ds_id)
+        for begin in range(0, len(listed), 2):
+            yield listed[begin : begin + 2]
+
+    def swap_in(self, params: Any, async_op: bool = True, swap_in_buffers: Any = None) -> None:
+        assert not async_op
+        self.note("read", params)
+
+    def after_gather(self, params: Any) -> None:
+        self.note("let go", params)
+
+    def stage_for_update(self, param: Any) -> None:
+        self.note("stage", [param])
+
+    def note(self, what: str, params: Any) -> None:
+        self.calls.append((what, [param.ds_id for param in params]))
+
+
+@pytest.fixture
+def swapper() -> TwoAtATime:
+    return TwoAtATime()
+
+
+def parameters(swapper: Any, count: int) -> list[Any]:
+    """As zero.Init converts them; their gathers note what they are given."""
+    params = []
+    for ds_id in range(count):
+        param = SimpleNamespace(
+            ds_id=ds_id,
+            ds_status=ZeroParamStatus.NOT_AVAILABLE,
+            ds_tensor=SimpleNamespace(final_location="nvme"),
+            nvme_swapper=swapper,
+        )
+        wrap_convert(convert)(None, param)
+        params.append(param)
+    return params
+
+
+def convert(init: Any, param: Any) -> None:
+    def all_gather(param_list: Any, async_op: bool = False, hierarchy: int = 0) -> list[str]:
+        param.nvme_swapper.note("gather", param_list)
+        return [f"handle of {len(param_list)}"]
+
+    def all_gather_coalesced(params: Any, **keywords: Any) -> Any:
+        listed = list(params)
+        param.nvme_swapper.note("gather", listed)
+        return SimpleNamespace(params=listed, keywords=keywords)
+
+    param.all_gather, param.all_gather_coalesced = all_gather, all_gather_coalesced
+
+
+TURNS_OF_THREE = [
+    ("read", [0, 1]),
+    ("gather", [0, 1]),
+    ("let go", [0, 1]),
+    ("read", [2]),
+    ("gather", [2]),
+    ("let go", [2]),
+]
+
+
+def test_a_list_is_read_gathered_and_let_go_turn_by_turn(swapper: TwoAtATime) -> None:
+    params = parameters(swapper, 3)
+    handle = params[0].all_gather_coalesced(reversed(params), quantize=False)
+    assert swapper.calls == TURNS_OF_THREE
+    assert isinstance(handle, MultipleAllGatherHandles)
+    assert handle.handles[0].keywords == {"quantize": False}
+
+
+def test_one_turn_has_the_handle_of_its_gather(swapper: TwoAtATime) -> None:
+    params = parameters(swapper, 2)
+    assert params[0].all_gather_coalesced(params).params == params
+
+
+def test_an_empty_list_is_gathered_as_upstream_does(swapper: TwoAtATime) -> None:
+    (param,) = parameters(swapper, 1)
+    assert param.all_gather_coalesced([]).params == []
+    assert swapper.calls == [("gather", [])]
+
+
+def test_the_blocking_gather_skips_what_is_there_and_takes_each_once(swapper: TwoAtATime) -> None:
+    params = parameters(swapper, 4)
+    params[3].ds_status = ZeroParamStatus.AVAILABLE
+    handles = params[0].all_gather(param_list=[*params, *params], async_op=True)
+    assert swapper.calls == TURNS_OF_THREE
+    assert handles == ["handle of 2", "handle of 1"]
+    assert params[1].all_gather() is None
+    assert swapper.calls[-1] == ("let go", [1])
+
+
+def test_parameters_of_a_stock_swapper_keep_their_functions() -> None:
+    stock = SimpleNamespace(note=lambda *_: None)
+    (param,) = parameters(stock, 1)
+    assert swapper_of(param) is None
+    assert param.all_gather([param]) == ["handle of 1"]
+
+
+# -- partitioning ----------------------------------------------------------------------------------
+
+
+def partition(param: Any, **keywords: Any) -> bool:
+    """Whether the stock function was called, with what it is to get."""
+    seen: list[Any] = []
+    wrap_partition(lambda init, one, **given: seen.append((one, given)))(None, param, **keywords)
+    return seen == [(param, keywords)]
+
+
+def test_a_modified_parameter_gets_a_slot_first(swapper: TwoAtATime) -> None:
+    (param,) = parameters(swapper, 1)
+    param.ds_status = ZeroParamStatus.AVAILABLE
+    assert partition(param, has_been_updated=False)
+    assert swapper.calls == []
+    assert partition(param, has_been_updated=True)
+    assert swapper.calls == [("stage", [0])]
+
+
+@pytest.mark.parametrize(
+    ("location", "status"),
+    [("none", ZeroParamStatus.AVAILABLE), ("nvme", ZeroParamStatus.NOT_AVAILABLE)],
+)
+def test_one_in_memory_or_not_gathered_needs_none(
+    swapper: TwoAtATime, location: str, status: ZeroParamStatus
+) -> None:
+    (param,) = parameters(swapper, 1)
+    param.ds_tensor.final_location, param.ds_status = location, status
+    assert partition(param, has_been_updated=True)
+    assert swapper.calls == []
+
+
+def test_the_first_partitioning_takes_host_memory_of_ours(swapper: TwoAtATime) -> None:
+    (param,) = parameters(swapper, 1)
+    param.ds_tensor = None
+    assert partition(param)
+    assert swapper.components == ["small parameters"]
+
+
+def test_partitioning_under_a_stock_swapper_passes_through() -> None:
+    assert partition(SimpleNamespace(nvme_swapper=torch.nn.Identity()), has_been_updated=True)
