@@ -20,13 +20,13 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
-from tests.parity import models
 from transformers.integrations import HfDeepSpeedConfig
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 from memascend.deepspeed.seams import arm as seams
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.weights import pretrained
+from tests.parity import models
 
 FAMILIES = ("llama", "qwen", "gpt2", "mixtral")
 DTYPE = torch.bfloat16
