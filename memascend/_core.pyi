@@ -5,7 +5,7 @@ from collections.abc import Sequence
 # --- memory -------------------------------------------------------------------------------------
 
 class ArenaReport:
-    """What the kernel says was obtained; `notes` say what is missing and how to get it."""
+    """Memory as the kernel reports it; `notes` name what is missing and how to get it."""
 
     @property
     def reserved_bytes(self) -> int: ...
@@ -85,7 +85,7 @@ def describe_cause(*, code: int) -> str:
     """Why a drive answers with this errno, and what to do: the last two lines of a message."""
 
 class MemoryFaults:
-    """What goes wrong on the memory engine: probabilities per request, by a seed. Tests only."""
+    """Faults of the memory engine: probabilities per request, by a seed. Tests only."""
 
     def __init__(
         self,
@@ -154,12 +154,12 @@ class VolumeStats:
     def available_bytes(self) -> int: ...
 
 class Ticket:
-    """What to wait on for one read or write."""
+    """The handle of one read or write."""
 
     def wait(self) -> None:
-        """Raises StoreError, as often as asked, when the transfer failed."""
+        """Wait; raise StoreError, as often as asked, when the transfer failed."""
     def done(self) -> bool:
-        """The transfer is over, well or not; its memory is quiet."""
+        """Return whether the transfer is over, well or not; its memory is quiet then."""
     @property
     def nbytes(self) -> int: ...
 
@@ -204,7 +204,7 @@ class Store:
         capacity: int = 0,
         hold: object | None = None,
     ) -> Ticket:
-        """Without `offset` the bytes become the whole key; with one they go into a known key."""
+        """Start a write; without `offset` of the whole key, with one into a key that is there."""
     def read(
         self,
         *,
@@ -229,9 +229,9 @@ class Store:
         """
     def volume_stats(self) -> list[VolumeStats]: ...
     def provide_checksums(self, *, nbytes: int) -> None:
-        """Takes the host memory of checksums ahead; it grows where that is not enough."""
+        """Take the host memory of checksums ahead; it grows where that is not enough."""
     def set_recovery(self, recovery: str) -> None:
-        """What an error about corrupted data tells the user to do."""
+        """Set the remedy that errors about corrupted data name."""
     def close(self) -> None: ...
     @property
     def engine_name(self) -> str: ...
@@ -252,7 +252,7 @@ def crc32c_method() -> str: ...
 # --- kernels ------------------------------------------------------------------------------------
 
 class ScanResult:
-    """What one pass over memory found; `sum_squares` is NaN unless asked for and all is finite."""
+    """Result of one pass over memory; `sum_squares` is NaN unless asked for and all is finite."""
 
     def __init__(self, *, non_finite: bool, sum_squares: float) -> None: ...
     @property

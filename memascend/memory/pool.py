@@ -233,7 +233,7 @@ class Segment:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing uses it."""
+        """True while nothing uses it."""
         return self.free == [(0, self.memory.nbytes)]
 
     def put(self, begin: int, end: int) -> None:

@@ -110,13 +110,13 @@ class PlanRequest:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether a sub-group is stepped in tiles; else whole."""
+        """True where a sub-group is stepped in tiles; else it is stepped whole."""
         known = kind_of(self.optimizer).is_elementwise
         return known if self.is_elementwise is None else self.is_elementwise
 
     @property
     def has_known_start(self) -> bool:
-        """Whether states are made by us, in the tiles; others make them in memory of torch's."""
+        """True where states are made by us, in the tiles; others make them in memory of torch's."""
         return self.is_tiled and bool(kind_of(self.optimizer).start)
 
     @classmethod

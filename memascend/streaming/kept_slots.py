@@ -66,7 +66,7 @@ class Shard:
 
     @property
     def is_staged(self) -> bool:
-        """Whether it has been asked for and not been let go; it may still be on its way."""
+        """True from the request on until it is let go; it may still be on its way."""
         return self.state in (ShardState.READING, ShardState.STAGED)
 
     def leave(self) -> None:
