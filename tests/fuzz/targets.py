@@ -19,7 +19,7 @@ from pathlib import Path
 from memascend.checkpoint.manifest import ITEMSIZES, PADDING_BYTES_MAX, manifest_name, read_manifest
 from memascend.config import block as config
 from memascend.errors import CheckpointError, ConfigError
-from memascend.plan import shapes
+from memascend.plan import safetensors, shapes
 from memascend.volumes import weights as volume_weights
 from memascend.volumes.header import HEADER_BYTES, Header, HeaderError, new_header, parse
 from memascend.volumes.signatures import _MAGICS, find_signatures
@@ -326,7 +326,7 @@ def check_index(data: bytes) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_bytes(data)
     try:
-        files = shapes._safetensors_files(index)
+        files = safetensors._files(index)
         assert all(os.path.dirname(path) == str(folder) for path, _ in files)
         _check_model(shapes.from_safetensors(index))
     except ConfigError as error:

@@ -15,6 +15,7 @@ from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 pytest.importorskip("deepspeed")
 
+from memascend.config.block import parse_block
 from memascend.deepspeed.parameters import build
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.memory.pool import Pool
@@ -49,6 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], budget_bytes: i
     monkeypatch.setattr(build, "dist", SimpleNamespace(get_rank=lambda: 0))
     ds_config = SimpleNamespace(
         _param_dict={"memascend": block},
+        memascend=parse_block(block),
         zero_config=SimpleNamespace(offload_param=SimpleNamespace(nvme_path="/drive")),
         aio_config={"block_size": 4 * SWAPPABLE_BYTES_MIN},
     )

@@ -284,7 +284,7 @@ def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
         master_weights_and_grads_dtype=torch.float32,
         fp16_partitioned_groups_flat_numel=[5, 7],
     )
-    request = planning._request(optimizer, CONFIG)
+    request = planning._request(optimizer, BLOCK, CONFIG)
     assert request.is_tiled == (kind is torch.optim.AdamW)
     assert (request.states, request.largest_sub_group_numel) == (2, 7)
     assert request.optimizer.endswith("AdamW")
