@@ -84,19 +84,10 @@ void no_backed_run_extends_over_a_boundary() {
   EXPECT(space.is_valid());
 }
 
-void the_last_run_is_the_one_at_the_end() {
-  FreeSpace space(8 * kPage);
-  space.take(2 * kPage, 3 * kPage);
-  EXPECT(space.last().offset == 5 * kPage && space.last().nbytes == 3 * kPage);
-  space.take(7 * kPage, kPage);
-  EXPECT(space.last().nbytes == 0);
-}
-
 }  // namespace
 
 int main() {
   agrees_with_a_mark_per_page();
   no_backed_run_extends_over_a_boundary();
-  the_last_run_is_the_one_at_the_end();
   return 0;
 }
