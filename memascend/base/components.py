@@ -16,7 +16,6 @@ OPTIMIZER_SCRATCH = "optimizer scratch"
 #: Parameters within a budget (streaming.parameters).
 PARAMETER_SLOTS = "parameter slots"
 #: Parameters in size classes, without a budget.
-PARAMETER_POOL = "parameter pool"
 #: What stays in host memory instead of on the drive.
 RESIDENT_CACHE = "resident cache"
 #: Of what lies on the drives (verify).

@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memascend.base.units import GIB, MIB, format_nbytes
+from memascend.config.environment import DISABLE_VARIABLE, is_disabled
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.system.memory import group_limit
 from memascend.system.mounts import IN_MEMORY, filesystem_of
@@ -136,8 +137,11 @@ def _activation() -> Check:
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         fix = "unset it, or import memascend in the training script"
         return Check(name, "problem", "TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off", fix)
-    if os.environ.get("MEMASCEND_DISABLE") == "1":
-        return Check(name, "note", "MEMASCEND_DISABLE=1: DeepSpeed runs untouched", "unset it")
+    if is_disabled():
+        value = os.environ[DISABLE_VARIABLE]
+        return Check(
+            name, "note", f"{DISABLE_VARIABLE}={value}: DeepSpeed runs untouched", "unset it"
+        )
     return Check(name, "ok", "torch loads memascend by itself")
 
 
