@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,27 +277,3 @@ def test_a_run_says_once_that_nothing_is_known(
     assert [record.getMessage() for record in caplog.records] == [
         "memascend: no SMART data of sda: no rights"
     ]
-
-
-def test_an_attachment_reads_drives_at_its_start_and_at_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("deepspeed")
-    from memascend.deepspeed.attach import attach as activation
-    from memascend.ledger.ledger import Ledger
-
-    drives = [(DriveWear("a", "", 4, TB),), (DriveWear("a", "", 4, 2 * TB),)]
-    watch = DriveWatch(["/x"], read=lambda paths: DriveReport(drives.pop(0)))
-    runtime: Any = SimpleNamespace(
-        config=parse_block({}),
-        arena=None,
-        ledger=lambda: Ledger((), None, 0, 0, 0, 0, {}),
-    )
-    monkeypatch.setattr(activation.dist, "get_rank", lambda: 0)
-    attachment = activation.Attachment(runtime, watch)
-    assert attachment.ledger().drives[0].run_written_bytes is None
-    assert len(drives) == 1
-    attachment.finish()
-    assert attachment.ledger().drives[0].run_written_bytes == TB
-    attachment.finish()
-    assert drives == []

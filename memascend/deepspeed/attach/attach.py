@@ -20,11 +20,7 @@ from memascend.config.deepspeed_json import flag, section, whole
 from memascend.config.environment import local_world_size
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
-from memascend.deepspeed.stock.memory import (
-    AioFileStore,
-    LockedMemory,
-    PinnedMemory,
-)
+from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
 from memascend.errors import ConfigError
 from memascend.ledger.drives import DriveWatch
 from memascend.plan.request import check_limit_can_be_kept
@@ -82,13 +78,11 @@ def _check_report(config: MemAscendConfig) -> None:
     if config.report is None or dist.get_rank() != 0:  # rank 0 writes it, maybe on another machine
         return
     path = Path(config.report)
-    if (
-        path.is_dir()
-        or not path.parent.is_dir()
-        or not os.access(path.parent, os.W_OK, effective_ids=True)
-    ):
+    folder = path.parent
+    is_open = folder.is_dir() and os.access(folder, os.W_OK, effective_ids=True)
+    if path.is_dir() or not is_open:
         raise ConfigError(
-            f"memascend.report={config.report!r} cannot be written: {path.absolute().parent} is no "
+            f"memascend.report={config.report!r} cannot be written: {folder.absolute()} is no "
             "folder that this user can write, or a folder has that name. Make it, or name another "
             "file"
         )

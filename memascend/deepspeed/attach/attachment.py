@@ -17,6 +17,7 @@ from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.ledger import Ledger, describe_plan
+from memascend.plan.derive import Plan
 from memascend.runtime import Runtime
 from memascend.volumes.directory import provide_directory
 
@@ -40,10 +41,10 @@ class Attachment:
         found = self.runtime.ledger()
         return found if self._drives is None else replace(found, drives=self._drives.drives)
 
-    def log_plan(self) -> None:
-        """Log the plan, on rank 0."""
-        plan = self.runtime.plan
-        if plan is not None and dist.get_rank() == 0:
+    def adopt(self, plan: Plan) -> None:
+        """Have the runtime take the memory that the plan says, and log the plan on rank 0."""
+        self.runtime.adopt(plan)
+        if self._rank == 0:
             log.info("memascend: host memory of this rank:\n%s", describe_plan(plan))
 
     def note_step(self) -> None:

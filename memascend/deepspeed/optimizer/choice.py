@@ -1,4 +1,4 @@
-"""Choice of the streams that serve a model's optimizer.
+"""Choice of the streams that serve a model's optimizer: gradients, and the step in tiles.
 
 Decided from the arguments of DeepSpeed's optimizer, before it is made. A stream that is on in the
 config and cannot serve is named once in the log, with the reason; DeepSpeed's own way is then
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from deepspeed import comm as dist
@@ -21,16 +20,10 @@ from memascend.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerStreams:
-    """Streams that serve: gradients from the device to the drive, the step in tiles."""
+def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether a ZeRO-3 optimizer's gradients are streamed, and whether it is itself.
 
-    gradients: bool
-    optimizer: bool
-
-
-def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> OptimizerStreams:
-    """Decide for a ZeRO-3 optimizer; one that is not on a drive has no streams.
+    One that is not on a drive has no streams.
 
     Args:
         config: The active block.
@@ -40,7 +33,7 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> Opt
         ConfigError: A limit is stated, and a stream that it needs cannot serve.
     """
     if not _is_on_drive(arguments.get("offload_optimizer_config")):
-        return OptimizerStreams(gradients=False, optimizer=False)
+        return False, False
     # Importing it compiles its kernels, so only where it may be used.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -58,9 +51,9 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> Opt
     elif not step and is_autocast_initialized():
         step = "torch_autocast updates its loss scale with every call of the optimizer"
     streaming = config.streaming
-    return OptimizerStreams(
-        gradients=streaming.gradients.enabled and _serves("gradients", both, config),
-        optimizer=streaming.optimizer.enabled and _serves("optimizer", step, config),
+    return (
+        streaming.gradients.enabled and _serves("gradients", both, config),
+        streaming.optimizer.enabled and _serves("optimizer", step, config),
     )
 
 

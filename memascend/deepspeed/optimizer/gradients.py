@@ -13,7 +13,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from memascend.deepspeed.optimizer.choice import OptimizerStreams
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.streaming.gradients import GradientShard, GradientSpool
 
@@ -21,6 +20,7 @@ from memascend.streaming.gradients import GradientShard, GradientSpool
 class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """Gradients in DeepSpeed's flat buffer, which lies in the arena."""
 
+    streams_gradients = False
     grad_partitions_flat_buffer: torch.Tensor | None
 
     def _setup_for_real_optimizer(self) -> None:
@@ -42,7 +42,8 @@ class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """Gradients in the spool, from reduced partition to norm."""
 
-    streams: OptimizerStreams
+    streams_gradients = True
+    streams_optimizer: bool
     spool: GradientSpool
     offload_optimizer_pin_memory: bool
     grad_partitions_flat_buffer: torch.Tensor | None
@@ -53,7 +54,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         pin_memory = self.offload_optimizer_pin_memory
         numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
         with AbsentBuffers(torch.zeros, {numel}):
-            self.offload_optimizer_pin_memory = pin_memory and not self.streams.optimizer
+            self.offload_optimizer_pin_memory = pin_memory and not self.streams_optimizer
             super()._setup_for_real_optimizer()
         self.offload_optimizer_pin_memory = pin_memory
         self.grad_partitions_flat_buffer = None
@@ -75,7 +76,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         group_index, offset, _ = self.grad_position[self.get_param_id(param)]
         is_final = self.is_gradient_accumulation_boundary()
         finished = None
-        if is_final and not self.streams.optimizer:
+        if is_final and not self.streams_optimizer:
             finished = torch.empty_like(gradient, dtype=self.master_weights_and_grads_dtype)
         shard = self.spool.put(
             self.fp32_partitioned_groups_flat[group_index].ds_id,
@@ -102,7 +103,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 continue
             self.spool.finish(name, offset)
             self._note_norm(param, shard)
-            if not self.streams.optimizer:
+            if not self.streams_optimizer:
                 dtype = self.master_weights_and_grads_dtype
                 gradient = torch.empty(shard.latest.numel, dtype=dtype)
                 self.spool.get(name, offset, gradient)

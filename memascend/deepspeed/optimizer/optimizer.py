@@ -1,15 +1,15 @@
 """DeepSpeed's ZeRO-3 optimizer with its host buffers, its swapper and its overflow check replaced.
 
-Overrides small hook methods only; the step loop is upstream's. Where gradients are kept, and how
-sub-groups are stepped, is decided before an optimizer is made: each is one of two base classes.
-An instance exists only for a config with an active block: without one, constructing ZeroOptimizer
-gives a stock optimizer.
+Overrides small hook methods only; the step loop is upstream's. There are four kinds, since where
+gradients are kept, and how sub-groups are stepped, is one of two base classes each. Constructing
+ZeroOptimizer gives the kind that the config asks for; without an active block, a stock optimizer.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from memascend.config.deepspeed_json import section
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
-from memascend.deepspeed.optimizer.choice import OptimizerStreams, choose_streams
+from memascend.deepspeed.optimizer.choice import choose_streams
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
 from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
@@ -49,22 +49,23 @@ class ZeroOptimizer(CheckpointedOptimizer):
     param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
 
-    streams: OptimizerStreams
+    streams_gradients: bool
+    streams_optimizer: bool
     #: A GradientSpool; None where DeepSpeed's own buffers serve.
     spool: Any = None
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Add the base classes that serve; without an active block, make a stock optimizer."""
+        """Make the kind that the config asks for; without an active block, a stock optimizer."""
+        if cls is not ZeroOptimizer:  # a kind that is copied: without arguments
+            return super().__new__(cls)
         names = ("module", "init_optimizer", "param_names", "timers", "ds_config")
         given = dict(zip(names, arguments, strict=False)) | keywords
         config = active_config(given.get("ds_config"))
         if config is None:
             return DeepSpeedZeroOptimizer_Stage3(*arguments, **keywords)
-        streams = choose_streams(config, given)
-        gradients = StreamedGradients if streams.gradients else FlatGradients
-        steps = TiledSteps if streams.optimizer else WholeSteps
-        chosen = {"streams": streams, "_config": config}
-        return super().__new__(type(cls.__name__, (cls, gradients, steps), chosen))
+        made = super().__new__(_choose_kind(config, given))
+        made._config = config
+        return made
 
     def __init__(
         self,
@@ -78,7 +79,6 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self._ds_config = ds_config
         self._offload_optimizer_config = keywords.get("offload_optimizer_config")
         self._attachment: Attachment | None = None
-        self._planned_module = module
         self.integrity = StepIntegrity()
         _refuse_several_contexts(module)
         _refuse_nothing_to_train(module, init_optimizer)
@@ -137,9 +137,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
             self.max_params_in_cpu = 0
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
-        if self.streams.gradients and self.streams.optimizer:
+        if self.streams_gradients and self.streams_optimizer:
             self._adopt_plan()
-        if self.streams.gradients or self.streams.optimizer:
+        if self.streams_gradients or self.streams_optimizer:
             runtime = self.attachment.runtime
             assert runtime.store is not None
             check = runtime.config.overflow_check
@@ -147,7 +147,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
             self.spool = GradientSpool(
                 store=runtime.io,
                 slots=runtime.staging,
-                sum_of_squares=squares if self.streams.gradients else None,
+                sum_of_squares=squares if self.streams_gradients else None,
                 give_memory_to=runtime.store.give_memory_to,
             )
         super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
@@ -156,15 +156,12 @@ class ZeroOptimizer(CheckpointedOptimizer):
         """Take the parameters' and staging memory that the plan says, and log the plan."""
         attachment = self.attachment
         runtime = attachment.runtime
-        plan = plan_for(
-            self, self._planned_module, self._config, self._ds_config, runtime.limit_bytes
-        )
+        plan = plan_for(self, self.module, self._config, self._ds_config, runtime.limit_bytes)
         swapper = self._param_swapper
         if swapper is not None:
             swapper.drop_unused()
             swapper.synchronize_writes()
-        runtime.adopt(plan)
-        attachment.log_plan()
+        attachment.adopt(plan)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         # Without any, upstream makes a stand-in of one element.
@@ -249,6 +246,29 @@ class ZeroOptimizer(CheckpointedOptimizer):
             runtime.store.trim()
         if runtime.arena is not None:
             runtime.arena.core.trim()
+
+
+class StreamedTiledOptimizer(ZeroOptimizer, StreamedGradients, TiledSteps):
+    """Gradients in the spool, steps in tiles: what a block switches on by itself."""
+
+
+class StreamedWholeOptimizer(ZeroOptimizer, StreamedGradients, WholeSteps):
+    """Gradients in the spool until their sub-group is stepped whole."""
+
+
+class FlatTiledOptimizer(ZeroOptimizer, FlatGradients, TiledSteps):
+    """Gradients in DeepSpeed's flat buffer, steps in tiles."""
+
+
+class FlatWholeOptimizer(ZeroOptimizer, FlatGradients, WholeSteps):
+    """Both as DeepSpeed does it, over our store and memory; also for an optimizer in memory."""
+
+
+def _choose_kind(config: MemAscendConfig, arguments: Mapping[str, Any]) -> type[ZeroOptimizer]:
+    streams_gradients, streams_optimizer = choose_streams(config, arguments)
+    if streams_gradients:
+        return StreamedTiledOptimizer if streams_optimizer else StreamedWholeOptimizer
+    return FlatTiledOptimizer if streams_optimizer else FlatWholeOptimizer
 
 
 def _warn_ignored(key: str, reason: str) -> None:

@@ -79,6 +79,8 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 class WholeSteps(Steps):
     """Whole sub-groups in DeepSpeed's own swapper, or in memory."""
 
+    streams_optimizer = False
+
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         pipelined = offload_optimizer_config.pipeline
         needed = buffers_needed(self.optimizer, pipelined=pipelined)

@@ -16,7 +16,6 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.base.units import format_nbytes
-from memascend.deepspeed.optimizer.choice import OptimizerStreams
 from memascend.deepspeed.optimizer.steps import Steps
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.parameters.gather import swapper_of
@@ -35,7 +34,8 @@ log = logging.getLogger(__name__)
 class TiledSteps(Steps):
     """Sub-groups in the store, stepped by an OptimizerStream."""
 
-    streams: OptimizerStreams
+    streams_gradients: bool
+    streams_optimizer = True
     spool: GradientSpool
     groups: SubGroups
     stream: OptimizerStream
@@ -70,15 +70,15 @@ class TiledSteps(Steps):
         )
         if runtime.plan is not None:
             numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
-        master_dtype = self.master_weights_and_grads_dtype
-        # DeepSpeed's flat buffer gives gradients that are cast already.
-        from_buffer = not self.streams.gradients
+        gradient_dtype = master_dtype = self.master_weights_and_grads_dtype
+        if self.streams_gradients:  # DeepSpeed's flat buffer gives them cast already
+            gradient_dtype = self.gradient_accumulation_dtype
         return TileShape(
             numel=numel,
             count=count,
             state_count=state_count(self.optimizer),
             master_dtype=master_dtype,
-            gradient_dtype=master_dtype if from_buffer else self.gradient_accumulation_dtype,
+            gradient_dtype=gradient_dtype,
             parameter_dtype=self.dtype,
         )
 
@@ -222,21 +222,13 @@ class TiledSteps(Steps):
         self._put_back = lambda: self.groups.set(flat.ds_id, offset, value, state=optim_state_key)
         return value, group_index
 
-    def _optimizer_states_and_gradient_swap_out(
-        self, sub_group_id: int, timer_names: Any = None
-    ) -> None:
+    def _writeback_swap_state(self, *_: Any, **__: Any) -> None:
         """Store what an accessor gave out; only accessors end here."""
-        self._store_again()
-
-    def _writeback_swap_state(
-        self, sub_group_id: int, write_opt_state: bool, write_gradients: bool
-    ) -> None:
-        self._store_again()
-
-    def _store_again(self) -> None:
         put_back, self._put_back = self._put_back, None
         if put_back is not None:
             put_back()
+
+    _optimizer_states_and_gradient_swap_out = _writeback_swap_state
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: list[Any]

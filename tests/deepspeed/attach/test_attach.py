@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.base.units import GIB
 from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
@@ -34,16 +34,6 @@ BLOCK = {
     "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
     "direct_nvme": {"engine": "threads", "threads": 1},
 }
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    config = copy.deepcopy(WORKING)
-    *parents, last = path.split(".")
-    section = config
-    for name in parents:
-        section = section.setdefault(name, {})
-    section[last] = value
-    return config
 
 
 # -- attaching -----------------------------------------------------------------------------------
@@ -118,19 +108,33 @@ def test_two_attachments_share_nothing(attach: Attach) -> None:
     other.runtime.close()
 
 
-def test_staging_folders_of_two_runs_on_one_drive_differ(attach: Attach, tmp_path: Path) -> None:
-    one, other = attach(), attach()
-    folders = {side.staging_folder(str(tmp_path)) for side in (one, other)}
-    assert len(folders) == 2
-    assert all(Path(folder).parent == tmp_path for folder in folders)
-    one.runtime.close()
-    other.runtime.close()
+# -- refusals and warnings at the start ----------------------------------------------------------
 
 
-def test_without_our_store_the_staging_folder_is_stocks(attach: Attach, tmp_path: Path) -> None:
-    attachment = attach(direct_nvme={"enabled": False}, buffer_pool={"enabled": False})
-    assert attachment.runtime.store is None
-    assert attachment.staging_folder(str(tmp_path)) == str(tmp_path / "zero_stage_3")
+@pytest.mark.parametrize("name", ["no/such/dir/report.json", "."])
+def test_a_report_that_cannot_be_written_is_refused_at_the_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(activation.dist, "get_rank", lambda: 0)
+    with pytest.raises(ConfigError, match=r"memascend\.report=.* cannot be written"):
+        activation._check_report(parse_block({"report": name}))
+    activation._check_report(parse_block({"report": "report.json"}))
+    activation._check_report(parse_block({}))
+
+
+def test_a_limit_beyond_the_machine_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = parse_block({"host_memory_limit": "900GiB"})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(activation.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(activation, "memory_total", lambda: 32 * GIB)
+    activation._warn_of_memory(config, 16 * GIB)
+    assert caplog.text == ""
+    activation._warn_of_memory(config, 900 * GIB)
+    assert "host_memory_limit='900GiB'" in caplog.text
+    assert "32.00 GiB" in caplog.text
 
 
 # -- where log lines go --------------------------------------------------------------------------
@@ -168,70 +172,3 @@ def test_an_application_that_set_up_logging_keeps_it(
     activation._show_log_lines()
     assert ours.handlers == []
     assert ours.propagate
-
-
-def test_a_model_from_several_contexts_is_refused() -> None:
-    """DeepSpeed gives mixed lists to the first parameter's swapper: the others would not train."""
-    from memascend.deepspeed.optimizer.optimizer import _refuse_several_contexts
-    from memascend.deepspeed.parameters.swapper import ParameterSwapper
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    first, second = (ParameterSwapper.__new__(ParameterSwapper) for _ in range(2))
-    for param in model.parameters():
-        param.nvme_swapper = first  # type: ignore[attr-defined]
-    _refuse_several_contexts(model)
-    for param in model[1].parameters():
-        param.nvme_swapper = second  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"2 deepspeed\.zero\.Init contexts"):
-        _refuse_several_contexts(model)
-
-
-def test_a_model_without_a_trainable_parameter_is_refused() -> None:
-    """DeepSpeed fails with "max() arg is an empty sequence"."""
-    from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer, _refuse_nothing_to_train
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(model[0].parameters())
-    model[0].weight.requires_grad_(False)
-    _refuse_nothing_to_train(model, optimizer)
-    model[0].bias.requires_grad_(False)
-    told = r"of the 2 tensors given to AdamW none .* of the model's 4 tensors 2 do.*fix: "
-    with pytest.raises(ConfigError, match=told):
-        ZeroOptimizer(model, optimizer, {}, None, WORKING)
-
-
-@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [("offload_optimizer", "fast_init", True), ("offload_param", "max_in_cpu", 10**6)],
-)
-def test_a_stated_key_that_is_ignored_is_warned_of_on_rank_0(
-    section: str,
-    key: str,
-    value: object,
-    rank: int,
-    count: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from memascend.deepspeed.optimizer import optimizer as zero_optimizer
-
-    config = changed(f"zero_optimization.{section}.{key}", value)
-    config["memascend"] = {"host_memory_limit": "1GiB"}
-    optimizer: Any = zero_optimizer.ZeroOptimizer.__new__(
-        zero_optimizer.ZeroOptimizer, None, None, None, None, config
-    )
-    optimizer._ds_config = config
-    optimizer.params_in_nvme_and_cpu = True
-    optimizer.offload_optimizer_fast_init = key == "fast_init"
-    optimizer.max_params_in_cpu = 10**6
-    stock = zero_optimizer.DeepSpeedZeroOptimizer_Stage3
-    monkeypatch.setattr(stock, "_configure_offloading", lambda *arguments: None)
-    monkeypatch.setattr(zero_optimizer.dist, "get_rank", lambda: rank)
-    # As a script without logging leaves it: INFO is not shown.
-    with caplog.at_level(logging.WARNING, logger="memascend"):
-        optimizer._configure_offloading(None, None)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * count
-    assert caplog.text.count(f"zero_optimization.{section}.{key} is ignored") == count
-    assert optimizer.offload_optimizer_fast_init is False
-    assert optimizer.max_params_in_cpu == 0

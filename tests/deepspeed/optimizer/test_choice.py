@@ -46,8 +46,8 @@ DECLINED = {"init_optimizer": muon, "offload_ratio": lambda: 0.5}
 def test_a_stream_that_cannot_serve_is_named_and_left_out(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = streams.choose_streams(parse_block({}), arguments(**{name: DECLINED[name]()}))
-    assert not found.optimizer
+    _, optimizer = streams.choose_streams(parse_block({}), arguments(**{name: DECLINED[name]()}))
+    assert not optimizer
     assert "streaming.optimizer is not used" in caplog.text
 
 
@@ -55,7 +55,7 @@ def test_a_stream_that_cannot_serve_is_named_and_left_out(
 def test_a_limit_that_needs_it_is_refused(name: str) -> None:
     """Whole sub-groups and their copies would exceed it, some of them unseen."""
     config = parse_block({"host_memory_limit": "2GiB"})
-    assert streams.choose_streams(config, arguments()).optimizer
+    assert streams.choose_streams(config, arguments()) == (True, True)
     with pytest.raises(ConfigError, match=r"host_memory_limit='2GiB' cannot be kept: streaming\."):
         streams.choose_streams(config, arguments(**{name: DECLINED[name]()}))
 
@@ -65,11 +65,11 @@ def test_an_optimizer_that_is_not_on_a_drive_has_no_streams(
     offload: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = streams.choose_streams(parse_block({}), arguments(offload_optimizer_config=offload))
-    assert found == streams.OptimizerStreams(gradients=False, optimizer=False)
+    assert found == (False, False)
     assert caplog.text == ""
 
 
 def test_without_the_pool_only_an_optimizer_whose_parameters_are_elsewhere_is_streamed() -> None:
     config = parse_block({"buffer_pool": {"enabled": False}})
-    assert not streams.choose_streams(config, arguments()).optimizer
-    assert streams.choose_streams(config, arguments(offload_param_config=None)).optimizer
+    assert streams.choose_streams(config, arguments()) == (True, False)
+    assert streams.choose_streams(config, arguments(offload_param_config=None)) == (True, True)

@@ -1,53 +1,149 @@
-"""Which kind of optimizer a config makes."""
+"""Which kind of optimizer a config makes, what is refused before, and what is ignored."""
 
 from __future__ import annotations
 
+import copy
+import logging
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
+from memascend.deepspeed.optimizer import optimizer as zero_optimizer
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
-from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
-from memascend.deepspeed.optimizer.steps import Steps, WholeSteps
+from memascend.deepspeed.optimizer.optimizer import (
+    FlatTiledOptimizer,
+    FlatWholeOptimizer,
+    StreamedTiledOptimizer,
+    StreamedWholeOptimizer,
+    ZeroOptimizer,
+)
+from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
-from memascend.deepspeed.seams import fingerprints
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.errors import ConfigError
 
 ON_DRIVE = SimpleNamespace(device="nvme")
+KINDS: dict[tuple[bool, bool], type[ZeroOptimizer]] = {
+    (True, True): StreamedTiledOptimizer,
+    (True, False): StreamedWholeOptimizer,
+    (False, True): FlatTiledOptimizer,
+    (False, False): FlatWholeOptimizer,
+}
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("optimizer", [True, False])
+def made(block: dict[str, Any], **keywords: Any) -> Any:
+    arguments = ("module", None, "names", "timers", {"memascend": block})
+    return ZeroOptimizer.__new__(ZeroOptimizer, *arguments, **keywords)
+
+
+# -- kinds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gradients", "optimizer"), KINDS)
 def test_the_streams_of_the_block_decide(gradients: bool, optimizer: bool) -> None:
     streaming = {"gradients": {"enabled": gradients}, "optimizer": {"enabled": optimizer}}
-    made: Any = ZeroOptimizer.__new__(
-        ZeroOptimizer,
-        *("module", None, "names", "timers", {"memascend": {"streaming": streaming}}),
-        offload_optimizer_config=ON_DRIVE,
-        offload_ratio=1.0,
-    )
-    assert isinstance(made, ZeroOptimizer)
-    assert isinstance(made, StreamedGradients if gradients else FlatGradients)
-    assert isinstance(made, TiledSteps if optimizer else WholeSteps)
-    assert type(made).__name__ == "ZeroOptimizer"
+    found = made({"streaming": streaming}, offload_optimizer_config=ON_DRIVE, offload_ratio=1.0)
+    assert type(found) is KINDS[gradients, optimizer]
+    assert (found.streams_gradients, found.streams_optimizer) == (gradients, optimizer)
+    assert isinstance(found, ZeroOptimizer)
+    assert isinstance(found, StreamedGradients if gradients else FlatGradients)
+    assert isinstance(found, TiledSteps if optimizer else WholeSteps)
 
 
 def test_an_optimizer_in_memory_takes_deepspeeds_own_ways() -> None:
-    made: Any = ZeroOptimizer.__new__(ZeroOptimizer, "m", None, "n", "t", {"memascend": {}})
-    assert isinstance(made, FlatGradients)
-    assert isinstance(made, WholeSteps)
+    assert type(made({})) is FlatWholeOptimizer
 
 
+def test_a_kind_is_constructed_with_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    stock = zero_optimizer.DeepSpeedZeroOptimizer_Stage3
+    monkeypatch.setattr(stock, "__init__", lambda self, *a, **k: given.append((self, a, k)))
+    model = torch.nn.Linear(2, 2)
+    base = torch.optim.SGD(model.parameters())
+    ds_config: dict[str, Any] = {"memascend": {"streaming": {"optimizer": {"enabled": False}}}}
+    found = ZeroOptimizer(
+        model,
+        base,
+        {},
+        timers=None,
+        ds_config=ds_config,
+        offload_optimizer_config=ON_DRIVE,
+        offload_ratio=1.0,
+    )
+    assert type(found) is StreamedWholeOptimizer
+    keywords = {"offload_optimizer_config": ON_DRIVE, "offload_ratio": 1.0}
+    assert given == [(found, (model, base, {}, None, ds_config), keywords)]
+
+
+@pytest.mark.parametrize("again", [copy.copy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
+def test_a_kind_is_copied_and_pickled_as_itself(kind: type, again: Any) -> None:
+    one: Any = kind.__new__(kind)
+    one.noted = [1, 2]
+    other = again(one)
+    assert type(other) is kind
+    assert vars(other) == {"noted": [1, 2]}
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+def test_a_model_from_several_contexts_is_refused() -> None:
+    """DeepSpeed gives mixed lists to the first parameter's swapper: the others would not train."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, second = (ParameterSwapper.__new__(ParameterSwapper) for _ in range(2))
+    for param in model.parameters():
+        param.nvme_swapper = first  # type: ignore[attr-defined]
+    zero_optimizer._refuse_several_contexts(model)
+    for param in model[1].parameters():
+        param.nvme_swapper = second  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"2 deepspeed\.zero\.Init contexts"):
+        zero_optimizer._refuse_several_contexts(model)
+
+
+def test_a_model_without_a_trainable_parameter_is_refused() -> None:
+    """DeepSpeed fails with "max() arg is an empty sequence"."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    model[0].weight.requires_grad_(False)
+    zero_optimizer._refuse_nothing_to_train(model, optimizer)
+    model[0].bias.requires_grad_(False)
+    told = r"of the 2 tensors given to AdamW none .* of the model's 4 tensors 2 do.*fix: "
+    with pytest.raises(ConfigError, match=told):
+        ZeroOptimizer(model, optimizer, {}, None, {"memascend": {}})
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
 @pytest.mark.parametrize(
-    "kind", [CheckpointedOptimizer, FlatGradients, StreamedGradients, Steps, WholeSteps, TiledSteps]
+    ("section", "key", "value"),
+    [("offload_optimizer", "fast_init", True), ("offload_param", "max_in_cpu", 10**6)],
 )
-def test_every_upstream_method_that_a_base_class_overrides_is_watched(kind: type) -> None:
-    upstream = vars(DeepSpeedZeroOptimizer_Stage3)
-    overridden = {name for name, value in vars(kind).items() if callable(value)} & set(upstream)
-    home = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-    assert {f"{home}.{name}" for name in overridden} <= set(fingerprints.KNOWN)
+def test_a_stated_key_that_is_ignored_is_warned_of_on_rank_0(
+    section: str,
+    key: str,
+    value: object,
+    rank: int,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    optimizer = made({"host_memory_limit": "1GiB"})
+    optimizer._ds_config = {"zero_optimization": {section: {key: value}}}
+    optimizer.params_in_nvme_and_cpu = True
+    optimizer.offload_optimizer_fast_init = key == "fast_init"
+    optimizer.max_params_in_cpu = 10**6
+    stock = zero_optimizer.DeepSpeedZeroOptimizer_Stage3
+    monkeypatch.setattr(stock, "_configure_offloading", lambda *arguments: None)
+    monkeypatch.setattr(zero_optimizer.dist, "get_rank", lambda: rank)
+    # As a script without logging leaves it: INFO is not shown.
+    with caplog.at_level(logging.WARNING, logger="memascend"):
+        optimizer._configure_offloading(None, None)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * count
+    assert caplog.text.count(f"zero_optimization.{section}.{key} is ignored") == count
+    assert optimizer.offload_optimizer_fast_init is False
+    assert optimizer.max_params_in_cpu == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,6 @@ from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.deepspeed.plan import live as planning
 from memascend.errors import ConfigError
-from memascend.ledger.ledger import Ledger
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.runtime import BOUNCE_BYTES, STAGING_SLOT_COUNT
 
@@ -240,37 +237,6 @@ def test_a_limit_with_something_on_the_cpu_is_refused_naming_it(attach: Attach, 
         assert part in message
 
 
-# -- the report ----------------------------------------------------------------------------------
-
-
-def test_a_report_is_written_once_and_by_rank_0_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count = 0
-
-    class FakeRuntime:
-        arena = None
-        memory = None
-        config = parse_block({"report": str(tmp_path / "ledger.json")})
-
-        def ledger(self) -> Ledger:
-            nonlocal count
-            count += 1
-            return Ledger((), None, 0, 0, 0, 0, {})
-
-    make: Callable[..., activation.Attachment] = activation.Attachment
-    monkeypatch.setattr(activation.dist, "get_rank", lambda: 1)
-    other = make(FakeRuntime())
-    other.finish()
-    assert not (tmp_path / "ledger.json").exists()
-    monkeypatch.setattr(activation.dist, "get_rank", lambda: 0)
-    first = make(FakeRuntime())
-    first.finish()
-    assert json.loads((tmp_path / "ledger.json").read_text())["limit_bytes"] is None
-    first.finish()
-    assert count == 1
-
-
 class AdamW(torch.optim.AdamW):
     """Called as a known one, and may do anything."""
 
@@ -303,29 +269,3 @@ def test_a_limit_that_nobody_set_is_explained(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LimitTooSmallError, match=r"host_memory_limit is not set.*too small") as it:
         planning.plan_for(None, torch.nn.Linear(1, 1), BLOCK, CONFIG, None)
     assert it.value.minimum_bytes == 2
-
-
-# -- where the report goes -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["no/such/dir/report.json", "."])
-def test_a_report_that_cannot_be_written_is_refused_at_the_start(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"memascend\.report=.* cannot be written"):
-        activation._check_report(parse_block({"report": name}))
-    activation._check_report(parse_block({"report": "report.json"}))
-    activation._check_report(parse_block({}))
-
-
-def test_a_limit_beyond_the_machine_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = parse_block({"host_memory_limit": "900GiB"})
-    monkeypatch.setattr(activation, "memory_total", lambda: 32 * GIB)
-    activation._warn_of_memory(config, 16 * GIB)
-    assert caplog.text == ""
-    activation._warn_of_memory(config, 900 * GIB)
-    assert "host_memory_limit='900GiB'" in caplog.text
-    assert "32.00 GiB" in caplog.text
