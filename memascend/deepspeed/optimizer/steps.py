@@ -88,8 +88,6 @@ class WholeSteps(Steps):
             offload_optimizer_config = offload_optimizer_config.model_copy(
                 update={"buffer_count": needed}
             )
-            # model_copy skips the validator that derives it.
-            offload_optimizer_config.__dict__["pipeline"] = pipelined
         swapper_class = PipelinedSwapper if pipelined else SequentialSwapper
         folder = self.attachment.staging_folder(str(offload_optimizer_config.nvme_path))
         with self.attachment.serving_aio("optimizer buffers"):

@@ -1,0 +1,272 @@
+"""Gradients of a ZeRO-3 optimizer, from a reduced partition to the norm and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
+from memascend.streaming.gradients import GradientSpool
+from tests.support.streaming_hosts import memory_store, staging_slots
+
+FP32, BF16 = torch.float32, torch.bfloat16
+#: Elements of this rank's part of each parameter: one sub-group of two, and one of another.
+NUMELS = (5000, 30, 700)
+PLACES = ((0, 0), (0, 5000), (1, 0))
+GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+
+class Param:
+    """What is asked of one of DeepSpeed's parameters, of which this is the part of rank 1 of 2."""
+
+    def __init__(self, index: int, *, padding: int = 0) -> None:
+        self.ds_id = index
+        self.ds_numel = 2 * NUMELS[index] - padding
+        self.grad: Any = "full gradient"
+
+    def partition_numel(self) -> int:
+        return NUMELS[self.ds_id]
+
+
+class Optimizer(StreamedGradients):
+    """Streamed gradients of three parameters, without a model."""
+
+    def __init__(self, *, streams_optimizer: bool = True, on_drive: bool = True) -> None:
+        self.streams_optimizer = streams_optimizer
+        self.params = [Param(index) for index in range(3)]
+        self.fp16_groups = [self.params[:2], self.params[2:]]
+        self.fp32_partitioned_groups_flat = [self._flat("0_1", 5030), self._flat("2_2", 700)]
+        store = memory_store()
+        self.spool = GradientSpool(
+            store=store,
+            slots=staging_slots(store),
+            sum_of_squares=lambda value: value.double().square().sum(),
+        )
+        self.grad_position = {i: (*place, NUMELS[i]) for i, place in enumerate(PLACES)}
+        self.gradient_accumulation_dtype = BF16
+        self.master_weights_and_grads_dtype = FP32
+        self.norm_for_param_grads: dict[int, torch.Tensor] = {}
+        self._offload_boundary_param_ids: set[int] = set()
+        self.micro_step_id, self.is_last = 0, True
+        self.device = torch.device("cpu")
+        self.handed: list[tuple[str, list[int], list[Any]]] = []
+        self.on_drive = on_drive
+        self.optimizer_swapper = SimpleNamespace(swap_out_gradients=self._take)
+
+    @staticmethod
+    def _flat(name: str, numel: int) -> Any:
+        return SimpleNamespace(ds_id=name, grad=torch.zeros(numel))
+
+    def _take(self, *, parameter: Any, gradient_offsets: Any, gradient_tensors: Any) -> None:
+        values = [tensor.tolist() for tensor in gradient_tensors]
+        self.handed.append((parameter.ds_id, gradient_offsets, values))
+        assert all(tensor.dtype == FP32 for tensor in gradient_tensors)
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
+        return self.on_drive
+
+    def _get_param_partition_rank(self, param: Any) -> int:
+        return 1
+
+    def get_param_id(self, param: Any) -> int:
+        return int(param.ds_id)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.is_last
+
+    def arrive(self, *indices: int, value: float = 1.0) -> None:
+        """A micro-step in which these parameters get a gradient that is `value` everywhere."""
+        partitions = [torch.full((NUMELS[index],), value) for index in indices]
+        left = self.partition_grads([self.params[index] for index in indices], partitions)
+        assert left == []
+
+    def seen(self, name: str, numel: int) -> list[float]:
+        """What the step would see, run by run."""
+        found = torch.empty(numel)
+        self.spool.get(name, 0, found)
+        return torch.unique_consecutive(found).tolist()
+
+
+# -- streamed: what arrives ----------------------------------------------------------------------
+
+
+def test_a_gradient_goes_to_its_place_and_leaves_the_device() -> None:
+    optimizer = Optimizer()
+    optimizer.arrive(1, 2, value=3.0)
+    assert optimizer.seen("0_1", 5030) == [0.0, 3.0]
+    assert optimizer.seen("2_2", 700) == [3.0]
+    assert [param.grad for param in optimizer.params] == ["full gradient", None, None]
+
+
+def test_a_part_that_is_all_padding_is_let_go() -> None:
+    optimizer = Optimizer()
+    optimizer.params[2] = Param(2, padding=700)
+    optimizer.arrive(2)
+    assert optimizer.params[2].grad is None
+    assert optimizer.seen("2_2", 700) == [0.0]
+    assert optimizer._offload_boundary_param_ids == set()
+
+
+def test_micro_steps_add_up_and_the_first_of_a_window_replaces() -> None:
+    optimizer = Optimizer()
+    for window in range(2):
+        for micro_step in range(2):
+            optimizer.micro_step_id, optimizer.is_last = micro_step, micro_step == 1
+            optimizer.arrive(0, value=1.0 + window)
+    assert optimizer.seen("0_1", 5000) == [4.0]
+
+
+def test_the_norm_is_that_of_the_whole_window() -> None:
+    optimizer = Optimizer()
+    optimizer.is_last = False
+    optimizer.arrive(2, value=1.0)
+    assert optimizer.norm_for_param_grads == {}
+    optimizer.micro_step_id, optimizer.is_last = 1, True
+    optimizer.arrive(2, value=2.0)
+    norm = optimizer.norm_for_param_grads[2]
+    assert norm.dtype == torch.float64
+    assert norm.item() == (700 * 9.0) ** 0.5
+
+
+# -- streamed: who gets a finished one -----------------------------------------------------------
+
+
+def test_in_tiles_the_step_finds_it_in_the_spool() -> None:
+    optimizer = Optimizer(streams_optimizer=True)
+    optimizer.arrive(1)
+    assert optimizer.handed == []
+    assert not optimizer.fp32_partitioned_groups_flat[0].grad.any()
+
+
+def test_deepspeeds_swapper_gets_it_once_the_window_is_full() -> None:
+    optimizer = Optimizer(streams_optimizer=False)
+    optimizer.is_last = False
+    optimizer.arrive(1)
+    assert optimizer.handed == []
+    optimizer.micro_step_id, optimizer.is_last = 1, True
+    optimizer.arrive(1)
+    assert optimizer.handed == [("0_1", [5000], [[2.0] * 30])]
+
+
+def test_a_sub_group_too_small_for_the_drive_gets_it_in_memory() -> None:
+    optimizer = Optimizer(streams_optimizer=False, on_drive=False)
+    optimizer.arrive(1, value=5.0)
+    assert optimizer.handed == []
+    gradient = optimizer.fp32_partitioned_groups_flat[0].grad
+    assert torch.unique_consecutive(gradient).tolist() == [0.0, 5.0]
+    assert gradient.count_nonzero() == 30
+
+
+# -- streamed: a window whose end was not known --------------------------------------------------
+
+
+@pytest.mark.parametrize("streams_optimizer", [True, False])
+def test_a_window_is_finished_with_what_has_arrived(streams_optimizer: bool) -> None:
+    optimizer = Optimizer(streams_optimizer=streams_optimizer)
+    optimizer.is_last = False
+    optimizer.arrive(1, value=4.0)
+    assert optimizer.seen("0_1", 5030) == [0.0]
+    optimizer._finalize_offload_gradient_accumulation()
+    assert optimizer.seen("0_1", 5030) == [0.0, 4.0]
+    assert optimizer.norm_for_param_grads[1].item() == (30 * 16.0) ** 0.5
+    expected = [] if streams_optimizer else [("0_1", [5000], [[4.0] * 30])]
+    assert optimizer.handed == expected
+
+
+def test_what_got_no_gradient_in_the_window_is_passed_by() -> None:
+    optimizer = Optimizer()
+    optimizer.arrive(0)
+    optimizer._offload_boundary_param_ids = {2}  # announced, and nothing came
+    optimizer.norm_for_param_grads.clear()
+    optimizer._finalize_offload_gradient_accumulation()
+    assert optimizer.norm_for_param_grads == {}
+    optimizer.spool.set("2_2", 0, torch.full((700,), 6.0))  # by an accessor
+    optimizer._finalize_offload_gradient_accumulation()
+    assert optimizer.seen("2_2", 700) == [6.0]
+
+
+# -- streamed: verdict and buffers ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+def test_the_verdict_is_finite_exactly_if_every_gradient_is(value: float) -> None:
+    optimizer = Optimizer()
+    optimizer.arrive(0, 1)
+    optimizer.arrive(2, value=value)
+    verdict = optimizer._verdict()
+    assert verdict.shape == (1,)
+    assert torch.isfinite(verdict).item() == (value == 1.0)
+
+
+@pytest.mark.parametrize(("streams_optimizer", "pins"), [(True, False), (False, True)])
+def test_the_flat_buffer_takes_no_memory_and_is_pinned_only_for_whole_steps(
+    streams_optimizer: bool, pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Any] = {}
+
+    def set_up(self: Any) -> None:
+        buffer = torch.zeros(sum(NUMELS), dtype=BF16)
+        found.update(nbytes=buffer.untyped_storage().nbytes(), numel=buffer.numel())
+        found["pins"] = self.offload_optimizer_pin_memory
+        self.grad_partitions_flat_buffer = buffer
+        setattr(self, GRAD_PARTITIONS, {0: buffer})
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "_setup_for_real_optimizer", set_up)
+    optimizer = Optimizer(streams_optimizer=streams_optimizer)
+    optimizer.offload_optimizer_pin_memory = True
+    optimizer._setup_for_real_optimizer()
+    assert found == {"nbytes": 2, "numel": sum(NUMELS), "pins": pins}
+    assert optimizer.offload_optimizer_pin_memory
+    assert optimizer.grad_partitions_flat_buffer is None
+    assert getattr(optimizer, GRAD_PARTITIONS) == {}
+
+
+# -- flat ----------------------------------------------------------------------------------------
+
+
+def flat(check: Any, gradients: torch.Tensor | None) -> Any:
+    made: Any = FlatGradients.__new__(FlatGradients)
+    made.attachment = SimpleNamespace(runtime=SimpleNamespace(overflow_check=check))
+    made.grad_partitions_flat_buffer = gradients
+    return made
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_the_check_looks_at_the_flat_buffer_and_one_element_stands_for_it(overflows: bool) -> None:
+    looked_at: list[Any] = []
+    gradients = torch.ones(100, dtype=BF16)
+    verdict = flat(lambda found: looked_at.append(found) or overflows, gradients)._verdict()
+    assert [found is gradients for found in looked_at] == [True]
+    assert (verdict.shape, verdict.dtype) == ((1,), BF16)
+    assert torch.isfinite(verdict).item() != overflows
+
+
+def test_without_a_check_or_a_buffer_upstream_looks_itself() -> None:
+    assert flat(None, torch.ones(2))._verdict() is None
+    assert flat(lambda _: True, None)._verdict() is None
+
+
+def test_the_flat_buffer_lies_in_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def host_buffers(component: str) -> Iterator[None]:
+        entered.append(component)
+        yield
+        entered.append("end")
+
+    stock = DeepSpeedZeroOptimizer_Stage3
+    monkeypatch.setattr(stock, "_setup_for_real_optimizer", lambda self: entered.append("stock"))
+    made = flat(None, None)
+    made.attachment = SimpleNamespace(host_buffers=host_buffers)
+    made._setup_for_real_optimizer()
+    assert entered == ["gradients", "stock", "end"]

@@ -1,0 +1,186 @@
+"""What an optimizer has for a checkpoint, and the order in which it takes one back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from memascend.checkpoint.source import LoadedTensor
+from memascend.deepspeed.optimizer import restore as restoring
+from memascend.deepspeed.optimizer.restore import replay_beta_powers, restore, stored_tensors
+from memascend.errors import StoreError, TornStepError
+
+FP32 = torch.float32
+
+
+def parameter(name: str) -> Any:
+    return SimpleNamespace(ds_id=name)
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+class Stored:
+    """An optimizer of two sub-groups, whose second has no states yet."""
+
+    fp32_partitioned_groups_flat = (parameter("0_3"), parameter("4_9"))
+    fp16_partitioned_groups_flat_numel = (1000, 3)
+
+    def stored(self, name: str) -> list[tuple[str | None, torch.dtype, str]]:
+        weights = [(None, FP32, f"master.{name}")]
+        return [*weights, ("exp_avg", torch.bfloat16, "moments")] if name == "0_3" else weights
+
+
+def test_every_tensor_has_stocks_file_name_and_its_own_size() -> None:
+    found = stored_tensors(Stored(), {})
+    assert [(t.sub_group, t.state, t.file_name, t.key) for t in found] == [
+        (0, None, "0_3.tensor.swp", "master.0_3"),
+        (0, "exp_avg", "exp_avg-0_3.tensor.swp", "moments"),
+        (1, None, "4_9.tensor.swp", "master.4_9"),
+    ]
+    assert [(t.numel, t.nbytes) for t in found] == [(1000, 4000), (1000, 2000), (3, 12)]
+
+
+@pytest.mark.parametrize(("aio", "unit"), [({}, 1024), ({"intra_op_parallelism": 3}, 3072)])
+def test_files_end_where_stock_reads_whole_units(aio: dict[str, Any], unit: int) -> None:
+    found = stored_tensors(Stored(), aio)
+    assert all(t.padded_bytes % unit == 0 for t in found)
+    assert all(0 <= t.padded_bytes - t.nbytes < unit for t in found)
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Restored:
+    """An optimizer that notes what it is told. `failing` names calls that fail."""
+
+    def __init__(self, **failing: Exception) -> None:
+        self.calls: list[str] = []
+        self._failing = failing
+        self.fp32_partitioned_groups_flat: list[Any] = []
+        staging = SimpleNamespace(wait_writes=lambda: self._note("wait"))
+        self.attachment = SimpleNamespace(runtime=SimpleNamespace(staging=staging))
+        self.optimizer = SimpleNamespace(load_state_dict=lambda state: self._note(f"base {state}"))
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self._failing:
+            raise self._failing[call]
+
+    def begin_load(self) -> None:
+        self._note("begin")
+
+    def forget_states(self) -> None:
+        self._note("forget")
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        self._note("groups")
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        self._note("no groups")
+
+    def load_tensor(self, tensor: Any) -> None:
+        self._note(f"tensor_{tensor.sub_group}")
+
+
+def tensors(count: int) -> list[LoadedTensor]:
+    readers: list[Any] = [Reader() for _ in range(count)]
+    return [LoadedTensor(index, None, FP32, reader) for index, reader in enumerate(readers)]
+
+
+def closed(loaded: list[LoadedTensor]) -> list[Any]:
+    readers: list[Any] = [tensor.reader for tensor in loaded]
+    return [reader.is_closed for reader in readers]
+
+
+def test_states_are_forgotten_and_made_anew_before_tensors_come() -> None:
+    optimizer, loaded = Restored(), tensors(2)
+    restore(optimizer, {"a": 1}, loaded)
+    base = ["forget", "groups", "base {'a': 1}", "no groups"]
+    assert optimizer.calls == ["begin", "wait", *base, "tensor_0", "tensor_1"]
+    assert closed(loaded) == [True, True]
+
+
+def test_weights_alone_leave_the_base_optimizer_as_it_is() -> None:
+    optimizer = Restored()
+    restore(optimizer, {}, tensors(1))
+    assert optimizer.calls == ["begin", "wait", "tensor_0"]
+
+
+def test_a_write_that_failed_before_does_not_matter_and_a_tensor_that_fails_does() -> None:
+    optimizer = Restored(wait=StoreError(5, "an old one"), tensor_1=StoreError(5, "a new one"))
+    loaded = tensors(3)
+    with pytest.raises(StoreError, match="a new one"):
+        restore(optimizer, {"a": 1}, loaded)
+    assert optimizer.calls[-1] == "tensor_1"
+    assert closed(loaded) == [True, False, False]  # the others by who opened them
+
+
+def test_an_optimizer_that_cannot_begin_is_not_touched() -> None:
+    optimizer = Restored(begin=TornStepError("half a step"))
+    with pytest.raises(TornStepError):
+        restore(optimizer, {"a": 1}, tensors(1))
+    assert optimizer.calls == ["begin"]
+
+
+# -- what DeepSpeed's Adam knows beside its states -----------------------------------------------
+
+
+class Adam:
+    """Stands for DeepSpeedCPUAdam: notes steps, and that nobody's weights are in them."""
+
+    opt_id = 7
+
+    def __init__(self, steps: list[int | None], betas: list[tuple[float, float]]) -> None:
+        self.parameters = [torch.zeros(1) for _ in steps]
+        pairs = zip(self.parameters, steps, strict=True)
+        self.state = {one: {"step": step} for one, step in pairs if step is not None}
+        self.param_groups = [{"betas": pair} for pair in betas]
+        self.seen: list[tuple[int, float, float]] = []
+        self.ds_opt_adam = SimpleNamespace(adam_update=self._update)
+
+    def _update(
+        self, opt_id: int, step: int, lr: float, beta1: float, beta2: float, *_: Any
+    ) -> None:
+        assert (opt_id, lr) == (self.opt_id, 0.0)
+        self.seen.append((step, beta1, beta2))
+
+
+def replayed(monkeypatch: pytest.MonkeyPatch, optimizer: Adam, kind: type) -> list[Any]:
+    monkeypatch.setattr(restoring, "DeepSpeedCPUAdam", kind)
+    replay_beta_powers(optimizer, optimizer.parameters)
+    return optimizer.seen
+
+
+def test_steps_are_replayed_with_the_betas_of_each_run_of_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = (0.9, 0.999), (0.8, 0.99)
+    optimizer = Adam([3, 3, None], [one, one, other, one])
+    expected = [(step, *betas) for step in (1, 2, 3) for betas in (one, other, one)]
+    assert replayed(monkeypatch, optimizer, Adam) == expected
+
+
+@pytest.mark.parametrize("steps", [[3, 4], [None], [0]])
+def test_without_one_count_of_steps_nothing_is_replayed(
+    monkeypatch: pytest.MonkeyPatch, steps: list[int | None]
+) -> None:
+    assert replayed(monkeypatch, Adam(steps, [(0.9, 0.999)]), Adam) == []
+
+
+def test_another_optimizer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    derived = type("Derived", (Adam,), {})
+    assert replayed(monkeypatch, derived([2], [(0.9, 0.999)]), Adam) == []

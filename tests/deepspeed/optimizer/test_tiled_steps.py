@@ -1,0 +1,331 @@
+"""A ZeRO-3 optimizer's steps in tiles: upstream's hooks over sub-groups that are never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stock
+
+from memascend.checkpoint.source import LoadedTensor
+from memascend.deepspeed.optimizer import tiled_steps
+from memascend.deepspeed.optimizer.swapper import StreamedSwapper
+from memascend.errors import StoreError, TornStepError
+from memascend.plan.knobs import TILE_NUMEL_STEP
+from tests.support.tiled_optimizer import BF16, FLAT, NAMES, Optimizer
+from tests.support.tiled_training import SIZES, gradients
+
+FP32 = torch.float32
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """torch splits a tensor over threads by its size, and ends of the parts take other code."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture
+def optimizer() -> Optimizer:
+    return Optimizer(adamw)
+
+
+# -- where parameters are ------------------------------------------------------------------------
+
+
+def test_members_are_where_deepspeed_has_the_parameters(optimizer: Optimizer) -> None:
+    for index in (0, 2):
+        expected = optimizer.training.members[NAMES[index]]
+        found = optimizer._members(index)
+        assert [(m.offset, m.numel, m.dtype, m.key) for m in found] == [
+            (m.offset, m.numel, m.dtype, m.key) for m in expected
+        ]
+        assert [m.tensor is None for m in found] == [m.tensor is None for m in expected]
+    (whole,) = optimizer._members(FLAT)
+    assert whole.tensor is optimizer.fp16_partitioned_groups_flat[FLAT]
+    assert (whole.offset, whole.numel, whole.key) == (0, SIZES[NAMES[FLAT]], None)
+
+
+def test_master_weights_are_made_of_the_parameters_without_a_buffer(optimizer: Optimizer) -> None:
+    optimizer.walk(gradients(0, BF16))  # gives the parameters values
+    optimizer.groups.discard()
+    for index, name in enumerate(NAMES):
+        optimizer._swap_in_sub_group_to_flat_buffer(torch.empty(0), index)
+        assert torch.equal(optimizer.training.master(name), optimizer.parameter(index).float())
+
+
+def test_buffers_of_whole_sub_groups_take_no_memory(
+    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.Tensor] = []
+    sizes = [*SIZES.values(), 77]
+    monkeypatch.setattr(
+        Stock, "_create_fp32_partitions", lambda _: made.extend(map(torch.empty, sizes))
+    )
+    optimizer._create_fp32_partitions()
+    assert [tensor.untyped_storage().nbytes() // 4 for tensor in made] == [1, 1, 1, 77]
+
+
+# -- the step ------------------------------------------------------------------------------------
+
+
+def test_steps_under_upstreams_hooks_give_the_bits_of_whole_tensors(optimizer: Optimizer) -> None:
+    optimizer.clip_grad = 1.0
+    weights = [torch.nn.Parameter(value.clone()) for value in optimizer.training.initial.values()]
+    expected = adamw(weights)
+    for step, norm in enumerate((0.5, 40.0)):  # the second is clipped
+        values = gradients(step, BF16)
+        optimizer.walk(values, norm)
+        for weight, value in zip(weights, values.values(), strict=True):
+            weight.grad = value.float().mul_(optimizer._gradient_factor(torch.tensor(norm)))
+        expected.step()
+    for index, (name, weight) in enumerate(zip(NAMES, weights, strict=True)):
+        assert torch.equal(optimizer.training.master(name), weight)
+        assert torch.equal(optimizer.parameter(index), weight.bfloat16())
+        for state in ("exp_avg", "exp_avg_sq"):
+            found = optimizer.training.master(name, state)
+            assert torch.equal(found, expected.state[weight][state])
+    assert optimizer.unflattened == [FLAT, FLAT]
+
+
+def test_a_gradient_that_is_lost_stops_the_step_before_a_weight_changes(
+    optimizer: Optimizer,
+) -> None:
+    def fail() -> None:
+        raise StoreError(5, "a gradient was not written")
+
+    optimizer.runtime.staging = SimpleNamespace(wait_writes=fail)
+    with pytest.raises(StoreError, match="a gradient"):
+        optimizer.walk(gradients(0, BF16))
+    optimizer.settle()  # nothing is torn
+    for name, weights in optimizer.training.initial.items():
+        assert torch.equal(optimizer.training.master(name), weights)
+
+
+@pytest.mark.parametrize(("fp32_states", "dtype"), [(True, FP32), (False, BF16)])
+def test_states_begin_as_the_optimizer_would_make_them_in_its_dtype(
+    optimizer: Optimizer, fp32_states: bool, dtype: torch.dtype
+) -> None:
+    parameter = optimizer.fp32_partitioned_groups_flat[0]
+    parameter.data = parameter.data.to(BF16)
+    optimizer.optimizer.fp32_optimizer_states = fp32_states
+    optimizer._make_state(0)
+    states = optimizer.optimizer.state[parameter]
+    assert states["step"].item() == 0
+    assert optimizer.groups.group(NAMES[0]).states == dict.fromkeys(
+        ("exp_avg", "exp_avg_sq"), dtype
+    )
+    assert all(states[name].dtype == dtype for name in ("exp_avg", "exp_avg_sq"))
+    assert not optimizer.training.master(NAMES[0], "exp_avg").any()
+
+
+def test_states_that_are_there_stay(optimizer: Optimizer) -> None:
+    optimizer._make_state(0)
+    known = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[0]]
+    optimizer._make_state(0)
+    assert optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[0]] is known
+
+
+def test_an_optimizer_that_is_not_known_makes_its_states_itself() -> None:
+    kind: Any = type("Own", (torch.optim.AdamW,), {})
+    optimizer = Optimizer(kind)
+    optimizer._make_state(0)
+    assert optimizer.groups.group(NAMES[0]).states == {}
+
+
+@pytest.mark.parametrize(("kind", "is_anew"), [(torch.optim.Adagrad, True), (adamw, False)])
+def test_only_adagrad_which_begins_at_its_construction_is_made_anew(
+    kind: Any, is_anew: bool
+) -> None:
+    optimizer = Optimizer(kind)
+    before = optimizer.optimizer
+    optimizer.initialize_optimizer_states()
+    assert (optimizer.optimizer is not before) == is_anew
+    assert [group["params"] for group in optimizer.optimizer.param_groups] == [[]]
+    assert optimizer.optimizer.defaults == before.defaults
+
+
+# -- single values -------------------------------------------------------------------------------
+
+
+def test_a_value_that_an_accessor_changed_is_stored_once(optimizer: Optimizer) -> None:
+    optimizer._make_state(0)
+    for state in (None, "exp_avg"):
+        before = optimizer.training.master(NAMES[0], state)
+        part, group_index = optimizer._get_fp32_opt_state_partition(None, False, state)
+        assert group_index == 0
+        assert torch.equal(part, before[100:106])
+        part.fill_(7.0)
+        assert torch.equal(optimizer.training.master(NAMES[0], state), before)
+        optimizer._optimizer_states_and_gradient_swap_out(0)
+        before[100:106] = 7.0
+        assert torch.equal(optimizer.training.master(NAMES[0], state), before)
+        part.fill_(8.0)
+        optimizer._writeback_swap_state(0, write_opt_state=True, write_gradients=False)
+        assert torch.equal(optimizer.training.master(NAMES[0], state), before)
+
+
+def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Optimizer) -> None:
+    optimizer.spool.put(NAMES[0], 100, torch.arange(6.0))
+    part, _ = optimizer._get_fp32_grad_state_partition(None, True)
+    assert part.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    part.neg_()
+    optimizer._writeback_swap_state(0, write_opt_state=False, write_gradients=True)
+    found = torch.empty(6)
+    optimizer.spool.get(NAMES[0], 100, found)
+    assert found.tolist() == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [(0, [1.0] * 6), (1, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), (2, [0.0] * 6)],
+)
+def test_a_vectorized_update_leaves_the_padding_alone(
+    optimizer: Optimizer, rank: int, expected: list[float]
+) -> None:
+    """Nine elements over three ranks whose parts have six."""
+    optimizer.spool.put(NAMES[0], 100, torch.zeros(6))
+    optimizer._fp32_state_allgather = lambda param, part: torch.zeros(3, 3)  # type: ignore[method-assign]
+    optimizer._get_param_partition_rank = lambda param: rank  # type: ignore[method-assign]
+    frozen, trained = (SimpleNamespace(requires_grad=trains) for trains in (False, True))
+    asked: list[Any] = []
+
+    def update(full: torch.Tensor, param: Any) -> torch.Tensor:
+        asked.append(param)
+        return full + 1.0
+
+    optimizer.update_fp32_grad_for_param_vectorized(update, [frozen, trained])
+    assert asked == [trained]
+    found = torch.empty(6)
+    optimizer.spool.get(NAMES[0], 100, found)
+    assert found.tolist() == expected
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+class Reader:
+    """The bytes of a tensor."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._bytes = values.view(torch.uint8)
+
+    def fill(self, offset: int, target: torch.Tensor) -> None:
+        target.copy_(self._bytes.narrow(0, offset, target.numel()))
+
+    def close(self) -> None: ...
+
+
+def test_what_is_stored_is_weights_first_and_then_states(optimizer: Optimizer) -> None:
+    assert list(optimizer.stored("4_4")) == [(None, FP32, "master.4_4")]
+    optimizer.walk(gradients(0, BF16))
+    assert [state for state, *_ in optimizer.stored("4_4")] == [None, "exp_avg", "exp_avg_sq"]
+
+
+def test_settled_states_are_in_the_store_though_no_step_wrote_them(optimizer: Optimizer) -> None:
+    optimizer._make_state(0)
+    optimizer.settle()
+    key = [key for state, _, key in optimizer.stored(NAMES[0]) if state == "exp_avg"]
+    found = torch.ones(SIZES[NAMES[0]])
+    optimizer.training.slots.read(key=key[0], target=found, offset_bytes=0)
+    assert not found.any()
+    optimizer.integrity.note_change()
+    with pytest.raises(TornStepError):
+        optimizer.settle()
+
+
+def test_a_load_replaces_weights_and_states_and_parameters_follow(optimizer: Optimizer) -> None:
+    optimizer.walk(gradients(0, BF16))
+    optimizer.begin_load()
+    optimizer.forget_states()
+    assert list(optimizer.groups.group(NAMES[0]).states) == []
+    optimizer.optimizer.state.clear()
+    values = {name: torch.randn(numel) for name, numel in SIZES.items()}
+    moments = {name: torch.rand(numel) for name, numel in SIZES.items()}
+    for index, name in enumerate(NAMES):
+        optimizer.load_tensor(LoadedTensor(index, None, FP32, Reader(values[name])))
+        optimizer.load_tensor(LoadedTensor(index, "exp_avg", FP32, Reader(moments[name])))
+    with pytest.raises(TornStepError):
+        optimizer.settle()
+    optimizer.unflattened.clear()
+    optimizer.reset_swap_buffers()
+    optimizer.integrity.mend()
+    optimizer.settle()
+    for index, name in enumerate(NAMES):
+        assert torch.equal(optimizer.training.master(name), values[name])
+        assert torch.equal(optimizer.training.master(name, "exp_avg"), moments[name])
+        assert torch.equal(optimizer.parameter(index), values[name].bfloat16())
+    assert optimizer.unflattened == [FLAT]
+    state = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[0]]
+    assert state["exp_avg"].numel() == 0
+
+
+def test_what_failed_before_a_load_does_not_matter(
+    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise StoreError(5, "a tile was not written")
+
+    monkeypatch.setattr(optimizer.stream, "drain", fail)
+    optimizer.begin_load()
+    assert optimizer.integrity.is_torn
+
+
+# -- construction and the end --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("streams_gradients", "gradient_dtype"), [(True, BF16), (False, FP32)])
+def test_gradients_of_deepspeeds_flat_buffer_come_in_the_dtype_of_the_step(
+    optimizer: Optimizer, streams_gradients: bool, gradient_dtype: torch.dtype
+) -> None:
+    optimizer.streams_gradients = streams_gradients
+    shape = optimizer._tile_shape()
+    assert shape.gradient_dtype == gradient_dtype
+    assert (shape.master_dtype, shape.parameter_dtype, shape.state_count) == (FP32, BF16, 2)
+
+
+def test_a_plan_says_what_a_tile_holds(optimizer: Optimizer) -> None:
+    optimizer.runtime.plan = SimpleNamespace(tile_numel=2 * TILE_NUMEL_STEP, tile_count=5)
+    shape = optimizer._tile_shape()
+    assert (shape.numel, shape.count) == (2 * TILE_NUMEL_STEP, 5)
+
+
+@pytest.mark.parametrize(("rank", "is_said"), [(0, True), (1, False)])
+@pytest.mark.parametrize("kind", [adamw, type("Own", (torch.optim.AdamW,), {})])
+def test_only_an_optimizer_that_needs_sub_groups_whole_is_warned_of(
+    kind: Any,
+    rank: int,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: rank)
+    optimizer = Optimizer(kind)
+    optimizer._configure_tensor_swapping(None, None)
+    assert isinstance(optimizer.optimizer_swapper, StreamedSwapper)
+    assert ("is not known" in caplog.text) == (is_said and kind is not adamw)
+    # From now on its own: the sub-groups that are made go there.
+    optimizer._swap_in_sub_group_to_flat_buffer(None, FLAT)
+    assert optimizer.groups.contains(NAMES[FLAT])
+    assert not optimizer.groups.contains(NAMES[0])
+
+
+def test_at_the_end_the_drives_space_goes_back(optimizer: Optimizer) -> None:
+    optimizer.walk(gradients(0, BF16))
+    keys = [key for name in NAMES for *_, key in optimizer.stored(name)]
+    assert len(keys) == 9
+    optimizer._discard(None)  # type: ignore[arg-type]
+    store = optimizer.training.store
+    assert not any(store.discard(key=key) for key in keys)
