@@ -20,10 +20,6 @@ from memascend.deepspeed.optimizer.restore import restore
 class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """Overrides while the engine saves or loads; upstream's own otherwise."""
 
-    # Upstream's attributes that are assigned to below.
-    loss_scaler: Any
-    dynamic_loss_scale: bool
-    overflow: bool
     #: Whether DeepSpeed is saving or loading this optimizer.
     is_checkpointing = False
     _source: CheckpointSource | None = None

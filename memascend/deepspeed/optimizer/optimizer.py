@@ -94,10 +94,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
             swapper = getattr(first, "nvme_swapper", None)
             self._attachment = getattr(swapper, "memascend_attachment", None)
             if self._attachment is None:
-                offload = self._offload_optimizer_config
-                self._attachment = attach(
-                    self._config, self._ds_config, getattr(offload, "nvme_path", None)
-                )
+                nvme_path = getattr(self._offload_optimizer_config, "nvme_path", None)
+                self._attachment = attach(self._config, self._ds_config, nvme_path)
         return self._attachment
 
     @property
@@ -116,9 +114,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
         if self.offload_optimizer_fast_init:
             # Stock's shortcut needs a parameter buffer as large as a whole sub-group.
             self.offload_optimizer_fast_init = False
-            _warn_ignored(
-                "offload_optimizer.fast_init", "no sub-group is loaded whole at the start"
-            )
+            reason = "no sub-group is loaded whole at the start"
+            _warn_ignored("offload_optimizer.fast_init", reason)
 
     def _decide_parameters_in_cpu(self) -> None:
         """Keep parameters in host memory only where the user says how many, and no limit binds.
@@ -154,14 +151,11 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     def _adopt_plan(self) -> None:
         """Take the parameters' and staging memory that the plan says, and log the plan."""
-        attachment = self.attachment
-        runtime = attachment.runtime
-        plan = plan_for(self, self.module, self._config, self._ds_config, runtime.limit_bytes)
-        swapper = self._param_swapper
-        if swapper is not None:
-            swapper.drop_unused()
-            swapper.synchronize_writes()
-        attachment.adopt(plan)
+        limit_bytes = self.attachment.runtime.limit_bytes
+        plan = plan_for(self, self.module, self._config, self._ds_config, limit_bytes)
+        self._drop_unused()
+        self._finish_writes()
+        self.attachment.adopt(plan)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         # Without any, upstream makes a stand-in of one element.
@@ -182,14 +176,17 @@ class ZeroOptimizer(CheckpointedOptimizer):
         only their host copy.
         """
         super()._partition_all_parameters()
-        swapper = self._param_swapper
-        if swapper is not None:
-            swapper.drop_unused()
+        self._drop_unused()
 
     def _post_step(self, timer_names: Any) -> None:
         self._finish_writes()
         self.attachment.note_step()
         super()._post_step(timer_names)
+
+    def _drop_unused(self) -> None:
+        swapper = self._param_swapper
+        if swapper is not None:
+            swapper.drop_unused()
 
     def _finish_writes(self) -> None:
         swapper = self._param_swapper

@@ -27,7 +27,6 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """Overrides that both ways of stepping share."""
 
     optimizer: Any
-    optimizer_swapper: Any
     #: Whether all values belong to the same step.
     integrity: StepIntegrity
 
