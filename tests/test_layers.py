@@ -53,11 +53,7 @@ WITHOUT_TESTS = {
     "memascend/deepspeed/optimizer/tiled_steps.py": "tests/parity compares every bit of it",
     "memascend/deepspeed/seams/fingerprints.py": "written by scripts/update_fingerprints.py",
     "memascend/deepspeed/seams/table.py": "tests/deepspeed/seams/test_arm.py arms every row",
-    "memascend/plan/architectures.py": "tests/plan/test_shapes.py has every architecture",
-    "memascend/plan/checksums.py": "tests/nvme/test_store_verify.py compares it with a store",
-    "memascend/plan/footprint.py": "tests/plan/test_derive.py and test_stock.py count by it",
     "memascend/version.py": "one constant",
-    "memascend/volumes/speed.py": "tests/volumes/test_weights.py measures with it",
 }
 
 
