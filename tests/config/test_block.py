@@ -10,19 +10,12 @@ import pytest
 from memascend.config import block as config
 from memascend.config.environment import CONFIG_VARIABLE
 from memascend.errors import ConfigError
+from tests.support.sections import SECTIONS
 
 
 def test_an_empty_block_turns_every_section_on() -> None:
     parsed = config.parse_block({})
-    assert parsed.sections_enabled == (
-        "allocator",
-        "buffer_pool",
-        "direct_nvme",
-        "overflow_check",
-        "streaming.gradients",
-        "streaming.optimizer",
-        "streaming.parameters",
-    )
+    assert parsed.sections_enabled == SECTIONS
 
 
 def turned_off(*names: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -22,11 +21,11 @@ from memascend.errors import ConfigError, CorruptionError, HostMemoryError, Stor
 from memascend.nvme.store import TensorStore
 from memascend.plan.checksums import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
 from memascend.plan.derive import PlanRequest, derive
-from memascend.runtime import Runtime, StockParts
-from tests.support.examples import examples
+from memascend.runtime import Runtime
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory, flip_bit, open_store, read, write
-from tests.support.nvme_model import FRACTIONS, KEYS, SHIFTS, StoreModel
+from tests.support.nvme_model import FRACTIONS, StoreModel, run_as_test
 from tests.support.plan_models import decoder
+from tests.support.small_runtime import build
 
 # -- the checksum ----------------------------------------------------------------------------------
 
@@ -57,11 +56,6 @@ class VerifiedStoreAgainstDict(StoreModel):
         self.name = f"model{seed}"
         self.begin(open_store(Path(self.name), "memory", faults=faults, verify=verify))
 
-    @rule(key=KEYS, nbytes=st.integers(0, 300_000), shift=SHIFTS)
-    def write_whole(self, key: str, nbytes: int, shift: int) -> None:
-        self.model[key] = self.fresh(nbytes)
-        write(self.store, key, self.model[key], shift=shift)
-
     @rule(place=FRACTIONS, bit=st.integers(0, 7))
     def turn_a_bit(self, place: float, bit: int) -> None:
         assert self.store is not None
@@ -79,19 +73,8 @@ class VerifiedStoreAgainstDict(StoreModel):
                 assert found == (key, offset // GRAIN_BYTES * GRAIN_BYTES)
         flip_bit(self.name, offset, bit)
 
-    def teardown(self) -> None:
-        if self.store is not None:
-            self.end()
-            self.store.close()
 
-
-VerifiedStoreAgainstDict.TestCase.settings = settings(
-    max_examples=examples(40),
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestVerifiedStoreAgainstDict = VerifiedStoreAgainstDict.TestCase
+TestVerifiedStoreAgainstDict = run_as_test(VerifiedStoreAgainstDict, max_examples=40)
 
 
 @pytest.fixture(params=["reads", "full"])
@@ -243,20 +226,10 @@ def test_the_block_takes_three_words() -> None:
 # -- the runtime -----------------------------------------------------------------------------------
 
 
-def open_runtime(folder: Path, verify: str, limit_bytes: int | None = None) -> Runtime:
-    block = {
-        "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
-        "direct_nvme": {"engine": "threads", "threads": 1},
-        "verify": verify,
-    }
-    return Runtime(
-        config=parse_block(block),
-        directory=str(folder),
-        page_lock=False,
-        register_device=False,
-        pci_address=None,
-        stock=StockParts(),
-        limit_bytes=limit_bytes,
+def open_runtime(folder: Path, verify: str) -> Runtime:
+    return build(
+        folder,
+        block={"verify": verify},
         parameter_budget_bytes=4 << 20,
         staging_slot_bytes=1 << 18,
     )
