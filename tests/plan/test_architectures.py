@@ -10,15 +10,8 @@ import pytest
 from memascend.errors import ConfigError
 from memascend.plan.architectures import LAYER_COUNT_MAX, tensors_of
 from memascend.plan.shapes import from_module
+from tests.support.plan_models import SMALL
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", SMALL),

@@ -18,17 +18,9 @@ from memascend.plan.shapes import (
     from_config,
     from_module,
 )
+from tests.support.plan_models import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
-
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def named(shapes: ModelShapes) -> list[tuple[str, tuple[int, ...]]]:
