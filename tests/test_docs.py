@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +14,7 @@ from memascend import errors
 from memascend.cli.main import main
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.table import SEAMS, WATCHED
+from tests.support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -119,13 +119,7 @@ def literals() -> str:
 
 @pytest.fixture(scope="module")
 def update_docs() -> ModuleType:
-    path = ROOT / "scripts" / "update_docs.py"
-    spec = importlib.util.spec_from_file_location("update_docs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("update_docs")
 
 
 # -- what is named exists --------------------------------------------------------------------------

@@ -45,21 +45,8 @@ WITHOUT_TESTS = {
     "csrc/nvme/transfer/checksums.cpp": "part of the class that transfer_test.cpp tests",
     "csrc/nvme/transfer/watch.cpp": "part of the class that transfer_test.cpp tests",
     "memascend/base/interfaces.py": "protocols without code",
-    "memascend/cli/checkpoint.py": "tests/checkpoint/test_to_universal.py runs the command",
-    "memascend/cli/compare/activity.py": "tests/cli/compare/test_command.py tests the command",
-    "memascend/cli/compare/report.py": "tests/cli/compare/test_command.py tests the command",
-    "memascend/cli/compare/run.py": "tests/cli/compare/test_command.py tests the command",
-    "memascend/cli/compare/warm_up.py": "tests/cli/compare/test_command.py tests the command",
-    "memascend/cli/doctor.py": "tests/cli/test_main.py runs the command",
-    "memascend/cli/volume/bench.py": "tests/cli/volume/test_command.py runs the command",
-    "memascend/cli/volume/fio.py": "tests/cli/volume/test_command.py runs the command",
-    "memascend/config/messages.py": "tests/config asserts on its messages for every section",
     "memascend/deepspeed/seams/fingerprints.py": "written by scripts/update_fingerprints.py",
-    "memascend/plan/architectures.py": "tests/plan/test_shapes.py has every architecture",
-    "memascend/plan/checksums.py": "tests/nvme/test_store_verify.py compares it with a store",
-    "memascend/plan/footprint.py": "tests/plan/test_derive.py and test_stock.py count by it",
     "memascend/version.py": "one constant",
-    "memascend/volumes/speed.py": "tests/volumes/test_weights.py measures with it",
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import memascend.runtime
-from memascend.config.block import parse_block
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.plan.derive import Plan, PlanRequest, derive
@@ -20,11 +19,7 @@ from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import SubGroup
 from tests.support.fake_cuda import FakeCuda, make_core
 from tests.support.plan_models import decoder
-
-SMALL: dict[str, Any] = {
-    "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
-    "direct_nvme": {"engine": "threads", "threads": 1},
-}
+from tests.support.small_runtime import build
 
 
 class PlainMemory:
@@ -38,26 +33,6 @@ class PlainMemory:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return False
-
-
-def build(
-    folder: Path,
-    stock: StockParts | None = None,
-    parameter_budget_bytes: int | None = None,
-    limit_bytes: int | None = None,
-    **block: dict[str, Any],
-) -> Runtime:
-    merged = {name: {**SMALL.get(name, {}), **block.get(name, {})} for name in {*SMALL, *block}}
-    return Runtime(
-        config=parse_block(merged),
-        directory=str(folder),
-        page_lock=False,
-        register_device=False,
-        pci_address=None,
-        stock=stock or StockParts(),
-        parameter_budget_bytes=parameter_budget_bytes,
-        limit_bytes=limit_bytes,
-    )
 
 
 def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> None:
@@ -108,7 +83,7 @@ def test_parameters_keep_to_the_budget_given(tmp_path: Path) -> None:
 def test_without_parameter_streaming_the_pool_follows_the_model(
     tmp_path: Path, block: dict[str, Any]
 ) -> None:
-    runtime = build(tmp_path, **block)
+    runtime = build(tmp_path, block=block)
     assert not runtime.pool.is_bounded
     assert runtime.pool.acquire(8000) is None
     runtime.pool.grow(8000)
@@ -140,7 +115,7 @@ def test_two_runtimes_on_one_directory_do_not_see_each_other(tmp_path: Path) -> 
 
 def test_without_the_allocator_the_given_memory_serves(tmp_path: Path) -> None:
     memory = PlainMemory()
-    runtime = build(tmp_path, StockParts(memory=memory), allocator={"enabled": False})
+    runtime = build(tmp_path, StockParts(memory=memory), block={"allocator": {"enabled": False}})
     assert runtime.arena is None
     assert runtime.memory is memory
     runtime.io.write(key="a", source=torch.ones(10)).wait()
@@ -150,7 +125,7 @@ def test_without_the_allocator_the_given_memory_serves(tmp_path: Path) -> None:
 
 def test_without_direct_nvme_the_given_store_serves(tmp_path: Path) -> None:
     store: Any = object()
-    runtime = build(tmp_path, StockParts(store=store), direct_nvme={"enabled": False})
+    runtime = build(tmp_path, StockParts(store=store), block={"direct_nvme": {"enabled": False}})
     assert runtime.store is None
     assert runtime.io is store
     assert "engine DeepSpeed aio" in runtime.describe()
@@ -160,7 +135,7 @@ def test_without_direct_nvme_the_given_store_serves(tmp_path: Path) -> None:
 def test_slots_lie_in_the_memory_that_a_stock_store_wants(tmp_path: Path) -> None:
     store: Any = object()
     stock = StockParts(store=store, slot_memory=PlainMemory())
-    runtime = build(tmp_path, stock, direct_nvme={"enabled": False})
+    runtime = build(tmp_path, stock, block={"direct_nvme": {"enabled": False}})
     assert runtime.arena is not None
     assert runtime.pool.grow(8000)
     assert runtime.pool.acquire(8000) is not None
@@ -170,8 +145,8 @@ def test_slots_lie_in_the_memory_that_a_stock_store_wants(tmp_path: Path) -> Non
 
 def test_a_section_that_is_off_needs_something_instead(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="allocator is off"):
-        build(tmp_path, allocator={"enabled": False})
-    runtime = build(tmp_path, direct_nvme={"enabled": False})
+        build(tmp_path, block={"allocator": {"enabled": False}})
+    runtime = build(tmp_path, block={"direct_nvme": {"enabled": False}})
     with pytest.raises(AssertionError, match="direct_nvme is off"):
         runtime.io  # noqa: B018  the access itself is the test
     with pytest.raises(AssertionError, match="direct_nvme is off"):
@@ -190,7 +165,7 @@ def test_the_overflow_check_sees_what_is_not_finite(tmp_path: Path, bad: float) 
 
 
 def test_without_the_overflow_check_there_is_none(tmp_path: Path) -> None:
-    runtime = build(tmp_path, overflow_check={"enabled": False})
+    runtime = build(tmp_path, block={"overflow_check": {"enabled": False}})
     assert runtime.overflow_check is None
     runtime.close()
 

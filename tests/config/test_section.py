@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from memascend.config.messages import takes_units
 from memascend.config.section import Nbytes, PathText, Section
 
 
@@ -33,13 +32,6 @@ def test_a_size_may_have_an_exponent() -> None:
 def test_anything_else_is_no_size(value: object) -> None:
     with pytest.raises(ValueError, match="size"):
         Example.model_validate({"size": value})
-
-
-def test_only_sizes_take_units() -> None:
-    assert [name for name in Example.model_fields if takes_units(Example, name)] == [
-        "size",
-        "limit",
-    ]
 
 
 def test_a_path_may_come_from_python() -> None:

@@ -12,15 +12,14 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, note, settings
+from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant
 
 from memascend import _core
 from memascend.errors import StoreError, StoreFullError
-from tests.support.examples import examples
 from tests.support.nvme_memory import CANARY, PageMemory, open_store, read, write
-from tests.support.nvme_model import KEYS, SHIFTS, StoreModel
+from tests.support.nvme_model import StoreModel, run_as_test
 
 
 def open_faulty(**faults: float) -> tuple[_core.Store, _core.MemoryFaults]:
@@ -38,28 +37,12 @@ class StoreAgainstDict(StoreModel):
         store, _ = open_faulty(seed=seed, short=0.3, again=0.1, reorder=0.5, delay=0.2)
         self.begin(store)
 
-    @rule(key=KEYS, nbytes=st.integers(0, 300_000), shift=SHIFTS)
-    def write_whole(self, key: str, nbytes: int, shift: int) -> None:
-        self.model[key] = self.fresh(nbytes)
-        write(self.store, key, self.model[key], shift=shift)
-
     @invariant()
     def keys_agree(self) -> None:
         assert self.store.keys() == sorted(self.model)
 
-    def teardown(self) -> None:
-        if self.store is not None:
-            self.end()
-            self.store.close()
 
-
-StoreAgainstDict.TestCase.settings = settings(
-    max_examples=examples(40),
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestStoreAgainstDict = StoreAgainstDict.TestCase
+TestStoreAgainstDict = run_as_test(StoreAgainstDict, max_examples=40)
 
 
 def test_the_rest_of_a_short_transfer_is_asked_for_again():

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -21,13 +20,12 @@ from memascend.config.block import parse_block
 from memascend.errors import ConfigError, CorruptionError, HostMemoryError, StoreError
 from memascend.nvme.store import TensorStore
 from memascend.plan.checksums import CHECKSUM_BYTES, GRAIN_BYTES, PAGE_SPAN_BYTES, SLAB_BYTES
-from memascend.plan.derive import ROUNDING, LimitTooSmallError, PlanRequest, derive
-from memascend.plan.shapes import builtin
-from memascend.runtime import Runtime, StockParts
-from tests.support.examples import examples
+from memascend.plan.derive import PlanRequest, derive
+from memascend.runtime import Runtime
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory, flip_bit, open_store, read, write
-from tests.support.nvme_model import FRACTIONS, KEYS, SHIFTS, StoreModel
+from tests.support.nvme_model import FRACTIONS, StoreModel, run_as_test
 from tests.support.plan_models import decoder
+from tests.support.small_runtime import build
 
 # -- the checksum ----------------------------------------------------------------------------------
 
@@ -58,11 +56,6 @@ class VerifiedStoreAgainstDict(StoreModel):
         self.name = f"model{seed}"
         self.begin(open_store(Path(self.name), "memory", faults=faults, verify=verify))
 
-    @rule(key=KEYS, nbytes=st.integers(0, 300_000), shift=SHIFTS)
-    def write_whole(self, key: str, nbytes: int, shift: int) -> None:
-        self.model[key] = self.fresh(nbytes)
-        write(self.store, key, self.model[key], shift=shift)
-
     @rule(place=FRACTIONS, bit=st.integers(0, 7))
     def turn_a_bit(self, place: float, bit: int) -> None:
         assert self.store is not None
@@ -80,19 +73,8 @@ class VerifiedStoreAgainstDict(StoreModel):
                 assert found == (key, offset // GRAIN_BYTES * GRAIN_BYTES)
         flip_bit(self.name, offset, bit)
 
-    def teardown(self) -> None:
-        if self.store is not None:
-            self.end()
-            self.store.close()
 
-
-VerifiedStoreAgainstDict.TestCase.settings = settings(
-    max_examples=examples(40),
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestVerifiedStoreAgainstDict = VerifiedStoreAgainstDict.TestCase
+TestVerifiedStoreAgainstDict = run_as_test(VerifiedStoreAgainstDict, max_examples=40)
 
 
 @pytest.fixture(params=["reads", "full"])
@@ -226,7 +208,7 @@ def test_without_memory_for_checksums_nothing_is_reserved() -> None:
     store.reserve(key="k", nbytes=PAGE_SPAN_BYTES)
 
 
-# -- config and plan -------------------------------------------------------------------------------
+# -- config ----------------------------------------------------------------------------------------
 
 
 def test_the_block_takes_three_words() -> None:
@@ -241,55 +223,13 @@ def test_the_block_takes_three_words() -> None:
         parse_block({"verify": "full", "direct_nvme": {"chunk_bytes": 66560}})
 
 
-def test_a_70b_model_takes_four_bytes_for_each_64_kib() -> None:
-    shapes = builtin("Llama-3.1-70B")
-    plain, verified = (
-        derive(shapes, request=PlanRequest(verify=verify)) for verify in ("off", "reads")
-    )
-    assert CHECKSUMS not in plain.host
-    assert verified.host_bytes == plain.host_bytes + verified.checksum_bytes
-    assert 68e6 < verified.checksum_bytes < 80e6
-    assert verified.checksum_bytes % SLAB_BYTES == 0
-    assert verified.drive_bytes == plain.drive_bytes + verified.drive[ROUNDING]
-    assert 0 < verified.drive[ROUNDING] < plain.drive_bytes / 1000
-
-
-def test_a_limit_counts_checksums_to_the_byte() -> None:
-    shapes, request = decoder(), PlanRequest(verify="full", volume_count=3)
-    with pytest.raises(LimitTooSmallError, match=r"memascend\.verify='full' costs") as caught:
-        derive(shapes, request=request, limit_bytes=0)
-    least = caught.value.minimum_bytes
-    assert caught.value.needed[CHECKSUMS] == SLAB_BYTES
-    assert derive(shapes, request=request, limit_bytes=least).host_bytes == least
-    with pytest.raises(LimitTooSmallError):
-        derive(shapes, request=request, limit_bytes=least - 1)
-
-
-def test_the_request_comes_from_the_json() -> None:
-    zero = {"stage": 3, "offload_param": {"device": "nvme"}}
-    block = {"verify": "reads", "volumes": ["/a", "/b"]}
-    request = PlanRequest.from_deepspeed({"zero_optimization": zero, "memascend": block})
-    assert (request.verify, request.volume_count) == ("reads", 2)
-    assert PlanRequest.from_deepspeed({"zero_optimization": zero}).verify == "off"
-
-
 # -- the runtime -----------------------------------------------------------------------------------
 
 
-def open_runtime(folder: Path, verify: str, limit_bytes: int | None = None) -> Runtime:
-    block = {
-        "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
-        "direct_nvme": {"engine": "threads", "threads": 1},
-        "verify": verify,
-    }
-    return Runtime(
-        config=parse_block(block),
-        directory=str(folder),
-        page_lock=False,
-        register_device=False,
-        pci_address=None,
-        stock=StockParts(),
-        limit_bytes=limit_bytes,
+def open_runtime(folder: Path, verify: str) -> Runtime:
+    return build(
+        folder,
+        block={"verify": verify},
         parameter_budget_bytes=4 << 20,
         staging_slot_bytes=1 << 18,
     )

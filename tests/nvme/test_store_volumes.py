@@ -6,15 +6,14 @@ import errno
 import os
 
 import pytest
-from hypothesis import HealthCheck, note, settings
+from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from memascend import _core
 from memascend.errors import StoreError, StoreFullError
-from tests.support.examples import examples
 from tests.support.nvme_memory import open_store, read, write
-from tests.support.nvme_model import KEYS, SHIFTS, StoreModel
+from tests.support.nvme_model import KEYS, SHIFTS, StoreModel, run_as_test
 
 STRIPE = 64 << 10
 BLOCK = 4096
@@ -76,23 +75,16 @@ class StripedStoreAgainstDict(StoreModel):
         assert self.store.stats()["available_bytes"] == self.available_bytes - taken
 
     def teardown(self) -> None:
-        if self.store is None:
-            return
-        self.end()
-        for key in self.model:
-            self.store.discard(key=key)
-        assert self.store.stats()["available_bytes"] == self.available_bytes
-        assert self.store.stats()["used_bytes"] == 0
-        self.store.close()
+        if self.store is not None:
+            self.end()
+            for key in self.model:
+                self.store.discard(key=key)
+            assert self.store.stats()["available_bytes"] == self.available_bytes
+            assert self.store.stats()["used_bytes"] == 0
+            self.store.close()
 
 
-StripedStoreAgainstDict.TestCase.settings = settings(
-    max_examples=examples(60),
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestStripedStoreAgainstDict = StripedStoreAgainstDict.TestCase
+TestStripedStoreAgainstDict = run_as_test(StripedStoreAgainstDict, max_examples=60)
 
 
 def test_a_large_key_lies_on_all_volumes_in_proportion_to_their_weights():

@@ -15,17 +15,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tests.support.sections import SECTIONS
+
 Backend = Literal["oracle", "stock", "memascend"]
 
-SECTIONS = (
-    "allocator",
-    "buffer_pool",
-    "direct_nvme",
-    "overflow_check",
-    "streaming.gradients",
-    "streaming.optimizer",
-    "streaming.parameters",
-)
 WHOLE = tuple(name for name in SECTIONS if not name.startswith("streaming."))
 # By name: a backend and what differs in its case.
 SAVERS: dict[str, tuple[Backend, dict[str, Any]]] = {

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.parity_cases import assert_memascend_did_it, case_name, quick
+
 from .cases import SECTIONS, Case
 from .matrix import LIMIT_SMALL_BYTES
-from .test_parity import assert_memascend_did_it, case_name, quick
 from .workers import Bench, differences
 
 pytestmark = pytest.mark.deepspeed

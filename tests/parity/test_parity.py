@@ -12,23 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.parity_cases import assert_memascend_did_it, case_name, quick
+
 from . import matrix
 from .cases import Case
-from .workers import Bench, Facts, differences
+from .workers import Bench, differences
 
 pytestmark = pytest.mark.deepspeed
-
-
-def case_name(case: Case) -> str:
-    return case.name
-
-
-def quick(cases: list[Case], *numbers: int) -> list[Any]:
-    """Have the cases of these numbers run in every test run, and the others in the full one."""
-    return [
-        pytest.param(case, marks=[] if number in numbers else pytest.mark.full)
-        for number, case in enumerate(cases)
-    ]
 
 
 @pytest.mark.parametrize("case", quick(matrix.training_cases(), 1, 3, 17), ids=case_name)
@@ -148,16 +138,6 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_named_once(bench: Bench, wo
     assert "sub_group_size" in line
     assert [rank["warnings"] for rank in whole[1:]] == [[]] * (world - 1)
     assert [rank["warnings"] for rank in tiled] == [[]] * world
-
-
-def assert_memascend_did_it(case: Case, facts: list[Facts]) -> None:
-    """Equal bits prove nothing if stock, or nobody, did the swapping."""
-    for rank in facts:
-        assert rank["optimizer_class"].startswith("memascend.")
-        if case.params == "nvme" and "buffer_pool" in case.sections:
-            assert [name.split(".")[0] for name in rank["swapper_classes"]] == ["memascend"]
-        if case.params == "nvme" and case.resident_numel_max == 0:
-            assert rank["placement"]["nvme"] > 0
 
 
 def test_fp16_case_skips_some_steps_and_takes_others(bench: Bench) -> None:

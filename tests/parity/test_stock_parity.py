@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.parity_cases import case_name, quick
+
 from .cases import Case
-from .test_parity import case_name, quick
 from .workers import Bench, differences
 
 pytestmark = pytest.mark.deepspeed

@@ -158,18 +158,6 @@ def test_frozen_tensors_are_only_read() -> None:
     assert plan.written_bytes["gradients"] == 2 * learning
 
 
-def test_the_floor_adds_the_passes_and_the_optimizer() -> None:
-    plan = derive(decoder(), request=PlanRequest())
-    numel = decoder().numel
-    passes = max(6 * numel / 2, 2 * numel / 1)
-    optimizer = max(14 * numel / 2, 14 * numel / 1)
-    floor = plan.step_seconds(read_gb_s=2, write_gb_s=1)
-    assert floor == pytest.approx((passes + optimizer) / 1e9)
-    assert plan.step_seconds(read_gb_s=2, write_gb_s=1, ranks=4) == pytest.approx(4 * floor)
-    with pytest.raises(ConfigError, match="above 0"):
-        plan.step_seconds(read_gb_s=0, write_gb_s=1)
-
-
 # -- as a value ------------------------------------------------------------------------------------
 
 

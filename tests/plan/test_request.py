@@ -120,3 +120,11 @@ def test_a_configuration_that_cannot_be_is_an_error(
 def test_an_impossible_request_is_an_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         PlanRequest(**wrong)
+
+
+def test_verification_and_volumes_come_from_the_block() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme"}}
+    block = {"verify": "reads", "volumes": ["/a", "/b"]}
+    request = PlanRequest.from_deepspeed({"zero_optimization": zero, "memascend": block})
+    assert (request.verify, request.volume_count) == ("reads", 2)
+    assert PlanRequest.from_deepspeed({"zero_optimization": zero}).verify == "off"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -14,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.scripts import SCRIPTS, load_script
+
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "finetune.py"
+SCRIPT = SCRIPTS / "finetune.py"
 STOCK_CONFIGS = sorted(
     path for path in (ROOT / "configs").glob("*.json") if not path.stem.endswith("_memascend")
 )
@@ -25,12 +26,7 @@ TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 @pytest.fixture(scope="module")
 def finetune() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("finetune", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("finetune")
 
 
 def write_config(folder: Path, device: str) -> Path:

@@ -7,7 +7,7 @@ import torch
 
 from memascend.errors import StoreError
 from memascend.streaming.kept_slots import Shard, ShardState
-from tests.streaming.test_parameters_budget import BUDGET_BYTES, LARGEST, PAGE, Bench
+from tests.support.parameter_bench import BUDGET_BYTES, LARGEST, PAGE, Bench
 from tests.support.streaming_fakes import FakeEvent
 
 

@@ -15,59 +15,9 @@ from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 from memascend.streaming.kept_slots import Shard, ShardState
 from memascend.streaming.parameters import ParameterStream
-from memascend.streaming.staging import StagingSlots
 from tests.support.examples import examples
-from tests.support.streaming_fakes import FakeEvent, FakeMemory, FakeRangeStore, LateDevice
-
-BUDGET_BYTES = 16 * PAGE_BYTES
-LARGEST = BUDGET_BYTES // 4 // 4  # elements of float32 in the largest slot
-PAGE = PAGE_BYTES // 4  # elements in a page
-
-
-class Bench:
-    """A stream within a budget; the store is a dict and staging slots are small."""
-
-    def __init__(
-        self,
-        *,
-        prefetch_bytes: int | None = None,
-        device: LateDevice | None = None,
-        pool: Pool | None = None,
-    ) -> None:
-        self.store = FakeRangeStore()
-        self.memory = FakeMemory()
-        self.pool = pool or make_pool(self.memory)
-        self.stream = ParameterStream(
-            store=self.store,
-            pool=self.pool,
-            prefetch_bytes=prefetch_bytes,
-            staging=StagingSlots(
-                store=self.store,
-                memory=FakeMemory(),
-                slot_bytes=PAGE_BYTES,
-                slot_count=3,
-                new_event=None if device is None else device.new_event,
-            ),
-            device=torch.device("cpu"),
-        )
-
-    def put(self, key: str, content: torch.Tensor) -> Shard:
-        self.store.content[key] = content.view(torch.uint8).clone()
-        return self.stream.shard(key, content.numel(), content.dtype)
-
-    def new(self, key: str, numel: int = PAGE) -> tuple[Shard, torch.Tensor]:
-        content = torch.randn(numel)
-        return self.put(key, content), content
-
-    def fetch(self, shard: Shard) -> torch.Tensor:
-        self.stream.read_now([shard])
-        assert shard.state is ShardState.STAGED
-        assert shard.tensor is not None
-        return shard.tensor
-
-
-def make_pool(memory: FakeMemory) -> Pool:
-    return Pool(memory=memory, component="slots", budget_bytes=BUDGET_BYTES)
+from tests.support.parameter_bench import BUDGET_BYTES, LARGEST, PAGE, Bench
+from tests.support.streaming_fakes import FakeEvent, FakeMemory, LateDevice
 
 
 @pytest.fixture

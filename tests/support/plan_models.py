@@ -1,8 +1,18 @@
-"""A model for the tests of the plan."""
+"""Models for the tests of the plan."""
 
 from __future__ import annotations
 
 from memascend.plan.shapes import ModelShapes, TensorShape
+
+#: The numbers of a config.json, of a few thousand parameters.
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def decoder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,53 +12,77 @@ from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 
 
-class FakeTicket:
-    """A transfer that ends when it is waited for, or earlier with finish()."""
+class _Ticket:
+    """A transfer that ends when it is waited for, or earlier with finish().
 
-    def __init__(self, store: FakeStore, kind: str, key: str, tensor: torch.Tensor) -> None:
+    Its bytes move then, as late as can be: a slot reused too early is seen by its contents.
+    """
+
+    def __init__(self, store: _Store, kind: str, key: str) -> None:
         self._store = store
-        self.kind, self.key, self.tensor = kind, key, tensor
+        self.kind, self.key = kind, key
         self.finished = False
         self.hold: object | None = None
 
     def wait(self) -> None:
         self.finish()
-        if (self.kind, self.key) in self._store.failing:
+        if self._fails:
             raise StoreError(5, f"{self.kind} of {self.key} failed")
 
     def done(self) -> bool:
         return self.finished
 
     def finish(self) -> None:
-        """Moves the bytes as they are now: a slot reused too early is seen by its contents."""
-        if self.finished:
-            return
-        self.finished = True
-        self.hold = None
-        failed = (self.kind, self.key) in self._store.failing
-        if self.kind == "read":
-            content = self._store.content[self.key]
-            self.tensor.copy_(torch.full_like(self.tensor, -1) if failed else content)
-        elif not failed:
-            self._store.content[self.key] = self.tensor.clone()
+        if not self.finished:
+            self.finished = True
+            self.hold = None
+            self._move()
+
+    @property
+    def _fails(self) -> bool:
+        return (self.kind, self.key) in self._store.failing
+
+    def _move(self) -> None:
+        """Move the bytes; of a transfer that fails leave rubbish behind."""
+        raise NotImplementedError
 
 
-class FakeStore:
-    """Tensors in a dict. Transfers on one key keep their order, as in the real store."""
+class _Store:
+    """Tensors in a dict, transfers that fail, and all there have been."""
 
     def __init__(self) -> None:
         self.content: dict[str, torch.Tensor] = {}
         self.failing: set[tuple[str, str]] = set()
-        self.tickets: list[FakeTicket] = []
+        self.tickets: list[Any] = []
+
+    def log(self) -> list[tuple[str, str]]:
+        return [(ticket.kind, ticket.key) for ticket in self.tickets]
+
+
+class FakeTicket(_Ticket):
+    """A transfer of a whole tensor."""
+
+    def __init__(self, store: FakeStore, kind: str, key: str, tensor: torch.Tensor) -> None:
+        super().__init__(store, kind, key)
+        self.tensor = tensor
+
+    def _move(self) -> None:
+        content = self._store.content
+        if self.kind == "read":
+            read = torch.full_like(self.tensor, -1) if self._fails else content[self.key]
+            self.tensor.copy_(read)
+        elif not self._fails:
+            content[self.key] = self.tensor.clone()
+
+
+class FakeStore(_Store):
+    """Whole tensors. Transfers on one key keep their order, as in the real store."""
 
     def read(self, *, key: str, target: torch.Tensor, hold: object | None = None) -> FakeTicket:
         return self._submit("read", key, target, hold)
 
     def write(self, *, key: str, source: torch.Tensor, hold: object | None = None) -> FakeTicket:
         return self._submit("write", key, source, hold)
-
-    def log(self) -> list[tuple[str, str]]:
-        return [(ticket.kind, ticket.key) for ticket in self.tickets]
 
     def _submit(self, kind: str, key: str, tensor: torch.Tensor, hold: object | None) -> FakeTicket:
         for earlier in self.tickets:
@@ -123,57 +148,35 @@ class FakeMemory:
         return False
 
 
-class FakeRangeTicket:
-    """A transfer of a part of a key. Its bytes move when it is waited for, as late as can be."""
+class FakeRangeTicket(_Ticket):
+    """A transfer of a part of a key."""
 
     def __init__(
         self, store: FakeRangeStore, kind: str, key: str, memory: torch.Tensor, offset_bytes: int
     ) -> None:
-        self._store = store
+        super().__init__(store, kind, key)
         self._memory, self._offset_bytes = memory, offset_bytes
-        self.kind, self.key = kind, key
-        self.finished = False
-        self.hold: object | None = None
 
-    def wait(self) -> None:
-        self.finish()
-        if (self.kind, self.key) in self._store.failing:
-            raise StoreError(5, f"{self.kind} of {self.key} failed")
-
-    def done(self) -> bool:
-        return self.finished
-
-    def finish(self) -> None:
-        if self.finished:
-            return
-        self.finished = True
-        self.hold = None
-        content = self._store.content[self.key]
+    def _move(self) -> None:
         begin = self._offset_bytes
-        part = content[begin : begin + self._memory.nbytes]
+        part = self._store.content[self.key][begin : begin + self._memory.nbytes]
         memory = self._memory.view(torch.uint8)
-        if (self.kind, self.key) in self._store.failing:
-            memory.fill_(0xEE) if self.kind == "read" else part.fill_(0xEE)
-        elif self.kind == "read":
-            memory.copy_(part)
+        source, target = (part, memory) if self.kind == "read" else (memory, part)
+        if self._fails:
+            target.fill_(0xEE)
         else:
-            part.copy_(memory)
+            target.copy_(source)
 
 
-class FakeRangeStore:
+class FakeRangeStore(_Store):
     """Bytes by key, in parts. Transfers on one key keep their order, as in the real store."""
 
     def __init__(self) -> None:
-        self.content: dict[str, torch.Tensor] = {}
-        self.failing: set[tuple[str, str]] = set()
-        self.tickets: list[FakeRangeTicket] = []
+        super().__init__()
         self.in_flight_peak = 0
 
     def value(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         return self.content[key].view(dtype)
-
-    def log(self) -> list[tuple[str, str]]:
-        return [(ticket.kind, ticket.key) for ticket in self.tickets]
 
     def reserve(self, *, key: str, nbytes: int) -> None:
         if key not in self.content or self.content[key].nbytes != nbytes:

@@ -15,7 +15,7 @@ from memascend import _core
 from memascend.base.units import MIB
 from memascend.errors import StoreError
 from memascend.volumes import weights as volume_weights
-from memascend.volumes.speed import Bench, Load
+from memascend.volumes.speed import Load
 from memascend.volumes.weights import CACHE_FILE, identity, measured_weights, weights_of
 
 LOAD = Load(chunk_bytes=1 << 20, queue_depth=4, engine="threads", span_bytes=16 * MIB)
@@ -169,19 +169,3 @@ def test_a_partition_is_known_by_the_serial_of_its_drive(tmp_path):
     (tmp_path / "dev/block" / number).symlink_to(drive / "nvme0n1p1")
     assert identity(str(tmp_path), tmp_path) == "serial S4EVNX0R, 4096 sectors"
     assert "bytes" in identity(str(tmp_path), Path("/nowhere"))
-
-
-def test_volumes_are_really_measured_side_by_side(tmp_path, volumes):
-    with Bench(volumes, LOAD) as bench:
-        assert bench.engine == "threads"
-        for mode in ("read", "write", "mixed"):
-            rates = bench.run(mode, 0.05)
-            assert len(rates) == 2
-            assert all(rate > 0 for rate in rates)
-    assert os.listdir(tmp_path / "a") == []
-
-
-def test_a_volume_too_small_to_measure_says_so(volumes):
-    small = [_core.VolumeOptions(volumes[0].path, capacity_bytes=1 << 20)]
-    with pytest.raises(StoreError, match="cannot reserve"):
-        Bench(small, LOAD)

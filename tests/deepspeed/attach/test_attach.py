@@ -18,22 +18,10 @@ from memascend.base.units import GIB
 from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
+from tests.support.deepspeed_json import WORKING, changed
+from tests.support.small_runtime import LIGHT
 
 ARMED_LINE = re.compile(r"\bmemascend \S+ armed: ")
-WORKING: dict[str, Any] = {
-    "zero_optimization": {
-        "stage": 3,
-        "offload_param": {"device": "nvme", "nvme_path": "/drive"},
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/drive"},
-    },
-    "aio": {"block_size": 1 << 20},
-    "memascend": {},
-}
-# Light on a test machine: no huge pages, nothing locked.
-BLOCK = {
-    "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
-    "direct_nvme": {"engine": "threads", "threads": 1},
-}
 
 
 # -- attaching -----------------------------------------------------------------------------------
@@ -53,7 +41,7 @@ def attach(
     def run(*, rank: int = 0, **block: Any) -> activation.Attachment:
         monkeypatch.setattr(activation.dist, "get_rank", lambda: rank)
         config = copy.deepcopy(WORKING)
-        config["memascend"] = {**BLOCK, **block}
+        config["memascend"] = {**LIGHT, **block}
         return activation.attach(parse_block(config["memascend"]), config, tmp_path / "drive")
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -18,37 +17,7 @@ from deepspeed.runtime.zero.offload_config import (
 
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.errors import ConfigError
-
-WORKING: dict[str, Any] = {
-    "zero_optimization": {
-        "stage": 3,
-        "offload_param": {"device": "nvme", "nvme_path": "/drive"},
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/drive"},
-    },
-    "aio": {"block_size": 1 << 20},
-    "memascend": {},
-}
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    config = copy.deepcopy(WORKING)
-    *parents, last = path.split(".")
-    section = config
-    for name in parents:
-        section = section.setdefault(name, {})
-    section[last] = value
-    return config
-
-
-def without(path: str) -> dict[str, Any]:
-    config = changed(path, None)
-    *parents, last = path.split(".")
-    section = config
-    for name in parents:
-        section = section[name]
-    del section[last]
-    return config
-
+from tests.support.deepspeed_json import WORKING, changed, without
 
 AS_AN_OBJECT = DeepSpeedZeroOffloadParamConfig(device="nvme", nvme_path="/drive")
 

@@ -1,0 +1,33 @@
+"""What the tests of parity share: the names of cases, which of them run always, and who trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.cases import Case
+from tests.parity.workers import Facts
+
+
+def case_name(case: Case) -> str:
+    return case.name
+
+
+def quick(cases: list[Case], *numbers: int) -> list[Any]:
+    """Have the cases of these numbers run in every test run, and the others in the full one."""
+    return [
+        pytest.param(case, marks=[] if number in numbers else pytest.mark.full)
+        for number, case in enumerate(cases)
+    ]
+
+
+def assert_memascend_did_it(case: Case, facts: list[Facts]) -> None:
+    """Equal bits prove nothing if stock, or nobody, did the swapping."""
+    for rank in facts:
+        optimizer, swappers = rank["optimizer_class"], rank["swapper_classes"]
+        assert optimizer.startswith("memascend."), optimizer
+        if case.params == "nvme" and "buffer_pool" in case.sections:
+            assert [name.split(".")[0] for name in swappers] == ["memascend"], swappers
+        if case.params == "nvme" and case.resident_numel_max == 0:
+            assert rank["placement"]["nvme"] > 0, rank["placement"]
