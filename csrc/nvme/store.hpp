@@ -68,26 +68,8 @@ struct VolumeStats {
 };
 
 struct StoreStats {
-  std::uint64_t bytes_read;
-  std::uint64_t bytes_written;
-  std::uint64_t bytes_bounced;
-  std::uint64_t requests;
-  std::uint64_t resubmitted;
-  std::uint64_t retries;
-  std::uint64_t eio_retries;
-  std::uint64_t stalls;
-  std::uint64_t slow_spells;
-  std::uint64_t bytes_verified;  // as TransferQueue::Counters has them
-  std::uint64_t bytes_read_back;
-  std::uint64_t mismatches;
-  std::uint64_t corruptions;
-  std::uint64_t checksum_bytes;   // host memory of checksums
-  std::uint64_t reserved_bytes;   // of the volumes' files
-  std::uint64_t used_bytes;       // of them, under keys
-  std::uint64_t available_bytes;  // that keys may still take, growth included
-  std::uint64_t key_count;
-  std::uint64_t in_flight_count;  // transfers
-  double wait_seconds;            // spent by callers in waiting
+  std::map<std::string, std::uint64_t> counts;  // by the names that Python knows them by
+  double wait_seconds;                          // spent by callers in waiting
 };
 
 class Store {

@@ -86,7 +86,7 @@ void stores_come_and_go(const std::string& engine, Clock::time_point end) {
     }
     use(*store, count * kThreadCount);
     for (std::thread& thread : threads) thread.join();
-    MA_INVARIANT(store->stats().stalls == 0);
+    MA_INVARIANT(store->stats().counts.at("stalls") == 0);
     store->close();
     slowest_s = std::max(slowest_s, std::chrono::duration<double>(Clock::now() - start).count());
   }
