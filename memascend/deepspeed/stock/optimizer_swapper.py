@@ -16,6 +16,8 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 
+from memascend.plan.optimizers import state_count_of
+
 Run = tuple[int, int]  # offset and length in elements
 
 
@@ -165,9 +167,6 @@ class PipelinedSwapper(_CompleteGradients, PipelinedOptimizerSwapper):  # type: 
     """Reads of the next and writes of the previous sub-group overlap the step."""
 
 
-#: State tensors per parameter; others have two, as Adam.
-_STATE_COUNTS = {"Adagrad": 1, "Lion": 1, "SGD": 1}
-_STATE_COUNT_DEFAULT = 2
 #: The pipeline holds one sub-group being read, one being stepped and one being written.
 _PIPELINE_DEPTH = 3
 
@@ -178,9 +177,5 @@ def buffers_needed(optimizer: Any, *, pipelined: bool) -> int:
     They hold the master weights, each state tensor and the gradient.
     """
     name = type(optimizer).__name__
-    states = next(
-        (count for known, count in _STATE_COUNTS.items() if known in name), _STATE_COUNT_DEFAULT
-    )
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
-        states += 1
+    states = max(state_count_of(name, group) for group in optimizer.param_groups)
     return (states + 2) * (_PIPELINE_DEPTH if pipelined else 1)
