@@ -162,16 +162,8 @@ class SubGroups:
             target.copy_(member.tensor.narrow(0, begin, target.numel()))
             return
         assert member.key is not None
-        itemsize = member.dtype.itemsize
-        for chunk_begin, count in self._slots.chunks(target.numel(), itemsize):
-            staged = self._slots.read_chunk(
-                key=member.key,
-                numel=count,
-                dtype=member.dtype,
-                offset_bytes=(begin + chunk_begin) * itemsize,
-            )
-            target.narrow(0, chunk_begin, count).copy_(staged)
-            self._slots.give_back(staged)
+        offset = begin * member.dtype.itemsize
+        self._slots.read(key=member.key, target=target, offset_bytes=offset, dtype=member.dtype)
 
     def contains(self, name: str) -> bool:
         """Return whether there is such a sub-group."""
