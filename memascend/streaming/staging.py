@@ -17,21 +17,9 @@ import torch
 
 from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
+from memascend.base.waiting import Ended
 
 SLOT_COUNT_MIN = 2
-
-
-class _Refused:
-    """The ticket of a write that the store would not start."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> None:
-        raise self._error
-
-    def done(self) -> bool:
-        return True
 
 
 @dataclass(slots=True)
@@ -103,9 +91,7 @@ class StagingSlots:
         """
         self.wait_writes()
         while self._reads:
-            event, slot = self._reads.popleft()
-            event.synchronize()
-            self._free.append(slot)
+            self._wait_copied_out()
         if len(self._free) != len(self._slots):
             taken = len(self._slots) - len(self._free)
             raise ValueError(f"cannot resize the staging slots: {taken} are taken")
@@ -364,7 +350,7 @@ class StagingSlots:
             )
         except Exception as error:
             # Whoever happens to need a slot now did not ask for this write.
-            write.ticket = _Refused(error)
+            write.ticket = Ended(error)
 
     def _finish_write(self) -> None:
         """Wait for the oldest write and free its slot; an error is kept for `wait_writes`."""

@@ -65,7 +65,7 @@ class AioHandle:
             StoreError: The first transfer that failed; all others have been waited for too.
         """
         tickets, self._tickets = self._tickets, []
-        wait_all(tickets)
+        wait_all(ticket.wait for ticket in tickets)
         return len(tickets)
 
     # -- memory ----------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedO
 
 from memascend.plan.optimizers import state_count_of
 
-Run = tuple[int, int]  # offset and length in elements
+GradientRun = tuple[int, int]  # offset and length in elements
 
 
-def gradient_gaps(covered: list[Run], numel: int) -> list[Run]:
+def gradient_gaps(covered: list[GradientRun], numel: int) -> list[GradientRun]:
     """Return the runs of [0, numel) that no covered run touches."""
     gaps = []
     end = 0
@@ -62,7 +62,7 @@ class GradientMemory:
         for offset, length in gradient_gaps(covered, swap_info.numel()):
             self.gaps[offset] = kept[offset] = torch.zeros(1).expand(length)
 
-    def forget(self, swap_info: Any, arriving: list[Run]) -> None:
+    def forget(self, swap_info: Any, arriving: list[GradientRun]) -> None:
         """Make way for gradients that are about to arrive."""
         for known in (self.gaps, self.small):
             for offset, tensor in list(known.items()):
@@ -96,7 +96,7 @@ class GradientMemory:
             self.small[offset].copy_(gradient.narrow(0, offset, tensor.numel()))
 
 
-def _overlaps(run: Run, others: list[Run]) -> bool:
+def _overlaps(run: GradientRun, others: list[GradientRun]) -> bool:
     begin, end = run[0], run[0] + run[1]
     return any(begin < offset + length and offset < end for offset, length in others)
 
