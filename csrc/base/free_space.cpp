@@ -78,7 +78,7 @@ void FreeSpace::remove_boundary(std::uint64_t offset) {
   if (boundaries_.erase(offset) == 0) return;
   const auto right = pieces_.find(offset);
   if (right == pieces_.end()) return;
-  const Piece body = right->second;
+  const FreePiece body = right->second;
   erase(right);
   insert(offset, body.nbytes, body.backed);
 }
@@ -138,7 +138,7 @@ bool FreeSpace::is_taken(std::uint64_t offset, std::uint64_t nbytes) const {
 }
 
 void FreeSpace::insert(std::uint64_t offset, std::uint64_t nbytes, bool backed) {
-  auto piece = pieces_.emplace(offset, Piece{nbytes, backed}).first;
+  auto piece = pieces_.emplace(offset, FreePiece{nbytes, backed}).first;
   if (const auto next = std::next(piece); next != pieces_.end() && merges(piece, next)) {
     piece->second.nbytes += next->second.nbytes;
     erase(next);

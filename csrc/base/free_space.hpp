@@ -61,11 +61,11 @@ class FreeSpace {
   bool is_taken(std::uint64_t offset, std::uint64_t nbytes) const;
 
  private:
-  struct Piece {
+  struct FreePiece {
     std::uint64_t nbytes;
     bool backed;
   };
-  using Pieces = std::map<std::uint64_t, Piece>;
+  using Pieces = std::map<std::uint64_t, FreePiece>;
 
   void insert(std::uint64_t offset, std::uint64_t nbytes, bool backed);
   void erase(Pieces::iterator piece);

@@ -102,32 +102,6 @@ StoreTicket start_read(const std::shared_ptr<Store>& store, const std::string& k
   return {store, store->read(key, nbytes, std::move(target), offset)};
 }
 
-// Raises the class of memascend.errors called `name`, an OSError with more attributes.
-void raise_store_error(const char* name, const char* message, const ErrorPlace& place) {
-  const py::object type = py::module_::import("memascend.errors").attr(name);
-  const py::object error = type(place.code, message);
-  error.attr("key") = place.key;
-  error.attr("volume") = place.volume;
-  error.attr("offset") = place.offset;
-  error.attr("nbytes") = place.nbytes;
-  PyErr_SetObject(type.ptr(), error.ptr());
-}
-
-void translate(std::exception_ptr pending) {
-  try {
-    if (pending) std::rethrow_exception(pending);
-  } catch (const StoreFullError& error) {
-    raise_store_error("StoreFullError", error.what(), error.place());
-  } catch (const CorruptionError& error) {
-    raise_store_error("CorruptionError", error.what(), error.place());
-  } catch (const StoreError& error) {
-    raise_store_error("StoreError", error.what(), error.place());
-  } catch (const EngineUnavailableError& error) {
-    const py::object type = py::module_::import("memascend.errors").attr("EngineUnavailableError");
-    PyErr_SetObject(type.ptr(), type(error.code(), error.what()).ptr());
-  }
-}
-
 using FaultsClass = py::class_<MemoryFaults, std::shared_ptr<MemoryFaults>>;
 
 // Lets Python read and set what may change while an engine runs.
@@ -221,9 +195,7 @@ void bind_store(py::module_& module) {
       .def("read", &start_read, py::kw_only(), "key"_a, "address"_a, "nbytes"_a, "offset"_a = 0,
            "capacity"_a = 0, "hold"_a = py::none())
       .def("wait_all",
-           [](Store& store) {
-             wait_in_slices([&](auto slice) { return store.wait_all_for(slice); });
-           })
+           [](Store& store) { wait_in_slices([&](auto slice) { return store.wait_all(slice); }); })
       .def("discard", &Store::discard, py::kw_only(), "key"_a, WithoutGil())
       .def("contains", &Store::contains, py::kw_only(), "key"_a, WithoutGil())
       .def("nbytes", &Store::nbytes, py::kw_only(), "key"_a, WithoutGil())
@@ -251,7 +223,7 @@ void bind_volumes(py::module_& module) {
            "capacity_bytes"_a = defaults.capacity_bytes, "descriptor"_a = defaults.descriptor,
            "start_bytes"_a = defaults.start_bytes)
       .def_readonly("path", &VolumeOptions::path)
-      .def_readonly("weight", &VolumeOptions::weight)
+      .def_readwrite("weight", &VolumeOptions::weight)
       .def_readonly("capacity_bytes", &VolumeOptions::capacity_bytes)
       .def_readonly("descriptor", &VolumeOptions::descriptor)
       .def_readonly("start_bytes", &VolumeOptions::start_bytes);
@@ -267,8 +239,7 @@ void bind_ticket(py::module_& module) {
   py::class_<StoreTicket>(module, "Ticket", "What to wait on for one read or write.")
       .def("wait",
            [](const StoreTicket& ticket) {
-             wait_in_slices(
-                 [&](auto slice) { return ticket.store->wait_for(*ticket.ticket, slice); });
+             wait_in_slices([&](auto slice) { return ticket.store->wait(*ticket.ticket, slice); });
            })
       .def("done", [](const StoreTicket& ticket) { return ticket.ticket->done(); })
       .def_property_readonly("nbytes",
@@ -290,7 +261,6 @@ void bind_crc32c(py::module_& module) {
 }  // namespace
 
 void bind_nvme(py::module_& module) {
-  py::register_exception_translator(&translate);
   module.def("describe_cause", &describe_cause, py::kw_only(), "code"_a);
   bind_faults(module);
   bind_ticket(module);

@@ -74,6 +74,9 @@ struct StoreStats {
 
 class Store {
  public:
+  /// A century: the longest that clocks can add to now, about.
+  static constexpr std::chrono::hours kForever{24 * 365 * 100};
+
   /// Memory of one transfer. `capacity_bytes` (0: as the transfer) is what may be used from `data`
   /// on: with a page-rounded slot an odd tail needs no bounce. A read may overwrite it, a write may
   /// store it where nothing else lies. `hold` is kept until the I/O is over; it is then dropped by
@@ -100,14 +103,12 @@ class Store {
   /// Starts reading. Sees every write started before.
   std::shared_ptr<Ticket> read(const std::string& key, std::uint64_t nbytes, Memory target,
                                std::uint64_t offset = 0);
-  /// Waits for one transfer. Throws StoreError, as often as asked, when it failed.
-  void wait(Ticket& ticket);
-  /// Waits no longer than `timeout`; false when the transfer is not over by then.
-  bool wait_for(Ticket& ticket, std::chrono::milliseconds timeout);
-  /// Waits until nothing is in flight. Throws nothing: tickets keep their errors.
-  void wait_all();
-  /// Waits no longer than `timeout`; false when something is in flight by then.
-  bool wait_all_for(std::chrono::milliseconds timeout);
+  /// Waits for one transfer; false when it is not over within `timeout`. Throws StoreError, as
+  /// often as asked, when it failed.
+  bool wait(Ticket& ticket, std::chrono::milliseconds timeout = kForever);
+  /// Waits until nothing is in flight; false when something is still after `timeout`. Throws
+  /// nothing: tickets keep their errors.
+  bool wait_all(std::chrono::milliseconds timeout = kForever);
 
   /// Forgets a key after its I/O; false when there is none.
   bool discard(const std::string& key);

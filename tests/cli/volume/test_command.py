@@ -12,7 +12,7 @@ import pytest
 from memascend import _core
 from memascend.cli.main import main
 from memascend.cli.volume import fio as volume_fio
-from memascend.cli.volume.bench import Sample, choose
+from memascend.cli.volume.bench import Setting, choose
 from memascend.errors import StoreError
 from memascend.volumes.speed import Load
 
@@ -128,7 +128,7 @@ def test_fio_is_told_colons_and_engines_its_way():
 
 
 def test_the_smallest_setting_about_as_fast_as_the_fastest_is_chosen():
-    samples = [Sample(1 << 20, 64, 10.0), Sample(1 << 20, 32, 9.8), Sample(1 << 20, 8, 9.0)]
+    samples = [Setting(1 << 20, 64, 10.0), Setting(1 << 20, 32, 9.8), Setting(1 << 20, 8, 9.0)]
     assert choose(samples).queue_depth == 32
 
 

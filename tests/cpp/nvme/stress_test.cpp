@@ -41,7 +41,7 @@ std::shared_ptr<Store> open_store(const std::string& engine, Block* bounce) {
 }
 
 void wait(Store& store, Ticket& ticket) {
-  if (store.wait_for(ticket, kPatience)) return;
+  if (store.wait(ticket, kPatience)) return;
   std::printf("%s: a transfer of %llu bytes is not over after %lld s\n",
               store.engine_name().c_str(), static_cast<unsigned long long>(ticket.nbytes()),
               static_cast<long long>(kPatience.count()));

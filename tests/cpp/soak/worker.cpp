@@ -191,7 +191,7 @@ void Worker::settle(std::size_t index) {
   Outcome outcome = Outcome::kPending;
   try {
     if (one_in(random_, 2)) store_.wait(*read.ticket);
-    while (!store_.wait_for(*read.ticket, std::chrono::milliseconds(1 + below(random_, 5)))) {
+    while (!store_.wait(*read.ticket, std::chrono::milliseconds(1 + below(random_, 5)))) {
     }
     outcome = Outcome::kDone;
   } catch (const StoreError&) {
