@@ -11,7 +11,6 @@ import functools
 import importlib
 import logging
 import types
-from dataclasses import dataclass
 from typing import Any
 
 from memascend.config.block import active_config
@@ -28,16 +27,6 @@ log = logging.getLogger(__name__)
 ABSENT: Any = object()
 #: What stood at each seam before it was armed; empty while disarmed.
 _originals: dict[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class SeamStatus:
-    """A row of status()."""
-
-    name: str
-    target: str
-    armed: bool
-    reason: str
 
 
 # -- watching for a block ------------------------------------------------------------------------
@@ -107,12 +96,9 @@ def disarm() -> None:
             _assign(seam, _originals.pop(seam.name))
 
 
-def status() -> list[SeamStatus]:
-    """Return for each seam if it is armed."""
-    return [
-        SeamStatus(s.name, f"{s.module}.{s.attribute}", s.name in _originals, s.reason)
-        for s in SEAMS
-    ]
+def is_armed() -> bool:
+    """Check if the seams are installed."""
+    return bool(_originals)
 
 
 def _assign(seam: Seam, value: Any) -> None:

@@ -42,10 +42,10 @@ def stock() -> Iterator[list[Any]]:
 def test_arming_replaces_every_target_and_disarming_restores_it(stock: list[Any]) -> None:
     seams.arm()
     assert not any(now is then for now, then in zip(targets(), stock, strict=True))
-    assert all(row.armed for row in seams.status())
+    assert seams.is_armed()
     seams.disarm()
     assert all(now is then for now, then in zip(targets(), stock, strict=True))
-    assert not any(row.armed for row in seams.status())
+    assert not seams.is_armed()
 
 
 def test_arming_twice_wraps_once(stock: list[Any]) -> None:
@@ -60,7 +60,7 @@ def test_arming_again_after_disarming_works(stock: list[Any]) -> None:
         seams.arm()
         seams.disarm()
     seams.arm()
-    assert all(row.armed for row in seams.status())
+    assert seams.is_armed()
 
 
 def test_names_of_seams_are_unique() -> None:
@@ -118,7 +118,7 @@ def test_an_unknown_version_with_known_definitions_is_one_warning(
     assert record.levelno == logging.WARNING
     assert "0.99.1" in record.getMessage()
     assert fingerprints.VERSIONS[-1] in record.getMessage()
-    assert all(row.armed for row in seams.status())
+    assert seams.is_armed()
 
 
 @pytest.mark.parametrize("name", sorted(fingerprints.KNOWN))
@@ -135,7 +135,7 @@ def test_a_changed_definition_is_refused_by_name_and_nothing_is_replaced(
     assert ", ".join(fingerprints.VERSIONS) in text
     assert "MEMASCEND_DISABLE=1" in text
     assert all(now is then for now, then in zip(targets(), stock, strict=True))
-    assert not any(row.armed for row in seams.status())
+    assert not seams.is_armed()
 
 
 def test_a_definition_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_replacement_that_cannot_be_built_leaves_every_target_stock(
     with pytest.raises(AttributeError, match="no_such_name"):
         seams.arm()
     assert all(now is then for now, then in zip(targets(), stock, strict=True))
-    assert not any(row.armed for row in seams.status())
+    assert not seams.is_armed()
 
 
 # -- dispatchers ---------------------------------------------------------------------------------
@@ -234,9 +234,9 @@ NVME = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/drive"}}
 def test_a_config_with_a_block_arms(config_class: type) -> None:
     seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
     config_class({"zero_optimization": NVME})
-    assert not any(row.armed for row in seams.status())
+    assert not seams.is_armed()
     config_class({"zero_optimization": NVME, "memascend": {}})
-    assert all(row.armed for row in seams.status())
+    assert seams.is_armed()
 
 
 def test_an_active_block_stays_with_the_config(config_class: type) -> None:
@@ -262,7 +262,7 @@ def test_a_block_in_the_environment_arms(
     seams.observe(SimpleNamespace(DeepSpeedConfig=config_class))  # type: ignore[arg-type]
     monkeypatch.setenv("MEMASCEND_CONFIG", "{}")
     config_class({"zero_optimization": NVME})
-    assert all(row.armed for row in seams.status())
+    assert seams.is_armed()
 
 
 def test_a_config_that_cannot_work_is_refused_before_anything_is_replaced(
@@ -273,7 +273,7 @@ def test_a_config_that_cannot_work_is_refused_before_anything_is_replaced(
         config_class({"zero_optimization": {"stage": 2}, "memascend": {}})
     with pytest.raises(ConfigError, match=r"memascend\.alocator"):
         config_class({"zero_optimization": NVME, "memascend": {"alocator": {}}})
-    assert not any(row.armed for row in seams.status())
+    assert not seams.is_armed()
 
 
 def test_observing_twice_watches_once(config_class: type) -> None:
