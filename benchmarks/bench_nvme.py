@@ -201,10 +201,9 @@ def _sides(
             except (ImportError, RuntimeError, OSError) as error:
                 refusals[name] = f"{type(error).__name__}: {error}"
         allocator = HostAllocator()
-        block = allocator.block(buffer_bytes, component="bench")
-        buffer = torch.frombuffer(block, dtype=torch.uint8)
+        buffer = allocator.tensor(buffer_bytes, torch.uint8, component="bench")
         for engine in ENGINES:
-            bounce = allocator.block(BOUNCE_BYTES, component="bench")
+            bounce = allocator.tensor(BOUNCE_BYTES, torch.uint8, component="bench")
             try:
                 store = TensorStore(volumes=[parent], bounce=bounce, engine=engine)
             except EngineUnavailableError as error:

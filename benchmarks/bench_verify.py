@@ -43,7 +43,7 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
     circumstances = harness.machine(directory)
     arena = HostAllocator()
     buffer_bytes = max(page_up(nbytes) * count for nbytes, count in CASES[size])
-    buffer = torch.frombuffer(arena.block(buffer_bytes, component="bench"), dtype=torch.uint8)
+    buffer = arena.tensor(buffer_bytes, torch.uint8, component="bench")
     buffer.copy_(torch.randint(0, 256, (buffer_bytes,), dtype=torch.uint8))
     for nbytes in CHECKSUM_BYTES[size]:
         config = {"nbytes": nbytes, "rounds": rounds}
@@ -54,7 +54,7 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
         parent = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
         stores = {}
         for way in WAYS:
-            bounce = arena.block(BOUNCE_BYTES, component="bench")
+            bounce = arena.tensor(BOUNCE_BYTES, torch.uint8, component="bench")
             store = TensorStore(volumes=[parent], bounce=bounce, verify=way)
             stores[way] = stack.enter_context(store)
         for nbytes, count in CASES[size]:

@@ -83,7 +83,6 @@ class Runtime:
         new_event: Callable[[], Event] | None = None,
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
-        staging_slot_count: int | None = None,
         limit_bytes: int | None = None,
     ) -> None:
         """Open the store and take what every training needs; slots are taken when needed.
@@ -99,7 +98,6 @@ class Runtime:
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
-            staging_slot_count: None: STAGING_SLOT_COUNT.
             limit_bytes: Most host memory of all components together; None: no limit.
         """
         self.config = config
@@ -127,7 +125,6 @@ class Runtime:
         self._new_event = new_event
         self._staging: StagingSlots | None = None
         self._staging_slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
-        self._staging_slot_count = staging_slot_count or STAGING_SLOT_COUNT
         budget_bytes = parameter_budget_bytes or PARAMETER_BUDGET_BYTES
         self.pool = Pool(
             memory=stock.slot_memory or memory,
@@ -156,7 +153,7 @@ class Runtime:
                 store=self.io,
                 memory=self.memory,
                 slot_bytes=self._staging_slot_bytes,
-                slot_count=self._staging_slot_count,
+                slot_count=STAGING_SLOT_COUNT,
                 new_event=self._new_event,
             )
         return self._staging
@@ -171,7 +168,8 @@ class Runtime:
             HostMemoryError: There is not enough memory.
             StoreError: The drive failed.
         """
-        if self.store is not None and self.store.granted != _pages(plan.resident):
+        resident = _pages(plan.resident)
+        if self.store is not None and self.store.granted != resident:
             self.store.revoke()
         if self.pool.is_bounded:
             self.pool.resize(0, slot_bytes_max=0)
@@ -185,9 +183,10 @@ class Runtime:
         self.staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=plan.staging_slot_count)
         if self.pool.is_bounded:
             self.pool.resize(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
-        if self.store is not None and self.store.granted != _pages(plan.resident):
-            resident = self._within_arena(_pages(plan.resident))
-            self.store.grant(resident, memory=self.memory, component=RESIDENT_CACHE)
+        if self.store is not None and self.store.granted != resident:
+            self.store.grant(
+                self._within_arena(resident), memory=self.memory, component=RESIDENT_CACHE
+            )
         self.plan = plan
 
     def _within_arena(self, resident: dict[str, int]) -> dict[str, int]:
@@ -258,17 +257,12 @@ class Runtime:
 
     def describe(self) -> str:
         """Return one line for the log: what was really obtained."""
-        parts = []
+        parts = ["engine DeepSpeed aio", "pinned memory of the accelerator"]
         if self.store is not None:
-            parts.append(
-                f"engine {self.store.core.engine_name} ({self.store.core.engine_description})"
-            )
-        else:
-            parts.append("engine DeepSpeed aio")
+            core = self.store.core
+            parts[0] = f"engine {core.engine_name} ({core.engine_description})"
         if self.arena is not None:
-            parts.append(f"arena {describe(self.arena.core.report())}")
-        else:
-            parts.append("pinned memory of the accelerator")
+            parts[1] = f"arena {describe(self.arena.core.report())}"
         if self.pool.is_bounded:
             budget = format_nbytes(self.pool.budget_bytes)
             parts.append(f"parameters within {budget} of host memory")

@@ -17,11 +17,11 @@ from memascend.cli.compare.command import show_warm_up
 
 def main() -> int:
     """Compiles, and names what cannot be compiled here; only a crash is a failure."""
-    console = Console()
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         found = show_warm_up(console, Path(folder))
     for name, reason in found.unavailable.items():
-        console.print(f"{name} is not available here: {reason}", markup=False)
+        console.print(f"{name} is not available here: {reason}")
     return 1 if found.problem else 0
 
 

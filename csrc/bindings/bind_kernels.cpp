@@ -8,6 +8,7 @@
 #include "kernels/overflow.hpp"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace memascend {
 namespace {
@@ -34,16 +35,15 @@ std::vector<std::string> overflow_isas() {
 void bind_kernels(py::module_& module) {
   using overflow::ScanResult;
   py::class_<ScanResult>(module, "ScanResult")
-      .def(py::init<bool, double>(), py::kw_only(), py::arg("non_finite"), py::arg("sum_squares"))
+      .def(py::init<bool, double>(), py::kw_only(), "non_finite"_a, "sum_squares"_a)
       .def_readonly("non_finite", &ScanResult::non_finite)
       .def_readonly("sum_squares", &ScanResult::sum_squares)
       .def("__repr__", [](const ScanResult& self) {
         return py::str("ScanResult(non_finite={}, sum_squares={})")
             .format(self.non_finite, self.sum_squares);
       });
-  module.def("overflow_scan", &overflow_scan, py::kw_only(), py::arg("address"), py::arg("numel"),
-             py::arg("dtype"), py::arg("sum_squares") = false, py::arg("threads") = 0,
-             py::arg("isa") = "auto");
+  module.def("overflow_scan", &overflow_scan, py::kw_only(), "address"_a, "numel"_a, "dtype"_a,
+             "sum_squares"_a = false, "threads"_a = 0, "isa"_a = "auto");
   module.def("overflow_isas", &overflow_isas);
 }
 

@@ -47,21 +47,6 @@ std::uintptr_t as_number(const std::byte* address) {
   return reinterpret_cast<std::uintptr_t>(address);
 }
 
-void register_errors() {
-  py::register_exception_translator([](std::exception_ptr pending) {
-    try {
-      if (pending) std::rethrow_exception(pending);
-    } catch (const HostMemoryError& error) {
-      const py::object type = py::module_::import("memascend.errors").attr("HostMemoryError");
-      const py::object raised = type(error.what());
-      raised.attr("requested_bytes") = error.requested_bytes;
-      raised.attr("reserved_bytes") = error.reserved_bytes;
-      raised.attr("limit_bytes") = error.limit_bytes;
-      PyErr_SetObject(type.ptr(), raised.ptr());
-    }
-  });
-}
-
 void bind_structs(py::module_& module) {
   py::class_<ArenaReport>(module, "ArenaReport")
       .def_readonly("reserved_bytes", &ArenaReport::reserved_bytes)
@@ -110,7 +95,6 @@ void bind_allocator(py::module_& module) {
 }  // namespace
 
 void bind_memory(py::module_& module) {
-  register_errors();
   bind_structs(module);
   bind_allocator(module);
 }

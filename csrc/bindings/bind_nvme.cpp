@@ -11,6 +11,7 @@
 #include "nvme/store.hpp"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace memascend {
 namespace {
@@ -101,35 +102,21 @@ StoreTicket start_read(const std::shared_ptr<Store>& store, const std::string& k
   return {store, store->read(key, nbytes, std::move(target), offset)};
 }
 
-// Raises the class of memascend.errors called `name`, an OSError with more attributes.
-void raise_store_error(const char* name, const char* message, const ErrorPlace& place) {
-  const py::object type = py::module_::import("memascend.errors").attr(name);
-  const py::object error = type(place.code, message);
-  error.attr("key") = place.key;
-  error.attr("volume") = place.volume;
-  error.attr("offset") = place.offset;
-  error.attr("nbytes") = place.nbytes;
-  PyErr_SetObject(type.ptr(), error.ptr());
-}
+using FaultsClass = py::class_<MemoryFaults, std::shared_ptr<MemoryFaults>>;
 
-void translate(std::exception_ptr pending) {
-  try {
-    if (pending) std::rethrow_exception(pending);
-  } catch (const StoreFullError& error) {
-    raise_store_error("StoreFullError", error.what(), error.place());
-  } catch (const CorruptionError& error) {
-    raise_store_error("CorruptionError", error.what(), error.place());
-  } catch (const StoreError& error) {
-    raise_store_error("StoreError", error.what(), error.place());
-  } catch (const EngineUnavailableError& error) {
-    const py::object type = py::module_::import("memascend.errors").attr("EngineUnavailableError");
-    PyErr_SetObject(type.ptr(), type(error.code(), error.what()).ptr());
-  }
+// Lets Python read and set what may change while an engine runs.
+template <typename Value>
+void add_live_value(FaultsClass& faults, const char* name,
+                    std::atomic<Value> MemoryFaults::* member) {
+  faults.def_property(
+      name, [member](const MemoryFaults& self) { return (self.*member).load(); },
+      [member](MemoryFaults& self, Value value) { self.*member = value; });
 }
 
 void bind_faults(py::module_& module) {
-  py::class_<MemoryFaults, std::shared_ptr<MemoryFaults>>(
-      module, "MemoryFaults", "What goes wrong on the memory engine, by a seed. Tests only.")
+  FaultsClass bound(module, "MemoryFaults",
+                    "What goes wrong on the memory engine, by a seed. Tests only.");
+  bound
       .def(py::init([](std::uint64_t seed, double short_transfer, double eio, double enospc,
                        double again, double reorder, double flip, double lost, double delay,
                        std::uint64_t capacity_bytes) {
@@ -146,27 +133,15 @@ void bind_faults(py::module_& module) {
              faults->capacity_bytes = capacity_bytes;
              return faults;
            }),
-           py::kw_only(), py::arg("seed") = 0, py::arg("short") = 0.0, py::arg("eio") = 0.0,
-           py::arg("enospc") = 0.0, py::arg("again") = 0.0, py::arg("reorder") = 0.0,
-           py::arg("flip") = 0.0, py::arg("lost") = 0.0, py::arg("delay") = 0.0,
-           py::arg("capacity_bytes") = std::uint64_t{1} << 30)
-      .def_readonly("seed", &MemoryFaults::seed)
-      .def_property(
-          "paused", [](const MemoryFaults& faults) { return faults.paused.load(); },
-          [](MemoryFaults& faults, bool paused) { faults.paused = paused; })
-      .def_property(
-          "paused_volume", [](const MemoryFaults& faults) { return faults.paused_volume.load(); },
-          [](MemoryFaults& faults, int index) { faults.paused_volume = index; })
-      .def_property(
-          "gone", [](const MemoryFaults& faults) { return faults.gone.load(); },
-          [](MemoryFaults& faults, int code) { faults.gone = code; })
-      .def_property(
-          "slow_volume", [](const MemoryFaults& faults) { return faults.slow_volume.load(); },
-          [](MemoryFaults& faults, int index) { faults.slow_volume = index; })
-      .def_property(
-          "slow_milliseconds",
-          [](const MemoryFaults& faults) { return faults.slow_milliseconds.load(); },
-          [](MemoryFaults& faults, int value) { faults.slow_milliseconds = value; });
+           py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0,
+           "again"_a = 0.0, "reorder"_a = 0.0, "flip"_a = 0.0, "lost"_a = 0.0, "delay"_a = 0.0,
+           "capacity_bytes"_a = std::uint64_t{1} << 30)
+      .def_readonly("seed", &MemoryFaults::seed);
+  add_live_value(bound, "paused", &MemoryFaults::paused);
+  add_live_value(bound, "paused_volume", &MemoryFaults::paused_volume);
+  add_live_value(bound, "gone", &MemoryFaults::gone);
+  add_live_value(bound, "slow_volume", &MemoryFaults::slow_volume);
+  add_live_value(bound, "slow_milliseconds", &MemoryFaults::slow_milliseconds);
 }
 
 py::dict stats_dict(Store& store) {
@@ -174,26 +149,7 @@ py::dict stats_dict(Store& store) {
     const py::gil_scoped_release release;
     return store.stats();
   }();
-  py::dict result;
-  result["bytes_read"] = stats.bytes_read;
-  result["bytes_written"] = stats.bytes_written;
-  result["bytes_bounced"] = stats.bytes_bounced;
-  result["requests"] = stats.requests;
-  result["resubmitted"] = stats.resubmitted;
-  result["retries"] = stats.retries;
-  result["eio_retries"] = stats.eio_retries;
-  result["stalls"] = stats.stalls;
-  result["slow_spells"] = stats.slow_spells;
-  result["bytes_verified"] = stats.bytes_verified;
-  result["bytes_read_back"] = stats.bytes_read_back;
-  result["mismatches"] = stats.mismatches;
-  result["corruptions"] = stats.corruptions;
-  result["checksum_bytes"] = stats.checksum_bytes;
-  result["reserved_bytes"] = stats.reserved_bytes;
-  result["used_bytes"] = stats.used_bytes;
-  result["available_bytes"] = stats.available_bytes;
-  result["key_count"] = stats.key_count;
-  result["in_flight_count"] = stats.in_flight_count;
+  py::dict result = py::cast(stats.counts);
   result["wait_seconds"] = stats.wait_seconds;
   return result;
 }
@@ -224,39 +180,30 @@ void bind_store(py::module_& module) {
   const StoreOptions defaults;
   py::class_<Store, std::shared_ptr<Store>>(module, "Store",
                                             "Named byte ranges on SSD; see nvme/store.hpp.")
-      .def(py::init(&open_store), py::kw_only(), py::arg("volumes"),
-           py::arg("engine") = defaults.engine,
-           py::arg("queue_depth") = defaults.engine_options.queue_depth,
-           py::arg("chunk_bytes") = defaults.transfer.chunk_bytes,
-           py::arg("threads") = defaults.engine_options.thread_count, py::arg("sqpoll") = false,
-           py::arg("iopoll") = false, py::arg("grow_bytes") = defaults.grow_bytes,
-           py::arg("stripe_bytes") = defaults.stripe_bytes, py::arg("watchdog_seconds") = 60.0,
-           py::arg("eio_retries") = defaults.transfer.eio_retries,
-           py::arg("eio_pause_seconds") = 0.1, py::arg("pace_seconds") = 10.0,
-           py::arg("verify") = "off", py::arg("checksum_memory") = nullptr,
-           py::arg("bounce_address"), py::arg("bounce_nbytes"), py::arg("bounce_hold"),
-           py::arg("faults") = nullptr)
-      .def("reserve", &Store::reserve, py::kw_only(), py::arg("key"), py::arg("nbytes"),
-           WithoutGil())
-      .def("write", &start_write, py::kw_only(), py::arg("key"), py::arg("address"),
-           py::arg("nbytes"), py::arg("offset") = py::none(), py::arg("capacity") = 0,
-           py::arg("hold") = py::none())
-      .def("read", &start_read, py::kw_only(), py::arg("key"), py::arg("address"),
-           py::arg("nbytes"), py::arg("offset") = 0, py::arg("capacity") = 0,
-           py::arg("hold") = py::none())
+      .def(py::init(&open_store), py::kw_only(), "volumes"_a, "engine"_a = defaults.engine,
+           "queue_depth"_a = defaults.engine_options.queue_depth,
+           "chunk_bytes"_a = defaults.transfer.chunk_bytes,
+           "threads"_a = defaults.engine_options.thread_count, "sqpoll"_a = false,
+           "iopoll"_a = false, "grow_bytes"_a = defaults.grow_bytes,
+           "stripe_bytes"_a = defaults.stripe_bytes, "watchdog_seconds"_a = 60.0,
+           "eio_retries"_a = defaults.transfer.eio_retries, "eio_pause_seconds"_a = 0.1,
+           "pace_seconds"_a = 10.0, "verify"_a = "off", "checksum_memory"_a = nullptr,
+           "bounce_address"_a, "bounce_nbytes"_a, "bounce_hold"_a, "faults"_a = nullptr)
+      .def("reserve", &Store::reserve, py::kw_only(), "key"_a, "nbytes"_a, WithoutGil())
+      .def("write", &start_write, py::kw_only(), "key"_a, "address"_a, "nbytes"_a,
+           "offset"_a = py::none(), "capacity"_a = 0, "hold"_a = py::none())
+      .def("read", &start_read, py::kw_only(), "key"_a, "address"_a, "nbytes"_a, "offset"_a = 0,
+           "capacity"_a = 0, "hold"_a = py::none())
       .def("wait_all",
-           [](Store& store) {
-             wait_in_slices([&](auto slice) { return store.wait_all_for(slice); });
-           })
-      .def("discard", &Store::discard, py::kw_only(), py::arg("key"), WithoutGil())
-      .def("contains", &Store::contains, py::kw_only(), py::arg("key"), WithoutGil())
-      .def("nbytes", &Store::nbytes, py::kw_only(), py::arg("key"), WithoutGil())
+           [](Store& store) { wait_in_slices([&](auto slice) { return store.wait_all(slice); }); })
+      .def("discard", &Store::discard, py::kw_only(), "key"_a, WithoutGil())
+      .def("contains", &Store::contains, py::kw_only(), "key"_a, WithoutGil())
+      .def("nbytes", &Store::nbytes, py::kw_only(), "key"_a, WithoutGil())
       .def("keys", &Store::keys, WithoutGil())
       .def("stats", &stats_dict)
       .def("volume_stats", &Store::volume_stats, WithoutGil())
-      .def("provide_checksums", &Store::provide_checksums, py::kw_only(), py::arg("nbytes"),
-           WithoutGil())
-      .def("set_recovery", &Store::set_recovery, py::arg("recovery"), WithoutGil())
+      .def("provide_checksums", &Store::provide_checksums, py::kw_only(), "nbytes"_a, WithoutGil())
+      .def("set_recovery", &Store::set_recovery, "recovery"_a, WithoutGil())
       .def("close", &close)
       .def_property_readonly("engine_name", &Store::engine_name)
       .def_property_readonly("engine_reason", &Store::engine_reason)
@@ -271,13 +218,12 @@ void bind_store(py::module_& module) {
 void bind_volumes(py::module_& module) {
   const VolumeOptions defaults;
   py::class_<VolumeOptions>(module, "VolumeOptions", "A volume of a store; a path alone does, too.")
-      .def(py::init<std::string, double, std::uint64_t, int, std::uint64_t>(), py::arg("path"),
-           py::kw_only(), py::arg("weight") = defaults.weight,
-           py::arg("capacity_bytes") = defaults.capacity_bytes,
-           py::arg("descriptor") = defaults.descriptor,
-           py::arg("start_bytes") = defaults.start_bytes)
+      .def(py::init<std::string, double, std::uint64_t, int, std::uint64_t>(), "path"_a,
+           py::kw_only(), "weight"_a = defaults.weight,
+           "capacity_bytes"_a = defaults.capacity_bytes, "descriptor"_a = defaults.descriptor,
+           "start_bytes"_a = defaults.start_bytes)
       .def_readonly("path", &VolumeOptions::path)
-      .def_readonly("weight", &VolumeOptions::weight)
+      .def_readwrite("weight", &VolumeOptions::weight)
       .def_readonly("capacity_bytes", &VolumeOptions::capacity_bytes)
       .def_readonly("descriptor", &VolumeOptions::descriptor)
       .def_readonly("start_bytes", &VolumeOptions::start_bytes);
@@ -293,8 +239,7 @@ void bind_ticket(py::module_& module) {
   py::class_<StoreTicket>(module, "Ticket", "What to wait on for one read or write.")
       .def("wait",
            [](const StoreTicket& ticket) {
-             wait_in_slices(
-                 [&](auto slice) { return ticket.store->wait_for(*ticket.ticket, slice); });
+             wait_in_slices([&](auto slice) { return ticket.store->wait(*ticket.ticket, slice); });
            })
       .def("done", [](const StoreTicket& ticket) { return ticket.ticket->done(); })
       .def_property_readonly("nbytes",
@@ -308,16 +253,15 @@ void bind_crc32c(py::module_& module) {
         const std::span<const std::byte> bytes = as_span(address, nbytes);
         return portable ? crc32c_portable(bytes, previous) : crc32c(bytes, previous);
       },
-      "CRC-32C of memory; see base/crc32c.hpp.", py::kw_only(), py::arg("address"),
-      py::arg("nbytes"), py::arg("previous") = 0, py::arg("portable") = false, WithoutGil());
+      "CRC-32C of memory; see base/crc32c.hpp.", py::kw_only(), "address"_a, "nbytes"_a,
+      "previous"_a = 0, "portable"_a = false, WithoutGil());
   module.def("crc32c_method", &crc32c_method, "How this processor computes it.");
 }
 
 }  // namespace
 
 void bind_nvme(py::module_& module) {
-  py::register_exception_translator(&translate);
-  module.def("describe_cause", &describe_cause, py::kw_only(), py::arg("code"));
+  module.def("describe_cause", &describe_cause, py::kw_only(), "code"_a);
   bind_faults(module);
   bind_ticket(module);
   bind_volumes(module);

@@ -104,4 +104,18 @@ bool finish_find(bool found, const std::byte* source, std::size_t first, std::si
   return found;
 }
 
+/// The kernels of a format, out of an instruction set's templates.
+template <typename Set>
+Kernels choose_kernels(Format format) {
+  switch (format) {
+    case Format::kFloat16:
+      return {Set::template find<Float16>, Set::template sum<Float16>};
+    case Format::kBfloat16:
+      return {Set::template find<Bfloat16>, Set::template sum<Bfloat16>};
+    case Format::kFloat32:
+      break;
+  }
+  return {Set::template find<Float32>, Set::template sum<Float32>};
+}
+
 }  // namespace memascend::overflow

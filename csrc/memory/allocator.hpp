@@ -20,8 +20,8 @@
 #include <string>
 #include <vector>
 
+#include "base/free_space.hpp"
 #include "memory/arena.hpp"
-#include "memory/free_space.hpp"
 
 namespace memascend {
 

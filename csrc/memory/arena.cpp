@@ -51,7 +51,7 @@ void Arena::commit(std::uint64_t offset, std::uint64_t nbytes) {
   reserved_bytes_ += nbytes;
   if (options_.pages.lock) lock_pages(added, notes_);
   if (!registers()) return;
-  const auto added_piece = pieces_.emplace(offset, Piece{nbytes, false}).first;
+  const auto added_piece = pieces_.emplace(offset, CommittedPiece{nbytes, false}).first;
   register_piece(offset, added_piece->second);
 }
 
@@ -80,7 +80,7 @@ bool Arena::is_boundary(std::uint64_t offset) const {
 }
 
 /// Best effort: a piece that the driver refuses serves as ordinary memory.
-void Arena::register_piece(std::uint64_t offset, Piece& piece) {
+void Arena::register_piece(std::uint64_t offset, CommittedPiece& piece) {
   const std::string failure = driver_->register_memory(memory(offset, piece.nbytes));
   if (failure.empty()) {
     piece.registered = true;
@@ -91,7 +91,7 @@ void Arena::register_piece(std::uint64_t offset, Piece& piece) {
 }
 
 /// False when memory that the driver still knows would be given away.
-bool Arena::unregister_piece(std::uint64_t offset, Piece& piece) {
+bool Arena::unregister_piece(std::uint64_t offset, CommittedPiece& piece) {
   if (!piece.registered) return true;
   const std::string failure = driver_->try_unregister_memory(memory(offset, piece.nbytes));
   if (!failure.empty()) {

@@ -50,12 +50,12 @@ class Arena {
   std::uint64_t reserved_bytes() const noexcept { return reserved_bytes_; }
   /// Whether memory is registered with a device. Then each commit is a piece of its own.
   bool registers() const noexcept { return driver_ != nullptr; }
-  struct Piece {
+  struct CommittedPiece {
     std::uint64_t nbytes;
     bool registered;  // false: the driver refused this one
   };
   /// By offset; empty unless registers().
-  const std::map<std::uint64_t, Piece>& pieces() const noexcept { return pieces_; }
+  const std::map<std::uint64_t, CommittedPiece>& pieces() const noexcept { return pieces_; }
   /// Whether a piece begins or ends at `offset`.
   bool is_boundary(std::uint64_t offset) const;
 
@@ -78,8 +78,8 @@ class Arena {
     return {range_.base() + offset, nbytes};
   }
   bool is_hugetlb(std::uint64_t offset, std::uint64_t nbytes) const;
-  void register_piece(std::uint64_t offset, Piece& piece);
-  bool unregister_piece(std::uint64_t offset, Piece& piece);
+  void register_piece(std::uint64_t offset, CommittedPiece& piece);
+  bool unregister_piece(std::uint64_t offset, CommittedPiece& piece);
 
   ArenaOptions options_;
   Notes notes_;
@@ -87,7 +87,7 @@ class Arena {
   std::unique_ptr<CudaDriver> driver_;
   std::uint64_t reserved_bytes_ = 0;
   std::uint64_t registered_bytes_ = 0;
-  std::map<std::uint64_t, Piece> pieces_;
+  std::map<std::uint64_t, CommittedPiece> pieces_;
   std::map<std::uint64_t, std::uint64_t> hugetlb_;  // offset -> nbytes
 };
 

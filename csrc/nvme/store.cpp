@@ -204,29 +204,19 @@ void Store::finish(Job* job, std::vector<Job*>* over) {
   std::erase_if(entry.jobs, [job](const auto& other) { return other.get() == job; });
 }
 
-void Store::wait(Ticket& ticket) {
-  while (!wait_for(ticket, std::chrono::hours(1))) {
-  }
-}
-
-bool Store::wait_for(Ticket& ticket, std::chrono::milliseconds timeout) {
+bool Store::wait(Ticket& ticket, std::chrono::milliseconds timeout) {
   LockedCall call(*this);
-  const bool done = ticket.done() || call.wait_for(ticket.finished_, &ticket.waiter_count_, timeout,
-                                                   [&] { return ticket.done(); });
+  const bool done = ticket.done() || call.wait(ticket.finished_, &ticket.waiter_count_, timeout,
+                                               [&] { return ticket.done(); });
   if (done && ticket.error_) {
     throw_store_error(describe(ticket.operation_, *ticket.error_, recovery_), *ticket.error_);
   }
   return done;
 }
 
-void Store::wait_all() {
-  while (!wait_all_for(std::chrono::hours(1))) {
-  }
-}
-
-bool Store::wait_all_for(std::chrono::milliseconds timeout) {
+bool Store::wait_all(std::chrono::milliseconds timeout) {
   LockedCall call(*this);
-  return call.wait_for(quiet_, &quiet_waiter_count_, timeout, [&] { return job_count_ == 0; });
+  return call.wait(quiet_, &quiet_waiter_count_, timeout, [&] { return job_count_ == 0; });
 }
 
 // The entry of `key` once nothing is in flight on it, or nullptr when there is none (any more).
@@ -237,7 +227,7 @@ Store::Entry* Store::wait_until_quiet(LockedCall& call, const std::string& key) 
   };
   Entry* entry = find_entry();
   if (entry == nullptr || entry->jobs.empty()) return entry;
-  call.wait(quiet_, &quiet_waiter_count_, [&] {
+  call.wait(quiet_, &quiet_waiter_count_, kForever, [&] {
     entry = find_entry();
     return entry == nullptr || entry->jobs.empty();
   });
@@ -285,7 +275,7 @@ std::vector<std::string> Store::keys() {
 }
 
 bool Store::close_within(std::chrono::milliseconds timeout) {
-  if (::getpid() == owner_process_ && !wait_all_for(timeout)) return false;
+  if (::getpid() == owner_process_ && !wait_all(timeout)) return false;
   close();
   return true;
 }
@@ -296,7 +286,7 @@ void Store::close() {
   {
     LockedCall call(*this);
     closed_ = true;
-    call.wait(quiet_, &quiet_waiter_count_, [this] { return job_count_ == 0; });
+    call.wait(quiet_, &quiet_waiter_count_, kForever, [this] { return job_count_ == 0; });
     queue = std::move(queue_);
   }
   if (queue == nullptr) return;  // closed before

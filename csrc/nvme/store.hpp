@@ -68,30 +68,15 @@ struct VolumeStats {
 };
 
 struct StoreStats {
-  std::uint64_t bytes_read;
-  std::uint64_t bytes_written;
-  std::uint64_t bytes_bounced;
-  std::uint64_t requests;
-  std::uint64_t resubmitted;
-  std::uint64_t retries;
-  std::uint64_t eio_retries;
-  std::uint64_t stalls;
-  std::uint64_t slow_spells;
-  std::uint64_t bytes_verified;  // as TransferQueue::Counters has them
-  std::uint64_t bytes_read_back;
-  std::uint64_t mismatches;
-  std::uint64_t corruptions;
-  std::uint64_t checksum_bytes;   // host memory of checksums
-  std::uint64_t reserved_bytes;   // of the volumes' files
-  std::uint64_t used_bytes;       // of them, under keys
-  std::uint64_t available_bytes;  // that keys may still take, growth included
-  std::uint64_t key_count;
-  std::uint64_t in_flight_count;  // transfers
-  double wait_seconds;            // spent by callers in waiting
+  std::map<std::string, std::uint64_t> counts;  // by the names that Python knows them by
+  double wait_seconds;                          // spent by callers in waiting
 };
 
 class Store {
  public:
+  /// A century: the longest that clocks can add to now, about.
+  static constexpr std::chrono::hours kForever{24 * 365 * 100};
+
   /// Memory of one transfer. `capacity_bytes` (0: as the transfer) is what may be used from `data`
   /// on: with a page-rounded slot an odd tail needs no bounce. A read may overwrite it, a write may
   /// store it where nothing else lies. `hold` is kept until the I/O is over; it is then dropped by
@@ -118,14 +103,12 @@ class Store {
   /// Starts reading. Sees every write started before.
   std::shared_ptr<Ticket> read(const std::string& key, std::uint64_t nbytes, Memory target,
                                std::uint64_t offset = 0);
-  /// Waits for one transfer. Throws StoreError, as often as asked, when it failed.
-  void wait(Ticket& ticket);
-  /// Waits no longer than `timeout`; false when the transfer is not over by then.
-  bool wait_for(Ticket& ticket, std::chrono::milliseconds timeout);
-  /// Waits until nothing is in flight. Throws nothing: tickets keep their errors.
-  void wait_all();
-  /// Waits no longer than `timeout`; false when something is in flight by then.
-  bool wait_all_for(std::chrono::milliseconds timeout);
+  /// Waits for one transfer; false when it is not over within `timeout`. Throws StoreError, as
+  /// often as asked, when it failed.
+  bool wait(Ticket& ticket, std::chrono::milliseconds timeout = kForever);
+  /// Waits until nothing is in flight; false when something is still after `timeout`. Throws
+  /// nothing: tickets keep their errors.
+  bool wait_all(std::chrono::milliseconds timeout = kForever);
 
   /// Forgets a key after its I/O; false when there is none.
   bool discard(const std::string& key);

@@ -30,16 +30,11 @@ class Store::LockedCall {
   LockedCall(const LockedCall&) = delete;
   LockedCall& operator=(const LockedCall&) = delete;
   void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
-  /// Waits until `condition()`, and accounts the time.
+  /// Waits until `condition()`, and no longer than `timeout`; returns the condition then. Accounts
+  /// the time.
   template <typename Condition>
-  void wait(std::condition_variable& event, std::size_t* waiter_count, Condition condition) {
-    while (!wait_for(event, waiter_count, std::chrono::hours(1), condition)) {
-    }
-  }
-  /// Waits no longer than `timeout`; returns the condition then.
-  template <typename Condition>
-  bool wait_for(std::condition_variable& event, std::size_t* waiter_count,
-                std::chrono::milliseconds timeout, Condition condition) {
+  bool wait(std::condition_variable& event, std::size_t* waiter_count,
+            std::chrono::milliseconds timeout, Condition condition) {
     const auto start = std::chrono::steady_clock::now();
     ++*waiter_count;
     const bool result = event.wait_for(lock_, timeout, condition);

@@ -155,8 +155,7 @@ void Volume::grow(std::uint64_t capacity_bytes) {
   const std::uint64_t available = available_bytes();
   const auto full = [&] {
     return VolumeFullError(join("grow the file in ", directory_, " by ", needed, " bytes (",
-                                available, " bytes available)"),
-                           needed, available);
+                                available, " bytes available)"));
   };
   // Asked before, too: fallocate may fill the disk for minutes before it fails, and growth beyond
   // RLIMIT_FSIZE sends SIGXFSZ.

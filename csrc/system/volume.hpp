@@ -29,17 +29,7 @@ struct Alignment {
 /// The file system cannot hold what a volume is to grow to. Nothing was changed.
 class VolumeFullError : public SystemCallError {
  public:
-  VolumeFullError(const std::string& what_failed, std::uint64_t needed_bytes,
-                  std::uint64_t available_bytes)
-      : SystemCallError(ENOSPC, what_failed),
-        needed_bytes_(needed_bytes),
-        available_bytes_(available_bytes) {}
-  std::uint64_t needed_bytes() const noexcept { return needed_bytes_; }
-  std::uint64_t available_bytes() const noexcept { return available_bytes_; }
-
- private:
-  std::uint64_t needed_bytes_;
-  std::uint64_t available_bytes_;
+  explicit VolumeFullError(const std::string& what_failed) : SystemCallError(ENOSPC, what_failed) {}
 };
 
 class Volume {

@@ -15,7 +15,6 @@ OPTIMIZER_TILES = "optimizer tiles"
 OPTIMIZER_SCRATCH = "optimizer scratch"
 #: Parameters within a budget (streaming.parameters).
 PARAMETER_SLOTS = "parameter slots"
-#: Parameters in size classes, without a budget.
 #: What stays in host memory instead of on the drive.
 RESIDENT_CACHE = "resident cache"
 #: Of what lies on the drives (verify).

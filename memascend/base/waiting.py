@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 
-class Waitable(Protocol):
-    """Something in flight."""
+class Ended:
+    """The ticket of a transfer that was over before the call returned, or could not begin."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
 
     def wait(self) -> None:
-        """Return when it is over; raise when it failed."""
+        """Return at once; raise what kept it from beginning."""
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Return true: nothing is in flight."""
+        return True
 
 
-def wait_all(waitables: Iterable[Waitable]) -> None:
-    """Wait for all, then raise the first error."""
+def wait_all(waits: Iterable[Callable[[], object]]) -> None:
+    """Call all, each of which returns when something is over; then raise the first error."""
     first_error: Exception | None = None
-    for waitable in waitables:
+    for wait in waits:
         try:
-            waitable.wait()
+            wait()
         except Exception as error:
             first_error = first_error or error
     if first_error is not None:

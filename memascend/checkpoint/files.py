@@ -171,30 +171,39 @@ class FileReader:
 class TensorReader:
     """The bytes of a tensor in memory, or mapped into it; behind its end there are zeros."""
 
-    def __init__(self, tensor: torch.Tensor, *, is_mapped: bool = False) -> None:
-        """Keep the tensor; of a file that is mapped, few pages stay in memory."""
-        self._data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    def __init__(self, load: Callable[[], torch.Tensor], *, is_mapped: bool = False) -> None:
+        """Load nothing before it is read: a process may have fewer mappings than there are files.
+
+        Args:
+            load: Returns the tensor; of a file that it maps, few pages stay in memory.
+            is_mapped: Whether it maps a file.
+        """
+        self._load = load
+        self._data: torch.Tensor | None = None
         self._is_mapped = is_mapped
         self._read_bytes = 0
 
     def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
         """Fill a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
+        if self._data is None:
+            self._data = self._load().detach().contiguous().view(-1).view(torch.uint8)
         count = max(0, min(target.numel(), self._data.numel() - begin_bytes))
         if count:
             target[:count].copy_(self._data[begin_bytes : begin_bytes + count])
         target[count:].zero_()
         self._read_bytes += count
         if self._read_bytes >= FLUSH_BYTES:
-            self.close()
+            self._page_out(self._data)
 
     def close(self) -> None:
+        """Let go of tensor and pages; reading on loads it again."""
+        data, self._data = self._data, None
+        if data is not None:
+            self._page_out(data)
+
+    def _page_out(self, data: torch.Tensor) -> None:
         """Give back the pages of a mapped file that were read."""
         if self._read_bytes and self._is_mapped:
-            _page_out(self._data)
+            begin = data.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            page_out(begin, data.data_ptr() + data.nbytes - begin)
         self._read_bytes = 0
-
-
-def _page_out(data: torch.Tensor) -> None:
-    """Let the pages go that a tensor of a mapped file lies in."""
-    begin = data.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    page_out(begin, data.data_ptr() + data.nbytes - begin)

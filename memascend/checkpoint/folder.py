@@ -3,7 +3,7 @@
 It is written under a working name beside its place, made durable, and renamed when it is complete;
 `latest` follows after that. Where the tag exists already the two folders change places in one step,
 so that there is no moment without a complete one. What a killed save left behind is removed by the
-next. Standard library only; one process (the leader) calls for all ranks.
+next. Knows the file system alone; one process (the leader) calls for all ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from time import monotonic, sleep
 
 from memascend.errors import CheckpointError
+from memascend.system.locks import lock_within
 
 _PREFIX = ".memascend-"
 _WORKING, _REPLACED = ".saving", ".replaced"
@@ -28,7 +28,6 @@ _CHECKPOINT_FILES = ("*_states.pt", "*optim_states.pt", "memascend-rank*.json", 
 
 #: Renaming is quick, removing what was replaced takes a while on a slow drive.
 _PATIENCE_S = 600.0
-_LOCK_POLL_S = 0.02
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -221,8 +220,8 @@ def _try_lock(folder: Path) -> int | None:
     except OSError:
         return None
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
+        if lock_within(descriptor, 0):
+            return descriptor
     os.close(descriptor)
     return None
 
@@ -238,23 +237,16 @@ def _alone_in(parent: Path) -> Iterator[None]:
         CheckpointError: Another run does not come to an end of it.
     """
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
-    deadline = monotonic() + _PATIENCE_S
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if monotonic() > deadline:
-                    raise CheckpointError(
-                        f"cannot save in {parent}: it has been locked for {_PATIENCE_S:.0f} s. "
-                        "Likely cause: another run that saves there is stopped. End it, or give "
-                        "each run a folder of its own"
-                    ) from None
-                sleep(_LOCK_POLL_S)
-                continue
-            except OSError:
-                pass  # no locks here
-            break
+        is_alone = True
+        with suppress(OSError):  # no locks here
+            is_alone = lock_within(descriptor, _PATIENCE_S)
+        if not is_alone:
+            raise CheckpointError(
+                f"cannot save in {parent}: it has been locked for {_PATIENCE_S:.0f} s. Likely "
+                "cause: another run that saves there is stopped. End it, or give each run a folder "
+                "of its own"
+            )
         yield
     finally:
         # A child that another thread forked meanwhile has the descriptor, and would keep the lock.

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from memascend.base.json_text import parse_json, show_json
 from memascend.errors import CheckpointError
 
-FORMAT = "memascend checkpoint"
 VERSION = 1
 #: A larger manifest is not read: that of a model with a thousand sub-groups has a megabyte.
 MANIFEST_BYTES_MAX = 32 << 20

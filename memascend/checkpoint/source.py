@@ -238,7 +238,8 @@ def _add_sub_group(
             check_nbytes(path, path.stat().st_size, numel, dtype)
             reader = FileReader(path)
         elif value.numel() == numel:
-            reader = TensorReader(value, is_mapped=zipfile.is_zipfile(part.states))
+            is_mapped = zipfile.is_zipfile(part.states)
+            reader = TensorReader(value.detach, is_mapped=is_mapped)
         else:
             what = f"{state}-{name}" if state else name
             raise missing_file(part.tensors / f"{what}.tensor.swp")

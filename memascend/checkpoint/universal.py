@@ -7,6 +7,7 @@ itself puts into its files.
 
 from __future__ import annotations
 
+import functools
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -114,7 +115,7 @@ def open_universal(
                 ByteSpan(
                     target=run.offset * dtype.itemsize,
                     nbytes=run.numel * dtype.itemsize,
-                    reader=ParameterReader(_file(folder, run.name, state)),
+                    reader=parameter_reader(_file(folder, run.name, state)),
                     source=run.first * dtype.itemsize,
                 )
                 for run in own_runs
@@ -124,25 +125,9 @@ def open_universal(
     return source
 
 
-class ParameterReader:
-    """The bytes of a parameter's file, which is mapped when it is read, and can be closed."""
-
-    def __init__(self, path: Path) -> None:
-        """Open nothing: a process may have fewer mappings than a checkpoint has files."""
-        self._path = path
-        self._reader: TensorReader | None = None
-
-    def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
-        """Fill a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
-        if self._reader is None:
-            self._reader = TensorReader(_content(self._path), is_mapped=True)
-        self._reader.fill(begin_bytes, target)
-
-    def close(self) -> None:
-        """Let go of file and pages; reading on maps it again."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
+def parameter_reader(path: Path) -> TensorReader:
+    """Return the reader of a parameter's file, which is mapped when it is read."""
+    return TensorReader(functools.partial(_content, path), is_mapped=True)
 
 
 def _file(folder: Path, parameter: str, state: str) -> Path:

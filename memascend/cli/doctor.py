@@ -32,7 +32,7 @@ from memascend.base.units import GIB, MIB, format_nbytes
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.system.memory import group_limit
-from memascend.system.mounts import IN_MEMORY, filesystem_of
+from memascend.system.mounts import IN_MEMORY, PROC, SYSFS, filesystem_of, read_line, read_lines
 
 TRIAL_BYTES = MIB
 FREE_BYTES_COMFORTABLE = 20 * GIB
@@ -154,9 +154,9 @@ def _io_uring() -> Check:
         os.close(descriptor)
         return Check("io_uring", "ok", "available")
     reason = os.strerror(ctypes.get_errno())
-    disabled = Path("/proc/sys/kernel/io_uring_disabled")
     fix = "in a container: --security-opt seccomp=unconfined"
-    if disabled.exists() and (value := disabled.read_text(encoding="ascii").strip()) != "0":
+    value = read_line(PROC / "sys/kernel/io_uring_disabled")
+    if value not in ("", "0"):
         reason += f" (kernel.io_uring_disabled={value})"
         fix = "sysctl kernel.io_uring_disabled=0"
     return Check("io_uring", "note", f"refused: {reason}; the threads engine is used instead", fix)
@@ -175,22 +175,17 @@ def _page_lock_limit() -> Check:
 
 def _has_ipc_lock() -> bool:
     cap_ipc_lock = 14
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        effective = next(line for line in lines if line.startswith("CapEff:"))
-        return bool(int(effective.split()[1], 16) >> cap_ipc_lock & 1)
+    for line in read_lines(PROC / "self/status"):
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> cap_ipc_lock & 1)
     return False
 
 
 def _huge_pages() -> Check:
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    transparent = "not supported"
-    if setting.exists():
-        transparent = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
-    explicit = "0"
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("HugePages_Free:"):
-            explicit = line.split()[1]
+    setting = SYSFS / "kernel/mm/transparent_hugepage/enabled"
+    transparent = read_line(setting).partition("[")[2].partition("]")[0] or "not supported"
+    counts = (line.split() for line in read_lines(PROC / "meminfo"))
+    explicit = next((words[1] for words in counts if words[0] == "HugePages_Free:"), "0")
     found = f"transparent: {transparent}, explicit and free: {explicit}"
     if transparent in ("never", "not supported") and explicit == "0":
         fix = f"echo madvise > {setting}"
@@ -288,18 +283,16 @@ def _trial(path: Path) -> Check:
     ):
         source.write(os.urandom(TRIAL_BYTES))
         try:
-            store = _core.Store(
+            opened = _core.Store(
                 volumes=[str(path.resolve())],
                 bounce_address=_address(bounce),
                 bounce_nbytes=TRIAL_BYTES,
                 bounce_hold=None,
             )
-            try:
+            with contextlib.closing(opened) as store:
                 for transfer, memory in ((store.write, source), (store.read, target)):
                     transfer(key="trial", address=_address(memory), nbytes=TRIAL_BYTES).wait()
                 engine = f"{store.engine_name} ({store.engine_reason})"
-            finally:
-                store.close()
         except OSError as error:
             return Check(name, "problem", str(error), "see the checks above, or another --path")
         if source[:] != target[:]:

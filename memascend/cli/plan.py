@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -242,34 +242,26 @@ def _print_table(
     for title in columns:
         table.add_column(title, justify="right")
 
-    def add(name: str, values: list[str], style: str | None = None) -> None:
-        table.add_row(name, *values, style=style)
+    def add(name: str, cells: Iterable[int | str], style: str | None = None) -> None:
+        texts = [cell if isinstance(cell, str) else format_nbytes(cell) for cell in cells]
+        table.add_row(name, *texts, style=style)
 
-    for name in dict.fromkeys(name for plan in columns.values() for name in plan.host):
-        cells = [plan.host.get(name) for plan in columns.values()]
-        if any(cells):
-            add(name, ["" if nbytes is None else format_nbytes(nbytes) for nbytes in cells])
+    plans = list(columns.values())
+    for name in dict.fromkeys(name for plan in plans for name in plan.host):
+        if any(plan.host.get(name) for plan in plans):
+            add(name, (plan.host.get(name, "") for plan in plans))
     table.add_section()
-    add("host memory", [format_nbytes(plan.host_bytes) for plan in columns.values()], "bold")
-    add(
-        "highest at the start",
-        [format_nbytes(plan.initialization_bytes) for plan in columns.values()],
-    )
-    add("highest in a step", [format_nbytes(plan.step_bytes) for plan in columns.values()])
-    add("less than stock", [_saved(plan, accounts.stock) for plan in columns.values()])
+    add("host memory", (plan.host_bytes for plan in plans), style="bold")
+    add("highest at the start", (plan.initialization_bytes for plan in plans))
+    add("highest in a step", (plan.step_bytes for plan in plans))
+    add("less than stock", (_saved(plan, accounts.stock) for plan in plans))
     if args.world > 1:
-        totals = [format_nbytes(plan.host_bytes * args.world) for plan in columns.values()]
-        add(f"host memory, {args.world} ranks", totals)
+        add(f"host memory, {args.world} ranks", (plan.host_bytes * args.world for plan in plans))
     table.add_section()
-    add("on the drive", [format_nbytes(plan.drive_bytes) for plan in columns.values()])
-    add(
-        "read per step", [format_nbytes(sum(plan.read_bytes.values())) for plan in columns.values()]
-    )
-    add(
-        "written per step",
-        [format_nbytes(sum(plan.written_bytes.values())) for plan in columns.values()],
-    )
-    add("a step takes at least", [f"{_floor(plan, args):.1f} s" for plan in columns.values()])
+    add("on the drive", (plan.drive_bytes for plan in plans))
+    add("read per step", (sum(plan.read_bytes.values()) for plan in plans))
+    add("written per step", (sum(plan.written_bytes.values()) for plan in plans))
+    add("a step takes at least", (f"{_floor(plan, args):.1f} s" for plan in plans))
     console = Console()
     console.print(table)
     for note in _notes(accounts, ds_config, args):

@@ -24,6 +24,8 @@ NAME_LENGTH_MAX = 100
 
 Path = tuple[str | int, ...]
 
+_PLAIN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
 
 def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str:
     """Return a line for each wrong key.
@@ -141,14 +143,9 @@ def _plain_types(annotation: object) -> Iterator[object]:
 def _words(annotation: object) -> str:
     if typing.get_origin(annotation) is Literal:
         return " or ".join(show_json(value) for value in typing.get_args(annotation))
-    if annotation is bool:
-        return "true or false"
-    if annotation is int:
-        return "a whole number"
-    if annotation is float:
-        return "a number"
-    if annotation is str:
-        return "text"
+    for kind, words in _PLAIN_WORDS.items():
+        if annotation is kind:
+            return words
     if isinstance(annotation, type) and "enabled" in getattr(annotation, "model_fields", {}):
         return 'an object such as {"enabled": false}'
     return "a list" if typing.get_origin(annotation) is tuple else "an object such as {}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Literal
 
-from memascend._core import Allocator, ArenaReport, Block
+from memascend._core import Allocator, ArenaReport
 from memascend.base.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -61,19 +61,6 @@ class HostAllocator:
         self._described = False
         self._log_new_notes()
 
-    def block(self, nbytes: int, *, component: str, zero: bool = False) -> Block:
-        """Return a run of bytes accounted to a component; freed with its last reference.
-
-        Raises:
-            HostMemoryError: The limit or the system does not allow it.
-        """
-        block = self.core.allocate(nbytes=nbytes, component=component, zero=zero)
-        self._log_new_notes()
-        if not self._described:
-            self._described = True
-            _LOG.info("host memory: %s", describe(self.core.report()))
-        return block
-
     def tensor(
         self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
     ) -> torch.Tensor:
@@ -86,7 +73,12 @@ class HostAllocator:
 
         if numel == 0:
             return torch.empty(0, dtype=dtype)  # a block is never empty
-        block = self.block(numel * dtype.itemsize, component=component, zero=zero)
+        nbytes = numel * dtype.itemsize
+        block = self.core.allocate(nbytes=nbytes, component=component, zero=zero)
+        self._log_new_notes()
+        if not self._described:
+            self._described = True
+            _LOG.info("host memory: %s", describe(self.core.report()))
         return torch.frombuffer(block, dtype=dtype)
 
     def contains(self, tensor: torch.Tensor) -> bool:

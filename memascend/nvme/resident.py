@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from memascend.base.interfaces import HostMemory, Ticket
 from memascend.base.units import PAGE_BYTES, page_down, page_up
+from memascend.base.waiting import Ended
 from memascend.memory.pool import Segment
 from memascend.nvme.store import TensorStore, contiguous_cpu
 
@@ -32,19 +33,6 @@ if TYPE_CHECKING:
     import torch
 
     from memascend import _core
-
-
-class _Done:
-    """The ticket of a transfer that was over before the call returned."""
-
-    def wait(self) -> None:
-        """Return at once: nothing is in flight."""
-
-    def done(self) -> bool:
-        return True
-
-
-_DONE = _Done()
 
 
 @dataclass(slots=True, eq=False)
@@ -209,7 +197,7 @@ class ResidentStore:
         entry = self._entries.get(key)
         if entry is None:
             return self._store.write(key=key, source=source, offset_bytes=offset_bytes, hold=hold)
-        ticket: Ticket = _DONE
+        ticket: Ticket = Ended()
         data = _as_bytes(source)
         offset, count = offset_bytes or 0, entry.head_bytes
         # The drive first: when it refuses, nothing has changed.
@@ -247,7 +235,7 @@ class ResidentStore:
         entry = self._entries.get(key)
         if entry is None:
             return self._store.read(key=key, target=target, offset_bytes=offset_bytes, hold=hold)
-        ticket: Ticket = _DONE
+        ticket: Ticket = Ended()
         data = _as_bytes(target)
         count = _count_in_head(key, entry, offset_bytes, data.numel())
         if count < data.numel():

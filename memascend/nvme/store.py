@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 from memascend import _core
 from memascend.errors import MemAscendError, StoreError
@@ -33,18 +33,6 @@ VolumeOptions = _core.VolumeOptions
 MemoryFaults = _core.MemoryFaults
 
 
-class Memory(Protocol):
-    """Memory that somebody else owns, e.g. an arena's block; torch tensors do as well."""
-
-    @property
-    def address(self) -> int:
-        """First byte, aligned to a page."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from there on."""
-
-
 class TensorStore:
     """Named tensors on SSD.
 
@@ -56,7 +44,7 @@ class TensorStore:
         self,
         *,
         volumes: Sequence[str | Path | VolumeOptions],
-        bounce: Memory | torch.Tensor,
+        bounce: torch.Tensor,
         engine: str = "auto",
         queue_depth: int = 64,
         chunk_bytes: int = 1024 * 1024,
@@ -224,12 +212,9 @@ class TensorStore:
         self.close()
 
 
-def _span(memory: Memory | torch.Tensor) -> tuple[int, int]:
-    """Return address and size of a tensor or of anything that states them."""
-    if not hasattr(memory, "data_ptr"):
-        return memory.address, memory.nbytes
-    tensor = contiguous_cpu(cast("torch.Tensor", memory))
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return address and size of a contiguous CPU tensor."""
+    return contiguous_cpu(tensor).data_ptr(), tensor.nbytes
 
 
 def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,13 @@ from typing import Any
 from memascend.base.units import MIB
 from memascend.config.deepspeed_json import flag, section, whole
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
+from memascend.plan.knobs import REPEATED_COUNT_MIN
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape
 
 ALIGNED_BYTES = 1024  # AIO_ALIGNED_BYTES, per worker of one operation
 SWAPPABLE_BYTES_MIN = MIB  # MIN_AIO_BYTES
 GRADIENT_BYTES = 4  # a gradient on the drive is fp32
-REPEATED_COUNT_MIN = 3
 LAYERS_IN_FLIGHT = 2
 
 # The letters are those of the stock ledger's test.
@@ -121,23 +121,31 @@ def stock(
     shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
 ) -> StockPlan:
     """Return the account of DeepSpeed as it is."""
-    return StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=False)
+    return _StockAccount(shapes, request, settings, has_pieces=False).plan()
 
 
 def four_pieces(
     shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
 ) -> StockPlan:
     """Return the account of DeepSpeed with the paper's four pieces, and no more."""
-    return StockAccount(shapes, request, settings or StockSettings()).plan(has_pieces=True)
+    return _StockAccount(shapes, request, settings, has_pieces=True).plan()
 
 
-class StockAccount:
+class _StockAccount:
     """One rank's tensors and sub-groups, sorted by where stock keeps them."""
 
-    def __init__(self, shapes: ModelShapes, request: PlanRequest, settings: StockSettings) -> None:
+    def __init__(
+        self,
+        shapes: ModelShapes,
+        request: PlanRequest,
+        settings: StockSettings | None,
+        *,
+        has_pieces: bool,
+    ) -> None:
         self._shapes = shapes
         self._request = request
-        self._settings = settings
+        self._settings = settings = settings or StockSettings()
+        self._has_pieces = has_pieces
         self._swappable_bytes_min = max(SWAPPABLE_BYTES_MIN, settings.block_bytes)
         self._has_param_drive = request.parameters_device == "nvme"
         self._has_optimizer_drive = request.optimizer_device == "nvme"
@@ -159,13 +167,13 @@ class StockAccount:
             if is_resident
         }
 
-    def plan(self, *, has_pieces: bool) -> StockPlan:
-        """Add everything up, with the paper's four pieces or as DeepSpeed is."""
+    def plan(self) -> StockPlan:
+        """Add everything up."""
         return StockPlan(
-            host=self._host(has_pieces),
+            host=self._host(),
             host_initialization=self._initialization(),
-            host_step=self._step(has_pieces),
-            notes=self._notes(has_pieces),
+            host_step=self._step(),
+            notes=self._notes(),
             **self._drive(),
         )
 
@@ -195,9 +203,12 @@ class StockAccount:
             is_resident += [end <= room_numel for end in ends]
         return is_resident
 
+    def _nbytes(self, tensor: TensorShape) -> int:
+        """Return the bytes of this rank's part of a parameter."""
+        return tensor.shard_numel(self._request.world) * self._request.param_itemsize
+
     def _is_swappable(self, tensor: TensorShape) -> bool:
-        nbytes = tensor.shard_numel(self._request.world) * self._request.param_itemsize
-        return nbytes >= self._swappable_bytes_min
+        return self._nbytes(tensor) >= self._swappable_bytes_min
 
     def _numel(self, tensors: list[TensorShape]) -> int:
         return sum(tensor.shard_numel(self._request.world) for tensor in tensors)
@@ -213,58 +224,46 @@ class StockAccount:
         step = ALIGNED_BYTES * self._settings.parallelism // itemsize
         return -(-numel // step) * step * itemsize
 
-    def _pinned(self, nbytes: int, has_pieces: bool, is_pinned: bool = True) -> int:
-        is_rounded = self._settings.rounds_pinned and is_pinned and not has_pieces
+    def _pinned(self, nbytes: int, is_pinned: bool = True) -> int:
+        is_rounded = self._settings.rounds_pinned and is_pinned and not self._has_pieces
         return 1 << (nbytes - 1).bit_length() if is_rounded and nbytes else nbytes
 
     # -- host --------------------------------------------------------------------------------------
 
-    def _host(self, has_pieces: bool) -> dict[str, int]:
+    def _host(self) -> dict[str, int]:
         settings, request = self._settings, self._request
         small = [tensor for tensor in self._shapes.tensors if not self._is_swappable(tensor)]
         if not self._has_param_drive:
             small = []
-        small_bytes = [
-            tensor.shard_numel(request.world) * request.param_itemsize
-            for tensor in small
-            if tensor.name not in self._resident_names
-        ]
+        small_bytes = [self._nbytes(t) for t in small if t.name not in self._resident_names]
         flat_bytes = request.gradient_itemsize * self._learning if self._has_optimizer else 0
         buffer_bytes = self._aligned(self._group_numel_max, request.master_itemsize)
         is_pinned = settings.is_optimizer_pinned
         return {
-            POOL: self._pool_bytes(has_pieces),
-            CACHE: sum(self._pinned(nbytes, has_pieces) for nbytes in self._cache_bytes),
+            POOL: self._pool_bytes(),
+            CACHE: sum(self._pinned(nbytes) for nbytes in self._cache_bytes),
             WRITE_BACK: self._write_back_bytes(),
             BUFFERS: self._buffer_count() * buffer_bytes if self._has_optimizer_drive else 0,
-            FLAT: self._pinned(flat_bytes, has_pieces, is_pinned),
-            SMALL: sum(
-                self._pinned(nbytes, has_pieces, settings.is_param_pinned) for nbytes in small_bytes
-            ),
-            SMALL_GROUPS: self._kept_optimizer_bytes(has_pieces),
+            FLAT: self._pinned(flat_bytes, is_pinned),
+            SMALL: sum(self._pinned(nbytes, settings.is_param_pinned) for nbytes in small_bytes),
+            SMALL_GROUPS: self._kept_optimizer_bytes(),
         }
 
-    def _pool_bytes(self, has_pieces: bool) -> int:
+    def _pool_bytes(self) -> int:
         if not self._has_param_drive:
             return 0
-        itemsize = self._request.param_itemsize
-        if not has_pieces:
+        if not self._has_pieces:
             numel = max(self._settings.buffer_numel, self._largest_swappable())
-            return self._settings.buffer_count * self._aligned(numel, itemsize)
+            return self._settings.buffer_count * self._aligned(numel, self._request.param_itemsize)
         # Slots of the tensors' own sizes: two layers, and the embedding or the output head.
-        world = self._request.world
         counts = Counter(tensor.numel for tensor in self._shapes.tensors)
         layered = [n for n, count in counts.items() if count >= REPEATED_COUNT_MIN] or list(counts)
         layer_bytes = max(
-            sum(
-                tensor.shard_numel(world) * itemsize
-                for tensor in layer
-                if tensor.numel in layered and self._is_swappable(tensor)
-            )
+            sum(self._nbytes(t) for t in layer if t.numel in layered and self._is_swappable(t))
             for layer in self._shapes.layers()
         )
         alone = [
-            tensor.shard_numel(world) * itemsize
+            self._nbytes(tensor)
             for tensor in self._shapes.tensors
             if tensor.numel not in layered and self._is_swappable(tensor)
         ]
@@ -286,7 +285,7 @@ class StockAccount:
         needed = (self._request.states + 2) * (3 if self._settings.is_pipelined else 1)
         return max(self._settings.optimizer_buffer_count, needed)
 
-    def _kept_optimizer_bytes(self, has_pieces: bool) -> int:
+    def _kept_optimizer_bytes(self) -> int:
         """Return bytes of weights, states and gradients that are not on the drive."""
         if not self._has_optimizer:
             return 0
@@ -294,7 +293,7 @@ class StockAccount:
         kept = Counter(self._group_numels) - Counter(self._swapped_group_numels())
         return sum(
             numel * itemsize * (1 + self._request.states)
-            + self._pinned(numel * itemsize, has_pieces, self._settings.is_optimizer_pinned)
+            + self._pinned(numel * itemsize, self._settings.is_optimizer_pinned)
             for numel in kept.elements()
         )
 
@@ -316,11 +315,11 @@ class StockAccount:
             FIRST_GRADIENTS: self._request.master_itemsize * self._group_numel_max,
         }
 
-    def _step(self, has_pieces: bool) -> dict[str, int]:
+    def _step(self) -> dict[str, int]:
         request = self._request
         swapped = max(self._swapped_group_numels(), default=0)
         found = {FIRST_STATE: request.master_itemsize * request.states * swapped}
-        if request.precision == "fp16" and self._has_optimizer and not has_pieces:
+        if request.precision == "fp16" and self._has_optimizer and not self._has_pieces:
             # isinf makes an absolute copy and a mask of one byte per element.
             found[OVERFLOW] = (request.gradient_itemsize + 1) * self._learning
         return found
@@ -368,10 +367,10 @@ class StockAccount:
         sizes = (numel * GRADIENT_BYTES for numel in shards)
         return sum(nbytes for nbytes in sizes if nbytes >= self._swappable_bytes_min)
 
-    def _notes(self, has_pieces: bool) -> tuple[str, ...]:
+    def _notes(self) -> tuple[str, ...]:
         notes = []
         largest, stated = self._largest_swappable(), self._settings.buffer_numel
-        if self._has_param_drive and largest > stated and not has_pieces:
+        if self._has_param_drive and largest > stated and not self._has_pieces:
             notes.append(
                 f"offload_param.buffer_size raised from {stated} to {largest}, the largest tensor: "
                 "stock does not start below"

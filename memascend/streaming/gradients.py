@@ -14,7 +14,6 @@ drive and never overwrites what is seen. The sum of squares is found while the b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -147,7 +146,7 @@ class GradientSpool:
         for begin, count in self._slots.chunks(gradient.numel(), gradient.element_size()):
             piece = gradient.narrow(0, begin, count)
             staged = self._start_chunk(shard, begin, piece, accumulate=accumulate)
-            with self._given_back_on_error(staged):
+            with self._slots.given_back_on_error(staged):
                 value = _fill(staged, piece, accumulate=accumulate)
                 if self._sum_of_squares is not None:
                     part = self._sum_of_squares(value)
@@ -315,15 +314,6 @@ class GradientSpool:
             offset_bytes=begin * shard.latest.dtype.itemsize,
         )
 
-    @contextmanager
-    def _given_back_on_error(self, staged: torch.Tensor) -> Iterator[None]:
-        """Give a taken slot back when an error leaves the block, whoever raised it."""
-        try:
-            yield
-        except BaseException:
-            self._slots.give_back(staged)
-            raise
-
     def _see(self, shard: GradientShard, value: StoredGradient | None) -> None:
         old, shard.seen = shard.seen, value
         shard.factors.clear()
@@ -337,7 +327,7 @@ class GradientSpool:
         self._store.reserve(key=key, nbytes=seen.numel * dtype.itemsize)
         for begin, count in self._slots.chunks(seen.numel, dtype.itemsize):
             product = self._slots.take(count, dtype)
-            with self._given_back_on_error(product):
+            with self._slots.given_back_on_error(product):
                 self._read(_SeenPart(shard, seen, 0, count, begin), product)
                 for factor in shard.factors:
                     product.mul_(factor)
@@ -346,16 +336,8 @@ class GradientSpool:
 
     def _read(self, part: _SeenPart, target: torch.Tensor) -> None:
         """Read a part chunk by chunk, converting to the target's dtype."""
-        value = part.value
-        for begin, count in self._slots.chunks(part.count, value.dtype.itemsize):
-            staged = self._slots.read_chunk(
-                key=value.key,
-                numel=count,
-                dtype=value.dtype,
-                offset_bytes=part.offset_bytes + begin * value.dtype.itemsize,
-            )
-            target.narrow(0, begin, count).copy_(staged)
-            self._slots.give_back(staged)
+        key, dtype = part.value.key, part.value.dtype
+        self._slots.read(key=key, target=target, offset_bytes=part.offset_bytes, dtype=dtype)
 
 
 def _fill(staged: torch.Tensor, piece: torch.Tensor, *, accumulate: bool) -> torch.Tensor:

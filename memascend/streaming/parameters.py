@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from memascend.base.interfaces import Event, TensorIO, Ticket
+from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
 from memascend.memory.pool import Lease, Pool
 from memascend.plan.knobs import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
@@ -205,20 +206,12 @@ class ParameterStream:
         Raises:
             StoreError: A write failed; the remaining ones have been waited for.
         """
-        first_error: BaseException | None = None
-        while self._writes:
-            try:
-                self._writes.popleft().wait()
-            except Exception as error:
-                first_error = first_error or error
+        waits = [ticket.wait for ticket in self._writes]
+        self._writes.clear()
         if self._staging is not None:
             self._in_chunks.clear()
-            try:
-                self._staging.wait_writes()
-            except Exception as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
+            waits.append(self._staging.wait_writes)
+        wait_all(waits)
 
     # -- letting go ------------------------------------------------------------------------------
 

@@ -10,27 +10,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
+from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
+from memascend.base.waiting import Ended
 
 SLOT_COUNT_MIN = 2
-
-
-class _Refused:
-    """The ticket of a write that the store would not start."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> None:
-        raise self._error
-
-    def done(self) -> bool:
-        return True
 
 
 @dataclass(slots=True)
@@ -55,7 +44,6 @@ class StagingSlots:
         memory: HostMemory,
         slot_bytes: int,
         slot_count: int,
-        component: str = "staging slots",
         new_event: Callable[[], Event] | None = None,
     ) -> None:
         """Take `slot_count` slots of `slot_bytes` from `memory` now.
@@ -65,7 +53,6 @@ class StagingSlots:
             memory: Page-locked host memory.
             slot_bytes: A multiple of the page size.
             slot_count: At least SLOT_COUNT_MIN: one fills while another empties.
-            component: Name in the ledger.
             new_event: Makes an event of the device; None when the device is the CPU.
 
         Raises:
@@ -78,7 +65,7 @@ class StagingSlots:
             raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
         self.store = store
         self._new_event = new_event
-        self._memory, self._component = memory, component
+        self._memory = memory
         self.slot_bytes = slot_bytes
         self._free: deque[torch.Tensor] = deque()
         self._slots: dict[int, torch.Tensor] = {}
@@ -90,7 +77,7 @@ class StagingSlots:
 
     def _take_memory(self, slot_count: int) -> None:
         for _ in range(slot_count):
-            slot = self._memory.tensor(self.slot_bytes, torch.uint8, component=self._component)
+            slot = self._memory.tensor(self.slot_bytes, torch.uint8, component=STAGING_SLOTS)
             self._free.append(slot)
             self._slots[slot.data_ptr()] = slot
 
@@ -104,9 +91,7 @@ class StagingSlots:
         """
         self.wait_writes()
         while self._reads:
-            event, slot = self._reads.popleft()
-            event.synchronize()
-            self._free.append(slot)
+            self._wait_copied_out()
         if len(self._free) != len(self._slots):
             taken = len(self._slots) - len(self._free)
             raise ValueError(f"cannot resize the staging slots: {taken} are taken")
@@ -139,35 +124,36 @@ class StagingSlots:
         stored = source.dtype if dtype is None else dtype
         for begin, count in self.chunks(source.numel(), stored.itemsize):
             staged = self.take(count, stored)
-            try:
+            with self.given_back_on_error(staged):
                 staged.copy_(source.narrow(0, begin, count), non_blocking=True)
-            except BaseException:
-                self.give_back(staged)
-                raise
             self.submit(key, staged, offset_bytes + begin * stored.itemsize)
 
-    def read(self, *, key: str, target: torch.Tensor, offset_bytes: int = 0) -> None:
-        """Fill a flat tensor of any device; on return its copies are issued.
+    def read(
+        self,
+        *,
+        key: str,
+        target: torch.Tensor,
+        offset_bytes: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Fill a flat tensor of any device, cast from `dtype` if given; its copies are issued then.
 
         Raises:
             StoreError: A read failed.
         """
-        itemsize = target.element_size()
+        stored = target.dtype if dtype is None else dtype
         pending: deque[tuple[torch.Tensor, torch.Tensor, Ticket]] = deque()
         try:
-            for begin, count in self.chunks(target.numel(), itemsize):
+            for begin, count in self.chunks(target.numel(), stored.itemsize):
                 # A copy that is being made is over sooner than a read that is being waited for.
                 while pending and not self._reclaim():
                     if self._reads:
                         self._wait_copied_out()
                     else:
                         self._copy_out(*pending.popleft())
-                staged = self.take(count, target.dtype)
-                try:
-                    ticket = self._read(key, staged, offset_bytes + begin * itemsize)
-                except BaseException:
-                    self.give_back(staged)
-                    raise
+                staged = self.take(count, stored)
+                with self.given_back_on_error(staged):
+                    ticket = self._read(key, staged, offset_bytes + begin * stored.itemsize)
                 pending.append((target.narrow(0, begin, count), staged, ticket))
             while pending:
                 self._copy_out(*pending.popleft())
@@ -240,6 +226,15 @@ class StagingSlots:
         else:
             self._reads.append((event, self._slot_of(staged)))
 
+    @contextmanager
+    def given_back_on_error(self, staged: torch.Tensor) -> Iterator[None]:
+        """Give a taken slot back when an error leaves the block, whoever raised it."""
+        try:
+            yield
+        except BaseException:
+            self.give_back(staged)
+            raise
+
     def read_chunk(
         self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int
     ) -> torch.Tensor:
@@ -249,14 +244,13 @@ class StagingSlots:
             StoreError: The read failed.
         """
         staged = self.take(numel, dtype)
-        ticket: Ticket | None = None
-        try:
+        with self.given_back_on_error(staged):
             ticket = self._read(key, staged, offset_bytes)
-            ticket.wait()
-        except BaseException:
-            _settle(ticket)
-            self.give_back(staged)
-            raise
+            try:
+                ticket.wait()
+            except BaseException:
+                _settle(ticket)
+                raise
         return staged
 
     def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
@@ -275,11 +269,8 @@ class StagingSlots:
                     if count == 0:
                         break
                     staged = self.take(count, torch.uint8)
-                    try:
+                    with self.given_back_on_error(staged):
                         ahead.append((staged, self._read(key, staged, begin)))
-                    except BaseException:
-                        self.give_back(staged)
-                        raise
                 if not ahead:
                     return
                 ahead[0][1].wait()
@@ -303,11 +294,8 @@ class StagingSlots:
         """
         for begin, count in self.chunks(nbytes, 1):
             staged = self.take(count, torch.uint8)
-            try:
+            with self.given_back_on_error(staged):
                 source(begin, staged)
-            except BaseException:
-                self.give_back(staged)
-                raise
             self.submit(key, staged, begin)
         self.wait_writes()
 
@@ -362,7 +350,7 @@ class StagingSlots:
             )
         except Exception as error:
             # Whoever happens to need a slot now did not ask for this write.
-            write.ticket = _Refused(error)
+            write.ticket = Ended(error)
 
     def _finish_write(self) -> None:
         """Wait for the oldest write and free its slot; an error is kept for `wait_writes`."""
@@ -392,8 +380,7 @@ class StagingSlots:
         return self._slots[staged.data_ptr()]
 
 
-def _settle(ticket: Ticket | None) -> None:
+def _settle(ticket: Ticket) -> None:
     """Wait until the drive no longer touches the memory of a transfer, whatever became of it."""
-    if ticket is not None:
-        with suppress(Exception):
-            ticket.wait()
+    with suppress(Exception):
+        ticket.wait()

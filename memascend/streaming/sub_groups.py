@@ -72,12 +72,7 @@ class StepIntegrity:
 
     def __init__(self) -> None:
         self._due_count = 0  # sub-groups of the walk that are still to be stepped
-        self._is_torn = False
-
-    @property
-    def is_torn(self) -> bool:
-        """True while some values are new and others old."""
-        return self._is_torn
+        self.is_torn = False  # some values are new and others old
 
     def begin(self, count: int) -> None:
         """Begin a walk over so many sub-groups.
@@ -90,16 +85,16 @@ class StepIntegrity:
 
     def note_change(self) -> None:
         """Note that a value is about to be new while others are old."""
-        self._is_torn = True
+        self.is_torn = True
 
     def note_stepped(self) -> None:
         """Note that a sub-group has all its new values."""
         self._due_count -= 1
-        self._is_torn = self._due_count > 0
+        self.is_torn = self._due_count > 0
 
     def mend(self) -> None:
         """Note that all values were replaced by such as belong together."""
-        self._is_torn = False
+        self.is_torn = False
 
     def check(self) -> None:
         """Refuse to go on with values of two steps.
@@ -107,7 +102,7 @@ class StepIntegrity:
         Raises:
             TornStepError: An error or an interrupt ended a walk, or a load, half-way.
         """
-        if self._is_torn:
+        if self.is_torn:
             raise TornStepError(
                 "the last optimizer step or load ended half-way, so some weights have new values "
                 "and others old ones. cause: the error that was raised then. fix: load a checkpoint"
@@ -162,16 +157,8 @@ class SubGroups:
             target.copy_(member.tensor.narrow(0, begin, target.numel()))
             return
         assert member.key is not None
-        itemsize = member.dtype.itemsize
-        for chunk_begin, count in self._slots.chunks(target.numel(), itemsize):
-            staged = self._slots.read_chunk(
-                key=member.key,
-                numel=count,
-                dtype=member.dtype,
-                offset_bytes=(begin + chunk_begin) * itemsize,
-            )
-            target.narrow(0, chunk_begin, count).copy_(staged)
-            self._slots.give_back(staged)
+        offset = begin * member.dtype.itemsize
+        self._slots.read(key=member.key, target=target, offset_bytes=offset, dtype=member.dtype)
 
     def contains(self, name: str) -> bool:
         """Return whether there is such a sub-group."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
 from memascend.base.interfaces import HostMemory, TensorIO, Ticket
 from memascend.base.waiting import wait_all
 
@@ -53,7 +54,7 @@ class Tile:
     def wait(self) -> None:
         """Wait for all that is in flight on it, then raise the first error."""
         tickets, self.tickets = self.tickets, []
-        wait_all(tickets)
+        wait_all(ticket.wait for ticket in tickets)
 
 
 class Tiles:
@@ -84,7 +85,7 @@ class Tiles:
         self._retired: deque[Tile] = deque()
         self._scratch: torch.Tensor | None = None
         if shape.gradient_dtype != shape.master_dtype:
-            self._scratch = self._block(shape.master_dtype, "optimizer scratch")
+            self._scratch = self._block(shape.master_dtype, OPTIMIZER_SCRATCH)
 
     def begins(self, numel: int) -> range:
         """Return the first element of each tile of a sub-group."""
@@ -122,7 +123,7 @@ class Tiles:
         Raises:
             StoreError: A transfer failed; the others have been waited for.
         """
-        wait_all(self._reclaim())
+        wait_all(tile.wait for tile in self._reclaim())
 
     def _reclaim(self) -> Iterator[Tile]:
         """Make retired tiles idle, oldest first; each is to be waited for before the next."""
@@ -158,6 +159,6 @@ class Tiles:
         block = tile.raw if self._scratch is None else self._scratch
         return block.narrow(0, 0, tile.numel)
 
-    def _block(self, dtype: torch.dtype, component: str = "optimizer tiles") -> torch.Tensor:
+    def _block(self, dtype: torch.dtype, component: str = OPTIMIZER_TILES) -> torch.Tensor:
         self.nbytes += self.shape.numel * dtype.itemsize
         return self._memory.tensor(self.shape.numel, dtype, component=component)

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from memascend.base.units import KIB
 from memascend.errors import ConfigError
+from memascend.system.mounts import read_line, read_lines
 
 ROOT, PROC = Path("/"), Path("/proc")
 
@@ -60,11 +61,10 @@ def resident_memory(proc: Path = PROC) -> tuple[int, int]:
 def process_status(pid: int | str, proc: Path = PROC) -> dict[str, int]:
     """Return the byte counts of a process's `status` in procfs; empty when the process is gone."""
     sizes: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for line in (proc / str(pid) / "status").read_text(encoding="ascii").splitlines():
-            if line.endswith(" kB"):
-                key, _, value = line.partition(":")
-                sizes[key] = int(value.split()[0]) * KIB
+    for line in read_lines(proc / str(pid) / "status"):
+        if line.endswith(" kB"):
+            key, _, value = line.partition(":")
+            sizes[key] = int(value.split()[0]) * KIB
     return sizes
 
 
@@ -79,12 +79,11 @@ def _least(found: list[int], root: Path) -> int:
 
 
 def _machine(root: Path, *names: str) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(":")
-            if name in names:
-                with contextlib.suppress(ValueError, IndexError):
-                    yield int(value.split()[0]) * KIB
+    for line in read_lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name in names:
+            with contextlib.suppress(ValueError, IndexError):
+                yield int(value.split()[0]) * KIB
 
 
 def _groups(root: Path) -> Iterator[int]:
@@ -94,8 +93,8 @@ def _groups(root: Path) -> Iterator[int]:
         # Seen from within a container the group's own path may not exist below the mount; the
         # folders above it, down to the mount itself, still have the limits that bind us.
         while True:
-            with contextlib.suppress(OSError, ValueError):
-                yield int((folder / file).read_text(encoding="ascii"))
+            with contextlib.suppress(ValueError):
+                yield int(read_line(folder / file))
             if folder == mount:
                 break
             folder = folder.parent
@@ -103,11 +102,8 @@ def _groups(root: Path) -> Iterator[int]:
 
 def _memberships(root: Path) -> Iterator[tuple[Path, PurePosixPath, str]]:
     """Yield (mount point, our group below it, name of the limit's file)."""
-    lines = []
-    with contextlib.suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     mounts = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in read_lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, name = rest.partition(":")
         # A process outside its cgroup namespace sees "/../..": nothing above the mount is visible.

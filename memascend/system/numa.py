@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from memascend.system.mounts import SYSFS, block_folder
+from memascend.system.mounts import SYSFS, block_folder, read_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def online_nodes(sysfs: Path = SYSFS) -> list[int]:
         nodes = _libnuma_nodes()
         if nodes is not None:
             return nodes
-    return parse_node_list(_read(sysfs / "devices/system/node/online"))
+    return parse_node_list(read_line(sysfs / "devices/system/node/online"))
 
 
 def node_of_pci(address: str, sysfs: Path = SYSFS) -> int | None:
@@ -121,12 +121,5 @@ def _ancestor_node(start: Path, root: Path) -> int | None:
 
 
 def _known_node(path: Path) -> int | None:
-    text = _read(path).strip()
+    text = read_line(path)
     return int(text) if text and int(text) >= 0 else None  # the kernel writes -1 for "no node"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

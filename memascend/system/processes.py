@@ -25,6 +25,7 @@ import psutil
 
 from memascend.base.units import KIB
 from memascend.system.memory import process_status
+from memascend.system.mounts import PROC, read_lines
 
 # Finding the processes walks all of /proc, the others page tables and folders: less often.
 TREE_INTERVAL_S = 0.25
@@ -168,12 +169,8 @@ def process_tree(pid: int) -> list[int]:
 def pss_bytes(pid: int) -> int:
     """Return a process's proportional share of resident memory, 0 when it cannot be read."""
     counted = ("Pss:", "Private_Hugetlb:", "Shared_Hugetlb:")
-    total = 0
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
-            if line.startswith(counted):
-                total += int(line.split()[1]) * KIB
-    return total
+    lines = read_lines(PROC / f"{pid}/smaps_rollup")
+    return sum(int(line.split()[1]) * KIB for line in lines if line.startswith(counted))
 
 
 def disk_bytes(folder: Path, *, since: float) -> int:
@@ -205,9 +202,5 @@ def nameless_disk_bytes(pids: Sequence[int], folders: Sequence[Path]) -> int:
 
 
 def _own_io() -> tuple[int, int] | None:
-    try:
-        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
-    return counts.get("read_bytes", 0), counts.get("write_bytes", 0)
+    counts = dict(line.split(": ") for line in read_lines(PROC / "self/io"))
+    return (int(counts["read_bytes"]), int(counts["write_bytes"])) if counts else None

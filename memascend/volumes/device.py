@@ -13,13 +13,13 @@ import fcntl
 import os
 import stat
 import struct
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
+from memascend.system.locks import lock_within
 from memascend.system.mounts import (
     PROC,
     SYSFS,
@@ -129,7 +129,8 @@ def claimed(path: str) -> Iterator[Device]:
         raise _busy(path, "; ".join(users))
     flags = os.O_RDWR | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with _opened(path, flags) as device:
-        _lock(device)
+        if not lock_within(device.descriptor, _LOCK_SECONDS):
+            raise _busy(path, "another process has locked it")
         read_only, sector = (
             struct.unpack("i", fcntl.ioctl(device.descriptor, request, bytes(4)))[0]
             for request in (_BLKROGET, _BLKSSZGET)
@@ -331,19 +332,6 @@ def _not_opened(path: str, error: OSError) -> StoreError:
 def _busy(path: str, users: str) -> StoreError:
     fix = "stop or unmount what uses it, or name another device; lsblk shows both"
     return refusal(path, errno.EBUSY, f"it is in use ({users})", fix)
-
-
-def _lock(device: Device) -> None:
-    end = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(device.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise _busy(device.path, "another process has locked it") from None
-            time.sleep(0.05)
-        else:
-            return
 
 
 def _how_to_format(path: str, found: list[str]) -> str:

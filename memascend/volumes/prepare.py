@@ -113,7 +113,9 @@ def _weighed(
         fill_seconds=PROBE_SECONDS,
     )
     weights = measured_weights(opened, load=load, cache=cache)
-    return [_with_weight(volume, weight) for volume, weight in zip(opened, weights, strict=True)]
+    for volume, weight in zip(opened, weights, strict=True):
+        volume.weight = weight
+    return opened
 
 
 @contextlib.contextmanager
@@ -132,16 +134,6 @@ def claimed_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
             descriptor=device.descriptor,
             start_bytes=START_BYTES,
         )
-
-
-def _with_weight(volume: _core.VolumeOptions, weight: float) -> _core.VolumeOptions:
-    return _core.VolumeOptions(
-        volume.path,
-        weight=weight,
-        capacity_bytes=volume.capacity_bytes,
-        descriptor=volume.descriptor,
-        start_bytes=volume.start_bytes,
-    )
 
 
 def check_apart(volumes: Sequence[VolumeConfig]) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -208,22 +209,11 @@ def _together(
     volumes: Sequence[_LoadedVolume], action: Callable[[_LoadedVolume], float]
 ) -> list[float]:
     """Run an action on all volumes at the same time; raise the first error among them."""
-    results = [0.0] * len(volumes)
-    errors: list[BaseException] = []
     barrier = threading.Barrier(len(volumes))
 
-    def work(index: int) -> None:
+    def work(volume: _LoadedVolume) -> float:
         barrier.wait()
-        try:
-            results[index] = action(volumes[index])
-        except BaseException as error:
-            errors.append(error)
+        return action(volume)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(volumes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(len(volumes)) as threads:
+        return list(threads.map(work, volumes))

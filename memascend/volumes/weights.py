@@ -9,19 +9,18 @@ whatever is in the file, results are the same, and ranks need not agree.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import platform
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memascend import _core
 from memascend.base.json_text import parse_json
 from memascend.base.units import MIB
+from memascend.system.locks import lock_within
 from memascend.system.mounts import SYSFS, block_folder, device_number, read_line
 from memascend.volumes.speed import Bench, Load
 
@@ -139,20 +138,14 @@ def _checked(value: object, count: int) -> list[float] | None:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the entries of the file that are lists of weights; none where it is damaged."""
+    """Return the entries of the file, to be checked; none where it is damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             found = parse_json(file.read(_FILE_BYTES_MAX))
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {
-        key: value
-        for key, value in found.items()
-        if isinstance(value, list) and _checked(value, len(value)) is not None
-    }
+    return found if isinstance(found, dict) else {}
 
 
 def _write(path: Path, entries: dict[str, object]) -> None:
@@ -180,12 +173,7 @@ def _locked(cache: Path) -> Iterator[None]:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(cache / f"{CACHE_FILE}.lock", flags, 0o600)
-        end = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < end:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.05)
+        lock_within(descriptor, LOCK_SECONDS)
     except OSError as error:
         log.debug("volumes: no lock in %s: %s", cache, error)
     try:

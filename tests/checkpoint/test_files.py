@@ -77,6 +77,6 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 def test_a_tensor_in_memory_reads_as_its_bytes_and_zeros() -> None:
     value: Any = torch.arange(6, dtype=torch.float32).view(2, 3).t()
     target = torch.full((28,), 9, dtype=torch.uint8)
-    TensorReader(value).fill(4, target)
+    TensorReader(lambda: value).fill(4, target)
     expected = bytes(value.contiguous().numpy())[4:] + bytes(8)
     assert bytes(target.numpy()) == expected

@@ -25,7 +25,7 @@ def test_pieces_are_put_together_and_gaps_are_zero(
     spans = []
     for number, (gap, nbytes) in enumerate(parts):
         expected += bytes(gap)
-        spans.append(ByteSpan(len(expected), nbytes, TensorReader(source), number * 5))
+        spans.append(ByteSpan(len(expected), nbytes, TensorReader(source.detach), number * 5))
         expected += bytes(source[number * 5 : number * 5 + nbytes].tolist())
     reader = PieceReader(spans)
     found = b""
@@ -71,7 +71,7 @@ def test_of_a_mapped_file_few_pages_stay_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "values.pt"
     torch.save(torch.ones(numel, dtype=torch.uint8), path)
     tensor = torch.load(path, mmap=True)
-    reader = TensorReader(tensor, is_mapped=True)
+    reader = TensorReader(lambda: tensor, is_mapped=True)
     target = torch.empty(MIB, dtype=torch.uint8)
     before = peak = mapped_bytes()
     for begin in range(0, numel, MIB):

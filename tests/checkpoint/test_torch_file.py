@@ -19,7 +19,7 @@ PIECE_BYTES = 1000
 
 def streamed(tensor: Any) -> StreamedTensor:
     def write(append: Write) -> None:
-        reader = TensorReader(tensor)
+        reader = TensorReader(lambda: tensor)
         for begin in range(0, tensor.nbytes, PIECE_BYTES):
             piece = torch.empty(min(PIECE_BYTES, tensor.nbytes - begin), dtype=torch.uint8)
             reader.fill(begin, piece)

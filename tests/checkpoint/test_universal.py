@@ -15,8 +15,8 @@ import torch
 
 from memascend.checkpoint.to_universal import write_universal
 from memascend.checkpoint.universal import (
-    ParameterReader,
     open_universal,
+    parameter_reader,
     universal_files,
     verify_universal,
 )
@@ -104,7 +104,7 @@ def test_a_bit_turned_anywhere_is_damage_or_does_not_matter(folder: Path) -> Non
 
 
 def test_a_file_is_mapped_when_it_is_read_and_mapped_again_after_closing(tmp_path: Path) -> None:
-    reader = ParameterReader(tmp_path / "a.pt")
+    reader = parameter_reader(tmp_path / "a.pt")
     reader.close()  # nothing is open yet, nothing is there yet
     target = torch.empty(4, dtype=torch.uint8)
     for value in (5, 7):

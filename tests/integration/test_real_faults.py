@@ -140,7 +140,7 @@ def test_a_file_system_that_is_read_only_is_not_begun_with(drive: tuple[str, Pat
             pass
 
     def directly() -> None:
-        TensorStore(volumes=[folder], bounce=PageMemory(BOUNCE_BYTES))
+        TensorStore(volumes=[folder], bounce=PageMemory(BOUNCE_BYTES).tensor)
 
     for begin in (through_block, directly):
         error = failure(begin)
@@ -217,7 +217,7 @@ def raw_store(device: str) -> Iterator[TensorStore]:
         format_device(claim, owner_uid=os.geteuid())
     config = parse_block({"volumes": [{"path": device, "raw": True, "weight": 1}]})
     with prepared(config, "unused") as volumes:
-        store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES), eio_retries=1)
+        store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor, eio_retries=1)
     try:
         yield store
     finally:

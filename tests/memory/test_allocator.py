@@ -288,6 +288,7 @@ def _explicit_huge_page_bytes() -> int:
 UNPRIVILEGED = textwrap.dedent(
     """
     import os, resource, sys, logging
+    import torch
     from memascend import _core
     from memascend.memory.allocator import HostAllocator
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
@@ -297,10 +298,12 @@ UNPRIVILEGED = textwrap.dedent(
         os.setgid(65534)
         os.setuid(65534)  # drops CAP_IPC_LOCK
     allocator = HostAllocator(huge_pages="off")
-    blocks = [allocator.block(64 << 20, component="pool", zero=True) for _ in range(2)]
-    memoryview(blocks[0])[:8] = b"survived"
+    tensors = [
+        allocator.tensor(64 << 20, torch.uint8, component="pool", zero=True) for _ in range(2)
+    ]
+    tensors[0][:8] = torch.tensor(list(b"survived"))
     report = allocator.core.report()
-    print(bytes(memoryview(blocks[0])[:8]).decode(), report.locked_bytes, len(report.notes))
+    print(bytes(tensors[0][:8].tolist()).decode(), report.locked_bytes, len(report.notes))
     """
 )
 

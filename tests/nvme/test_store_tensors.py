@@ -16,7 +16,7 @@ from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
 
 @pytest.fixture
 def store(tmp_path):
-    with TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES)) as opened:
+    with TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES).tensor) as opened:
         yield opened
 
 
@@ -51,7 +51,7 @@ def test_a_tensor_elsewhere_is_refused(store):
 def test_the_tensor_and_what_it_lies_in_are_kept_until_the_io_is_over():
     faults = MemoryFaults()
     store = TensorStore(
-        volumes=["(memory)"], bounce=PageMemory(BOUNCE_BYTES), engine="memory", faults=faults
+        volumes=["(memory)"], bounce=PageMemory(BOUNCE_BYTES).tensor, engine="memory", faults=faults
     )
     faults.paused = True
     tensor, lease = torch.ones(1000), PageMemory(1)
@@ -69,7 +69,7 @@ def test_the_tensor_and_what_it_lies_in_are_kept_until_the_io_is_over():
 def test_one_line_says_what_was_obtained(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "memascend.nvme.store"):
         TensorStore(
-            volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES), engine="threads", threads=3
+            volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads", threads=3
         ).close()
     (line,) = caplog.messages
     assert line.startswith("nvme: engine threads (asked for; pread and pwrite by 3 threads")
@@ -79,30 +79,33 @@ def test_one_line_says_what_was_obtained(tmp_path, caplog):
 def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot use the volume") as caught:
-        TensorStore(volumes=[tmp_path / "file"], bounce=PageMemory(BOUNCE_BYTES))
+        TensorStore(volumes=[tmp_path / "file"], bounce=PageMemory(BOUNCE_BYTES).tensor)
     assert caught.value.volume == str(tmp_path / "file")
     assert "fix: name a directory" in str(caught.value)
 
 
 def test_a_file_system_that_takes_no_files_is_a_clear_error():
     with pytest.raises(StoreError, match="cannot use the volume /proc"):
-        TensorStore(volumes=["/proc"], bounce=PageMemory(BOUNCE_BYTES))
+        TensorStore(volumes=["/proc"], bounce=PageMemory(BOUNCE_BYTES).tensor)
 
 
 def test_an_engine_that_cannot_run_is_not_called_a_directory_error(tmp_path):
     with pytest.raises(EngineUnavailableError, match="no polled queues"):
         TensorStore(
-            volumes=["/dev/shm"], bounce=PageMemory(BOUNCE_BYTES), engine="uring", iopoll=True
+            volumes=["/dev/shm"],
+            bounce=PageMemory(BOUNCE_BYTES).tensor,
+            engine="uring",
+            iopoll=True,
         )
 
 
 def test_bounce_memory_that_is_too_small_is_refused(tmp_path):
     with pytest.raises(ValueError, match="bounce buffers need at least"):
-        TensorStore(volumes=[tmp_path], bounce=PageMemory(100))
+        TensorStore(volumes=[tmp_path], bounce=PageMemory(100).tensor)
 
 
 def test_a_store_that_nobody_holds_is_closed(tmp_path):
-    store = TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES))
+    store = TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES).tensor)
     core = store.core
     del store
     gc.collect()

@@ -80,7 +80,7 @@ TestVerifiedStoreAgainstDict = run_as_test(VerifiedStoreAgainstDict, max_example
 @pytest.fixture(params=["reads", "full"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     with TensorStore(
-        volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES), verify=request.param
+        volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES).tensor, verify=request.param
     ) as opened:
         yield opened
 
@@ -130,7 +130,7 @@ def test_a_write_beside_a_turned_bit_does_not_make_it_right(
 
 
 def test_without_verification_nothing_is_compared_and_nothing_taken(tmp_path: Path) -> None:
-    with TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES)) as store:
+    with TensorStore(volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES).tensor) as store:
         store.write(key="w", source=torch.zeros(1000)).wait()
         flip_bit(str(tmp_path), 0)
         target = torch.empty(1000)

@@ -94,7 +94,7 @@ def test_members_take_the_values_of_changed_master_weights() -> None:
 def test_an_error_of_the_drive_is_raised_and_nothing_hangs() -> None:
     store = TensorStore(
         volumes=["(memory)"],
-        bounce=PageMemory(BOUNCE_BYTES),
+        bounce=PageMemory(BOUNCE_BYTES).tensor,
         engine="memory",
         faults=MemoryFaults(seed=1, eio=0.002),
         eio_retries=0,

@@ -162,8 +162,8 @@ def test_slots_that_serve_nothing_are_refused(slot_bytes: int, slot_count: int) 
 
 def test_memory_is_taken_once(store: FakeRangeStore) -> None:
     memory = FakeMemory()
-    StagingSlots(store=store, memory=memory, slot_bytes=8192, slot_count=3, component="c")
-    assert memory.taken == [("c", 8192)] * 3
+    StagingSlots(store=store, memory=memory, slot_bytes=8192, slot_count=3)
+    assert memory.taken == [("staging slots", 8192)] * 3
 
 
 # -- failures ------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import torch
+
 from memascend import _core
 from memascend.errors import EngineUnavailableError
 
@@ -25,6 +27,11 @@ class PageMemory:
         self._view = (ctypes.c_char * max(nbytes, 1)).from_buffer(self._map)
         self.address = ctypes.addressof(self._view)
         ctypes.memset(self.address, CANARY, nbytes)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it, as bytes."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=self.nbytes)
 
     def put(self, content: bytes, offset: int = 0) -> None:
         assert offset + len(content) <= self.nbytes

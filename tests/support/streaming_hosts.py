@@ -35,7 +35,7 @@ class HostTensors:
 def memory_store(faults: MemoryFaults | None = None) -> TensorStore:
     return TensorStore(
         volumes=["(memory)"],
-        bounce=PageMemory(BOUNCE_BYTES),
+        bounce=PageMemory(BOUNCE_BYTES).tensor,
         engine="memory",
         faults=faults or MemoryFaults(),
     )

@@ -82,7 +82,9 @@ def put(path: str, offset: int, text: bytes) -> None:
 def test_a_formatted_device_is_taken_and_block_0_never_written(raw):
     before = content(raw, 0, START_BYTES)
     with prepared(block(raw), "unused") as volumes:
-        store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES), engine="threads")
+        store = TensorStore(
+            volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads"
+        )
     nbytes = DEVICE_BYTES - START_BYTES
     assert store.stats()["available_bytes"] == nbytes
     source = torch.randint(256, (nbytes,), dtype=torch.uint8)
@@ -98,14 +100,18 @@ def test_a_formatted_device_is_taken_and_block_0_never_written(raw):
 
 def test_a_capacity_limits_what_is_used(raw):
     with prepared(block(raw, capacity="32MiB"), "unused") as volumes:
-        store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES), engine="threads")
+        store = TensorStore(
+            volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads"
+        )
     assert store.stats()["available_bytes"] == 32 << 20
     store.close()
 
 
 def test_what_was_used_is_discarded_in_the_end(raw):
     with prepared(block(raw), "unused") as volumes:
-        store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES), engine="threads")
+        store = TensorStore(
+            volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads"
+        )
     store.write(key="k", source=torch.full((1 << 20,), 7, dtype=torch.uint8)).wait()
     store.close()
     with looked_at(raw) as opened:
@@ -123,7 +129,9 @@ def test_directories_and_devices_share_the_tensors(raw, tmp_path):
         }
     )
     with prepared(config, "unused") as volumes:
-        store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES), engine="threads")
+        store = TensorStore(
+            volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads"
+        )
     source = torch.randint(256, (9 << 20,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     store.write(key="k", source=source).wait()
@@ -150,7 +158,9 @@ def test_a_device_is_measured_like_a_directory(raw, tmp_path):
 
 def test_a_store_keeps_its_device_to_itself(raw):
     with prepared(block(raw), "unused") as volumes:
-        store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES), engine="threads")
+        store = TensorStore(
+            volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads"
+        )
     assert "it is in use" in refusal(raw)
     code = f"from memascend.volumes.device import claimed\nwith claimed({raw!r}): pass"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -22,6 +22,16 @@
 
 namespace memascend {
 
+struct MemoryFaults;
+
+struct EngineOptions {
+  std::size_t queue_depth = 64;
+  std::size_t thread_count = 8;          // threads engine, for each volume
+  bool sqpoll = false;                   // uring engine: a kernel thread takes submissions
+  bool iopoll = false;                   // uring engine: the device is polled
+  std::shared_ptr<MemoryFaults> faults;  // memory engine
+};
+
 class Engine {
  public:
   virtual ~Engine() = default;

@@ -8,6 +8,7 @@
 #include "base/align.hpp"
 #include "base/check.hpp"
 #include "nvme/engine/errors.hpp"
+#include "nvme/engine/memory.hpp"
 #include "nvme/engine/threads.hpp"
 #include "nvme/engine/uring.hpp"
 
@@ -18,11 +19,8 @@ constexpr std::size_t kProbeBytes = 8192;
 constexpr std::chrono::seconds kProbePatience{10};  // per look; the probe itself waits to the end
 
 std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& options) {
-  if (name == "uring") {
-    return std::make_unique<UringEngine>(
-        UringOptions{options.queue_depth, options.sqpoll, options.iopoll});
-  }
-  return std::make_unique<ThreadsEngine>(ThreadsOptions{options.queue_depth, options.thread_count});
+  if (name == "uring") return std::make_unique<UringEngine>(options);
+  return std::make_unique<ThreadsEngine>(options);
 }
 
 // Runs one request to its end on an idle engine; throws SystemCallError unless all bytes moved.

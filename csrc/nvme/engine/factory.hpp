@@ -5,20 +5,11 @@
 #include <string>
 
 #include "nvme/engine/engine.hpp"
-#include "nvme/engine/memory.hpp"
 #include "nvme/engine/volumes.hpp"
 
 namespace memascend {
 
 inline constexpr std::size_t kQueueDepthMax = 4096;
-
-struct EngineOptions {
-  std::size_t queue_depth = 64;
-  std::size_t thread_count = 8;          // threads engine, for each volume
-  bool sqpoll = false;                   // uring engine: a kernel thread takes submissions
-  bool iopoll = false;                   // uring engine: the device is polled
-  std::shared_ptr<MemoryFaults> faults;  // memory engine
-};
 
 struct EngineChoice {
   std::unique_ptr<Engine> engine;

@@ -14,7 +14,7 @@ ThreadsEngine::Worklist::Worklist(int descriptor) : file(descriptor) {
   MA_SYSCALL(::sem_init(&work_count, 0, 0), "sem_init");
 }
 
-ThreadsEngine::ThreadsEngine(const ThreadsOptions& options) : options_(options) {
+ThreadsEngine::ThreadsEngine(const EngineOptions& options) : options_(options) {
   MA_EXPECT(options.thread_count > 0, "threads must be positive, got ", options.thread_count);
 }
 

@@ -17,14 +17,9 @@
 
 namespace memascend {
 
-struct ThreadsOptions {
-  std::size_t queue_depth = 64;
-  std::size_t thread_count = 8;  // for each volume
-};
-
 class ThreadsEngine final : public Engine {
  public:
-  explicit ThreadsEngine(const ThreadsOptions& options);
+  explicit ThreadsEngine(const EngineOptions& options);
   ~ThreadsEngine() override;  // waits for the requests in flight
 
   std::string name() const override { return "threads"; }
@@ -51,7 +46,7 @@ class ThreadsEngine final : public Engine {
 
   void work(Worklist* worklist);
 
-  ThreadsOptions options_;
+  EngineOptions options_;
   std::vector<std::unique_ptr<Worklist>> worklists_;
   std::mutex mutex_;                      // everything below but the workers
   std::condition_variable result_ready_;  // only the issuer waits on it

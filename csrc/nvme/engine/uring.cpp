@@ -16,7 +16,7 @@ constexpr std::uint64_t kWakeTag = UINT64_MAX;
 
 }  // namespace
 
-UringEngine::UringEngine(const UringOptions& options)
+UringEngine::UringEngine(const EngineOptions& options)
     : options_(options),
       ring_({.entry_count = static_cast<unsigned>(options.queue_depth) + 1,  // 1: the wake request
              .kernel_polls = options.sqpoll,

@@ -8,16 +8,10 @@
 
 namespace memascend {
 
-struct UringOptions {
-  std::size_t queue_depth = 64;
-  bool sqpoll = false;
-  bool iopoll = false;
-};
-
 class UringEngine final : public Engine {
  public:
   /// Throws SystemCallError when the kernel refuses to set up a ring.
-  explicit UringEngine(const UringOptions& options);
+  explicit UringEngine(const EngineOptions& options);
   ~UringEngine() override;  // waits for requests in flight
 
   std::string name() const override { return "uring"; }
@@ -35,7 +29,7 @@ class UringEngine final : public Engine {
   void arm_wake();
   void wait_for_wake(std::chrono::milliseconds timeout);
 
-  UringOptions options_;
+  EngineOptions options_;
   Ring ring_;
   int wake_descriptor_ = -1;
   std::uint64_t wake_value_ = 0;  // where the kernel puts the event counter it reads

@@ -65,17 +65,15 @@ Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
     alignment_.offset_bytes = std::max(alignment_.offset_bytes, Checksums::kGrainBytes);
   }
   // One rule for all volumes, so that a transfer is cut alike wherever its extents lie.
-  const std::uint64_t alignment_bytes = std::max(kExtentAlignmentMin, alignment_.offset_bytes);
-  for (std::size_t index = 0; index < volumes_.size(); ++index) {
-    free_.emplace_back(static_cast<int>(index), alignment_bytes);
-  }
+  extent_alignment_ = std::max(kExtentAlignmentMin, alignment_.offset_bytes);
+  free_.assign(volumes_.size(), FreeSpace(UINT64_MAX));
   MA_EXPECT(options.stripe_bytes > 0, "stripe_bytes must be positive");
-  stripe_bytes_ = align_up(options.stripe_bytes, alignment_bytes);
-  grow_bytes_ = align_up(options.grow_bytes, alignment_bytes);
+  stripe_bytes_ = align_up(options.stripe_bytes, extent_alignment_);
+  grow_bytes_ = align_up(options.grow_bytes, extent_alignment_);
 }
 
 std::vector<Extent> Space::take(const std::string& key, std::uint64_t nbytes) {
-  const std::uint64_t rounded = align_up(nbytes, free_.front().alignment_bytes());
+  const std::uint64_t rounded = align_up(nbytes, extent_alignment_);
   if (rounded < nbytes) throw full(key, nbytes, nbytes);  // the sum has wrapped
   std::vector<Extent> extents;
   if (volumes_.size() == 1) {
@@ -123,10 +121,10 @@ std::vector<Extent> Space::take_striped(std::uint64_t nbytes) {
     std::size_t short_index = 0;
     std::vector<std::vector<Extent>> taken = take_shares(shares, &short_index);
     if (!taken.empty()) return lay_out(runs, std::move(taken));
-    std::uint64_t room = free_[short_index].free_bytes();
+    std::uint64_t room = free_[short_index].backed_bytes();
     if (!short_before[short_index]) room = std::max(room, available_bytes(short_index));
     rooms[short_index].room_bytes =
-        align_down(std::min(room, shares[short_index] - 1), free_.front().alignment_bytes());
+        align_down(std::min(room, shares[short_index] - 1), extent_alignment_);
     short_before[short_index] = true;
   }
 }
@@ -155,15 +153,25 @@ std::vector<std::vector<Extent>> Space::take_shares(const std::vector<std::uint6
 }
 
 std::vector<Extent> Space::take_on(std::size_t index, std::uint64_t nbytes) {
-  FreeExtents& free = free_[index];
-  auto extent = free.take(nbytes);
-  if (!extent) {
-    const std::uint64_t missing = nbytes - free.free_bytes_before(volumes_[index].capacity_bytes());
-    if (grow(index, missing)) extent = free.take(nbytes);
+  MA_INVARIANT(nbytes > 0 && is_aligned(nbytes, extent_alignment_));
+  FreeSpace& free = free_[index];
+  auto run = free.best_backed(nbytes);
+  if (!run) {
+    const std::uint64_t end = volumes_[index].capacity_bytes();
+    if (grow(index, nbytes - free.backed_bytes_before(end))) run = free.best_backed(nbytes);
   }
-  if (extent) return {*extent};
-  if (free.free_bytes() < nbytes) grow(index, nbytes - free.free_bytes());
-  return free.take_scattered(nbytes);
+  if (free.backed_bytes() < nbytes) grow(index, nbytes - free.backed_bytes());
+  if (free.backed_bytes() < nbytes) return {};
+  std::vector<Extent> taken;
+  while (nbytes > 0) {
+    if (!run) run = free.largest_backed();  // fragmented and full: as few runs as it takes
+    const std::uint64_t part = std::min(run->nbytes, nbytes);
+    free.take(run->offset, part);
+    taken.push_back({static_cast<int>(index), run->offset, part});
+    nbytes -= part;
+    run.reset();
+  }
+  return taken;
 }
 
 // What each volume may take of a key, and how far it is ahead of its share so far. By at most a
@@ -180,8 +188,7 @@ std::vector<VolumeRoom> Space::find_rooms() const {
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
     const double share = used_total * weights_[index] / weight_total;
     const double lead = static_cast<double>(used_bytes(index)) - share;
-    result.push_back({weights_[index],
-                      align_down(available_bytes(index), free_.front().alignment_bytes()),
+    result.push_back({weights_[index], align_down(available_bytes(index), extent_alignment_),
                       std::clamp(lead, -stripe, stripe)});
   }
   return result;
@@ -218,7 +225,7 @@ void Space::give(const std::vector<Extent>& extents) {
 
 void Space::give_back(const std::vector<Extent>& extents) {
   for (const Extent& extent : extents) {
-    free_[static_cast<std::size_t>(extent.volume_index)].give(extent);
+    free_[static_cast<std::size_t>(extent.volume_index)].give(extent.offset, extent.nbytes);
   }
 }
 
@@ -230,7 +237,7 @@ std::uint64_t Space::reserved_bytes() const {
 
 std::uint64_t Space::free_bytes() const {
   std::uint64_t total = 0;
-  for (const FreeExtents& free : free_) total += free.free_bytes();
+  for (const FreeSpace& free : free_) total += free.backed_bytes();
   return total;
 }
 
@@ -252,11 +259,11 @@ std::uint64_t Space::available_bytes() const {
 
 std::uint64_t Space::used_bytes(std::size_t index) const {
   const Volume& volume = volumes_[index];
-  return volume.capacity_bytes() - volume.start_bytes() - free_[index].free_bytes();
+  return volume.capacity_bytes() - volume.start_bytes() - free_[index].backed_bytes();
 }
 
 std::uint64_t Space::available_bytes(std::size_t index) const {
-  return free_[index].free_bytes() + volumes_[index].available_bytes();
+  return free_[index].backed_bytes() + volumes_[index].available_bytes();
 }
 
 // Grows the file by `nbytes` or more; false when the space is not there.
@@ -274,7 +281,7 @@ bool Space::grow(std::size_t index, std::uint64_t nbytes) {
       throw StoreError(join("cannot ", error.what(), describe_cause(error.code())),
                        {"", volume.directory(), start, growth, error.code()});
     }
-    free_[index].give({static_cast<int>(index), start, growth});
+    free_[index].mark(start, growth, true);
     return true;
   }
   return false;

@@ -1,14 +1,15 @@
 // Space: the store's volumes and what of them is taken; hands out extents and grows the files.
 //
 // With several volumes a key is cut into stripes (nvme/stripes.hpp), a small one lies whole on the
-// volume that has least to do. Knows volumes and free extents; never knows requests or what a key
-// is beyond its name in a message. Not thread-safe, but volumes() may be read on any thread.
+// volume that has least to do. Knows volumes and their free space; never knows requests or what a
+// key is beyond its name in a message. Not thread-safe, but volumes() may be read on any thread.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "base/free_space.hpp"
 #include "nvme/engine/errors.hpp"
 #include "nvme/space/checksums.hpp"
 #include "nvme/space/extents.hpp"
@@ -67,11 +68,12 @@ class Space {
   bool grow(std::size_t index, std::uint64_t nbytes);
 
   std::vector<Volume> volumes_;
-  std::vector<FreeExtents> free_;  // of the volume with the same index
+  std::vector<FreeSpace> free_;  // of the volume with the same index; backed as far as it has grown
   std::vector<double> weights_;
   Checksums* checksums_;
   std::uint64_t grow_bytes_ = 0;
   std::uint64_t stripe_bytes_ = 0;
+  std::uint64_t extent_alignment_ = 0;  // of all offsets and sizes here
   Alignment alignment_{1, 1};
 };
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from memascend.base.json_text import parse_json
 from memascend.base.units import format_nbytes
 from memascend.cli.compare import report as compare_report
-from memascend.cli.compare.activity import Activity
+from memascend.cli.compare.activity import activity
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run, columns_by_name, run_column
 from memascend.cli.compare.warm_up import WarmUp, warm_up
@@ -85,7 +85,8 @@ def compare_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 def compare_command(args: argparse.Namespace) -> int:
     """Run every column, write the report and return the exit status."""
-    console = Console()
+    # What is shown are the words of others, in lines that a log may keep.
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     command: list[str] = args.command
     target = read_target(command, args.nvme_path)
     columns = _columns(args, target)
@@ -101,17 +102,14 @@ def compare_command(args: argparse.Namespace) -> int:
     compare_report.write_json(report, args.out / "report.json")
     is_drawn = compare_report.write_picture(report, args.out / "rss.png")
     for text in compare_report.failures(report):
-        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(text, style="red")
     for name, reason in skipped.items():
-        text = f"{name} was left out: {reason}"
-        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(compare_report.table(report))
+        console.print(f"{name} was left out: {reason}", style="yellow")
+    console.print(compare_report.table(report), soft_wrap=False)
     picture = f", {args.out}/rss.png" if is_drawn else ""
-    written = f"{args.out}/report.json{picture}, logs beside them"
-    console.print(written, highlight=False, soft_wrap=True)
+    console.print(f"{args.out}/report.json{picture}, logs beside them")
     if not is_drawn:
-        hint = "no picture: matplotlib is missing; pip install 'memascend[plot]'"
-        console.print(hint, markup=False, highlight=False, soft_wrap=True)
+        console.print("no picture: matplotlib is missing; pip install 'memascend[plot]'")
     return report.exit_status
 
 
@@ -169,15 +167,14 @@ def show_warm_up(console: Console, out: Path) -> WarmUp:
         if text:
             news[0] = text
             if not console.is_terminal:
-                console.print(f"  {text}", highlight=False, soft_wrap=True)
+                console.print(f"  {text}")
 
     log = out / "warm-up.log"
-    with Activity(console, "warm-up", lambda: news[0]):
+    with activity(console, "warm-up", lambda: news[0]):
         found = warm_up(log, hear)
     if found.problem:
         tail = compare_report.log_tail(log)
-        text = f"warm-up failed: {found.problem}\n{tail}"
-        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"warm-up failed: {found.problem}\n{tail}", style="yellow")
     return found
 
 
@@ -209,7 +206,7 @@ class _LiveColumn:
         if len(run.losses) > self._loss_count:
             self._loss_count, self._loss_line = len(run.losses), line[:100]
             if not self._console.is_terminal:
-                self._console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+                self._console.print(f"  {line}")
 
     def detail(self) -> str:
         """Return the resident memory now and the last line with a loss."""
@@ -227,7 +224,7 @@ def _run(
     args: argparse.Namespace,
 ) -> Run:
     live = _LiveColumn(console)
-    with Activity(console, f"{column.name}: running the command", live.detail):
+    with activity(console, f"{column.name}: running the command", live.detail):
         run = run_column(
             column,
             command,
@@ -237,6 +234,5 @@ def _run(
             on_line=live.hear,
         )
     outcome = f"failed: {run.problem}" if run.problem else "done"
-    text = f"{column.name}: {outcome} after {run.elapsed_s:.1f} s"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{column.name}: {outcome} after {run.elapsed_s:.1f} s")
     return run

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes
 from memascend.cli.compare.run import Run
+from memascend.system.mounts import PROC, read_lines
 
 LOG_TAIL_LINE_COUNT = 25
 _UNKNOWN = "n/a"
@@ -105,7 +106,7 @@ def failures(report: Report) -> list[str]:
 
 def log_tail(log: Path) -> str:
     """Return the last lines of a log, marked as such."""
-    return "\n".join(f"  | {line}" for line in _lines(str(log))[-LOG_TAIL_LINE_COUNT:])
+    return "\n".join(f"  | {line}" for line in read_lines(log)[-LOG_TAIL_LINE_COUNT:])
 
 
 def write_json(report: Report, path: Path) -> None:
@@ -173,7 +174,7 @@ def machine() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    models = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    models = [line for line in read_lines(PROC / "cpuinfo") if line.startswith("model name")]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": models[0].partition(": ")[2] if models else platform.machine(),
@@ -249,10 +250,3 @@ def _first_difference(first: Run, other: Run) -> str:
     if len(first.losses) != len(other.losses):
         return f"{pair} differ: {len(first.losses)} and {len(other.losses)} losses printed"
     return ""
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

@@ -40,7 +40,7 @@ GOOD_ENOUGH = 0.97
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Setting:
     """One setting of the sweep.
 
     Attributes:
@@ -119,7 +119,7 @@ def sweep(
     depths: Sequence[int],
     args: argparse.Namespace,
     progress: Progress,
-) -> list[Sample]:
+) -> list[Setting]:
     """Measure the mixed speed of all drives together with every setting."""
     samples = []
     for chunk_bytes in chunks:
@@ -128,12 +128,12 @@ def sweep(
             progress.update(progress.task_ids[0], description=name)
             with Bench(volumes, _load(args, chunk_bytes, queue_depth)) as bench:
                 rates = bench.run("mixed", args.seconds)
-            samples.append(Sample(chunk_bytes, queue_depth, sum(rates)))
+            samples.append(Setting(chunk_bytes, queue_depth, sum(rates)))
             progress.advance(progress.task_ids[0])
     return samples
 
 
-def choose(samples: Sequence[Sample]) -> Sample:
+def choose(samples: Sequence[Setting]) -> Setting:
     """Return the setting with the least in flight among those about as fast as the fastest."""
     best = max(sample.rate for sample in samples)
     good = [sample for sample in samples if sample.rate >= best * GOOD_ENOUGH]
@@ -254,7 +254,7 @@ def _block(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_sweep(console: Console, report: dict[str, Any]) -> None:
-    samples = [Sample(**sample) for sample in report["sweep"]]
+    samples = [Setting(**sample) for sample in report["sweep"]]
     depths = sorted({sample.queue_depth for sample in samples})
     table = Table(title="GB/s of all drives together, mixed: request size by depth")
     table.add_column("size")

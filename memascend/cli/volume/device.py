@@ -18,7 +18,7 @@ from memascend.volumes.device import (
     signatures,
     wipe_device,
 )
-from memascend.volumes.header import START_BYTES, UID_MAX
+from memascend.volumes.header import START_BYTES, UID_MAX, Header
 
 
 def volume_device_command(args: argparse.Namespace) -> int:
@@ -60,43 +60,45 @@ def _wipe(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     with looked_at(args.device) as device:
         users = find_users(device.path)
-        found: dict[str, object] = {
-            "path": device.path,
-            "size_bytes": device.size_bytes,
-            "users": users,
-            "header": None,
-            "signatures": [],
-        }
         problem = ""
         try:
             header = device.header()
         except StoreError as error:
             header, problem = None, str(error)
-        if header is not None:
-            found["header"] = {
-                "uuid": str(header.uuid),
-                "size_bytes": header.size_bytes,
-                "data_bytes": header.size_bytes - START_BYTES,
-                "owner_uid": header.owner_uid,
-            }
-        else:
-            found["signatures"] = signatures(device)
+        others = signatures(device) if header is None else []
     if args.json:
-        print(json.dumps({**found, "problem": problem}, indent=2))
+        found = {
+            "path": device.path,
+            "size_bytes": device.size_bytes,
+            "users": users,
+            "header": None if header is None else _as_dict(header),
+            "signatures": others,
+            "problem": problem,
+        }
+        print(json.dumps(found, indent=2))
         return 1 if problem else 0
     print(f"{device.path}: {format_nbytes(device.size_bytes)}")
     for user in users:
         print(f"  in use: {user}")
-    for name in found["signatures"] if isinstance(found["signatures"], list) else []:
+    for name in others:
         print(f"  carries {name}")
     if header is not None:
         print(f"  a raw volume of memascend, uuid {header.uuid}, for user {header.owner_uid}")
         print(f"  {format_nbytes(header.size_bytes - START_BYTES)} for data")
     elif problem:
         print(problem)
-    elif not found["signatures"]:
+    elif not others:
         print("  nothing that is recognised")
     return 1 if problem else 0
+
+
+def _as_dict(header: Header) -> dict[str, object]:
+    return {
+        "uuid": str(header.uuid),
+        "size_bytes": header.size_bytes,
+        "data_bytes": header.size_bytes - START_BYTES,
+        "owner_uid": header.owner_uid,
+    }
 
 
 def _asks(device: Device, verb: str, consequence: str) -> bool:

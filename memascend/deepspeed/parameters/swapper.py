@@ -105,22 +105,13 @@ class ParameterSwapper:
                 self._show_changes()
                 self._mark_absent(param)
 
-    def swap_in(
-        self,
-        params: Sequence[Parameter],
-        async_op: bool = True,
-        swap_in_buffers: Sequence[torch.Tensor] | None = None,
-    ) -> None:
+    def swap_in(self, params: Sequence[Parameter], async_op: bool = True) -> None:
         """Read shards: all of them, or with `async_op` as many as may be read ahead.
 
         A list may hold a parameter twice (a prefetch window spans forward and backward use), one
         that is gathered already or one that is on its way. What is needed now is there on return;
         what else is read ahead stays on its way.
         """
-        if swap_in_buffers is not None:
-            raise NotImplementedError(
-                "swap_in with the caller's buffers is not part of DeepSpeed 0.19"
-            )
         self._let_go_gathered()
         with self._showing_changes():
             if async_op:

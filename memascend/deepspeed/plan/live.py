@@ -20,14 +20,20 @@ from memascend.config.environment import local_world_size
 from memascend.config.limit import parse_limit
 from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
 from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
-from memascend.plan.knobs import STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_MIN, LimitTooSmallError
+from memascend.plan.knobs import (
+    PARAMETER_SLOTS_BYTES_MIN,
+    STAGING_SLOT_BYTES,
+    STAGING_SLOT_BYTES_MIN,
+    LimitTooSmallError,
+)
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
+from memascend.runtime import PARAMETER_BUDGET_BYTES
 from memascend.system.memory import memory_available, memory_total
 
 #: While the model is built, of the limit: what parameters, and each staging slot, may take.
 PARAMETER_SHARE = 1 / 4
 STAGING_SHARE = 1 / 32
-PARAMETER_BYTES_RANGE = (4 << 20, 512 << 20)
+PARAMETER_BYTES_RANGE = (PARAMETER_SLOTS_BYTES_MIN, PARAMETER_BUDGET_BYTES)
 STAGING_SLOT_BYTES_RANGE = (STAGING_SLOT_BYTES_MIN, STAGING_SLOT_BYTES)
 #: Elements of a tensor that no size is smaller for.
 _ANY_NUMEL = 1 << 32

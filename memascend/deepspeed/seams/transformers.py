@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed import comm as dist
@@ -34,43 +33,41 @@ KNOWN = {
 }
 
 
-@dataclass(slots=True)
-class _State:
-    """The functions that stood there before; a refusal is logged once."""
-
-    originals: dict[str, Any] = field(default_factory=dict)
-    is_logged: bool = False
-
-
-_state = _State()
+#: What stood there before; empty while nothing is wrapped.
+_originals: dict[str, Any] = {}
+#: What differed, and was logged; looked at no more.
+_refused: list[str] = []
 
 
 def arm() -> None:
     """Wrap all functions where transformers is imported and knows them, or none. Idempotent."""
     module: Any = sys.modules.get(MODULE)
-    if module is None or _state.originals or _state.is_logged:
+    if module is None or _originals or _refused:
         return
     found = {name: _fingerprint(name) for name in WRAPPERS}
     forget_sources()
-    differing = [f"{name} ({found[name]})" for name in WRAPPERS if found[name] not in KNOWN[name]]
-    if differing:
-        _log_refusal(differing)
+    _refused.extend(
+        f"{name} ({found[name]})" for name in WRAPPERS if found[name] not in KNOWN[name]
+    )
+    if _refused:
+        _log_refusal()
         return
     for name, wrap in WRAPPERS.items():
-        _state.originals[name] = vars(module)[name]
-        vars(module)[name] = wrap(_state.originals[name])
+        _originals[name] = vars(module)[name]
+        vars(module)[name] = wrap(_originals[name])
 
 
 def disarm() -> None:
     """Restore what stood there."""
-    if _state.originals:
-        vars(sys.modules[MODULE]).update(_state.originals)
-    _state.originals, _state.is_logged = {}, False
+    if _originals:
+        vars(sys.modules[MODULE]).update(_originals)
+    _originals.clear()
+    _refused.clear()
 
 
 def is_armed() -> bool:
     """Check if the functions are wrapped."""
-    return bool(_state.originals)
+    return bool(_originals)
 
 
 def _fingerprint(name: str) -> str:
@@ -80,8 +77,7 @@ def _fingerprint(name: str) -> str:
         return "missing"
 
 
-def _log_refusal(differing: list[str]) -> None:
-    _state.is_logged = True
+def _log_refusal() -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     log.warning(
@@ -89,6 +85,6 @@ def _log_refusal(differing: list[str]) -> None:
         "as it is: %s. Training is the same; but while pretrained weights are loaded, what was "
         "read of their files stays in memory and in the page cache. Known to work: %s",
         sys.modules["transformers"].__version__,
-        ", ".join(differing),
+        ", ".join(_refused),
         ", ".join(VERSIONS),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,12 +27,10 @@ class AioHandle:
         store: TensorIO,
         memory: HostMemory,
         component: str,
-        settings: dict[str, Any],
     ) -> None:
         self._store = store
         self._memory = memory
         self._component = component
-        self._settings = settings
         self._tickets: list[Ticket] = []
 
     # -- transfers -------------------------------------------------------------------------------
@@ -66,7 +65,7 @@ class AioHandle:
             StoreError: The first transfer that failed; all others have been waited for too.
         """
         tickets, self._tickets = self._tickets, []
-        wait_all(tickets)
+        wait_all(ticket.wait for ticket in tickets)
         return len(tickets)
 
     # -- memory ----------------------------------------------------------------------------------
@@ -83,45 +82,6 @@ class AioHandle:
         """Return whether DeepSpeed may hand the tensor to a transfer without copying it first."""
         return self._memory.contains(tensor)
 
-    # -- settings --------------------------------------------------------------------------------
-
-    def get_block_size(self) -> int:
-        """Return the block size DeepSpeed's config asked for; the store cuts requests itself."""
-        return int(self._settings.get("block_size", 1 << 20))
-
-    def get_queue_depth(self) -> int:
-        """Return the queue depth DeepSpeed's config asked for; the store has its own."""
-        return int(self._settings.get("queue_depth", 128))
-
-    def get_single_submit(self) -> bool:
-        """Return what is configured for DeepSpeed; it has no meaning here."""
-        return bool(self._settings.get("single_submit", False))
-
-    def get_overlap_events(self) -> bool:
-        """Return what is configured for DeepSpeed; it has no meaning here."""
-        return bool(self._settings.get("overlap_events", False))
-
-    def get_intra_op_parallelism(self) -> int:
-        """Return what is configured for DeepSpeed; it has no meaning here."""
-        return int(self._settings.get("intra_op_parallelism", 1))
-
-
-class _HandleModule:
-    """Stands for DeepSpeed's compiled extension: something with an `aio_handle` class."""
-
-    def __init__(self, make_handle: Callable[..., AioHandle]) -> None:
-        self.aio_handle = make_handle
-
-
-class _HandleBuilder:
-    """Stands for DeepSpeed's AsyncIOBuilder: something whose load() gives the extension."""
-
-    def __init__(self, make_handle: Callable[..., AioHandle]) -> None:
-        self._make_handle = make_handle
-
-    def load(self, verbose: bool = True) -> _HandleModule:
-        return _HandleModule(self._make_handle)
-
 
 _serving: ContextVar[Callable[..., AioHandle] | None] = ContextVar("memascend_aio", default=None)
 
@@ -130,8 +90,8 @@ _serving: ContextVar[Callable[..., AioHandle] | None] = ContextVar("memascend_ai
 def serving(*, store: TensorIO, memory: HostMemory, component: str) -> Iterator[None]:
     """Have AsyncIOBuilder() of DeepSpeed's swapper modules give handles over `store`, inside."""
 
-    def make_handle(**settings: Any) -> AioHandle:
-        return AioHandle(store=store, memory=memory, component=component, settings=settings)
+    def make_handle(**_settings: Any) -> AioHandle:  # the store has settings of its own
+        return AioHandle(store=store, memory=memory, component=component)
 
     token = _serving.set(make_handle)
     try:
@@ -147,6 +107,7 @@ def wrap_builder(original: Callable[..., Any]) -> Callable[..., Any]:
         make_handle = _serving.get()
         if make_handle is None:
             return original(*arguments, **keywords)
-        return _HandleBuilder(make_handle)
+        extension = SimpleNamespace(aio_handle=make_handle)
+        return SimpleNamespace(load=lambda verbose=True: extension)
 
     return build

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from memascend.base.interfaces import Ticket
 from memascend.base.units import PAGE_BYTES, page_up
+from memascend.base.waiting import Ended
 
 
 class PinnedMemory:
@@ -119,7 +121,7 @@ class AioFileStore:
         target: torch.Tensor,
         offset_bytes: int = 0,
         hold: object | None = None,
-    ) -> AioFileTicket:
+    ) -> Ticket:
         """Start filling `target`; memory the engine does not know is filled before returning."""
         _expect_whole(key, offset_bytes)
         self.wait_all()  # the engine does not order a read behind a write of the file either
@@ -131,9 +133,7 @@ class AioFileStore:
             self._handle.sync_pread(bounce, self._path(key), 0)
             target.copy_(bounce[: target.nbytes].view(target.dtype))
             self._handle.free_cpu_locked_tensor(bounce)
-            ticket = AioFileTicket(self)
-            ticket.finish()
-            return ticket
+            return Ended()
         self._handle.async_pread(padded, self._path(key), 0)
         return self._submitted(padded, hold)
 

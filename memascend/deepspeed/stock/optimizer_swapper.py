@@ -16,10 +16,12 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 
-Run = tuple[int, int]  # offset and length in elements
+from memascend.plan.optimizers import state_count_of
+
+GradientRun = tuple[int, int]  # offset and length in elements
 
 
-def gradient_gaps(covered: list[Run], numel: int) -> list[Run]:
+def gradient_gaps(covered: list[GradientRun], numel: int) -> list[GradientRun]:
     """Return the runs of [0, numel) that no covered run touches."""
     gaps = []
     end = 0
@@ -60,7 +62,7 @@ class GradientMemory:
         for offset, length in gradient_gaps(covered, swap_info.numel()):
             self.gaps[offset] = kept[offset] = torch.zeros(1).expand(length)
 
-    def forget(self, swap_info: Any, arriving: list[Run]) -> None:
+    def forget(self, swap_info: Any, arriving: list[GradientRun]) -> None:
         """Make way for gradients that are about to arrive."""
         for known in (self.gaps, self.small):
             for offset, tensor in list(known.items()):
@@ -94,7 +96,7 @@ class GradientMemory:
             self.small[offset].copy_(gradient.narrow(0, offset, tensor.numel()))
 
 
-def _overlaps(run: Run, others: list[Run]) -> bool:
+def _overlaps(run: GradientRun, others: list[GradientRun]) -> bool:
     begin, end = run[0], run[0] + run[1]
     return any(begin < offset + length and offset < end for offset, length in others)
 
@@ -165,9 +167,6 @@ class PipelinedSwapper(_CompleteGradients, PipelinedOptimizerSwapper):  # type: 
     """Reads of the next and writes of the previous sub-group overlap the step."""
 
 
-#: State tensors per parameter; others have two, as Adam.
-_STATE_COUNTS = {"Adagrad": 1, "Lion": 1, "SGD": 1}
-_STATE_COUNT_DEFAULT = 2
 #: The pipeline holds one sub-group being read, one being stepped and one being written.
 _PIPELINE_DEPTH = 3
 
@@ -178,9 +177,5 @@ def buffers_needed(optimizer: Any, *, pipelined: bool) -> int:
     They hold the master weights, each state tensor and the gradient.
     """
     name = type(optimizer).__name__
-    states = next(
-        (count for known, count in _STATE_COUNTS.items() if known in name), _STATE_COUNT_DEFAULT
-    )
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
-        states += 1
+    states = max(state_count_of(name, group) for group in optimizer.param_groups)
     return (states + 2) * (_PIPELINE_DEPTH if pipelined else 1)

@@ -13,18 +13,15 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from memascend.base.json_text import parse_json
 from memascend.plan.safetensors import HEADER_BYTES_MAX
-from memascend.system.mounts import filesystem_of
+from memascend.system.mounts import IN_MEMORY, filesystem_of
 from memascend.system.pages import page_out
 
 #: What a file that is something else may lead to.
 _NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
-#: Their pages are the only copy; paging them out would write them to swap.
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +57,7 @@ class MappedFiles:
                 self._descriptors.append(descriptor)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.drop()
         while self._descriptors:
             os.close(self._descriptors.pop())
@@ -135,9 +127,9 @@ def _below(addresses: list[int], mappings: list[Mapping]) -> list[Mapping]:
 
 
 def _is_in_memory(path: str) -> bool:
-    """Tell if a file is, or may be, kept in memory alone; one without a name may be."""
+    """Tell if pages are, or may be, the only copy, which paging out would write to swap."""
     try:
-        return filesystem_of(Path(path)) in _IN_MEMORY
+        return filesystem_of(path) in IN_MEMORY
     except OSError:
         return True
 

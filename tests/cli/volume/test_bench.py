@@ -13,7 +13,7 @@ from memascend.base.units import GIB, KIB, MIB
 from memascend.cli.main import main
 from memascend.cli.volume import bench as volume_bench
 from memascend.cli.volume import fio as volume_fio
-from memascend.cli.volume.bench import CHUNKS, DEPTHS, Sample, choose
+from memascend.cli.volume.bench import CHUNKS, DEPTHS, Setting, choose
 from memascend.errors import StoreError
 from memascend.volumes.speed import Load
 
@@ -108,10 +108,10 @@ def test_left_to_itself_it_tries_every_size_with_every_depth(
 
 
 def test_the_smallest_setting_about_as_fast_as_the_fastest_is_chosen() -> None:
-    samples = [Sample(MIB, 64, 10.0), Sample(MIB, 32, 9.8), Sample(MIB, 8, 9.0)]
+    samples = [Setting(MIB, 64, 10.0), Setting(MIB, 32, 9.8), Setting(MIB, 8, 9.0)]
     assert choose(samples).queue_depth == 32
     # Of those with as much in flight the fastest.
-    assert choose([Sample(MIB, 16, 9.9), Sample(2 * MIB, 8, 10.0)]).queue_depth == 8
+    assert choose([Setting(MIB, 16, 9.9), Setting(2 * MIB, 8, 10.0)]).queue_depth == 8
 
 
 def test_a_folder_that_is_missing_is_not_made(

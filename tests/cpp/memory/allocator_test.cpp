@@ -1,4 +1,4 @@
-// sources: csrc/memory/*.cpp csrc/system/pages.cpp csrc/system/cuda_driver.cpp
+// sources: csrc/base/*.cpp csrc/memory/*.cpp csrc/system/*.cpp
 // Allocator: threads that allocate, write, check and free at once; limits; lifetime.
 #include "memory/allocator.hpp"
 

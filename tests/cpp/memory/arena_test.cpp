@@ -1,4 +1,4 @@
-// sources: csrc/memory/*.cpp csrc/system/pages.cpp csrc/system/cuda_driver.cpp
+// sources: csrc/base/*.cpp csrc/memory/*.cpp csrc/system/*.cpp
 // Arena: memory appears on commit, is measured, goes back on decommit, and survives a fork.
 #include "memory/arena.hpp"
 

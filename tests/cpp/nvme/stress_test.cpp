@@ -41,7 +41,7 @@ std::shared_ptr<Store> open_store(const std::string& engine, Block* bounce) {
 }
 
 void wait(Store& store, Ticket& ticket) {
-  if (store.wait_for(ticket, kPatience)) return;
+  if (store.wait(ticket, kPatience)) return;
   std::printf("%s: a transfer of %llu bytes is not over after %lld s\n",
               store.engine_name().c_str(), static_cast<unsigned long long>(ticket.nbytes()),
               static_cast<long long>(kPatience.count()));
@@ -86,7 +86,7 @@ void stores_come_and_go(const std::string& engine, Clock::time_point end) {
     }
     use(*store, count * kThreadCount);
     for (std::thread& thread : threads) thread.join();
-    MA_INVARIANT(store->stats().stalls == 0);
+    MA_INVARIANT(store->stats().counts.at("stalls") == 0);
     store->close();
     slowest_s = std::max(slowest_s, std::chrono::duration<double>(Clock::now() - start).count());
   }

@@ -10,7 +10,7 @@ namespace memascend::soak {
 
 Outcome outcome_of(Store& store, Ticket& ticket, const std::string& key, const Plan& plan) {
   try {
-    const bool over = store.wait_for(ticket, std::chrono::milliseconds(0));
+    const bool over = store.wait(ticket, std::chrono::milliseconds(0));
     return over ? Outcome::kDone : Outcome::kPending;
   } catch (const StoreError& error) {
     const ErrorPlace& place = error.place();

@@ -1,4 +1,4 @@
-// sources: csrc/memory/*.cpp csrc/system/pages.cpp csrc/system/cuda_driver.cpp
+// sources: csrc/base/*.cpp csrc/memory/*.cpp csrc/system/*.cpp
 // CudaDriver, and the pieces of an allocator that registers, against a stand-in for libcuda that is
 // built here (fake_cuda.cpp): no device is needed.
 #include "system/cuda_driver.hpp"

@@ -18,7 +18,7 @@ from memascend.base.units import GIB
 from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
-from tests.support.deepspeed_json import WORKING, changed
+from tests.support.deepspeed_json import WORKING
 from tests.support.small_runtime import LIGHT
 
 ARMED_LINE = re.compile(r"\bmemascend \S+ armed: ")

@@ -37,7 +37,7 @@ def stored(
     data = torch.randn(numel)
     key, nbytes = f"key {state}", data.nbytes
     store.reserve(key=key, nbytes=max(nbytes, 1))
-    slots.fill(key=key, nbytes=nbytes, source=TensorReader(data).fill)
+    slots.fill(key=key, nbytes=nbytes, source=TensorReader(lambda: data).fill)
     tensor = StoredTensor(0, state, data.dtype, numel, key, f"{state}.tensor.swp", nbytes + 13)
     return tensor, data
 

@@ -183,12 +183,6 @@ def test_reading_into_a_buffer_fills_the_shards_elements_alone(bench: Bench) -> 
     assert value(target[NUMEL:]) == 0.0
 
 
-def test_buffers_of_the_caller_are_refused(bench: Bench) -> None:
-    params = bench.partitioned(1)
-    with pytest.raises(NotImplementedError, match="buffers"):
-        bench.swapper.swap_in(params, swap_in_buffers=[torch.zeros(NUMEL)])
-
-
 def test_which_shards_live_on_the_drive_depends_on_their_bytes(bench: Bench) -> None:
     at_limit = (1 << 20) // 2
     assert bench.swapper.swappable_tensor(numel=at_limit)

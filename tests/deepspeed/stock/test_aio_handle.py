@@ -24,7 +24,7 @@ def faults() -> MemoryFaults:
 @pytest.fixture
 def store(faults: MemoryFaults) -> Iterator[TensorStore]:
     with TensorStore(
-        volumes=["(memory)"], bounce=PageMemory(BOUNCE_BYTES), engine="memory", faults=faults
+        volumes=["(memory)"], bounce=PageMemory(BOUNCE_BYTES).tensor, engine="memory", faults=faults
     ) as opened:
         yield opened
         faults.paused = False
@@ -37,7 +37,7 @@ def memory() -> HostAllocator:
 
 @pytest.fixture
 def handle(store: TensorStore, memory: HostAllocator) -> AioHandle:
-    return AioHandle(store=store, memory=memory, component="optimizer buffers", settings={})
+    return AioHandle(store=store, memory=memory, component="optimizer buffers")
 
 
 def test_waiting_gives_the_number_of_transfers_since_the_last_wait(handle: AioHandle) -> None:
@@ -79,7 +79,7 @@ def test_two_handles_see_each_others_keys(
     handle: AioHandle, store: TensorStore, memory: HostAllocator
 ) -> None:
     """DeepSpeed has one handle per direction; their counts are their own."""
-    other = AioHandle(store=store, memory=memory, component="x", settings={})
+    other = AioHandle(store=store, memory=memory, component="x")
     handle.async_pwrite(torch.ones(NUMEL), "/drive/a")
     target = torch.zeros(NUMEL)
     other.async_pread(target, "/drive/a")
@@ -116,7 +116,7 @@ def test_the_first_error_is_raised_after_everything_was_waited_for(
     memory: HostAllocator,
 ) -> None:
     store = FailingStore({"b", "c"})
-    handle = AioHandle(store=store, memory=memory, component="x", settings={})  # type: ignore[arg-type]
+    handle = AioHandle(store=store, memory=memory, component="x")  # type: ignore[arg-type]
     for key in "abcd":
         handle.async_pread(torch.empty(1), key)
     with pytest.raises(StoreError, match="b failed"):
@@ -147,19 +147,6 @@ def test_locked_tensors_are_exact_and_known(handle: AioHandle, memory: HostAlloc
     assert memory.core.components()["optimizer buffers"].live_bytes == 0
 
 
-def test_settings_are_those_deepspeed_asked_for(store: TensorStore, memory: HostAllocator) -> None:
-    asked = {
-        "block_size": 4096,
-        "queue_depth": 3,
-        "single_submit": True,
-        "overlap_events": True,
-        "intra_op_parallelism": 2,
-    }
-    handle = AioHandle(store=store, memory=memory, component="x", settings=asked)
-    got = {name: getattr(handle, f"get_{name}")() for name in asked}
-    assert got == asked
-
-
 # -- the builder ---------------------------------------------------------------------------------
 
 
@@ -179,7 +166,6 @@ def test_inside_serving_handles_are_ours_and_afterwards_stock_again(
         module = build().load(verbose=False)
         handle = module.aio_handle(block_size=4096, queue_depth=3)
     assert isinstance(handle, AioHandle)
-    assert handle.get_block_size() == 4096
     assert handle.sync_pwrite(torch.ones(NUMEL), "/drive/a") == 1
     assert isinstance(build(), StockBuilder)
 

@@ -208,8 +208,10 @@ def optimizer(name: str, **group: Any) -> Any:
         ("AdamW", {"amsgrad": True}, 5),
         ("AdamW", {"amsgrad": False}, 4),
         ("DeepSpeedCPUAdagrad", {}, 3),
-        ("DeepSpeedCPULion", {}, 3),
-        ("SGD", {}, 3),
+        ("DeepSpeedCPULion", {}, 4),  # the second state is never used, but it is there
+        ("FusedLion", {}, 3),
+        ("SGD", {}, 2),
+        ("SGD", {"momentum": 0.9}, 3),
         ("Unheard", {}, 4),
     ],
 )

@@ -95,8 +95,8 @@ void every_wake_up_arrives(Engine& engine, Clock::time_point end) {
   waker.join();
 }
 
-template <typename EngineType, typename Options>
-void check(const Options& options, std::chrono::milliseconds duration) {
+template <typename EngineType>
+void check(const EngineOptions& options, std::chrono::milliseconds duration) {
   Volume volume = Volume::open_in_memory(1 << 20);
   volume.grow(1 << 20);
   EngineType engine(options);
@@ -112,9 +112,11 @@ void check(const Options& options, std::chrono::milliseconds duration) {
 int main(int argument_count, char** arguments) {
   using namespace memascend;
   const auto seconds = std::chrono::seconds(argument_count > 1 ? std::atoi(arguments[1]) : 2);
-  check<ThreadsEngine>(ThreadsOptions{.queue_depth = kDepth, .thread_count = 8}, seconds);
+  EngineOptions options;
+  options.queue_depth = kDepth;
+  check<ThreadsEngine>(options, seconds);
   try {
-    check<UringEngine>(UringOptions{.queue_depth = kDepth}, seconds);
+    check<UringEngine>(options, seconds);
   } catch (const SystemCallError& error) {
     std::printf("without uring: %s\n", error.what());
   }

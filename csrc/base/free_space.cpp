@@ -1,4 +1,4 @@
-#include "memory/free_space.hpp"
+#include "base/free_space.hpp"
 
 #include <algorithm>
 #include <iterator>
@@ -15,6 +15,12 @@ std::optional<FreeRun> FreeSpace::best_backed(std::uint64_t nbytes) const {
   const auto found = backed_by_size_.lower_bound({nbytes, 0});
   if (found == backed_by_size_.end()) return std::nullopt;
   return FreeRun{found->second, found->first};
+}
+
+std::optional<FreeRun> FreeSpace::largest_backed() const {
+  if (backed_by_size_.empty()) return std::nullopt;
+  const auto [nbytes, offset] = *backed_by_size_.rbegin();
+  return FreeRun{offset, nbytes};
 }
 
 std::optional<FreeRun> FreeSpace::best_any(std::uint64_t nbytes) const {
@@ -59,7 +65,7 @@ void FreeSpace::take(std::uint64_t offset, std::uint64_t nbytes) {
 }
 
 void FreeSpace::give(std::uint64_t offset, std::uint64_t nbytes) {
-  MA_INVARIANT_SLOW(is_taken(offset, nbytes));
+  MA_INVARIANT(is_taken(offset, nbytes));
   insert(offset, nbytes, true);
 }
 
@@ -72,7 +78,7 @@ void FreeSpace::remove_boundary(std::uint64_t offset) {
   if (boundaries_.erase(offset) == 0) return;
   const auto right = pieces_.find(offset);
   if (right == pieces_.end()) return;
-  const Piece body = right->second;
+  const FreePiece body = right->second;
   erase(right);
   insert(offset, body.nbytes, body.backed);
 }
@@ -87,6 +93,13 @@ std::vector<FreeRun> FreeSpace::pieces(std::uint64_t begin, std::uint64_t end, b
     if (piece->second.backed == backed && start < stop) found.push_back({start, stop - start});
   }
   return found;
+}
+
+std::uint64_t FreeSpace::backed_bytes_before(std::uint64_t end) const {
+  const auto next = pieces_.lower_bound(end);
+  if (next == pieces_.begin()) return 0;
+  const auto& [offset, piece] = *std::prev(next);
+  return piece.backed && offset + piece.nbytes == end ? piece.nbytes : 0;
 }
 
 std::uint64_t FreeSpace::free_bytes() const {
@@ -125,7 +138,7 @@ bool FreeSpace::is_taken(std::uint64_t offset, std::uint64_t nbytes) const {
 }
 
 void FreeSpace::insert(std::uint64_t offset, std::uint64_t nbytes, bool backed) {
-  auto piece = pieces_.emplace(offset, Piece{nbytes, backed}).first;
+  auto piece = pieces_.emplace(offset, FreePiece{nbytes, backed}).first;
   if (const auto next = std::next(piece); next != pieces_.end() && merges(piece, next)) {
     piece->second.nbytes += next->second.nbytes;
     erase(next);

@@ -1,7 +1,7 @@
-// sources: csrc/memory/free_space.cpp
+// sources: csrc/base/free_space.cpp
 //
 // Free space against a model that keeps one mark per page: random takes, gives, marks, boundaries.
-#include "memory/free_space.hpp"
+#include "base/free_space.hpp"
 
 #include <algorithm>
 #include <random>
@@ -31,6 +31,21 @@ std::uint64_t shortest(const std::string& pages, std::uint64_t count, char kind)
     length = 0;
   }
   return best;
+}
+
+/// Length of the longest backed run.
+std::uint64_t longest(const std::string& pages) {
+  std::uint64_t count = kPageCount;
+  while (count > 0 && shortest(pages, count, kBacked) == 0) --count;
+  return count;
+}
+
+/// Length of the backed run that ends where page `end` begins.
+std::uint64_t ending_at(const std::string& pages, std::uint64_t end) {
+  if (end < kPageCount && pages[end] == kBacked) return 0;
+  std::uint64_t count = 0;
+  while (count < end && pages[end - 1 - count] == kBacked) ++count;
+  return count;
 }
 
 std::uint64_t page_count(const std::optional<FreeRun>& run) {
@@ -65,6 +80,8 @@ void agrees_with_a_mark_per_page() {
       EXPECT(page_count(space.best_backed(wanted * kPage)) == shortest(pages, wanted, kBacked));
       EXPECT(page_count(space.best_untouched(wanted * kPage)) ==
              shortest(pages, wanted, kUntouched));
+      EXPECT(page_count(space.largest_backed()) == longest(pages));
+      EXPECT(space.backed_bytes_before(wanted * kPage) == ending_at(pages, wanted) * kPage);
       EXPECT(page_count(space.best_any(wanted * kPage)) == shortest(pages, wanted, 0));
       const auto backed = std::count(pages.begin(), pages.end(), kBacked);
       EXPECT(space.backed_bytes() == static_cast<std::uint64_t>(backed) * kPage);

@@ -1,7 +1,8 @@
-// FreeSpace: which bytes of a range are free, and which of those have memory behind them.
+// FreeSpace: which bytes of a range are free, and which of those are backed: have memory behind
+// them in an arena, or lie in a volume's file as it has grown so far.
 //
-// Pure bookkeeping on offsets: never touches memory, never knows who uses the rest.
-// Not thread-safe: the allocator that owns it holds a lock.
+// Pure bookkeeping on offsets: never touches memory or files, never knows who uses the rest.
+// Not thread-safe: whoever owns it holds a lock.
 #pragma once
 
 #include <cstdint>
@@ -21,35 +22,37 @@ struct FreeRun {
 
 class FreeSpace {
  public:
-  /// All of [0, range_bytes) is free and nothing has memory behind it.
+  /// All of [0, range_bytes) is free and nothing is backed.
   explicit FreeSpace(std::uint64_t range_bytes);
 
-  /// Smallest free run with memory behind all of it that holds `nbytes`; lowest offset among
-  /// equals.
+  /// Smallest free run, all of it backed, that holds `nbytes`; lowest offset among equals.
   std::optional<FreeRun> best_backed(std::uint64_t nbytes) const;
-  /// Smallest free run, whatever is behind it, that holds `nbytes`. A linear search.
+  /// Largest free run that is backed; none when nothing is.
+  std::optional<FreeRun> largest_backed() const;
+  /// Smallest free run, backed or not, that holds `nbytes`. A linear search.
   std::optional<FreeRun> best_any(std::uint64_t nbytes) const;
-  /// Smallest free run without memory behind any of it that holds `nbytes`. A linear search.
+  /// Smallest free run of which nothing is backed that holds `nbytes`. A linear search.
   std::optional<FreeRun> best_untouched(std::uint64_t nbytes) const;
 
   /// Takes free bytes out.
   void take(std::uint64_t offset, std::uint64_t nbytes);
-  /// Gives bytes back; they have memory behind them. They merge with free neighbours of the same
-  /// kind, but not over a boundary.
+  /// Gives bytes back; they are backed. They merge with free neighbours that are alike, but not
+  /// over a boundary. Aborts when a part of them is free already.
   void give(std::uint64_t offset, std::uint64_t nbytes);
-  /// Records that free bytes now have memory behind them, or no longer.
+  /// Records that free bytes are backed from now on, or no longer.
   void mark(std::uint64_t offset, std::uint64_t nbytes, bool backed);
-  /// No run with memory behind it will extend over `offset`. Call before the bytes around it get
-  /// their memory.
+  /// No backed run will extend over `offset`. Call before the bytes around it are backed.
   void add_boundary(std::uint64_t offset) { boundaries_.insert(offset); }
   /// Free bytes around `offset` that are alike merge. Harmless where there is no boundary.
   void remove_boundary(std::uint64_t offset);
   const std::set<std::uint64_t>& boundaries() const noexcept { return boundaries_; }
 
-  /// Free pieces with (or without) memory behind them inside [begin, end).
+  /// Free pieces inside [begin, end) that are backed, or that are not.
   std::vector<FreeRun> pieces(std::uint64_t begin, std::uint64_t end, bool backed) const;
   std::uint64_t free_bytes() const;
   std::uint64_t backed_bytes() const noexcept { return backed_bytes_; }
+  /// Of these, the ones directly before `end`: what is backed from there on extends them.
+  std::uint64_t backed_bytes_before(std::uint64_t end) const;
 
   /// Every piece is non-empty, inside the range, apart from its neighbours, merged where it may be
   /// and over no boundary; the index by size and the byte count agree.
@@ -58,11 +61,11 @@ class FreeSpace {
   bool is_taken(std::uint64_t offset, std::uint64_t nbytes) const;
 
  private:
-  struct Piece {
+  struct FreePiece {
     std::uint64_t nbytes;
     bool backed;
   };
-  using Pieces = std::map<std::uint64_t, Piece>;
+  using Pieces = std::map<std::uint64_t, FreePiece>;
 
   void insert(std::uint64_t offset, std::uint64_t nbytes, bool backed);
   void erase(Pieces::iterator piece);
