@@ -246,7 +246,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str
             path = tmp_path / name.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        monkeypatch.setattr(doctor, "Path", lambda name: tmp_path / str(name).lstrip("/"))
+        monkeypatch.setattr(doctor, "PROC", tmp_path / "proc")
+        monkeypatch.setattr(doctor, "SYSFS", tmp_path / "sys")
 
     return give
 

@@ -41,12 +41,12 @@ def activity(console: Console, title: str, detail: Callable[[], str]) -> Iterato
         with Live(get_renderable=render, console=console, transient=True):
             yield
         return
-    console.print(title)
+    console.print(title, markup=False, highlight=False)
     ended = threading.Event()
 
     def say_now_and_then() -> None:
         while not ended.wait(LINE_INTERVAL_S):
-            console.print(line())
+            console.print(line(), highlight=False, soft_wrap=True)
 
     thread = threading.Thread(target=say_now_and_then, daemon=True)
     thread.start()

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from memascend.cli.compare import activity
-from memascend.cli.compare.activity import Activity
 
 PATIENCE_S = 60.0
 # What looks like a style of rich, as in a loss that is a list.
@@ -45,21 +44,21 @@ def test_the_latest_news_are_shown_again_and_again(
 ) -> None:
     monkeypatch.setattr(activity, "LINE_INTERVAL_S", 0.001)
     screen, detail = console(is_terminal=is_terminal), Heard()
-    with Activity(screen, TITLE, detail):
+    with activity.activity(screen, TITLE, detail):
         assert detail.twice.wait(PATIENCE_S)
     assert f"{TITLE}  0:00  {DETAIL}" in printed(screen)
 
 
 def test_without_a_terminal_short_work_is_one_line() -> None:
     screen = console(is_terminal=False)
-    with Activity(screen, TITLE, lambda: DETAIL):
+    with activity.activity(screen, TITLE, lambda: DETAIL):
         pass
     assert printed(screen) == f"{TITLE}\n"
 
 
 def test_a_terminal_is_left_without_a_trace_of_it() -> None:
     screen, detail = console(is_terminal=True), Heard()
-    with Activity(screen, TITLE, detail):
+    with activity.activity(screen, TITLE, detail):
         assert detail.twice.wait(PATIENCE_S)
     screen.print("done")
     after = printed(screen).rpartition(DETAIL)[2]
@@ -69,23 +68,23 @@ def test_a_terminal_is_left_without_a_trace_of_it() -> None:
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_work_that_fails_ends_it_and_is_not_hidden(is_terminal: bool) -> None:
-    shown = Activity(console(is_terminal=is_terminal), TITLE, lambda: DETAIL)
+    before = threading.active_count()
 
     def work() -> None:
-        with shown:
-            assert shown._live.is_started == is_terminal
-            assert shown._thread.is_alive() != is_terminal
+        with activity.activity(console(is_terminal=is_terminal), TITLE, lambda: DETAIL):
+            assert threading.active_count() == before + 1
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert not shown._live.is_started
-    assert not shown._thread.is_alive()
+    assert threading.active_count() == before
 
 
 def test_the_time_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(activity.time, "monotonic", lambda: now[0])
-    shown = Activity(console(is_terminal=False), TITLE, lambda: "")
-    now[0] += 125.9
-    assert "  2:05  " in shown._text().plain
+    now = iter([1000.0])
+    monkeypatch.setattr(activity.time, "monotonic", lambda: next(now, 1125.9))
+    monkeypatch.setattr(activity, "LINE_INTERVAL_S", 0.001)
+    screen, detail = console(is_terminal=False), Heard()
+    with activity.activity(screen, TITLE, detail):
+        assert detail.twice.wait(PATIENCE_S)
+    assert "  2:05  " in printed(screen)

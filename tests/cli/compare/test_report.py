@@ -200,7 +200,7 @@ def test_the_machine_is_described_with_what_is_installed(monkeypatch: pytest.Mon
     assert found["versions"]["torch"] == "torch 1"
     assert found["versions"]["accelerate"] is None
     assert found["memory_bytes"] > 0
-    monkeypatch.setattr(module, "_lines", lambda path: [])
+    monkeypatch.setattr(module, "read_lines", lambda path: [])
     assert machine()["processor"] == module.platform.machine()
 
 
