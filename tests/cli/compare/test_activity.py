@@ -68,16 +68,20 @@ def test_a_terminal_is_left_without_a_trace_of_it() -> None:
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_work_that_fails_ends_it_and_is_not_hidden(is_terminal: bool) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
+    started: set[threading.Thread] = set()
 
     def work() -> None:
         with activity.activity(console(is_terminal=is_terminal), TITLE, lambda: DETAIL):
-            assert threading.active_count() == before + 1
+            started.update(set(threading.enumerate()) - before)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert threading.active_count() == before
+    assert started
+    for thread in started:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 def test_the_time_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
