@@ -58,19 +58,31 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
       direct_(std::all_of(space_.volumes().begin(), space_.volumes().end(),
                           [](const Volume& volume) { return volume.direct(); })),
       block_bytes_(space_.alignment().offset_bytes) {
-  std::size_t& depth = options.engine_options.queue_depth;
-  if (depth <= kQueueDepthMax) depth = std::min(kQueueDepthMax, depth * options.volumes.size());
-  EngineChoice choice =
-      make_engine(options.engine, options.engine_options, options.volumes.front());
   options.transfer.weights = weights_of(options.volumes);
-  engine_name_ = choice.engine->name();
-  engine_reason_ = choice.reason;
   options.transfer.checksums = checksums_.get();
   options.transfer.read_back = options.verify == Verify::kFull;
   queue_ = std::make_shared<TransferQueue>(
-      std::move(choice.engine), space_.volumes(), space_.alignment(), std::move(options.transfer),
+      make_engines(options), space_.volumes(), space_.alignment(), options.transfer,
       [this](std::span<Transfer* const> transfers) { finished(transfers); });
   engine_description_ = queue_->engine_description();
+}
+
+// An engine for each volume; what serves one need not serve another.
+std::vector<std::unique_ptr<Engine>> Store::make_engines(const StoreOptions& options) {
+  std::vector<std::unique_ptr<Engine>> engines;
+  const auto add = [](const std::string& text, std::string* list) {
+    if (list->find(text) == std::string::npos) *list += join(list->empty() ? "" : ", ", text);
+  };
+  EngineOptions own = options.engine_options;
+  for (std::size_t index = 0; index < options.volumes.size(); ++index) {
+    own.volume_index = static_cast<int>(index);
+    EngineChoice choice =
+        make_engine(options.engine, own, options.volumes[index], space_.volumes()[index]);
+    add(choice.engine->name(), &engine_name_);
+    add(choice.reason, &engine_reason_);
+    engines.push_back(std::move(choice.engine));
+  }
+  return engines;
 }
 
 Store::~Store() {
@@ -154,6 +166,7 @@ std::shared_ptr<Ticket> Store::start(Entry& entry, const KeyRange& range,
   job->whole = range.nbytes == entry.nbytes;
   job->hold = std::move(hold);
   job->ticket = ticket;
+  ticket->transfer_ = job.get();
   for (const auto& earlier : entry.jobs) {
     const bool overlap = job->offset < earlier->end && earlier->offset < job->end;
     const bool one_writes =
@@ -196,6 +209,7 @@ void Store::finish(Job* job, std::vector<Job*>* over) {
     }
   }
   Ticket& ticket = *job->ticket;
+  ticket.transfer_ = nullptr;
   ticket.error_ = job->error;
   ticket.done_.store(true, std::memory_order_release);
   if (ticket.waiter_count_ > 0) ticket.finished_.notify_all();
@@ -206,12 +220,22 @@ void Store::finish(Job* job, std::vector<Job*>* over) {
 
 bool Store::wait(Ticket& ticket, std::chrono::milliseconds timeout) {
   LockedCall call(*this);
+  hurry(ticket);
   const bool done = ticket.done() || call.wait(ticket.finished_, &ticket.waiter_count_, timeout,
                                                [&] { return ticket.done(); });
   if (done && ticket.error_) {
     throw_store_error(describe(ticket.operation_, *ticket.error_, recovery_), *ticket.error_);
   }
   return done;
+}
+
+// Lets what somebody waits for go first, with all that it has to follow.
+void Store::hurry(const Ticket& ticket) {
+  if (ticket.transfer_ == nullptr) return;
+  for (const auto& job : static_cast<Job*>(ticket.transfer_)->entry->jobs) {
+    queue_->hurry(job.get());
+    if (job.get() == ticket.transfer_) return;
+  }
 }
 
 bool Store::wait_all(std::chrono::milliseconds timeout) {

@@ -1,6 +1,6 @@
 // Store: named byte ranges on SSD. Keys -> extents; read and write by key, asynchronously.
 //
-// Wires volumes, space, an engine and its transfer queue together, and adds what they leave out:
+// Wires volumes, space, engines and their transfer queue together, and adds what they leave out:
 // keys, the order of transfers on one key, tickets, and owners that outlive their I/O. Knows
 // nothing of tensors, pools or Python.
 //
@@ -23,20 +23,20 @@
 #include "nvme/engine/factory.hpp"
 #include "nvme/engine/volumes.hpp"
 #include "nvme/space/space.hpp"
-#include "nvme/transfer/transfer.hpp"
+#include "nvme/transfer/queue.hpp"
 
 namespace memascend {
 
 struct StoreOptions {
   std::vector<VolumeOptions> volumes;
   std::string engine = "auto";
-  EngineOptions engine_options;  // the depth is each volume's, at most 4096 in all
+  EngineOptions engine_options;                          // of each volume
   std::uint64_t grow_bytes = SpaceOptions().grow_bytes;  // steps of the volumes' files
   // Of keys over several volumes; 0: a request's size, at least a mebibyte.
   std::uint64_t stripe_bytes = 0;
   Verify verify = Verify::kOff;
   Checksums::MemorySource checksum_memory;  // empty: the process's own
-  TransferQueue::Options transfer;
+  TransferOptions transfer;
   std::shared_ptr<void> bounce_hold;  // owner of transfer.bounce, kept as long as the store
 };
 
@@ -57,6 +57,7 @@ class Ticket {
   std::optional<ErrorPlace> error_;   // written before done_
   std::condition_variable finished_;  // with the store's mutex
   std::size_t waiter_count_ = 0;
+  Transfer* transfer_ = nullptr;  // with the store's mutex: in flight
 };
 
 /// A volume and what of it is taken.
@@ -152,6 +153,8 @@ class Store {
   std::shared_ptr<Ticket> start(Entry& entry, const KeyRange& range, std::shared_ptr<void> hold);
   void finished(std::span<Transfer* const> transfers);
   void finish(Job* job, std::vector<Job*>* over);
+  void hurry(const Ticket& ticket);
+  std::vector<std::unique_ptr<Engine>> make_engines(const StoreOptions& options);
 
   const int owner_process_;
   std::unique_ptr<Checksums> checksums_;

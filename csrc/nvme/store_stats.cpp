@@ -7,7 +7,7 @@ namespace memascend {
 StoreStats Store::stats() {
   LockedCall call(*this);
   call.expect_open();
-  const TransferQueue::Counters& counters = queue_->counters();
+  const TransferCounters& counters = queue_->counters();
   return {{{"bytes_read", counters.bytes_read},
            {"bytes_written", counters.bytes_written},
            {"bytes_bounced", counters.bytes_bounced},

@@ -1,13 +1,14 @@
-// Engine: a way to run requests. Three implementations: uring, threads, memory (tests only).
+// Engine: a way to run requests on one volume. Three implementations: uring, threads, memory (tests
+// only).
 //
 // An engine moves bytes and reports completions. Comparing a completion with its request,
-// resubmitting short transfers, splitting and retrying belong to transfer.hpp above it, once for
-// all engines.
+// resubmitting short transfers, splitting and retrying belong to the lane above it
+// (transfer/lane.hpp), once for all engines.
 //
 // Threads: one thread issues. It calls start(), and from then on it alone calls every other method
-// but wake(), which any thread may call, and destroys the engine. Before start(), construction and
-// attach() may happen on another thread. (One issuer lets io_uring skip its locks and interrupts,
-// and keeps completion work off the threads that compute.) Engines may use threads inside.
+// but wake(), which any thread may call, and destroys the engine. Construction may happen on
+// another thread. (One issuer lets io_uring skip its locks and interrupts, and keeps completion
+// work off the threads that compute.) Engines may use threads inside.
 #pragma once
 
 #include <chrono>
@@ -26,10 +27,11 @@ struct MemoryFaults;
 
 struct EngineOptions {
   std::size_t queue_depth = 64;
-  std::size_t thread_count = 8;          // threads engine, for each volume
+  std::size_t thread_count = 8;          // threads engine
   bool sqpoll = false;                   // uring engine: a kernel thread takes submissions
   bool iopoll = false;                   // uring engine: the device is polled
   std::shared_ptr<MemoryFaults> faults;  // memory engine
+  int volume_index = 0;                  // memory engine: which volume of its faults this is
 };
 
 class Engine {
@@ -47,9 +49,6 @@ class Engine {
   /// Requests that may be in flight at once.
   virtual std::size_t queue_depth() const = 0;
 
-  /// Makes a volume known, before start(). The volume's descriptor must outlive the engine. Returns
-  /// its index for requests.
-  virtual int attach(const Volume& volume) = 0;
   /// Makes the calling thread the issuer. Throws SystemCallError when the kernel refuses.
   virtual void start() = 0;
 

@@ -15,12 +15,13 @@
 namespace memascend {
 namespace {
 
-constexpr std::size_t kProbeBytes = 8192;
+constexpr std::uint64_t kProbeBytesMin = 8192;
 constexpr std::chrono::seconds kProbePatience{10};  // per look; the probe itself waits to the end
 
-std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& options) {
-  if (name == "uring") return std::make_unique<UringEngine>(options);
-  return std::make_unique<ThreadsEngine>(options);
+std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& options,
+                                  const Volume& volume) {
+  if (name == "uring") return std::make_unique<UringEngine>(options, volume);
+  return std::make_unique<ThreadsEngine>(options, volume);
 }
 
 // Runs one request to its end on an idle engine; throws SystemCallError unless all bytes moved.
@@ -37,21 +38,21 @@ void run_one(Engine& engine, const Request& request, const char* what) {
 // it as its issuer, and that is not this one.
 void probe(const std::string& name, const EngineOptions& options, const VolumeOptions& place) {
   const Volume volume = open_volume(place);
-  const std::uint64_t offset = volume.start_bytes();
-  const std::unique_ptr<void, decltype(&std::free)> memory(
-      std::aligned_alloc(kProbeBytes, 2 * kProbeBytes), &std::free);
+  const auto [block_bytes, memory_bytes] = volume.alignment();
+  const std::uint64_t nbytes = std::max({kProbeBytesMin, block_bytes, memory_bytes});
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(nbytes, 2 * nbytes),
+                                                           &std::free);
   if (memory == nullptr) throw std::bad_alloc();
   auto* source = static_cast<std::byte*>(memory.get());
-  std::byte* target = source + kProbeBytes;
-  std::memset(source, 0x5a, kProbeBytes);
-  std::memset(target, 0, kProbeBytes);
-  const std::unique_ptr<Engine> engine = construct(name, options);
-  const int index = engine->attach(volume);
+  std::byte* target = source + nbytes;
+  std::memset(source, 0x5a, nbytes);
+  std::memset(target, 0, nbytes);
+  const std::unique_ptr<Engine> engine = construct(name, options, volume);
   engine->start();
-  run_one(*engine, {Operation::kWrite, index, offset, kProbeBytes, source, 1},
-          "write a probe block");
-  run_one(*engine, {Operation::kRead, index, offset, kProbeBytes, target, 2}, "read a probe block");
-  if (std::memcmp(source, target, kProbeBytes) != 0) {
+  const std::uint64_t offset = volume.start_bytes();
+  run_one(*engine, {Operation::kWrite, offset, nbytes, source, 1}, "write a probe block");
+  run_one(*engine, {Operation::kRead, offset, nbytes, target, 2}, "read a probe block");
+  if (std::memcmp(source, target, nbytes) != 0) {
     throw SystemCallError(EIO, "read a probe block: it is not what was written");
   }
 }
@@ -91,20 +92,20 @@ std::string short_cause(const std::string& name, const SystemCallError& error) {
 }  // namespace
 
 EngineChoice make_engine(const std::string& name, const EngineOptions& options,
-                         const VolumeOptions& volume) {
+                         const VolumeOptions& place, const Volume& volume) {
   MA_EXPECT(options.queue_depth > 0, "queue_depth must be positive, got ", options.queue_depth);
   MA_EXPECT(options.queue_depth <= kQueueDepthMax, "queue_depth must be at most ", kQueueDepthMax,
             ", got ", options.queue_depth);
   if (name == "memory") {
     MA_EXPECT(options.faults != nullptr, "engine \"memory\" is for tests and needs faults");
-    return {std::make_unique<MemoryEngine>(options.faults, options.queue_depth), "asked for"};
+    return {std::make_unique<MemoryEngine>(options, volume), "asked for"};
   }
   if (name == "uring" || name == "threads") {
     try {
-      probe(name, options, volume);
-      return {construct(name, options), "asked for"};
+      probe(name, options, place);
+      return {construct(name, options, volume), "asked for"};
     } catch (const SystemCallError& error) {
-      throw EngineUnavailableError(join("engine \"", name, "\" cannot run in ", volume.path,
+      throw EngineUnavailableError(join("engine \"", name, "\" cannot run in ", place.path,
                                         " (queue_depth=", options.queue_depth, "): ", error.what(),
                                         "\n", cause_and_fix(name, options, error.code())),
                                    error.code());
@@ -115,14 +116,15 @@ EngineChoice make_engine(const std::string& name, const EngineOptions& options,
   int code = 0;
   for (const char* candidate : {"uring", "threads"}) {
     try {
-      probe(candidate, options, volume);
-      return {construct(candidate, options), passed_over.empty() ? "first choice" : passed_over};
+      probe(candidate, options, place);
+      return {construct(candidate, options, volume),
+              passed_over.empty() ? "first choice" : passed_over};
     } catch (const SystemCallError& error) {
       passed_over += join(passed_over.empty() ? "" : "; ", short_cause(candidate, error));
       code = error.code();
     }
   }
-  throw EngineUnavailableError(join("no engine can run in ", volume.path, ": ", passed_over, "\n",
+  throw EngineUnavailableError(join("no engine can run in ", place.path, ": ", passed_over, "\n",
                                     cause_and_fix("threads", options, code)),
                                code);
 }

@@ -10,7 +10,6 @@
 #include <mutex>
 #include <random>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "nvme/engine/engine.hpp"
@@ -52,12 +51,12 @@ struct MemoryFaults {
 
 class MemoryEngine final : public Engine {
  public:
-  MemoryEngine(std::shared_ptr<MemoryFaults> faults, std::size_t queue_depth);
+  /// Pre: options.faults is set. The volume's descriptor must outlive the engine.
+  MemoryEngine(const EngineOptions& options, const Volume& volume);
 
   std::string name() const override { return "memory"; }
   std::string description() const override;
-  std::size_t queue_depth() const override { return queue_depth_; }
-  int attach(const Volume& volume) override;
+  std::size_t queue_depth() const override { return options_.queue_depth; }
   void start() override {}
   void submit(std::span<const Request> requests) override;
   std::size_t reap(std::span<Completion> completions, std::size_t count_min,
@@ -65,24 +64,20 @@ class MemoryEngine final : public Engine {
   void wake() noexcept override;
 
  private:
-  struct File {
-    int descriptor;
-    Alignment alignment;
-  };
-
   bool happens(double probability, std::atomic<std::uint64_t>* count = nullptr);
-  std::vector<std::size_t> ready() const;
+  std::size_t ready_count() const;
   std::int64_t run(const Request& request);
   bool wait(std::chrono::milliseconds timeout);
 
-  std::shared_ptr<MemoryFaults> faults_;
-  std::size_t queue_depth_;
+  EngineOptions options_;
+  MemoryFaults& faults_;
+  const int file_;
+  const Alignment alignment_;
   std::mt19937_64 random_;
-  std::vector<File> files_;
   std::vector<Request> in_flight_;  // oldest first
   std::chrono::steady_clock::time_point slow_until_{};
-  std::set<std::pair<int, std::uint64_t>> flipped_;  // volume and offset of the last read there
-  std::mutex mutex_;                                 // woken_
+  std::set<std::uint64_t> flipped_;  // offsets of the last read there
+  std::mutex mutex_;                 // woken_
   std::condition_variable wake_;
   bool woken_ = false;
 };

@@ -13,7 +13,6 @@ enum class Operation : std::uint8_t { kRead, kWrite };
 /// reaped.
 struct Request {
   Operation operation;
-  int volume_index;      // what Engine::attach returned
   std::uint64_t offset;  // first byte on the volume
   std::uint64_t nbytes;
   std::byte* data;

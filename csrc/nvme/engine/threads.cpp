@@ -10,51 +10,35 @@
 
 namespace memascend {
 
-ThreadsEngine::Worklist::Worklist(int descriptor) : file(descriptor) {
-  MA_SYSCALL(::sem_init(&work_count, 0, 0), "sem_init");
-}
-
-ThreadsEngine::ThreadsEngine(const EngineOptions& options) : options_(options) {
+ThreadsEngine::ThreadsEngine(const EngineOptions& options, const Volume& volume)
+    : options_(options), file_(volume.descriptor()) {
   MA_EXPECT(options.thread_count > 0, "threads must be positive, got ", options.thread_count);
+  MA_SYSCALL(::sem_init(&work_count_, 0, 0), "sem_init");
 }
 
 ThreadsEngine::~ThreadsEngine() {
-  for (const auto& worklist : worklists_) {
-    for (std::size_t count = options_.thread_count; count > 0; --count) {
-      ::sem_post(&worklist->work_count);
-    }
-  }
+  for (std::size_t count = workers_.size(); count > 0; --count) ::sem_post(&work_count_);
   for (std::thread& worker : workers_) worker.join();
+  ::sem_destroy(&work_count_);
 }
 
 std::string ThreadsEngine::description() const {
-  return join("pread and pwrite by ", options_.thread_count, " threads",
-              worklists_.size() > 1 ? " per volume" : "", ", depth ", options_.queue_depth);
-}
-
-int ThreadsEngine::attach(const Volume& volume) {
-  worklists_.push_back(std::make_unique<Worklist>(volume.descriptor()));
-  return static_cast<int>(worklists_.size()) - 1;
+  return join("pread and pwrite by ", options_.thread_count, " threads, depth ",
+              options_.queue_depth);
 }
 
 void ThreadsEngine::start() {
-  for (const auto& worklist : worklists_) {
-    for (std::size_t count = options_.thread_count; count > 0; --count) {
-      workers_.push_back(start_thread("memascend-io", [this, own = worklist.get()] { work(own); }));
-    }
+  for (std::size_t count = options_.thread_count; count > 0; --count) {
+    workers_.push_back(start_thread("memascend-io", [this] { work(); }));
   }
 }
 
 void ThreadsEngine::submit(std::span<const Request> requests) {
   {
     const std::lock_guard lock(mutex_);
-    for (const Request& request : requests) {
-      worklists_[static_cast<std::size_t>(request.volume_index)]->requests.push_back(request);
-    }
+    requests_.insert(requests_.end(), requests.begin(), requests.end());
   }
-  for (const Request& request : requests) {
-    ::sem_post(&worklists_[static_cast<std::size_t>(request.volume_index)]->work_count);
-  }
+  for (std::size_t count = requests.size(); count > 0; --count) ::sem_post(&work_count_);
 }
 
 std::size_t ThreadsEngine::reap(std::span<Completion> completions, std::size_t count_min,
@@ -81,19 +65,19 @@ void ThreadsEngine::wake() noexcept {
   result_ready_.notify_one();
 }
 
-void ThreadsEngine::work(Worklist* worklist) {
+void ThreadsEngine::work() {
   for (;;) {
-    while (::sem_wait(&worklist->work_count) != 0) {  // EINTR
+    while (::sem_wait(&work_count_) != 0) {  // EINTR
     }
     std::unique_lock lock(mutex_);
-    if (worklist->requests.empty()) return;  // posted by the destructor
-    const Request request = worklist->requests.front();
-    worklist->requests.pop_front();
+    if (requests_.empty()) return;  // posted by the destructor
+    const Request request = requests_.front();
+    requests_.pop_front();
     lock.unlock();
     const auto offset = static_cast<off_t>(request.offset);
     const ssize_t moved = request.operation == Operation::kRead
-                              ? ::pread(worklist->file, request.data, request.nbytes, offset)
-                              : ::pwrite(worklist->file, request.data, request.nbytes, offset);
+                              ? ::pread(file_, request.data, request.nbytes, offset)
+                              : ::pwrite(file_, request.data, request.nbytes, offset);
     const std::int64_t result = moved < 0 ? -errno : moved;
     lock.lock();
     completions_.push_back({request.tag, result});

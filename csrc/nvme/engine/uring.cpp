@@ -16,11 +16,12 @@ constexpr std::uint64_t kWakeTag = UINT64_MAX;
 
 }  // namespace
 
-UringEngine::UringEngine(const EngineOptions& options)
+UringEngine::UringEngine(const EngineOptions& options, const Volume& volume)
     : options_(options),
       ring_({.entry_count = static_cast<unsigned>(options.queue_depth) + 1,  // 1: the wake request
              .kernel_polls = options.sqpoll,
-             .device_polled = options.iopoll}) {
+             .device_polled = options.iopoll}),
+      file_(volume.descriptor()) {
   wake_descriptor_ = static_cast<int>(MA_SYSCALL(::eventfd(0, EFD_CLOEXEC), "eventfd"));
 }
 
@@ -32,24 +33,18 @@ UringEngine::~UringEngine() {
   } catch (const SystemCallError& error) {
     std::fprintf(stderr, "memascend: requests left in an io_uring: %s\n", error.what());
   }
-  // The kernel tears a ring down some time after its close; the files go now.
-  if (files_registered_) ring_.register_resource(uring::kUnregisterFiles, nullptr, 0);
+  // The kernel tears a ring down some time after its close; the file goes now.
+  if (file_registered_) ring_.register_resource(uring::kUnregisterFiles, nullptr, 0);
   ::close(wake_descriptor_);
 }
 
 std::string UringEngine::description() const {
   return join("io_uring, ", ring_.mode(), ", depth ", options_.queue_depth,
-              files_registered_ ? ", registered files" : "");
-}
-
-int UringEngine::attach(const Volume& volume) {
-  files_.push_back(volume.descriptor());
-  return static_cast<int>(files_.size()) - 1;
+              file_registered_ ? ", registered file" : "");
 }
 
 void UringEngine::start() {
-  files_registered_ = ring_.register_resource(uring::kRegisterFiles, files_.data(),
-                                              static_cast<unsigned>(files_.size())) == 0;
+  file_registered_ = ring_.register_resource(uring::kRegisterFiles, &file_, 1) == 0;
   ring_.start();
 }
 
@@ -63,12 +58,8 @@ void UringEngine::prepare(const Request& request) {
   io_uring_sqe* entry = ring_.next_submission();
   MA_INVARIANT(entry != nullptr);  // the ring has a place for every request in flight
   entry->opcode = request.operation == Operation::kRead ? IORING_OP_READ : IORING_OP_WRITE;
-  entry->fd = request.volume_index;
-  if (files_registered_) {
-    entry->flags = IOSQE_FIXED_FILE;
-  } else {
-    entry->fd = files_[static_cast<std::size_t>(request.volume_index)];
-  }
+  entry->fd = file_registered_ ? 0 : file_;  // 0: the first registered one
+  entry->flags = file_registered_ ? IOSQE_FIXED_FILE : 0;
   entry->off = request.offset;
   entry->addr = reinterpret_cast<std::uint64_t>(request.data);
   entry->len = static_cast<std::uint32_t>(request.nbytes);

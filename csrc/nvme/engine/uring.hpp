@@ -1,7 +1,5 @@
-// The uring engine: requests over one io_uring, with registered files where allowed.
+// The uring engine: requests over one io_uring, with a registered file where allowed.
 #pragma once
-
-#include <vector>
 
 #include "nvme/engine/engine.hpp"
 #include "nvme/engine/ring.hpp"
@@ -10,14 +8,14 @@ namespace memascend {
 
 class UringEngine final : public Engine {
  public:
-  /// Throws SystemCallError when the kernel refuses to set up a ring.
-  explicit UringEngine(const EngineOptions& options);
+  /// The volume's descriptor must outlive the engine. Throws SystemCallError when the kernel
+  /// refuses to set up a ring.
+  UringEngine(const EngineOptions& options, const Volume& volume);
   ~UringEngine() override;  // waits for requests in flight
 
   std::string name() const override { return "uring"; }
   std::string description() const override;
   std::size_t queue_depth() const override { return options_.queue_depth; }
-  int attach(const Volume& volume) override;
   void start() override;
   void submit(std::span<const Request> requests) override;
   std::size_t reap(std::span<Completion> completions, std::size_t count_min,
@@ -35,8 +33,8 @@ class UringEngine final : public Engine {
   std::uint64_t wake_value_ = 0;  // where the kernel puts the event counter it reads
   bool wake_armed_ = false;
   std::size_t in_flight_count_ = 0;
-  std::vector<int> files_;
-  bool files_registered_ = false;
+  const int file_;
+  bool file_registered_ = false;
 };
 
 }  // namespace memascend

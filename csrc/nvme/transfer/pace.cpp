@@ -20,15 +20,18 @@ Pace::Pace(std::vector<double> weights, const Options& options) : options_(optio
 }
 
 void Pace::note_busy(std::size_t index, Clock::duration time) {
+  const std::lock_guard lock(mutex_);
   accounts_[index].busy_seconds += seconds(time);
 }
 
 void Pace::note_moved(std::size_t index, std::uint64_t nbytes) {
+  const std::lock_guard lock(mutex_);
   accounts_[index].bytes += static_cast<double>(nbytes);
   accounts_[index].request_count += 1;
 }
 
 std::vector<SlowVolume> Pace::look(Clock::time_point now) {
+  const std::lock_guard lock(mutex_);
   if (began_ == Clock::time_point{}) began_ = now;
   std::vector<SlowVolume> result;
   if (accounts_.size() < 2 || now - began_ < options_.window) return result;
@@ -37,9 +40,11 @@ std::vector<SlowVolume> Pace::look(Clock::time_point now) {
     Account& own = accounts_[index];
     // Silent while it has requests: that is the watchdog's, and no measure of the time before.
     if (own.request_count == 0 && own.busy_seconds > 0) continue;
-    SlowVolume found{index, 0, 0};
+    SlowVolume found{index, 0, 0, !own.was_slow};
     own.slow_windows = is_slow(own, window_seconds, &found) ? own.slow_windows + 1 : 0;
-    if (own.slow_windows == options_.window_count) result.push_back(found);
+    if (own.slow_windows != options_.window_count) continue;
+    own.was_slow = true;
+    result.push_back(found);
   }
   for (Account& account : accounts_) {
     account.busy_seconds = account.bytes = account.request_count = 0;

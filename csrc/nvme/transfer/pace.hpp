@@ -2,12 +2,14 @@
 //
 // What is compared is what a volume moves while it has something to do, for its weight. A volume
 // that is as fast as its weight states is never slow, however uneven the weights; one that rests is
-// not looked at. The caller hands in the time, of a steady clock. Pure arithmetic, one thread.
+// not looked at. The caller hands in the time, of a steady clock. Pure arithmetic; any
+// thread.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 namespace memascend {
@@ -17,6 +19,7 @@ struct SlowVolume {
   std::size_t index;
   double rate;
   double expected_rate;  // what its weight would be, at the others' pace
+  bool first_spell;      // it was not slow before
 };
 
 class Pace {
@@ -45,11 +48,13 @@ class Pace {
     double bytes = 0;
     double request_count = 0;
     unsigned slow_windows = 0;  // one after the other
+    bool was_slow = false;
   };
 
   bool is_slow(const Account& own, double window_seconds, SlowVolume* found) const;
 
   Options options_;
+  std::mutex mutex_;  // what follows
   std::vector<Account> accounts_;
   Clock::time_point began_{};  // the window
 };

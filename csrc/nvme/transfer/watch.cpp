@@ -1,40 +1,61 @@
-// The transfer queue's patience with devices: what is asked again after a pause, which device is
-// silent, and which is far slower than the others. The rest of the class is in transfer.cpp.
+// A lane's patience with its device: what is asked again after a pause, whether the device is
+// silent, and which is far slower than the others. The rest of the class is in lane.cpp.
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "base/check.hpp"
-#include "nvme/transfer/transfer.hpp"
+#include "nvme/transfer/lane.hpp"
 
 namespace memascend {
 namespace {
 
+using std::chrono::milliseconds;
+
 // The device's silence is looked at a moment after it has become too long.
-constexpr std::chrono::milliseconds kTick{1};
+constexpr milliseconds kTick{1};
+// Pauses after EAGAIN double up to the longest.
+constexpr milliseconds kAgainPauseMin{1};
+constexpr milliseconds kAgainPauseMax{100};
+// A thread that waits for its device looks so often in a window of the pace: what it has waited for
+// belongs to the window it waited in.
+constexpr int kLooksPerWindow = 4;
 constexpr double kMegabyte = 1e6;  // as drives are sold
 
 double rounded_megabytes(double rate) { return std::round(rate / kMegabyte * 100) / 100; }
 
 }  // namespace
 
-// Leaves a chunk that got EIO for a moment; false when it was asked for often enough.
-bool TransferQueue::pause(Chunk* chunk) {
-  if (chunk->transfer->error) return false;  // the transfer has failed already
-  if (chunk->eio_count == options_.eio_retries) return false;
-  ++chunk->eio_count;
-  ++counters_.eio_retries;
-  ++lane_of(*chunk->piece).paused_count;
-  const auto index = static_cast<std::size_t>(chunk - chunks_.data());
-  paused_.push_back({Pace::Clock::now() + options_.eio_pause, index});
+// Leaves a chunk that got EAGAIN for a moment, as the kernel asks; false after too long a time.
+bool Lane::pause_again(Chunk* chunk) {
+  const auto now = Pace::Clock::now();
+  if (chunk->again_since == Pace::Clock::time_point{}) chunk->again_since = now;
+  const auto waited = std::chrono::duration_cast<milliseconds>(now - chunk->again_since);
+  if (chunk->part->transfer->failed || waited >= options_.again_limit) return false;
+  ++counters_.retries;
+  pause(chunk, std::clamp(waited, kAgainPauseMin, kAgainPauseMax));
   return true;
 }
 
-void TransferQueue::resume_paused(Pace::Clock::time_point now) {
-  while (!paused_.empty() && paused_.front().until <= now) {
-    Chunk& chunk = chunks_[paused_.front().chunk_index];
-    paused_.pop_front();
-    --lane_of(*chunk.piece).paused_count;
-    if (chunk.transfer->error) {
+// Leaves a chunk that got EIO for a moment; false when it was asked for often enough.
+bool Lane::pause_eio(Chunk* chunk) {
+  if (chunk->part->transfer->failed || chunk->eio_count == options_.eio_retries) return false;
+  ++chunk->eio_count;
+  ++counters_.eio_retries;
+  pause(chunk, options_.eio_pause);
+  return true;
+}
+
+void Lane::pause(Chunk* chunk, milliseconds time) {
+  const auto index = static_cast<std::size_t>(chunk - chunks_.data());
+  paused_.emplace(Pace::Clock::now() + time, index);
+}
+
+void Lane::resume_paused(Pace::Clock::time_point now) {
+  while (!paused_.empty() && paused_.begin()->first <= now) {
+    Chunk& chunk = chunks_[paused_.begin()->second];
+    paused_.erase(paused_.begin());
+    if (chunk.part->transfer->failed) {
       fail(&chunk, EIO);
     } else {
       push_request(chunk);
@@ -43,53 +64,55 @@ void TransferQueue::resume_paused(Pace::Clock::time_point now) {
 }
 
 // How long the thread may sleep.
-std::chrono::milliseconds TransferQueue::patience(Pace::Clock::time_point now) const {
-  if (paused_.empty()) return options_.watchdog + kTick;
-  const auto pause =
-      std::chrono::duration_cast<std::chrono::milliseconds>(paused_.front().until - now);
-  return std::min(options_.watchdog, pause) + kTick;
+milliseconds Lane::patience(Pace::Clock::time_point now) const {
+  milliseconds result = options_.watchdog;
+  if (shared_.volumes.size() > 1) {
+    result = std::min(result, options_.pace.window / kLooksPerWindow);
+  }
+  if (!paused_.empty()) {
+    result =
+        std::min(result, std::chrono::duration_cast<milliseconds>(paused_.begin()->first - now));
+  }
+  return result + kTick;
 }
 
-// Says once which request a device does not answer, and which device is far slower than the others;
-// goes on waiting.
-void TransferQueue::watch() {
+// Reports once which request the device does not answer, and which device is far slower than the
+// others; goes on waiting.
+void Lane::watch() {
   const auto now = Pace::Clock::now();
-  for (std::size_t index = 0; index < lanes_.size(); ++index) {
-    Lane& lane = lanes_[index];
-    const bool heard = std::exchange(lane.heard, false);
-    const bool waits = lane.in_flight_count > lane.paused_count;
-    if (heard || waits) pace_.note_busy(index, now - turn_began_);
-    if (heard || !waits) {
-      lane.heard_at = now;
-      lane.stall_reported = false;
-    } else if (!lane.stall_reported && now - lane.heard_at >= options_.watchdog) {
-      lane.stall_reported = true;
-      ++counters_.stalls;
-      report_stall(static_cast<int>(index));
-    }
+  const bool heard = std::exchange(heard_, false);
+  const bool waits = chunks_.size() - free_chunks_.size() > paused_.size();
+  if (heard || waits) shared_.pace.note_busy(volume_index_, now - turn_began_);
+  if (heard || !waits) {
+    heard_at_ = now;
+    stall_reported_ = false;
+  } else if (!stall_reported_ && now - heard_at_ >= options_.watchdog) {
+    stall_reported_ = true;
+    ++counters_.stalls;
+    report_stall();
   }
-  for (const SlowVolume& slow : pace_.look(now)) {
+  for (const SlowVolume& slow : shared_.pace.look(now)) {
     ++counters_.slow_spells;
-    if (!std::exchange(lanes_[slow.index].slow_reported, true)) report_slow(slow);
+    if (slow.first_spell) report_slow(slow);
   }
 }
 
-void TransferQueue::report_stall(int volume_index) {
-  const Chunk* oldest = nullptr;
-  for (const Chunk& chunk : chunks_) {
-    if (chunk.transfer == nullptr || chunk.piece->volume_index != volume_index) continue;
-    if (oldest == nullptr || chunk.serial < oldest->serial) oldest = &chunk;
-  }
-  options_.report(join(
-      "no answer from the device for ", std::chrono::duration<double>(options_.watchdog).count(),
-      " s: ", oldest->operation == Operation::kRead ? "read" : "write", " of \"",
-      oldest->transfer->key, "\" (", oldest->nbytes, " bytes at offset ", oldest->offset, " in ",
-      volumes_[static_cast<std::size_t>(volume_index)].directory(), "); still waiting"));
+void Lane::report_stall() {
+  const auto oldest =
+      std::min_element(chunks_.begin(), chunks_.end(), [](const Chunk& one, const Chunk& other) {
+        if (one.part == nullptr || other.part == nullptr) return one.part != nullptr;
+        return one.serial < other.serial;
+      });
+  options_.report(join("no answer from the device for ",
+                       std::chrono::duration<double>(options_.watchdog).count(),
+                       " s: ", oldest->operation == Operation::kRead ? "read" : "write", " of \"",
+                       oldest->part->transfer->key, "\" (", oldest->nbytes, " bytes at offset ",
+                       oldest->offset, " in ", volume_.directory(), "); still waiting"));
 }
 
-void TransferQueue::report_slow(const SlowVolume& slow) {
+void Lane::report_slow(const SlowVolume& slow) {
   options_.report(join(
-      volumes_[slow.index].directory(),
+      shared_.volumes[slow.index].directory(),
       " is far slower than the other volumes: ", rounded_megabytes(slow.rate),
       " MB/s while it is busy, where its weight stands for ", rounded_megabytes(slow.expected_rate),
       " MB/s at their pace; the run goes on, as slowly as this one\nlikely cause: the drive is "

@@ -13,6 +13,7 @@
 #include "base/align.hpp"
 #include "base/check.hpp"
 #include "nvme/store.hpp"
+#include "support/memory_engines.hpp"
 
 namespace memascend {
 namespace {
@@ -40,13 +41,13 @@ class Bench {
     checksums_.take(extents_);
     alignment_ = volumes_.front().alignment();
     alignment_.offset_bytes = kGrain;
-    TransferQueue::Options options;
+    TransferOptions options;
     options.bounce = std::span(bounce_->bytes).first(4 * kGrain);
     options.chunk_bytes = 2 * kGrain;
     options.checksums = &checksums_;
     options.read_back = read_back;
     queue_ = std::make_unique<TransferQueue>(
-        std::make_unique<MemoryEngine>(faults_, 8), volumes_, alignment_, options,
+        memory_engines(faults_, 8, volumes_), volumes_, alignment_, options,
         [this](std::span<Transfer* const>) { finished_.set_value(); });
   }
 
@@ -76,7 +77,7 @@ class Bench {
     return extent.offset;
   }
 
-  const TransferQueue::Counters& counters() const { return queue_->counters(); }
+  const TransferCounters& counters() const { return queue_->counters(); }
   MemoryFaults& faults() { return *faults_; }
 
  private:

@@ -40,8 +40,8 @@ void every_request_is_answered(Engine& engine, Clock::time_point end) {
     for (std::size_t index = 0; index < count; ++index) {
       const std::uint64_t tag = idle_tags.back();
       idle_tags.pop_back();
-      batch.push_back({random() % 2 == 0 ? Operation::kRead : Operation::kWrite, 0,
-                       tag * kBlockBytes, kBlockBytes, memory + tag * kBlockBytes, tag});
+      batch.push_back({random() % 2 == 0 ? Operation::kRead : Operation::kWrite, tag * kBlockBytes,
+                       kBlockBytes, memory + tag * kBlockBytes, tag});
     }
     if (!batch.empty()) engine.submit(batch);
     const std::size_t in_flight = kDepth - idle_tags.size();
@@ -99,8 +99,7 @@ template <typename EngineType>
 void check(const EngineOptions& options, std::chrono::milliseconds duration) {
   Volume volume = Volume::open_in_memory(1 << 20);
   volume.grow(1 << 20);
-  EngineType engine(options);
-  engine.attach(volume);
+  EngineType engine(options, volume);
   engine.start();
   every_request_is_answered(engine, Clock::now() + duration * 3 / 4);
   every_wake_up_arrives(engine, Clock::now() + duration / 4);

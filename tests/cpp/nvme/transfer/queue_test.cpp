@@ -1,16 +1,17 @@
 // sources: csrc/base/*.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
 //
 // The transfer queue over several volumes: a slow one holds up its own lane and nothing else.
+#include "nvme/transfer/queue.hpp"
+
+#include <array>
 #include <condition_variable>
 #include <cstdio>
-#include <map>
 #include <mutex>
 #include <set>
 #include <thread>
 
 #include "base/check.hpp"
-#include "nvme/engine/memory.hpp"
-#include "nvme/transfer/transfer.hpp"
+#include "support/memory_engines.hpp"
 
 namespace memascend {
 namespace {
@@ -18,51 +19,44 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr std::uint64_t kChunk = 4096;
-constexpr std::size_t kDepth = 64;
+constexpr std::size_t kDepth = 32;
 constexpr std::size_t kVolumeCount = 2;
 
 alignas(4096) std::byte bounce[64 * 1024];
 alignas(4096) std::byte memory[1 << 20];
 
-/// The memory engine, and the most requests each volume had in flight.
+/// The memory engine, and the most requests it had in flight.
 class CountingEngine final : public Engine {
  public:
-  CountingEngine(std::shared_ptr<MemoryFaults> faults, std::map<int, std::size_t>* most)
-      : inner_(std::move(faults), kDepth), most_(most) {}
+  CountingEngine(const EngineOptions& options, const Volume& volume, std::size_t* most)
+      : inner_(options, volume), most_(most) {}
   std::string name() const override { return "counting"; }
   std::string description() const override { return inner_.description(); }
   std::size_t queue_depth() const override { return inner_.queue_depth(); }
-  int attach(const Volume& volume) override { return inner_.attach(volume); }
   void start() override { inner_.start(); }
   void submit(std::span<const Request> requests) override {
-    for (const Request& request : requests) {
-      volumes_[request.tag] = request.volume_index;
-      std::size_t& most = (*most_)[request.volume_index];
-      most = std::max(most, ++counts_[request.volume_index]);
-    }
+    in_flight_count_ += requests.size();
+    *most_ = std::max(*most_, in_flight_count_);
     inner_.submit(requests);
   }
   std::size_t reap(std::span<Completion> completions, std::size_t count_min,
                    milliseconds timeout) override {
     const std::size_t count = inner_.reap(completions, count_min, timeout);
-    for (std::size_t index = 0; index < count; ++index) {
-      --counts_[volumes_[completions[index].tag]];
-    }
+    in_flight_count_ -= count;
     return count;
   }
   void wake() noexcept override { inner_.wake(); }
 
  private:
   MemoryEngine inner_;
-  std::map<int, std::size_t>* most_;
-  std::map<std::uint64_t, int> volumes_;
-  std::map<int, std::size_t> counts_;
+  std::size_t* most_;
+  std::size_t in_flight_count_ = 0;
 };
 
 struct Bench {
   std::shared_ptr<MemoryFaults> faults = std::make_shared<MemoryFaults>();
   std::vector<Volume> volumes;
-  std::map<int, std::size_t> most;
+  std::array<std::size_t, kVolumeCount> most{};
   std::vector<std::string> reports;
   std::vector<std::unique_ptr<Transfer>> transfers;
   std::mutex mutex;
@@ -76,7 +70,12 @@ struct Bench {
       volumes.push_back(Volume::open_in_memory(1 << 20, join("volume ", index)));
       volumes.back().grow(1 << 20);
     }
-    TransferQueue::Options options;
+    std::vector<std::unique_ptr<Engine>> engines;
+    for (std::size_t index = 0; index < kVolumeCount; ++index) {
+      engines.push_back(std::make_unique<CountingEngine>(
+          memory_options(faults, kDepth, static_cast<int>(index)), volumes[index], &most[index]));
+    }
+    TransferOptions options;
     options.chunk_bytes = kChunk;
     options.bounce = bounce;
     options.watchdog = watchdog;
@@ -85,13 +84,13 @@ struct Bench {
       const std::lock_guard lock(mutex);
       reports.push_back(text);
     };
-    queue = std::make_unique<TransferQueue>(std::make_unique<CountingEngine>(faults, &most),
-                                            volumes, volumes.front().alignment(), options,
-                                            [this](std::span<Transfer* const> over) {
-                                              const std::lock_guard lock(mutex);
-                                              finished.insert(over.begin(), over.end());
-                                              changed.notify_all();
-                                            });
+    queue =
+        std::make_unique<TransferQueue>(std::move(engines), volumes, volumes.front().alignment(),
+                                        options, [this](std::span<Transfer* const> over) {
+                                          const std::lock_guard lock(mutex);
+                                          finished.insert(over.begin(), over.end());
+                                          changed.notify_all();
+                                        });
   }
 
   /// Starts a write of `nbytes` from `shift` bytes behind a page, on one volume.
@@ -131,8 +130,8 @@ void a_silent_volume_fills_its_own_lane_only() {
   }
   bench.resume_and_wait();
   bench.queue.reset();
-  MA_INVARIANT(bench.most[0] == kDepth / kVolumeCount);
-  MA_INVARIANT(bench.most[1] == kDepth / kVolumeCount);
+  MA_INVARIANT(bench.most[0] == kDepth);
+  MA_INVARIANT(bench.most[1] == kDepth);
 }
 
 // A wait for an eighth of all requests in flight would wait for the silent ones.
@@ -193,13 +192,13 @@ void volumes_that_are_alike_are_not_named() {
   MA_INVARIANT(bench.queue->counters().slow_spells == 0);
 }
 
-void a_depth_below_one_per_volume_is_refused() {
+void bounce_buffers_below_a_block_per_volume_are_refused() {
   std::vector<Volume> volumes;
   for (int count = 0; count < 3; ++count) volumes.push_back(Volume::open_in_memory(1 << 20));
-  TransferQueue::Options options;
-  options.bounce = bounce;
+  TransferOptions options;
+  options.bounce = std::span(bounce).first(2 * 512);
   try {
-    TransferQueue(std::make_unique<MemoryEngine>(std::make_shared<MemoryFaults>(), 2), volumes,
+    TransferQueue(memory_engines(std::make_shared<MemoryFaults>(), 2, volumes), volumes,
                   volumes.front().alignment(), options, [](std::span<Transfer* const>) {});
     MA_INVARIANT(false && "opened");
   } catch (const std::invalid_argument&) {
@@ -216,6 +215,6 @@ int main() {
   memascend::a_volume_that_is_silent_beside_a_lively_one_is_reported();
   memascend::a_volume_far_slower_than_the_other_is_named_once_and_waited_for();
   memascend::volumes_that_are_alike_are_not_named();
-  memascend::a_depth_below_one_per_volume_is_refused();
+  memascend::bounce_buffers_below_a_block_per_volume_are_refused();
   return 0;
 }

@@ -1,0 +1,352 @@
+#include "nvme/transfer/lane.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "base/align.hpp"
+#include "base/check.hpp"
+#include "system/thread.hpp"
+
+namespace memascend {
+namespace {
+
+// EINTR or no whole block moved, in a row, before a chunk is given up.
+constexpr unsigned kRetryCountMax = 64;
+// With many requests in flight the thread wakes for an eighth of them at a time: fewer turns, and
+// the device's queue stays nearly full.
+constexpr std::size_t kReapFraction = 8;
+// Reads after a write that the bounce buffers allow at once: small ones keep a drive busy, too.
+constexpr std::uint64_t kReadBackCount = 16;
+// Chunks of earlier classes before one of a class that waits: nothing starves.
+constexpr unsigned kPassedOverMax = 8;
+
+}  // namespace
+
+Lane::Lane(std::unique_ptr<Engine> engine, std::size_t volume_index, std::span<std::byte> bounce,
+           Shared* shared)
+    : engine_(std::move(engine)),
+      volume_index_(volume_index),
+      volume_(shared->volumes[volume_index]),
+      shared_(*shared),
+      options_(shared->options),
+      counters_(shared->counters) {
+  const std::uint64_t block = shared_.alignment.offset_bytes;
+  bounce_bytes_ = std::min<std::uint64_t>(options_.chunk_bytes, bounce.size());
+  if (options_.read_back) {
+    bounce_bytes_ =
+        std::min(bounce_bytes_, std::max(block, align_down(bounce.size() / kReadBackCount, block)));
+  }
+  for (std::uint64_t end = bounce_bytes_; end <= bounce.size(); end += bounce_bytes_) {
+    free_bounces_.push_back(bounce.data() + (end - bounce_bytes_));
+  }
+  chunks_.resize(engine_->queue_depth());
+  for (std::size_t index = chunks_.size(); index > 0; --index) free_chunks_.push_back(index - 1);
+  batch_.reserve(chunks_.size());
+  completions_.resize(chunks_.size());
+
+  std::promise<void> started;
+  std::future<void> ready = started.get_future();
+  thread_ = start_thread("memascend-nvme", [this, &started] { run(&started); });
+  try {
+    ready.get();
+  } catch (...) {
+    thread_.join();
+    throw;
+  }
+}
+
+Lane::~Lane() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    engine_->wake();  // under the lock: once the thread has seen the flag the engine is gone
+  }
+  thread_.join();
+}
+
+void Lane::submit(Part* part) {
+  bool wake = false;
+  {
+    const std::lock_guard lock(mutex_);
+    inbox_.push_back(part);
+    any_waiting_ = true;
+    wake = !std::exchange(wake_sent_, true);
+  }
+  if (wake) engine_->wake();
+}
+
+void Lane::hurry() {
+  if (!any_waiting_) return;
+  bool wake = false;
+  {
+    const std::lock_guard lock(mutex_);
+    hurried_ = true;
+    wake = !std::exchange(wake_sent_, true);
+  }
+  if (wake) engine_->wake();
+}
+
+void Lane::run(std::promise<void>* started) {
+  try {
+    engine_->start();
+    engine_description_ = engine_->description();
+  } catch (...) {
+    started->set_exception(std::current_exception());
+    return;
+  }
+  started->set_value();  // `started` is gone from here on
+  try {
+    while (turn()) {
+    }
+    engine_.reset();  // by its issuer, as it must be
+  } catch (const std::exception& error) {
+    // An engine throws only when it was used wrongly; requests may be in flight on the caller's
+    // memory, so there is no way to go on.
+    options_.report(join("the ", engine_->name(), " engine broke: ", error.what()));
+    MA_INVARIANT(false && "the I/O engine works");
+  }
+}
+
+bool Lane::turn() {
+  if (!take_inbox()) return false;
+  turn_began_ = Pace::Clock::now();
+  // A device's silence begins with its first request: this thread may have slept for longer than
+  // the watchdog's patience.
+  if (free_chunks_.size() == chunks_.size()) heard_at_ = turn_began_;
+  resume_paused(turn_began_);
+  fill_batch();
+  if (!batch_.empty()) {
+    counters_.requests += batch_.size();
+    engine_->submit(batch_);
+    batch_.clear();
+  }
+  // Pieces of a failed transfer may have been dropped without any request: report before sleeping.
+  const std::size_t in_flight = chunks_.size() - free_chunks_.size() - paused_.size();
+  const std::size_t wanted =
+      finished_.empty() ? std::max<std::size_t>(1, in_flight / kReapFraction) : 0;
+  const std::size_t count = engine_->reap(completions_, wanted, patience(turn_began_));
+  for (std::size_t index = 0; index < count; ++index) complete(completions_[index]);
+  watch();
+  if (!finished_.empty()) {
+    shared_.finished(finished_);
+    finished_.clear();
+  }
+  return true;
+}
+
+// False when the thread is to end.
+bool Lane::take_inbox() {
+  const std::lock_guard lock(mutex_);
+  wake_sent_ = false;
+  for (Part* part : inbox_) enqueue(part);
+  inbox_.clear();
+  if (std::exchange(hurried_, false)) promote();
+  return !stopping_;
+}
+
+void Lane::enqueue(Part* part) {
+  const Transfer& transfer = *part->transfer;
+  const Class wait_class = transfer.needed                          ? kNeeded
+                           : transfer.operation == Operation::kRead ? kReads
+                                                                    : kWrites;
+  Waiting& waiting = waiting_[wait_class];
+  for (const Piece& piece : part->pieces) {
+    (piece.bounced ? waiting.bounced : waiting.direct).push_back({part, &piece, piece.offset});
+  }
+}
+
+// Moves what somebody has begun to wait for, in its order, to the first class.
+void Lane::promote() {
+  const auto move_needed = [](std::deque<Cursor>* from, std::deque<Cursor>* to) {
+    const auto rest = std::stable_partition(from->begin(), from->end(), [](const Cursor& cursor) {
+      return !cursor.part->transfer->needed;
+    });
+    to->insert(to->end(), rest, from->end());
+    from->erase(rest, from->end());
+  };
+  for (const Class other : {kReads, kWrites}) {
+    move_needed(&waiting_[other].direct, &waiting_[kNeeded].direct);
+    move_needed(&waiting_[other].bounced, &waiting_[kNeeded].bounced);
+  }
+}
+
+void Lane::fill_batch() {
+  while (!free_chunks_.empty() && open_next()) {
+  }
+  any_waiting_ = std::any_of(waiting_.begin(), waiting_.end(),
+                             [](const Waiting& waiting) { return !waiting.empty(); });
+}
+
+// Turns the next part of a piece into a request, of the class whose turn it is; false when nothing
+// waits, or only for bounce buffers.
+bool Lane::open_next() {
+  std::array<std::size_t, kClassCount> order{kNeeded, kReads, kWrites};
+  std::stable_partition(order.begin(), order.end(), [this](std::size_t index) {
+    return waiting_[index].passed_over_count >= kPassedOverMax;
+  });
+  for (const std::size_t index : order) {
+    Waiting& waiting = waiting_[index];
+    const bool opened = (!free_bounces_.empty() && open_chunk(&waiting.bounced, bounce_bytes_)) ||
+                        open_chunk(&waiting.direct, options_.chunk_bytes);
+    if (!opened) continue;
+    waiting.passed_over_count = 0;
+    for (std::size_t later = index + 1; later < kClassCount; ++later) {
+      if (!waiting_[later].empty()) ++waiting_[later].passed_over_count;
+    }
+    return true;
+  }
+  return false;
+}
+
+// False when no piece waits here.
+bool Lane::open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes_max) {
+  while (!cursors->empty() && cursors->front().part->transfer->failed) {
+    Part* part = cursors->front().part;
+    cursors->pop_front();
+    --part->pieces_left;
+    close_if_over(part);
+  }
+  if (cursors->empty()) return false;
+  Cursor& cursor = cursors->front();
+  Part* part = cursor.part;
+  Chunk& chunk = chunks_[free_chunks_.back()];
+  free_chunks_.pop_back();
+  chunk = {};
+  chunk.part = part;
+  chunk.piece = cursor.piece;
+  chunk.operation = part->reading_back ? Operation::kRead : part->transfer->operation;
+  chunk.offset = cursor.next;
+  chunk.nbytes = std::min(nbytes_max, cursor.piece->end - cursor.next);
+  chunk.serial = ++serial_;
+  if (cursor.piece->bounced || part->reading_back) {
+    begin_bounced(&chunk);
+  } else {
+    chunk.data = cursor.piece->data + (chunk.offset - cursor.piece->wanted_offset);
+  }
+  ++part->chunks_left;
+  cursor.next += chunk.nbytes;
+  if (cursor.next == cursor.piece->end) {
+    --part->pieces_left;
+    cursors->pop_front();
+  }
+  if (chunk.operation == Operation::kWrite) note_write(chunk);
+  push_request(chunk);
+  return true;
+}
+
+void Lane::begin_bounced(Chunk* chunk) {
+  chunk->bounce = free_bounces_.back();
+  free_bounces_.pop_back();
+  chunk->data = chunk->bounce;
+  if (!chunk->part->reading_back) counters_.bytes_bounced += chunk->nbytes;
+  if (chunk->operation == Operation::kRead) return;
+  const Piece& piece = *chunk->piece;
+  const Wanted wanted = wanted_part(piece, chunk->offset, chunk->nbytes);
+  const std::uint64_t chunk_end = chunk->offset + chunk->nbytes;
+  const bool keeps_tail = wanted.end < chunk_end && piece.keeps_tail;
+  if (wanted.begin > chunk->offset || keeps_tail) {
+    chunk->operation = Operation::kRead;  // the rest of the block first; end_phase() writes
+    return;
+  }
+  std::memcpy(chunk->bounce, wanted.data, wanted.end - wanted.begin);
+  std::memset(chunk->bounce + (wanted.end - chunk->offset), 0, chunk_end - wanted.end);
+}
+
+void Lane::push_request(const Chunk& chunk) {
+  batch_.push_back({chunk.operation, chunk.offset + chunk.done_bytes,
+                    chunk.nbytes - chunk.done_bytes, chunk.data + chunk.done_bytes,
+                    static_cast<std::uint64_t>(&chunk - chunks_.data())});
+}
+
+void Lane::complete(const Completion& completion) {
+  Chunk& chunk = chunks_[completion.tag];
+  heard_ = true;
+  const std::uint64_t asked = chunk.nbytes - chunk.done_bytes;
+  if (completion.result < 0) {
+    const int code = static_cast<int>(-completion.result);
+    if (code == EINTR) return retry(&chunk, &counters_.retries, code);
+    if (code == EAGAIN && pause_again(&chunk)) return;
+    if (code == EIO && pause_eio(&chunk)) return;
+    return fail(&chunk, code);
+  }
+  if (completion.result == 0) return fail(&chunk, 0);
+  const auto moved = static_cast<std::uint64_t>(completion.result);
+  MA_INVARIANT(moved <= asked);
+  chunk.again_since = {};
+  shared_.pace.note_moved(volume_index_, moved);
+  if (moved == asked) return end_phase(&chunk);
+  // Direct I/O goes on at a block's start; the bytes of a block begun are moved again.
+  const std::uint64_t done_bytes =
+      align_down(chunk.done_bytes + moved, shared_.alignment.offset_bytes);
+  if (done_bytes > chunk.done_bytes) chunk.retry_count = 0;
+  chunk.done_bytes = done_bytes;
+  retry(&chunk, &counters_.resubmitted, EIO);
+}
+
+// Asks again for what is left of a chunk, or fails with `code` after too many times.
+void Lane::retry(Chunk* chunk, std::atomic<std::uint64_t>* counter, int code) {
+  if (++chunk->retry_count > kRetryCountMax) return fail(chunk, code);
+  ++*counter;
+  push_request(*chunk);
+}
+
+// All bytes of the request have moved.
+void Lane::end_phase(Chunk* chunk) {
+  if (chunk->operation == Operation::kRead && !matches(chunk)) return;
+  if (chunk->part->reading_back) return close(chunk);
+  const Piece& piece = *chunk->piece;
+  const bool reads = chunk->part->transfer->operation == Operation::kRead;
+  const Wanted wanted = wanted_part(piece, chunk->offset, chunk->nbytes);
+  const std::uint64_t wanted_bytes = wanted.end - wanted.begin;
+  if (piece.bounced && reads) {
+    std::memcpy(wanted.data, chunk->bounce + (wanted.begin - chunk->offset), wanted_bytes);
+  } else if (piece.bounced && chunk->operation == Operation::kRead) {
+    std::memcpy(chunk->bounce + (wanted.begin - chunk->offset), wanted.data, wanted_bytes);
+    chunk->operation = Operation::kWrite;
+    chunk->done_bytes = 0;
+    note_write(*chunk);
+    return push_request(*chunk);
+  }
+  const int code = drop_cache(*chunk);
+  if (code != 0) return fail(chunk, code);
+  (reads ? counters_.bytes_read : counters_.bytes_written) += wanted_bytes;
+  close(chunk);
+}
+
+void Lane::fail(Chunk* chunk, int code) {
+  fail(chunk, {chunk->part->transfer->key, volume_.directory(), chunk->offset + chunk->done_bytes,
+               chunk->nbytes - chunk->done_bytes, code});
+}
+
+void Lane::fail(Chunk* chunk, ErrorPlace error) {
+  if (chunk->operation == Operation::kWrite) forget_write(*chunk);
+  Part* part = chunk->part;
+  if (!part->error) part->error = std::move(error);
+  part->transfer->failed = true;
+  close(chunk);
+}
+
+void Lane::close(Chunk* chunk) {
+  Part* part = chunk->part;
+  if (chunk->bounce != nullptr) free_bounces_.push_back(chunk->bounce);
+  *chunk = {};
+  free_chunks_.push_back(static_cast<std::size_t>(chunk - chunks_.data()));
+  --part->chunks_left;
+  close_if_over(part);
+}
+
+void Lane::close_if_over(Part* part) {
+  if (part->pieces_left > 0 || part->chunks_left > 0) return;
+  if (begin_read_back(part)) return;
+  Transfer* transfer = part->transfer;
+  if (transfer->parts_left.fetch_sub(1) > 1) return;  // another lane has the rest of it
+  for (Part& own : transfer->parts) {
+    if (own.error && !transfer->error) transfer->error = std::move(own.error);
+  }
+  finished_.push_back(transfer);
+}
+
+}  // namespace memascend
