@@ -58,7 +58,7 @@ def test_a_device_that_never_moves_a_whole_block_is_given_up():
     with pytest.raises(StoreError) as caught:
         write(store, "k", bytes(4096)).wait()
     assert caught.value.errno in (errno.EAGAIN, errno.EINTR)
-    assert store.stats()["retries"] == 64
+    assert store.stats()["retries"] >= 64  # EAGAIN has a time limit, EINTR a count
 
 
 def test_an_error_names_key_volume_offset_nbytes_and_errno():
