@@ -151,6 +151,9 @@ class VolumeStats:
     def used_bytes(self) -> int: ...
     @property
     def available_bytes(self) -> int: ...
+    @property
+    def copies_on_write(self) -> bool:
+        """Return whether overwrites go elsewhere than the space that was reserved for them."""
 
 class Ticket:
     """The handle of one read or write."""

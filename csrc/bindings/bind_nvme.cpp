@@ -232,7 +232,8 @@ void bind_volumes(py::module_& module) {
       .def_readonly("path", &VolumeStats::path)
       .def_readonly("weight", &VolumeStats::weight)
       .def_readonly("used_bytes", &VolumeStats::used_bytes)
-      .def_readonly("available_bytes", &VolumeStats::available_bytes);
+      .def_readonly("available_bytes", &VolumeStats::available_bytes)
+      .def_readonly("copies_on_write", &VolumeStats::copies_on_write);
 }
 
 void bind_ticket(py::module_& module) {

@@ -66,6 +66,7 @@ struct VolumeStats {
   double weight;
   std::uint64_t used_bytes;
   std::uint64_t available_bytes;
+  bool copies_on_write;  // Volume::copies_on_write()
 };
 
 struct StoreStats {

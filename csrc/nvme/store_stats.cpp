@@ -37,7 +37,7 @@ std::vector<VolumeStats> Store::volume_stats() {
   for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
     const Volume& volume = space_.volumes()[index];
     result.push_back({volume.directory(), space_.weights()[index], space_.used_bytes(index),
-                      space_.available_bytes(index)});
+                      space_.available_bytes(index), volume.copies_on_write()});
   }
   return result;
 }

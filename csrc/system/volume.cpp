@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,6 +23,7 @@ namespace {
 
 constexpr mode_t kOwnerOnly = 0600;
 constexpr std::uint64_t kBlockBytes = 4096;  // of every device without a better answer
+constexpr std::uint64_t kSectorBytes = 512;
 constexpr std::size_t kMemoryNameMax = 200;  // memfd_create refuses more than 249 bytes
 
 // The head of struct statx up to the fields of Linux 6.1, which older C libraries lack.
@@ -35,6 +37,11 @@ struct StatxHead {
 static_assert(offsetof(StatxHead, dio_memory_bytes) == 0x98);
 static_assert(sizeof(StatxHead) == 0x100);
 constexpr unsigned kStatxDioAlign = 0x2000;
+
+// File systems that write nowhere twice: what was preallocated is not where an overwrite goes.
+constexpr std::int64_t kBtrfsMagic = 0x9123683e;
+constexpr std::int64_t kZfsMagic = 0x2fc12fc1;
+constexpr std::int64_t kBcachefsMagic = 0xca451a4e;
 
 // Opens a file without a name, or returns -1 and leaves errno. Buffered: an open that creates a
 // file and then refuses O_DIRECT would leave the file behind.
@@ -56,14 +63,24 @@ Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_
   Volume volume;
   volume.directory_ = directory;
   volume.limit_bytes_ = limit_bytes;
-  volume.descriptor_ = open_nameless(directory);
-  MA_SYSCALL(volume.descriptor_, "open an anonymous file in ", directory);
+  volume.descriptor_ = PrivateDescriptor(static_cast<int>(
+      MA_SYSCALL(open_nameless(directory), "open an anonymous file in ", directory)));
   struct stat state{};
-  MA_SYSCALL(::fstat(volume.descriptor_, &state), "look at the file in ", directory);
+  MA_SYSCALL(::fstat(volume.descriptor(), &state), "look at the file in ", directory);
   volume.device_ = state.st_dev;
-  volume.find_alignment();
-  volume.direct_ = volume.set_direct(true) && volume.direct_write_works();
-  if (!volume.direct_) volume.set_direct(false);
+  volume.copies_on_write_ = !volume.forbid_copy_on_write();
+  // A copy of what is written is made, checksummed and found in the page cache (btrfs from 6.14
+  // on), whatever the flag says.
+  volume.direct_ = volume.find_alignment() && !volume.copies_on_write_ && volume.set_direct(true) &&
+                   volume.direct_write_works(0);
+  if (!volume.direct_) {
+    volume.set_direct(false);
+  } else if (volume.alignment_.memory_bytes == kBlockBytes &&
+             volume.direct_write_works(kSectorBytes)) {
+    volume.alignment_.memory_bytes = kSectorBytes;
+  }
+  // Direct writes of less than a block of the file system wait for each other (ext4).
+  volume.alignment_.offset_bytes = std::max(volume.alignment_.offset_bytes, kBlockBytes);
   return volume;
 }
 
@@ -72,15 +89,15 @@ Volume Volume::adopt_device(int descriptor, const std::string& path, std::uint64
   MA_INVARIANT(start_bytes > 0);
   Volume volume;
   volume.directory_ = path;
-  volume.descriptor_ =
-      static_cast<int>(MA_SYSCALL(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0), "use ", path));
+  volume.descriptor_ = PrivateDescriptor(
+      static_cast<int>(MA_SYSCALL(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0), "use ", path)));
   struct stat state{};
-  MA_SYSCALL(::fstat(volume.descriptor_, &state), "look at ", path);
+  MA_SYSCALL(::fstat(volume.descriptor(), &state), "look at ", path);
   if (!S_ISBLK(state.st_mode)) throw SystemCallError(ENOTBLK, join("use ", path));
   const auto device_bytes = static_cast<std::uint64_t>(
-      MA_SYSCALL(::lseek(volume.descriptor_, 0, SEEK_END), "ask for the size of ", path));
-  volume.find_alignment();
-  if (!volume.set_direct(true)) throw SystemCallError(errno, join("set O_DIRECT on ", path));
+      MA_SYSCALL(::lseek(volume.descriptor(), 0, SEEK_END), "ask for the size of ", path));
+  if (!volume.find_alignment() || !volume.set_direct(true))
+    throw SystemCallError(errno, join("set O_DIRECT on ", path));
   volume.direct_ = true;
   volume.start_bytes_ = start_bytes;
   volume.capacity_bytes_ = start_bytes;
@@ -91,8 +108,8 @@ Volume Volume::adopt_device(int descriptor, const std::string& path, std::uint64
 Volume Volume::open_in_memory(std::uint64_t limit_bytes, const std::string& name) {
   Volume volume;
   volume.directory_ = name;
-  volume.descriptor_ = static_cast<int>(MA_SYSCALL(
-      ::memfd_create(name.substr(0, kMemoryNameMax).c_str(), MFD_CLOEXEC), "memfd_create"));
+  volume.descriptor_ = PrivateDescriptor(static_cast<int>(MA_SYSCALL(
+      ::memfd_create(name.substr(0, kMemoryNameMax).c_str(), MFD_CLOEXEC), "memfd_create")));
   volume.direct_ = true;
   volume.alignment_ = {512, 64};
   volume.limit_bytes_ = limit_bytes;
@@ -105,6 +122,7 @@ Volume& Volume::operator=(Volume&& other) noexcept {
   std::swap(descriptor_, other.descriptor_);
   std::swap(directory_, other.directory_);
   std::swap(direct_, other.direct_);
+  std::swap(copies_on_write_, other.copies_on_write_);
   std::swap(alignment_, other.alignment_);
   std::swap(start_bytes_, other.start_bytes_);
   std::swap(capacity_bytes_, other.capacity_bytes_);
@@ -114,17 +132,21 @@ Volume& Volume::operator=(Volume&& other) noexcept {
 }
 
 Volume::~Volume() {
-  if (descriptor_ < 0) return;
-  discard();
-  ::close(descriptor_);
+  if (descriptor() < 0) return;
+  // Before the close: a process that has a copy of the descriptor must not keep the space.
+  if (start_bytes_ > 0) {
+    discard();
+  } else {
+    (void)!::ftruncate(descriptor(), 0);
+  }
 }
 
 // Tells a device that what was stored is of no use any more: the drive writes faster for it, and
 // the next reader finds nothing where it then gives zeros. Best effort; not every device can.
 void Volume::discard() const noexcept {
-  if (start_bytes_ == 0 || capacity_bytes_ == start_bytes_) return;
+  if (capacity_bytes_ == start_bytes_) return;
   std::uint64_t range[2] = {start_bytes_, capacity_bytes_ - start_bytes_};
-  (void)::ioctl(descriptor_, BLKDISCARD, range);
+  (void)::ioctl(descriptor(), BLKDISCARD, range);
 }
 
 std::uint64_t Volume::available_bytes() const {
@@ -145,7 +167,7 @@ std::uint64_t Volume::limit_bytes_left() const {
 std::uint64_t Volume::device_bytes_left() const {
   if (device_ == 0) return UINT64_MAX;
   struct statvfs state{};
-  MA_SYSCALL(::fstatvfs(descriptor_, &state), "ask for the free space of ", directory_);
+  MA_SYSCALL(::fstatvfs(descriptor(), &state), "ask for the free space of ", directory_);
   return static_cast<std::uint64_t>(state.f_bavail) * state.f_frsize;
 }
 
@@ -166,16 +188,16 @@ void Volume::grow(std::uint64_t capacity_bytes) {
   }
   int result = 0;
   do {
-    result = ::fallocate(descriptor_, 0, static_cast<off_t>(capacity_bytes_),
+    result = ::fallocate(descriptor(), 0, static_cast<off_t>(capacity_bytes_),
                          static_cast<off_t>(needed));
   } while (result != 0 && errno == EINTR);
   if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
-    result = ::ftruncate(descriptor_, static_cast<off_t>(capacity_bytes));
+    result = ::ftruncate(descriptor(), static_cast<off_t>(capacity_bytes));
   }
   if (result != 0) {
     const int code = errno;
     // A failed fallocate may have allocated a part; give it back so that nothing changed.
-    (void)!::ftruncate(descriptor_, static_cast<off_t>(capacity_bytes_));
+    (void)!::ftruncate(descriptor(), static_cast<off_t>(capacity_bytes_));
     if (code == ENOSPC || code == EFBIG || code == EDQUOT) throw full();
     throw SystemCallError(code, join("grow the file in ", directory_, " by ", needed, " bytes"));
   }
@@ -186,37 +208,61 @@ int Volume::drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcep
   const auto start = static_cast<off_t>(offset);
   const auto length = static_cast<off_t>(nbytes);
   const int result = ::sync_file_range(
-      descriptor_, start, length,
+      descriptor(), start, length,
       SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
   const int code = result == 0 || errno == ENOSYS ? 0 : errno;
-  ::posix_fadvise(descriptor_, start, length, POSIX_FADV_DONTNEED);
+  ::posix_fadvise(descriptor(), start, length, POSIX_FADV_DONTNEED);
   return code;
 }
 
-void Volume::find_alignment() {
+// Asks the file system; false when it answers that it has no direct I/O for this file, though it
+// may accept O_DIRECT (ext4 with data=journal, fscrypt).
+bool Volume::find_alignment() {
   StatxHead state{};
-  const long result = ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, kStatxDioAlign, &state);
-  if (result != 0 || (state.mask & kStatxDioAlign) == 0) return;
-  if (!is_power_of_two(state.dio_offset_bytes) || !is_power_of_two(state.dio_memory_bytes)) return;
-  alignment_ = {state.dio_offset_bytes, state.dio_memory_bytes};
+  const long result = ::syscall(SYS_statx, descriptor(), "", AT_EMPTY_PATH, kStatxDioAlign, &state);
+  if (result != 0 || (state.mask & kStatxDioAlign) == 0) return true;
+  if (state.dio_offset_bytes == 0 || state.dio_memory_bytes == 0) return false;
+  if (is_power_of_two(state.dio_offset_bytes) && is_power_of_two(state.dio_memory_bytes)) {
+    alignment_ = {state.dio_offset_bytes, state.dio_memory_bytes};
+  }
+  return true;
 }
 
+// Has overwrites go where the space was reserved; false where the file system goes on copying. Pre:
+// the file is empty.
+bool Volume::forbid_copy_on_write() const {
+  struct statfs state{};
+  if (::fstatfs(descriptor(), &state) != 0) return true;
+  const auto magic = static_cast<std::int64_t>(static_cast<std::uint32_t>(state.f_type));
+  if (magic == kZfsMagic || magic == kBcachefsMagic) return false;
+  if (magic != kBtrfsMagic) return true;
+  int flags = 0;
+  if (::ioctl(descriptor(), FS_IOC_GETFLAGS, &flags) != 0) return false;
+  flags = (flags & ~FS_COMPR_FL) | FS_NOCOW_FL;
+  if (::ioctl(descriptor(), FS_IOC_SETFLAGS, &flags) != 0) return false;
+  return ::ioctl(descriptor(), FS_IOC_GETFLAGS, &flags) == 0 && (flags & FS_NOCOW_FL) != 0;
+}
+
+// Also clears O_NONBLOCK, with which a device is opened: a mapped one would answer EAGAIN.
 bool Volume::set_direct(bool direct) const {
-  const int flags = ::fcntl(descriptor_, F_GETFL);
+  const int flags = ::fcntl(descriptor(), F_GETFL);
   if (flags < 0) return false;
-  return ::fcntl(descriptor_, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+  const int others = flags & ~(O_DIRECT | O_NONBLOCK);
+  return ::fcntl(descriptor(), F_SETFL, others | (direct ? O_DIRECT : 0)) == 0;
 }
 
-bool Volume::direct_write_works() const {
+// Writes a block from so many bytes behind an aligned address.
+bool Volume::direct_write_works(std::size_t shift_bytes) const {
   const std::size_t block_bytes =
       std::max({kBlockBytes, alignment_.offset_bytes, alignment_.memory_bytes});
   const std::unique_ptr<void, decltype(&std::free)> block(
-      std::aligned_alloc(block_bytes, block_bytes), &std::free);
+      std::aligned_alloc(block_bytes, 2 * block_bytes), &std::free);
   if (block == nullptr) throw std::bad_alloc();
-  std::memset(block.get(), 0, block_bytes);
-  const ssize_t written = ::pwrite(descriptor_, block.get(), block_bytes, 0);
+  std::memset(block.get(), 0, 2 * block_bytes);
+  const ssize_t written =
+      ::pwrite(descriptor(), static_cast<std::byte*>(block.get()) + shift_bytes, block_bytes, 0);
   const int code = errno;
-  MA_SYSCALL(::ftruncate(descriptor_, 0), "empty the file in ", directory_);
+  MA_SYSCALL(::ftruncate(descriptor(), 0), "empty the file in ", directory_);
   if (written < 0 && code != EINVAL && code != ENOSPC) {
     throw SystemCallError(code, join("write a first block in ", directory_));
   }

@@ -17,6 +17,7 @@
 #include <string>
 
 #include "base/check.hpp"
+#include "system/private_descriptor.hpp"
 
 namespace memascend {
 
@@ -59,11 +60,15 @@ class Volume {
   Volume& operator=(const Volume&) = delete;
   ~Volume();
 
-  int descriptor() const noexcept { return descriptor_; }
+  int descriptor() const noexcept { return descriptor_.get(); }
   /// The directory as given to open_anonymous, the device's path, or the name of one in memory.
   const std::string& directory() const noexcept { return directory_; }
   bool direct() const noexcept { return direct_; }
-  /// From statx(STATX_DIOALIGN) where the kernel has it, else one 4 KiB block for both.
+  /// The file system writes a copy of what is overwritten, elsewhere: space that was reserved does
+  /// not mean that a write finds room, and the file scatters.
+  bool copies_on_write() const noexcept { return copies_on_write_; }
+  /// From statx(STATX_DIOALIGN) where the kernel has it, else what a write accepts. Of a file at
+  /// least 4 KiB of offset.
   Alignment alignment() const noexcept { return alignment_; }
   /// Where the part begins that is ours: 0 but for a device. capacity_bytes() starts from there.
   std::uint64_t start_bytes() const noexcept { return start_bytes_; }
@@ -90,14 +95,16 @@ class Volume {
 
  private:
   Volume() = default;
-  void find_alignment();
+  bool find_alignment();
+  bool forbid_copy_on_write() const;
   void discard() const noexcept;
   bool set_direct(bool direct) const;
-  bool direct_write_works() const;
+  bool direct_write_works(std::size_t shift_bytes) const;
 
-  int descriptor_ = -1;
+  PrivateDescriptor descriptor_;
   std::string directory_;
   bool direct_ = false;
+  bool copies_on_write_ = false;
   Alignment alignment_{4096, 4096};
   std::uint64_t start_bytes_ = 0;
   std::uint64_t capacity_bytes_ = 0;

@@ -62,19 +62,17 @@ Ring::Ring(const Options& options) : kernel_polls_(options.kernel_polls) {
     parameters.flags = mode.flags | IORING_SETUP_R_DISABLED;
     parameters.sq_thread_idle = kKernelThreadIdleMs;
     mode_ = mode.name;
-    descriptor_ = uring::setup(options.entry_count, &parameters);
-    if (descriptor_ >= 0 || errno != EINVAL) break;
+    descriptor_ = PrivateDescriptor(uring::setup(options.entry_count, &parameters));
+    if (descriptor_.get() >= 0 || errno != EINVAL) break;
   }
-  MA_SYSCALL(descriptor_, "io_uring_setup(entries=", options.entry_count, ")");
+  MA_SYSCALL(descriptor_.get(), "io_uring_setup(entries=", options.entry_count, ")");
   if ((parameters.features & kNeededFeatures) != kNeededFeatures) {
-    ::close(descriptor_);
     throw SystemCallError(ENOSYS, "io_uring of this kernel lacks timed waits (Linux 5.11)");
   }
   try {
     map(parameters);
   } catch (...) {
     if (queues_ != nullptr) ::munmap(queues_, queues_bytes_);
-    ::close(descriptor_);
     throw;
   }
 }
@@ -88,8 +86,9 @@ void Ring::map(const io_uring_params& parameters) {
   entries_bytes_ = parameters.sq_entries * sizeof(io_uring_sqe);
   const auto map_at = [&](std::size_t nbytes, unsigned long long offset) {
     void* address = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
-                           descriptor_, static_cast<off_t>(offset));
+                           descriptor_.get(), static_cast<off_t>(offset));
     MA_SYSCALL(address == MAP_FAILED ? -1 : 0, "map ", nbytes, " bytes of an io_uring");
+    (void)::madvise(address, nbytes, MADV_DONTFORK);  // a mapping keeps the ring alive
     return static_cast<std::byte*>(address);
   };
   queues_ = map_at(queues_bytes_, IORING_OFF_SQ_RING);
@@ -116,7 +115,6 @@ void Ring::map(const io_uring_params& parameters) {
 Ring::~Ring() {
   ::munmap(entries_, entries_bytes_);
   ::munmap(queues_, queues_bytes_);
-  ::close(descriptor_);
 }
 
 void Ring::start() {
@@ -130,6 +128,14 @@ io_uring_sqe* Ring::next_submission() noexcept {
   ++prepared_tail_;
   std::memset(entry, 0, sizeof(*entry));
   return entry;
+}
+
+void Ring::wait_for_room() {
+  store_in_order(submission_tail_, prepared_tail_);
+  if (!kernel_polls_) return enter(0, std::chrono::milliseconds(0));
+  unsigned flags = IORING_ENTER_SQ_WAIT;
+  if (load_in_order(submission_flags_) & IORING_SQ_NEED_WAKEUP) flags |= IORING_ENTER_SQ_WAKEUP;
+  (void)uring::enter(descriptor_.get(), 0, 0, flags, nullptr, 0);
 }
 
 void Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
@@ -150,8 +156,8 @@ bool Ring::enter_once(unsigned submit_count, unsigned complete_min,
   }
   const uring::Timespec timespec{timeout.count() / 1000, timeout.count() % 1000 * 1'000'000};
   const uring::WaitArgument argument{0, 0, 0, reinterpret_cast<std::uint64_t>(&timespec)};
-  const int taken =
-      uring::enter(descriptor_, submit_count, complete_min, flags, &argument, sizeof(argument));
+  const int taken = uring::enter(descriptor_.get(), submit_count, complete_min, flags, &argument,
+                                 sizeof(argument));
   if (taken >= 0) return static_cast<unsigned>(taken) == submit_count;
   // The wait ended early, or the kernel is short of memory and first wants completions reaped. What
   // was not taken stays in the queue for the next call.
@@ -168,7 +174,7 @@ bool Ring::next_completion(io_uring_cqe* completion) noexcept {
 }
 
 int Ring::register_resource(unsigned opcode, const void* argument, unsigned count) const noexcept {
-  const int result = uring::do_register(descriptor_, opcode, argument, count);
+  const int result = uring::do_register(descriptor_.get(), opcode, argument, count);
   return result < 0 ? -errno : 0;
 }
 

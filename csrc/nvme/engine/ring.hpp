@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 
+#include "system/private_descriptor.hpp"
 #include "system/uring_abi.hpp"
 
 namespace memascend {
@@ -33,6 +34,8 @@ class Ring {
 
   /// The next free submission entry, cleared, or nullptr when all are taken.
   io_uring_sqe* next_submission() noexcept;
+  /// Hands over what is prepared, and waits until the kernel has taken some of it.
+  void wait_for_room();
   /// Hands all prepared submissions to the kernel and waits until `complete_min` completions are
   /// there, `timeout` has passed or a signal came; one system call unless the kernel takes only a
   /// part. What a kernel short of memory does not take stays prepared for the next call.
@@ -49,7 +52,7 @@ class Ring {
   void map(const io_uring_params& parameters);
   bool enter_once(unsigned submit_count, unsigned complete_min, std::chrono::milliseconds timeout);
 
-  int descriptor_ = -1;
+  PrivateDescriptor descriptor_;
   bool kernel_polls_ = false;
   std::string mode_;
   std::byte* queues_ = nullptr;  // submission and completion queue share one mapping

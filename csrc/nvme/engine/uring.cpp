@@ -22,7 +22,8 @@ UringEngine::UringEngine(const EngineOptions& options, const Volume& volume)
              .kernel_polls = options.sqpoll,
              .device_polled = options.iopoll}),
       file_(volume.descriptor()) {
-  wake_descriptor_ = static_cast<int>(MA_SYSCALL(::eventfd(0, EFD_CLOEXEC), "eventfd"));
+  wake_descriptor_ =
+      PrivateDescriptor(static_cast<int>(MA_SYSCALL(::eventfd(0, EFD_CLOEXEC), "eventfd")));
 }
 
 UringEngine::~UringEngine() {
@@ -35,7 +36,6 @@ UringEngine::~UringEngine() {
   }
   // The kernel tears a ring down some time after its close; the file goes now.
   if (file_registered_) ring_.register_resource(uring::kUnregisterFiles, nullptr, 0);
-  ::close(wake_descriptor_);
 }
 
 std::string UringEngine::description() const {
@@ -54,9 +54,19 @@ void UringEngine::submit(std::span<const Request> requests) {
   // reap() follows and hands them over in the system call that it needs anyway.
 }
 
-void UringEngine::prepare(const Request& request) {
+// The ring has a place for every request in flight, but a kernel thread (SQPOLL) may be slow to
+// take what was answered long ago.
+io_uring_sqe* UringEngine::next_entry() {
   io_uring_sqe* entry = ring_.next_submission();
-  MA_INVARIANT(entry != nullptr);  // the ring has a place for every request in flight
+  while (entry == nullptr) {
+    ring_.wait_for_room();
+    entry = ring_.next_submission();
+  }
+  return entry;
+}
+
+void UringEngine::prepare(const Request& request) {
+  io_uring_sqe* entry = next_entry();
   entry->opcode = request.operation == Operation::kRead ? IORING_OP_READ : IORING_OP_WRITE;
   entry->fd = file_registered_ ? 0 : file_;  // 0: the first registered one
   entry->flags = file_registered_ ? IOSQE_FIXED_FILE : 0;
@@ -68,14 +78,30 @@ void UringEngine::prepare(const Request& request) {
 
 std::size_t UringEngine::reap(std::span<Completion> completions, std::size_t count_min,
                               std::chrono::milliseconds timeout) {
-  if (options_.iopoll) {
-    // A polled ring takes no read of an event counter: with nothing to poll for, wait beside it.
-    if (in_flight_count_ == 0 && count_min > 0) wait_for_wake(timeout);
-    count_min = std::min(count_min, in_flight_count_);
-  } else if (!wake_armed_) {
-    arm_wake();
-  }
+  if (options_.iopoll) return reap_polled(completions, count_min, timeout);
+  if (!wake_armed_) arm_wake();
   ring_.enter(static_cast<unsigned>(count_min), timeout);
+  return take_completions(completions);
+}
+
+// A polled ring takes no read of an event counter, and its waits know neither timeouts nor wakes:
+// so poll, and look at the event counter and the clock in between.
+std::size_t UringEngine::reap_polled(std::span<Completion> completions, std::size_t count_min,
+                                     std::chrono::milliseconds timeout) {
+  const auto end = std::chrono::steady_clock::now() + timeout;
+  for (;;) {
+    ring_.enter(0, std::chrono::milliseconds(0));
+    const std::size_t count = take_completions(completions);
+    if (count > 0 || count_min == 0) return count;
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        end - std::chrono::steady_clock::now());
+    if (left.count() <= 0) return 0;
+    // With nothing to poll for it is the counter alone that matters.
+    if (wait_for_wake(in_flight_count_ == 0 ? left : std::chrono::milliseconds(0))) return 0;
+  }
+}
+
+std::size_t UringEngine::take_completions(std::span<Completion> completions) {
   std::size_t count = 0;
   io_uring_cqe entry;
   while (count < completions.size() && ring_.next_completion(&entry)) {
@@ -90,26 +116,25 @@ std::size_t UringEngine::reap(std::span<Completion> completions, std::size_t cou
 }
 
 void UringEngine::arm_wake() {
-  io_uring_sqe* entry = ring_.next_submission();
-  MA_INVARIANT(entry != nullptr);
+  io_uring_sqe* entry = next_entry();
   entry->opcode = IORING_OP_READ;
-  entry->fd = wake_descriptor_;
+  entry->fd = wake_descriptor_.get();
   entry->addr = reinterpret_cast<std::uint64_t>(&wake_value_);
   entry->len = sizeof(wake_value_);
   entry->user_data = kWakeTag;
   wake_armed_ = true;
 }
 
-void UringEngine::wait_for_wake(std::chrono::milliseconds timeout) {
-  pollfd event{wake_descriptor_, POLLIN, 0};
-  if (::poll(&event, 1, static_cast<int>(timeout.count())) > 0) {
-    (void)!::read(wake_descriptor_, &wake_value_, sizeof(wake_value_));
-  }
+bool UringEngine::wait_for_wake(std::chrono::milliseconds timeout) {
+  pollfd event{wake_descriptor_.get(), POLLIN, 0};
+  if (::poll(&event, 1, static_cast<int>(timeout.count())) <= 0) return false;
+  (void)!::read(wake_descriptor_.get(), &wake_value_, sizeof(wake_value_));
+  return true;
 }
 
 void UringEngine::wake() noexcept {
   const std::uint64_t one = 1;
-  (void)!::write(wake_descriptor_, &one, sizeof(one));
+  (void)!::write(wake_descriptor_.get(), &one, sizeof(one));
 }
 
 }  // namespace memascend

@@ -23,13 +23,17 @@ class UringEngine final : public Engine {
   void wake() noexcept override;
 
  private:
+  io_uring_sqe* next_entry();
   void prepare(const Request& request);
+  std::size_t reap_polled(std::span<Completion> completions, std::size_t count_min,
+                          std::chrono::milliseconds timeout);
+  std::size_t take_completions(std::span<Completion> completions);
   void arm_wake();
-  void wait_for_wake(std::chrono::milliseconds timeout);
+  bool wait_for_wake(std::chrono::milliseconds timeout);
 
   EngineOptions options_;
   Ring ring_;
-  int wake_descriptor_ = -1;
+  PrivateDescriptor wake_descriptor_;
   std::uint64_t wake_value_ = 0;  // where the kernel puts the event counter it reads
   bool wake_armed_ = false;
   std::size_t in_flight_count_ = 0;

@@ -1,4 +1,4 @@
-// sources: csrc/system/volume.cpp
+// sources: csrc/system/private_descriptor.cpp csrc/system/volume.cpp
 // Volumes: nameless files that grow in whole or not at all.
 #include "system/volume.hpp"
 

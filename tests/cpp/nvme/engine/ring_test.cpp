@@ -1,4 +1,4 @@
-// sources: csrc/nvme/engine/ring.cpp csrc/system/volume.cpp
+// sources: csrc/nvme/engine/ring.cpp csrc/system/private_descriptor.cpp csrc/system/volume.cpp
 // The ring by itself: no-ops, a timed wait, a full queue, a write and a read.
 #include "nvme/engine/ring.hpp"
 
