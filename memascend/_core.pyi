@@ -140,6 +140,12 @@ class VolumeOptions:
     @property
     def start_bytes(self) -> int: ...
 
+class PrivateDescriptor:
+    """A file descriptor that forked children do not keep; closes it in the end."""
+
+    def __init__(self, descriptor: int) -> None: ...
+    def close(self) -> None: ...
+
 class VolumeStats:
     """A volume and what of it is taken."""
 

@@ -216,6 +216,10 @@ void bind_store(py::module_& module) {
 }
 
 void bind_volumes(py::module_& module) {
+  py::class_<PrivateDescriptor>(module, "PrivateDescriptor",
+                                "A descriptor that forked children do not keep.")
+      .def(py::init<int>(), "descriptor"_a)
+      .def("close", &PrivateDescriptor::close);
   const VolumeOptions defaults;
   py::class_<VolumeOptions>(module, "VolumeOptions", "A volume of a store; a path alone does, too.")
       .def(py::init<std::string, double, std::uint64_t, int, std::uint64_t>(), "path"_a,

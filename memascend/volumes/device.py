@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from memascend import _core
 from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
 from memascend.system.locks import lock_within
@@ -300,12 +301,14 @@ def _opened(path: str, flags: int) -> Iterator[Device]:
         raise
     except OSError as error:
         raise _not_opened(path, error) from error
+    # A forked child would keep the claim and the lock for as long as it lives.
+    private = _core.PrivateDescriptor(descriptor)
     try:
         if not stat.S_ISBLK(os.fstat(descriptor).st_mode):
             raise _no_device(path)
         yield Device(path, descriptor, os.lseek(descriptor, 0, os.SEEK_END))
     finally:
-        os.close(descriptor)
+        private.close()
 
 
 def _failed(path: str, verb: str, error: OSError) -> StoreError:

@@ -76,6 +76,21 @@ def failure(action: object) -> StoreError:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_system_that_journals_data_is_used_buffered(tmp_path: Path, engine: str) -> None:
+    """It accepts O_DIRECT and goes through the page cache all the same."""
+    images = tmp_path / "images"
+    images.mkdir()
+    with (
+        loop_device(images) as device,
+        mounted(device, tmp_path / "drive", "data=journal") as folder,
+        opened(folder, engine) as store,
+    ):
+        assert not store.direct
+        write(store, "k", CONTENT).wait()
+        assert read(store, "k", len(CONTENT)) == CONTENT
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_drive_that_is_pulled_out_is_named(drive: tuple[str, Path], engine: str) -> None:
     _, folder = drive
     with opened(folder, engine) as store:

@@ -217,6 +217,36 @@ def test_a_forked_child_can_neither_use_nor_harm_the_store(tmp_path):
     assert output == "True\nb'abc'\n"
 
 
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_a_data_loaders_workers_keep_nothing_of_a_store_that_is_closed(tmp_path, engine):
+    output = run(
+        tmp_path,
+        f"""
+        import torch
+        from torch.utils.data import DataLoader
+
+        store = open_store(directory, {engine!r}, grow_bytes=64 << 20)
+        write(store, "k", bytes(1 << 20)).wait()
+        loader = DataLoader(
+            torch.arange(8), num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+        )
+        batches = iter(loader)
+        assert int(next(batches)) == 0
+        print(read(store, "k", 3))
+        store.close()
+        for worker in batches._workers:
+            assert worker.is_alive()
+            folder = Path("/proc") / str(worker.pid)
+            links = [os.readlink(path) for path in (folder / "fd").iterdir()]
+            assert not any(str(directory) in link or "io_uring" in link for link in links), links
+            maps = (folder / "maps").read_text()
+            assert str(directory) not in maps and "io_uring" not in maps
+        print(sum(map(int, batches)))
+        """,
+    )
+    assert output == "b'\\x00\\x00\\x00'\n28\n"
+
+
 def test_a_file_system_without_direct_io_is_used_buffered():
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import re
@@ -154,6 +155,33 @@ def test_a_device_is_measured_like_a_directory(raw, tmp_path):
     assert (tmp_path / "cache").is_dir()
     with formatted(raw):
         pass
+
+
+def test_a_device_in_use_waits_for_its_requests(raw):
+    """Devices that are mapped to others answer EAGAIN to a descriptor that must not wait."""
+    with prepared(block(raw), "unused") as volumes:
+        descriptor = volumes[0].descriptor
+        store = TensorStore(volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor)
+        assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_NONBLOCK
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        store.close()
+
+
+def test_a_child_that_outlives_a_run_leaves_its_device_free(raw):
+    release, child_end = os.pipe()
+    with formatted(raw):
+        child = os.fork()
+        if child == 0:
+            os.close(child_end)
+            os.read(release, 1)  # until the parent closes its end
+            os._exit(0)
+    try:
+        with formatted(raw):
+            pass
+    finally:
+        os.close(child_end)
+        assert os.waitpid(child, 0)[1] == 0
+        os.close(release)
 
 
 def test_a_store_keeps_its_device_to_itself(raw):
