@@ -122,8 +122,8 @@ class TensorStore:
         for volume in self._core.volume_stats():
             if volume.copies_on_write:
                 logger.warning(
-                    "%s is on a file system that copies what is overwritten: a step may meet a full "
-                    "disk though its space was reserved, and I/O goes through the page cache\n"
+                    "%s is on a file system that copies what is overwritten: a step may meet a "
+                    "full disk though its space was reserved, and I/O goes through the page cache\n"
                     "fix: ext4 or XFS, a raw device, or on btrfs a directory without snapshots and "
                     "compression (chattr -R +C, btrfs property set <directory> compression none)",
                     volume.path,

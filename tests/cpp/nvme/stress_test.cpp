@@ -1,4 +1,4 @@
-// sources: csrc/base/*.cpp csrc/system/private_descriptor.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
+// sources: csrc/base/*.cpp csrc/system/*.cpp csrc/nvme/**/*.cpp
 //
 // Short-lived stores and tiny transfers by several threads, on each engine: no call waits for ever,
 // and the watchdog has nothing to say. Runs for the seconds given (default 2 per engine).

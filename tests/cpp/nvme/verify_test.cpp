@@ -1,4 +1,4 @@
-// sources: csrc/base/*.cpp csrc/system/private_descriptor.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
+// sources: csrc/base/*.cpp csrc/system/*.cpp csrc/nvme/**/*.cpp
 //
 // Verification in the transfer queue and the store: what is wrong on a volume is found wherever it
 // lies in a transfer, and what is right is never refused.

@@ -1,4 +1,4 @@
-// sources: csrc/base/*.cpp csrc/system/private_descriptor.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
+// sources: csrc/base/*.cpp csrc/system/*.cpp csrc/nvme/**/*.cpp
 //
 // Each engine alone, on memory: no request is forgotten and no wake-up lost, however requests,
 // completions and wake-ups meet. Runs for the seconds given (default 2 per engine); a lost wake-up

@@ -1,4 +1,4 @@
-// sources: csrc/base/*.cpp csrc/system/private_descriptor.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
+// sources: csrc/base/*.cpp csrc/system/*.cpp csrc/nvme/**/*.cpp
 // Space over several volumes, against a map of blocks: no extent shares a byte with another,
 // weights and capacities are kept, and everything comes back.
 #include "nvme/space/space.hpp"

@@ -1,4 +1,4 @@
-// sources: csrc/base/*.cpp csrc/system/private_descriptor.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
+// sources: csrc/base/*.cpp csrc/system/*.cpp csrc/nvme/**/*.cpp
 //
 // A lane's patience: its watchdog speaks of a silent device, and of nothing else; what fails with
 // EIO is asked again, a stated number of times, and what fails with EAGAIN for a stated time. Its

@@ -1,4 +1,4 @@
-// sources: csrc/base/*.cpp csrc/system/private_descriptor.cpp csrc/system/volume.cpp csrc/nvme/**/*.cpp
+// sources: csrc/base/*.cpp csrc/system/*.cpp csrc/nvme/**/*.cpp
 //
 // The transfer queue over several volumes: a slow one holds up its own lane and nothing else.
 #include "nvme/transfer/queue.hpp"
