@@ -21,6 +21,18 @@ fingerprint() {
   { echo "$TORCH_SPEC"; cat "$REQUIREMENTS" pyproject.toml setup.py; } | sha256sum | cut -d' ' -f1
 }
 
+# torch passes the linker its own path without quotes, so that no operator could be built from here.
+refuse_spaces() {
+  case "$PWD" in
+    *[[:space:]]*)
+      echo "cannot prepare an environment in a path with a space: $PWD" >&2
+      echo "likely cause: torch's extension builder (for DeepSpeed's operators) cannot link from it" >&2
+      echo "fix: move this checkout to a path without spaces" >&2
+      exit 1
+      ;;
+  esac
+}
+
 install_system_packages() {
   command -v dpkg-query > /dev/null || return 0
   local missing=()
@@ -102,6 +114,7 @@ nvidia-smi -L > /dev/null 2>&1 || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
 
 # A link to an environment shared between checkouts is its owner's to keep.
 if [ ! -L "$VENV" ]; then
+  refuse_spaces
   stamp="$VENV/.ready"
   wanted="$(fingerprint)"
   if [ "$(cat "$stamp" 2> /dev/null || true)" != "$wanted" ]; then
