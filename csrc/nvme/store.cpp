@@ -220,7 +220,9 @@ void Store::finish(Job* job, std::vector<Job*>* over) {
 
 bool Store::wait(Ticket& ticket, std::chrono::milliseconds timeout) {
   LockedCall call(*this);
-  hurry(ticket);
+  if (ticket.transfer_ != nullptr) {
+    hurry(*static_cast<Job*>(ticket.transfer_)->entry, ticket.transfer_);
+  }
   const bool done = ticket.done() || call.wait(ticket.finished_, &ticket.waiter_count_, timeout,
                                                [&] { return ticket.done(); });
   if (done && ticket.error_) {
@@ -230,11 +232,10 @@ bool Store::wait(Ticket& ticket, std::chrono::milliseconds timeout) {
 }
 
 // Lets what somebody waits for go first, with all that it has to follow.
-void Store::hurry(const Ticket& ticket) {
-  if (ticket.transfer_ == nullptr) return;
-  for (const auto& job : static_cast<Job*>(ticket.transfer_)->entry->jobs) {
+void Store::hurry(const Entry& entry, const Transfer* last) {
+  for (const auto& job : entry.jobs) {
     queue_->hurry(job.get());
-    if (job.get() == ticket.transfer_) return;
+    if (job.get() == last) return;
   }
 }
 
@@ -251,6 +252,7 @@ Store::Entry* Store::wait_until_quiet(LockedCall& call, const std::string& key) 
   };
   Entry* entry = find_entry();
   if (entry == nullptr || entry->jobs.empty()) return entry;
+  hurry(*entry, nullptr);
   call.wait(quiet_, &quiet_waiter_count_, kForever, [&] {
     entry = find_entry();
     return entry == nullptr || entry->jobs.empty();

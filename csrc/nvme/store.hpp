@@ -154,7 +154,7 @@ class Store {
   std::shared_ptr<Ticket> start(Entry& entry, const KeyRange& range, std::shared_ptr<void> hold);
   void finished(std::span<Transfer* const> transfers);
   void finish(Job* job, std::vector<Job*>* over);
-  void hurry(const Ticket& ticket);
+  void hurry(const Entry& entry, const Transfer* last);
   std::vector<std::unique_ptr<Engine>> make_engines(const StoreOptions& options);
 
   const int owner_process_;

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <mutex>
 #include <set>
 
@@ -13,6 +14,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::set<int> descriptors;
+  std::atomic<unsigned> fork_count = 0;  // forks between the first process and this one
 };
 
 Registry& registry() {
@@ -23,6 +25,7 @@ Registry& registry() {
                      [] {
                        for (const int descriptor : registry().descriptors) ::close(descriptor);
                        registry().descriptors.clear();
+                       ++registry().fork_count;
                        registry().mutex.unlock();
                      });
     return made;
@@ -37,15 +40,23 @@ PrivateDescriptor::PrivateDescriptor(int descriptor) : descriptor_(descriptor) {
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   all.descriptors.insert(descriptor);
+  fork_count_ = all.fork_count;
+}
+
+// A child has closed its copy, and the number may be another file's by now.
+int PrivateDescriptor::get() const noexcept {
+  return descriptor_ < 0 || fork_count_ != registry().fork_count ? -1 : descriptor_;
 }
 
 void PrivateDescriptor::close() noexcept {
-  const int descriptor = std::exchange(descriptor_, -1);
+  const int descriptor = get();
+  descriptor_ = -1;
   if (descriptor < 0) return;
   Registry& all = registry();
+  // Under the lock, so that no child is forked between the two.
   const std::lock_guard lock(all.mutex);
-  // Not there in a child: it has closed its copy, and the number may be another file's by now.
-  if (all.descriptors.erase(descriptor) > 0) ::close(descriptor);
+  all.descriptors.erase(descriptor);
+  ::close(descriptor);
 }
 
 }  // namespace memascend

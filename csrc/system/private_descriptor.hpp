@@ -18,19 +18,22 @@ class PrivateDescriptor {
   explicit PrivateDescriptor(int descriptor);
   ~PrivateDescriptor() { close(); }
   PrivateDescriptor(PrivateDescriptor&& other) noexcept
-      : descriptor_(std::exchange(other.descriptor_, -1)) {}
+      : descriptor_(std::exchange(other.descriptor_, -1)), fork_count_(other.fork_count_) {}
   PrivateDescriptor& operator=(PrivateDescriptor&& other) noexcept {
     std::swap(descriptor_, other.descriptor_);
+    std::swap(fork_count_, other.fork_count_);
     return *this;
   }
   PrivateDescriptor(const PrivateDescriptor&) = delete;
   PrivateDescriptor& operator=(const PrivateDescriptor&) = delete;
 
-  int get() const noexcept { return descriptor_; }
+  /// The descriptor; -1 where there is none, or not any more.
+  int get() const noexcept;
   void close() noexcept;
 
  private:
   int descriptor_ = -1;
+  unsigned fork_count_ = 0;  // of the process that it belongs to
 };
 
 }  // namespace memascend

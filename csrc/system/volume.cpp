@@ -23,7 +23,6 @@ namespace {
 
 constexpr mode_t kOwnerOnly = 0600;
 constexpr std::uint64_t kBlockBytes = 4096;  // of every device without a better answer
-constexpr std::uint64_t kSectorBytes = 512;
 constexpr std::size_t kMemoryNameMax = 200;  // memfd_create refuses more than 249 bytes
 
 // The head of struct statx up to the fields of Linux 6.1, which older C libraries lack.
@@ -72,13 +71,8 @@ Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_
   // A copy of what is written is made, checksummed and found in the page cache (btrfs from 6.14
   // on), whatever the flag says.
   volume.direct_ = volume.find_alignment() && !volume.copies_on_write_ && volume.set_direct(true) &&
-                   volume.direct_write_works(0);
-  if (!volume.direct_) {
-    volume.set_direct(false);
-  } else if (volume.alignment_.memory_bytes == kBlockBytes &&
-             volume.direct_write_works(kSectorBytes)) {
-    volume.alignment_.memory_bytes = kSectorBytes;
-  }
+                   volume.direct_write_works();
+  if (!volume.direct_) volume.set_direct(false);
   // Direct writes of less than a block of the file system wait for each other (ext4).
   volume.alignment_.offset_bytes = std::max(volume.alignment_.offset_bytes, kBlockBytes);
   return volume;
@@ -91,16 +85,16 @@ Volume Volume::adopt_device(int descriptor, const std::string& path, std::uint64
   volume.directory_ = path;
   volume.descriptor_ = PrivateDescriptor(
       static_cast<int>(MA_SYSCALL(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0), "use ", path)));
+  volume.start_bytes_ = start_bytes;  // from here on it is no file of ours
+  volume.capacity_bytes_ = start_bytes;
   struct stat state{};
   MA_SYSCALL(::fstat(volume.descriptor(), &state), "look at ", path);
   if (!S_ISBLK(state.st_mode)) throw SystemCallError(ENOTBLK, join("use ", path));
   const auto device_bytes = static_cast<std::uint64_t>(
       MA_SYSCALL(::lseek(volume.descriptor(), 0, SEEK_END), "ask for the size of ", path));
-  if (!volume.find_alignment() || !volume.set_direct(true))
-    throw SystemCallError(errno, join("set O_DIRECT on ", path));
+  if (!volume.find_alignment()) throw SystemCallError(EOPNOTSUPP, join("use O_DIRECT on ", path));
+  if (!volume.set_direct(true)) throw SystemCallError(errno, join("set O_DIRECT on ", path));
   volume.direct_ = true;
-  volume.start_bytes_ = start_bytes;
-  volume.capacity_bytes_ = start_bytes;
   volume.limit_bytes_ = std::min(device_bytes, limit_bytes);
   return volume;
 }
@@ -251,16 +245,14 @@ bool Volume::set_direct(bool direct) const {
   return ::fcntl(descriptor(), F_SETFL, others | (direct ? O_DIRECT : 0)) == 0;
 }
 
-// Writes a block from so many bytes behind an aligned address.
-bool Volume::direct_write_works(std::size_t shift_bytes) const {
+bool Volume::direct_write_works() const {
   const std::size_t block_bytes =
       std::max({kBlockBytes, alignment_.offset_bytes, alignment_.memory_bytes});
   const std::unique_ptr<void, decltype(&std::free)> block(
-      std::aligned_alloc(block_bytes, 2 * block_bytes), &std::free);
+      std::aligned_alloc(block_bytes, block_bytes), &std::free);
   if (block == nullptr) throw std::bad_alloc();
-  std::memset(block.get(), 0, 2 * block_bytes);
-  const ssize_t written =
-      ::pwrite(descriptor(), static_cast<std::byte*>(block.get()) + shift_bytes, block_bytes, 0);
+  std::memset(block.get(), 0, block_bytes);
+  const ssize_t written = ::pwrite(descriptor(), block.get(), block_bytes, 0);
   const int code = errno;
   MA_SYSCALL(::ftruncate(descriptor(), 0), "empty the file in ", directory_);
   if (written < 0 && code != EINVAL && code != ENOSPC) {

@@ -67,8 +67,8 @@ class Volume {
   /// The file system writes a copy of what is overwritten, elsewhere: space that was reserved does
   /// not mean that a write finds room, and the file scatters.
   bool copies_on_write() const noexcept { return copies_on_write_; }
-  /// From statx(STATX_DIOALIGN) where the kernel has it, else what a write accepts. Of a file at
-  /// least 4 KiB of offset.
+  /// From statx(STATX_DIOALIGN) where the kernel has it, else one 4 KiB block for both. Of a file
+  /// at least 4 KiB of offset.
   Alignment alignment() const noexcept { return alignment_; }
   /// Where the part begins that is ours: 0 but for a device. capacity_bytes() starts from there.
   std::uint64_t start_bytes() const noexcept { return start_bytes_; }
@@ -99,7 +99,7 @@ class Volume {
   bool forbid_copy_on_write() const;
   void discard() const noexcept;
   bool set_direct(bool direct) const;
-  bool direct_write_works(std::size_t shift_bytes) const;
+  bool direct_write_works() const;
 
   PrivateDescriptor descriptor_;
   std::string directory_;

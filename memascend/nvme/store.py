@@ -114,7 +114,7 @@ class TensorStore:
             self._core.engine_name,
             self._core.engine_reason,
             self._core.engine_description,
-            "direct I/O" if self._core.direct else "buffered I/O: O_DIRECT refused",
+            "direct I/O" if self._core.direct else "buffered I/O: no direct I/O here",
             self._core.offset_alignment_bytes,
             verify,
             ", ".join(paths),

@@ -55,7 +55,7 @@ _KINDS = {
     "adafactor": OptimizerKind(states=2, is_elementwise=False),
     "nadam": OptimizerKind(states=2, is_elementwise=False),
 }
-_UNKNOWN = OptimizerKind(states=2, is_elementwise=False)
+_UNKNOWN = OptimizerKind(states=2, options=("amsgrad",), is_elementwise=False)
 
 
 def kind_of(optimizer: str) -> OptimizerKind:

@@ -17,7 +17,7 @@ was let go keeps its bytes until another shard needs the room; a read of that sh
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -206,12 +206,15 @@ class ParameterStream:
         Raises:
             StoreError: A write failed; the remaining ones have been waited for.
         """
-        waits = [ticket.wait for ticket in self._writes]
-        self._writes.clear()
+        wait_all(self._writes_in_flight())
+
+    def _writes_in_flight(self) -> Iterator[Callable[[], object]]:
+        """Yield what waits for each write; what was not reached stays noted."""
+        while self._writes:
+            yield self._writes.popleft().wait
         if self._staging is not None:
+            yield self._staging.wait_writes
             self._in_chunks.clear()
-            waits.append(self._staging.wait_writes)
-        wait_all(waits)
 
     # -- letting go ------------------------------------------------------------------------------
 

@@ -246,11 +246,12 @@ class StagingSlots:
         staged = self.take(numel, dtype)
         with self.given_back_on_error(staged):
             ticket = self._read(key, staged, offset_bytes)
-            try:
-                ticket.wait()
-            except BaseException:
-                _settle(ticket)
-                raise
+        try:
+            ticket.wait()
+        except BaseException:
+            _settle(ticket)  # a second Ctrl-C leaves here: the slot is lost, and never reused
+            self.give_back(staged)
+            raise
         return staged
 
     def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:

@@ -128,6 +128,7 @@ class _LoadedVolume:
         bounce: _Pages,
     ) -> None:
         self._source, self._target = source, target
+        self.is_stopped = False
         self.store = _core.Store(
             volumes=[volume],
             engine=load.engine,
@@ -158,6 +159,8 @@ class _LoadedVolume:
         tickets: deque[_core.Ticket] = deque()
         written = 0
         while written < self._count and (written < 2 or time.monotonic() < end):
+            if self.is_stopped:
+                break
             if len(tickets) == self._in_flight_max:
                 tickets.popleft().wait()
             tickets.append(self._start(written, writes=True))
@@ -173,7 +176,7 @@ class _LoadedVolume:
         done_bytes, done_count, turn = 0, 0, 0
         start = now = time.monotonic()
         is_warm = False
-        while (
+        while not self.is_stopped and (
             not is_warm or now - start < seconds or self._is_short(done_count, now - start, seconds)
         ):
             while len(tickets) < self._in_flight_max:
@@ -216,4 +219,9 @@ def _together(
         return action(volume)
 
     with ThreadPoolExecutor(len(volumes)) as threads:
-        return list(threads.map(work, volumes))
+        try:
+            return list(threads.map(work, volumes))
+        except BaseException:  # Ctrl-C, too: the others are to end now
+            for volume in volumes:
+                volume.is_stopped = True
+            raise

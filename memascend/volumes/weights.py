@@ -138,14 +138,20 @@ def _checked(value: object, count: int) -> list[float] | None:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the entries of the file, to be checked; none where it is damaged."""
+    """Return the entries of the file that are lists of weights; none where it is damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             found = parse_json(file.read(_FILE_BYTES_MAX))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, list) and _checked(value, len(value)) is not None
+    }
 
 
 def _write(path: Path, entries: dict[str, object]) -> None:

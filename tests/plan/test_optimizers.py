@@ -24,6 +24,7 @@ def test_options_that_are_set_add_a_state_each() -> None:
     assert state_count_of("RMSprop", {"momentum": 0.9, "centered": True}) == 3
     assert state_count_of("SGD", {"momentum": 0.0}) == 0
     assert state_count_of("AdamW", {"amsgrad": True, "momentum": 0.9}) == 3
+    assert state_count_of("a user's own AdamW", {"amsgrad": True}) == 3
 
 
 def test_a_request_goes_by_its_own_field_before_the_table() -> None:

@@ -292,6 +292,24 @@ def test_a_read_sees_the_write_before_it(bench: Bench) -> None:
     assert value(shard.tensor) == 5.0
 
 
+def test_ctrl_c_leaves_the_writes_noted_that_were_not_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.with_free_slots(3)
+    for shard in bench.shards("abc"):
+        bench.stream.write_cast(shard, torch.ones(NUMEL))
+    first = bench.store.tickets[0]
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.stream.wait_writes()
+    bench.stream.wait_writes()
+    assert [ticket.finished for ticket in bench.store.tickets] == [False, True, True]
+
+
 def test_waiting_for_writes_raises_the_first_error_after_all_of_them(bench: Bench) -> None:
     bench.with_free_slots(4)
     bench.store.failing |= {("write", "b"), ("write", "c")}

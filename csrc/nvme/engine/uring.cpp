@@ -31,6 +31,8 @@ UringEngine::~UringEngine() {
   try {
     Completion completion{};
     while (in_flight_count_ > 0) reap({&completion, 1}, 1, std::chrono::seconds(1));
+    wake();  // the kernel must not write to the counter's place any more
+    while (wake_armed_) reap({&completion, 1}, 1, std::chrono::seconds(1));
   } catch (const SystemCallError& error) {
     std::fprintf(stderr, "memascend: requests left in an io_uring: %s\n", error.what());
   }

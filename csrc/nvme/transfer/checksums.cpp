@@ -51,6 +51,7 @@ bool Lane::begin_read_back(Part* part) {
   if (part->transfer->operation == Operation::kRead) return false;
   if (std::exchange(part->reading_back, true)) return false;
   part->pieces_left = part->pieces.size();
+  any_waiting_ = true;  // before the look at `needed`, so that no hurry() is lost
   Waiting& waiting = waiting_[part->transfer->needed ? kNeeded : kWrites];
   for (const Piece& piece : part->pieces) waiting.bounced.push_back({part, &piece, piece.offset});
   return true;

@@ -176,8 +176,10 @@ void Lane::promote() {
 void Lane::fill_batch() {
   while (!free_chunks_.empty() && open_next()) {
   }
-  any_waiting_ = std::any_of(waiting_.begin(), waiting_.end(),
-                             [](const Waiting& waiting) { return !waiting.empty(); });
+  const std::lock_guard lock(mutex_);
+  any_waiting_ =
+      !inbox_.empty() || std::any_of(waiting_.begin(), waiting_.end(),
+                                     [](const Waiting& waiting) { return !waiting.empty(); });
 }
 
 // Turns the next part of a piece into a request, of the class whose turn it is; false when nothing
@@ -323,9 +325,8 @@ void Lane::fail(Chunk* chunk, int code) {
 
 void Lane::fail(Chunk* chunk, ErrorPlace error) {
   if (chunk->operation == Operation::kWrite) forget_write(*chunk);
-  Part* part = chunk->part;
-  if (!part->error) part->error = std::move(error);
-  part->transfer->failed = true;
+  Transfer& transfer = *chunk->part->transfer;
+  if (!transfer.failed.exchange(true)) transfer.error = std::move(error);
   close(chunk);
 }
 
@@ -343,9 +344,6 @@ void Lane::close_if_over(Part* part) {
   if (begin_read_back(part)) return;
   Transfer* transfer = part->transfer;
   if (transfer->parts_left.fetch_sub(1) > 1) return;  // another lane has the rest of it
-  for (Part& own : transfer->parts) {
-    if (own.error && !transfer->error) transfer->error = std::move(own.error);
-  }
   finished_.push_back(transfer);
 }
 

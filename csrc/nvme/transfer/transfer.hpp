@@ -24,10 +24,9 @@ struct Transfer;
 struct Part {
   Transfer* transfer;
   std::span<const Piece> pieces;
-  std::size_t pieces_left;                         // not yet wholly issued
-  std::size_t chunks_left = 0;                     // issued, not yet completed
-  bool reading_back = false;                       // written, and now compared
-  std::optional<ErrorPlace> error = std::nullopt;  // the first one
+  std::size_t pieces_left;      // not yet wholly issued
+  std::size_t chunks_left = 0;  // issued, not yet completed
+  bool reading_back = false;    // written, and now compared
 };
 
 /// One read or write. The submitter fills the first block and keeps the object and the memory until
@@ -37,7 +36,7 @@ struct Transfer {
   std::string key;
   std::vector<Piece> pieces;  // the queue sorts them by volume
 
-  std::optional<ErrorPlace> error;
+  std::optional<ErrorPlace> error;  // the first one
 
   std::vector<Part> parts;
   std::atomic<std::size_t> parts_left = 0;  // not yet over

@@ -47,7 +47,7 @@ void it_is_closed_once() {
 void a_child_has_no_copy() {
   const PrivateDescriptor own(open_null());
   const int shared = open_null();
-  EXPECT(in_child([&] { return !is_open(own.get()) && is_open(shared); }));
+  EXPECT(in_child([&, number = own.get()] { return !is_open(number) && is_open(shared); }));
   EXPECT(is_open(own.get()));
   ::close(shared);
 }
@@ -56,10 +56,11 @@ void a_child_does_not_close_what_has_the_number_now() {
   PrivateDescriptor own(open_null());
   const int number = own.get();
   EXPECT(in_child([&] {
-    const int taken = open_null();  // the lowest that is free
-    if (taken != number) return false;
+    if (own.get() != -1) return false;
+    const PrivateDescriptor taken(open_null());  // the lowest that is free
+    if (taken.get() != number) return false;
     own.close();
-    return is_open(taken);
+    return is_open(taken.get());
   }));
 }
 

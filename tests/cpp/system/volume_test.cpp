@@ -71,7 +71,8 @@ void memory_has_its_limit() {
 }
 
 void what_is_no_device_is_not_adopted() {
-  const Volume file = Volume::open_anonymous(".");
+  Volume file = Volume::open_anonymous(".");
+  file.grow(1 << 20);
   try {
     Volume::adopt_device(file.descriptor(), "no device", 1 << 20, UINT64_MAX);
     MA_INVARIANT(false && "adopted");

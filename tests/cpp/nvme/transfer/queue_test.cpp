@@ -6,6 +6,7 @@
 #include <array>
 #include <condition_variable>
 #include <cstdio>
+#include <future>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -192,6 +193,37 @@ void volumes_that_are_alike_are_not_named() {
   MA_INVARIANT(bench.queue->counters().slow_spells == 0);
 }
 
+// Volume 0 is in a pause after an EIO when volume 1 is gone: what is left out for that is no error.
+void the_first_error_is_the_one_reported() {
+  std::vector<Volume> volumes;
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (int index = 0; index < 2; ++index) {
+    volumes.push_back(Volume::open_in_memory(1 << 20, join("volume ", index)));
+    volumes.back().grow(1 << 20);
+  }
+  for (int index = 0; index < 2; ++index) {
+    const auto faults = std::make_shared<MemoryFaults>();
+    faults->gone = index == 0 ? EIO : ENODEV;
+    engines.push_back(std::make_unique<MemoryEngine>(memory_options(faults, kDepth, index),
+                                                     volumes[static_cast<std::size_t>(index)]));
+  }
+  TransferOptions options;
+  options.bounce = bounce;
+  options.eio_pause = milliseconds(500);
+  std::promise<void> finished;
+  const Alignment alignment = volumes.front().alignment();
+  TransferQueue queue(std::move(engines), volumes, alignment, options,
+                      [&](std::span<Transfer* const>) { finished.set_value(); });
+  Transfer transfer;
+  transfer.key = "k";
+  transfer.pieces = cut({Operation::kRead, 2 * kChunk, 0, 2 * kChunk, memory, 2 * kChunk},
+                        std::vector<Extent>{{0, 0, kChunk}, {1, 0, kChunk}}, alignment);
+  queue.submit(&transfer);
+  finished.get_future().get();
+  MA_INVARIANT(transfer.error && transfer.error->code == ENODEV);
+  MA_INVARIANT(transfer.error->volume == "volume 1");
+}
+
 void bounce_buffers_below_a_block_per_volume_are_refused() {
   std::vector<Volume> volumes;
   for (int count = 0; count < 3; ++count) volumes.push_back(Volume::open_in_memory(1 << 20));
@@ -215,6 +247,7 @@ int main() {
   memascend::a_volume_that_is_silent_beside_a_lively_one_is_reported();
   memascend::a_volume_far_slower_than_the_other_is_named_once_and_waited_for();
   memascend::volumes_that_are_alike_are_not_named();
+  memascend::the_first_error_is_the_one_reported();
   memascend::bounce_buffers_below_a_block_per_volume_are_refused();
   return 0;
 }
