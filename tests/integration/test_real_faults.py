@@ -64,6 +64,18 @@ def opened(folder: Path, engine: str, **options: object) -> Iterator[_core.Store
         store.close()
 
 
+def fill(folder: Path) -> None:
+    """Take all the space that a file system has left."""
+    with (folder / "others").open("wb") as file:
+        size, step = 0, 64 * MEBIBYTE
+        while step >= 4096:
+            try:
+                os.posix_fallocate(file.fileno(), size, step)
+                size += step
+            except OSError:
+                step //= 2
+
+
 def failure(action: object) -> StoreError:
     """What an action raises; also that it says what to do, and does not take long."""
     began = time.monotonic()
@@ -88,6 +100,30 @@ def test_a_file_system_that_journals_data_is_used_buffered(tmp_path: Path, engin
         assert not store.direct
         write(store, "k", CONTENT).wait()
         assert read(store, "k", len(CONTENT)) == CONTENT
+
+
+@pytest.mark.parametrize("kind", ["btrfs", "xfs"])
+def test_on_a_file_system_that_became_full_what_was_reserved_is_overwritten(
+    tmp_path: Path, kind: str
+) -> None:
+    """btrfs copies what is overwritten, unless it is asked not to while the file is empty."""
+    images = tmp_path / "images"
+    images.mkdir()
+    options = ["compress-force=zstd"] if kind == "btrfs" else []
+    with (
+        loop_device(images, nbytes=512 * MEBIBYTE) as device,
+        mounted(device, tmp_path / "drive", *options, kind=kind) as folder,
+        opened(folder, "auto", grow_bytes=64 * MEBIBYTE) as store,
+    ):
+        assert store.direct
+        assert not store.volume_stats()[0].copies_on_write
+        content = os.urandom(64 * MEBIBYTE)
+        write(store, "k", content).wait()
+        fill(folder)
+        for turn in range(4):
+            content = content[turn + 1 :] + content[: turn + 1]
+            write(store, "k", content).wait()
+        assert read(store, "k", len(content)) == content
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -61,12 +61,13 @@ _UNMOUNT_TRIES = 50
 
 
 @contextlib.contextmanager
-def mounted(source: str, folder: Path, *options: str) -> Iterator[Path]:
-    """A device (with a new ext4), or "tmpfs", in a new folder for as long as the context lasts."""
+def mounted(source: str, folder: Path, *options: str, kind: str = "ext4") -> Iterator[Path]:
+    """A device with a new file system, or "tmpfs", in a new folder while the context lasts."""
     folder.mkdir()
-    kind = "tmpfs" if source == "tmpfs" else "ext4"
-    if kind == "ext4":
-        run("mkfs.ext4", "-q", source)
+    if source == "tmpfs":
+        kind = source
+    else:
+        run(f"mkfs.{kind}", "-q", source)
     run("mount", "-t", kind, *(f"-o{option}" for option in options), source, str(folder))
     try:
         yield folder
