@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     profile = config.getoption("hypothesis_profile")
     if profile == "full" and config.getoption("hypothesis_seed") is None:
         config.option.hypothesis_seed = str(random.getrandbits(32))
+    # A shell starts what runs in the background with Ctrl-C ignored; tests send it to themselves.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
