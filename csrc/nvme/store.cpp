@@ -70,16 +70,18 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
 // An engine for each volume; what serves one need not serve another.
 std::vector<std::unique_ptr<Engine>> Store::make_engines(const StoreOptions& options) {
   std::vector<std::unique_ptr<Engine>> engines;
-  const auto add = [](const std::string& text, std::string* list) {
-    if (list->find(text) == std::string::npos) *list += join(list->empty() ? "" : ", ", text);
-  };
   EngineOptions own = options.engine_options;
   for (std::size_t index = 0; index < options.volumes.size(); ++index) {
     own.volume_index = static_cast<int>(index);
     EngineChoice choice =
         make_engine(options.engine, own, options.volumes[index], space_.volumes()[index]);
-    add(choice.engine->name(), &engine_name_);
-    add(choice.reason, &engine_reason_);
+    const std::string name = choice.engine->name();
+    if (index == 0) {
+      engine_name_ = name;
+      engine_reason_ = choice.reason;
+    } else if (name != engine_name_) {
+      engine_reason_ += join("; ", name, " in ", options.volumes[index].path, ": ", choice.reason);
+    }
     engines.push_back(std::move(choice.engine));
   }
   return engines;

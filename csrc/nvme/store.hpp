@@ -126,6 +126,7 @@ class Store {
   /// Sets what to do about corrupted data, for the messages of errors.
   void set_recovery(const std::string& recovery);
 
+  /// That of the first volume; the reason names the volumes that have another.
   const std::string& engine_name() const noexcept { return engine_name_; }
   const std::string& engine_reason() const noexcept { return engine_reason_; }
   const std::string& engine_description() const noexcept { return engine_description_; }

@@ -37,8 +37,8 @@ class Volume {
  public:
   /// Opens an anonymous file in `directory` for direct I/O: O_TMPFILE, or create and unlink at once
   /// where the file system has no O_TMPFILE. Where the file system refuses O_DIRECT (at open, or
-  /// for a first block really written), the file is used buffered and direct() is false; the owner
-  /// then calls drop_cache() behind every transfer.
+  /// for a first block really written), has it in name only, or copies on write, the file is used
+  /// buffered and direct() is false; the owner then calls drop_cache() behind every transfer.
   /// Throws SystemCallError naming the directory; a symbolic link in its place is refused.
   /// The file never grows beyond `limit_bytes`.
   static Volume open_anonymous(const std::string& directory,

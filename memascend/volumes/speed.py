@@ -158,9 +158,11 @@ class _LoadedVolume:
         end = time.monotonic() + seconds
         tickets: deque[_core.Ticket] = deque()
         written = 0
-        while written < self._count and (written < 2 or time.monotonic() < end):
-            if self.is_stopped:
-                break
+        while (
+            not self.is_stopped
+            and written < self._count
+            and (written < 2 or time.monotonic() < end)
+        ):
             if len(tickets) == self._in_flight_max:
                 tickets.popleft().wait()
             tickets.append(self._start(written, writes=True))

@@ -4,9 +4,9 @@
 // (checksums.cpp), patience (watch.cpp), and naming errors.
 //
 // So I/O goes on while every thread of the caller computes, a batch is whatever gathered since the
-// last system call, and a drive that is slow, silent or blocks in a system call holds up nothing
-// but what lies on it. Knows one volume; never knows what keys mean, or which transfers must follow
-// each other.
+// last system call, and the I/O of a drive that is slow, silent or blocks in a system call holds up
+// nothing but what lies on it. (In a system call a lane cannot report itself.) Knows one volume;
+// never knows what keys mean, or which transfers must follow each other.
 //
 // Three classes of pieces wait here: of transfers that somebody waits for, of other reads, of other
 // writes. A class goes before the later ones, but none is passed over for ever.
