@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 VOCABULARY = 2048
-SEQUENCE = 8
+SEQUENCE = 4
 HIDDEN = 512
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import functools
 import os
 import resource
 import signal
@@ -31,6 +32,7 @@ def main() -> None:
     # Unwinds, so that torch removes its lock on an op that is being loaded.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
+    import cpuinfo
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -43,6 +45,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # fp16 is emulated on most CPUs; DeepSpeed then refuses it although it works.
     type(get_accelerator()).is_fp16_supported = lambda self: True
+    # DeepSpeed asks once per engine, each time in a process that measures the clock for a second.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed(dist_backend="gloo")
     if arguments.memlock_bytes is not None:
         deepspeed.ops.op_builder.CPUAdamBuilder().load()
