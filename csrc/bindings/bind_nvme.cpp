@@ -54,6 +54,13 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
+// Lets Ctrl-C and other signals reach Python while a device does not answer.
+void look_for_signals() {
+  if (!Py_IsInitialized()) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 std::shared_ptr<Store> open_store(
     std::vector<VolumeOptions> volumes, std::string engine, std::size_t queue_depth,
     std::uint64_t chunk_bytes, std::size_t threads, bool sqpoll, bool iopoll,
@@ -81,6 +88,7 @@ std::shared_ptr<Store> open_store(
   options.transfer.eio_pause = milliseconds(eio_pause_seconds);
   options.transfer.pace.window = milliseconds(pace_seconds);
   options.bounce_hold = hold_object(bounce_hold);
+  options.while_waiting = &look_for_signals;
   const py::gil_scoped_release release;
   return Store::open(std::move(options));
 }
@@ -154,28 +162,6 @@ py::dict stats_dict(Store& store) {
   return result;
 }
 
-// Waits in slices, so that Ctrl-C and other signals reach Python while a device does not answer.
-template <typename WaitFor>
-void wait_in_slices(WaitFor is_over_within) {
-  constexpr std::chrono::milliseconds kSlice{200};
-  for (;;) {
-    {
-      const py::gil_scoped_release release;
-      if (is_over_within(kSlice)) return;
-    }
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  }
-}
-
-void close(Store& store) {
-  try {
-    wait_in_slices([&](auto slice) { return store.close_within(slice); });
-  } catch (const py::error_already_set&) {
-    store.abandon();  // the user does not want to wait, and would wait again in the destructor
-    throw;
-  }
-}
-
 void bind_store(py::module_& module) {
   const StoreOptions defaults;
   py::class_<Store, std::shared_ptr<Store>>(module, "Store",
@@ -194,8 +180,7 @@ void bind_store(py::module_& module) {
            "offset"_a = py::none(), "capacity"_a = 0, "hold"_a = py::none())
       .def("read", &start_read, py::kw_only(), "key"_a, "address"_a, "nbytes"_a, "offset"_a = 0,
            "capacity"_a = 0, "hold"_a = py::none())
-      .def("wait_all",
-           [](Store& store) { wait_in_slices([&](auto slice) { return store.wait_all(slice); }); })
+      .def("wait_all", &Store::wait_all, WithoutGil())
       .def("discard", &Store::discard, py::kw_only(), "key"_a, WithoutGil())
       .def("contains", &Store::contains, py::kw_only(), "key"_a, WithoutGil())
       .def("nbytes", &Store::nbytes, py::kw_only(), "key"_a, WithoutGil())
@@ -204,7 +189,7 @@ void bind_store(py::module_& module) {
       .def("volume_stats", &Store::volume_stats, WithoutGil())
       .def("provide_checksums", &Store::provide_checksums, py::kw_only(), "nbytes"_a, WithoutGil())
       .def("set_recovery", &Store::set_recovery, "recovery"_a, WithoutGil())
-      .def("close", &close)
+      .def("close", &Store::close, WithoutGil())
       .def_property_readonly("engine_name", &Store::engine_name)
       .def_property_readonly("engine_reason", &Store::engine_reason)
       .def_property_readonly("engine_description", &Store::engine_description)
@@ -244,7 +229,8 @@ void bind_ticket(py::module_& module) {
   py::class_<StoreTicket>(module, "Ticket", "What to wait on for one read or write.")
       .def("wait",
            [](const StoreTicket& ticket) {
-             wait_in_slices([&](auto slice) { return ticket.store->wait(*ticket.ticket, slice); });
+             const py::gil_scoped_release release;
+             ticket.store->wait(*ticket.ticket);
            })
       .def("done", [](const StoreTicket& ticket) { return ticket.ticket->done(); })
       .def_property_readonly("nbytes",

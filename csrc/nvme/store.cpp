@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -36,16 +37,12 @@ std::shared_ptr<Store> Store::open(StoreOptions options) {
   const bool in_memory = options.engine == "memory";
   std::vector<Volume> volumes =
       open_volumes(options.volumes, in_memory ? options.engine_options.faults.get() : nullptr);
-  // A forked child has neither the store's thread nor its place in the ring: its copy is left as it
-  // is, for the process's end to clean up.
-  return std::shared_ptr<Store>(new Store(std::move(options), std::move(volumes)),
-                                [owner = ::getpid()](Store* store) {
-                                  if (::getpid() == owner && !store->abandoned_) delete store;
-                                });
+  return std::shared_ptr<Store>(new Store(std::move(options), std::move(volumes)), &Store::drop);
 }
 
 Store::Store(StoreOptions options, std::vector<Volume> volumes)
     : owner_process_(::getpid()),
+      while_waiting_(std::move(options.while_waiting)),
       checksums_(options.verify == Verify::kOff
                      ? nullptr
                      : std::make_unique<Checksums>(volumes.size(), options.checksum_memory)),
@@ -87,40 +84,85 @@ std::vector<std::unique_ptr<Engine>> Store::make_engines(const StoreOptions& opt
   return engines;
 }
 
-Store::~Store() {
+Store::~Store() = default;
+
+// What the last owner does. A forked child has neither the store's threads nor its places in the
+// rings: its copy is left to the process's end, and so is one that could not be closed.
+void Store::drop(Store* store) noexcept {
+  if (::getpid() != store->owner_process_ || store->abandoned_) return;
   try {
-    close();
+    store->close();
+    delete store;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "memascend: closing a store: %s\n", error.what());
   }
 }
 
+// A change of keys. The store does not close meanwhile; what is taken and of no key in the end is
+// given back. Others go on while the file system is asked.
+class Store::SpaceCall {
+ public:
+  SpaceCall(Store& store, LockedCall& call) : store_(store), call_(call) {
+    ++store_.space_call_count_;
+  }
+  ~SpaceCall() {
+    if (!spare_.empty()) with_space([this](Space& space) { space.give(spare_); });
+    --store_.space_call_count_;
+    if (store_.quiet_waiter_count_ > 0) store_.quiet_.notify_all();
+  }
+  SpaceCall(const SpaceCall&) = delete;
+  SpaceCall& operator=(const SpaceCall&) = delete;
+  LockedCall& locked() { return call_; }
+  void take(const std::string& key, std::uint64_t nbytes) {
+    with_space([&](Space& space) { spare_ = space.take(key, nbytes); });
+  }
+  /// Gives an entry what is spare, and takes what it had.
+  void exchange(Entry& entry) { spare_.swap(entry.extents); }
+
+ private:
+  template <typename Function>
+  void with_space(Function function) {
+    call_.without_lock([&] {
+      const std::lock_guard lock(store_.space_mutex_);
+      function(store_.space_);
+    });
+  }
+
+  Store& store_;
+  LockedCall& call_;
+  std::vector<Extent> spare_;
+};
+
 void Store::reserve(const std::string& key, std::uint64_t nbytes) {
   LockedCall call(*this);
   call.expect_open();
-  reserve_locked(call, key, nbytes);
+  SpaceCall space(*this, call);
+  reserve_locked(space, key, nbytes);
 }
 
-void Store::reserve_locked(LockedCall& call, const std::string& key, std::uint64_t nbytes) {
+void Store::reserve_locked(SpaceCall& space, const std::string& key, std::uint64_t nbytes) {
   const auto present = entries_.find(key);
   if (present != entries_.end() && present->second->nbytes == nbytes) return;
-  Entry* old = wait_until_quiet(call, key);
+  // The new room is found before the old is given back, so that a full volume changes nothing.
+  if (nbytes > 0) space.take(key, nbytes);
+  Entry* old = wait_until_quiet(space.locked(), key);
   // Another thread may have made it meanwhile, and written to it.
   if (old != nullptr && old->nbytes == nbytes) return;
-  // The new room is found before the old is given back, so that a full volume changes nothing.
   auto entry = std::make_unique<Entry>();
   entry->key = key;
   entry->nbytes = nbytes;
-  if (nbytes > 0) entry->extents = space_.take(key, nbytes);
-  if (old != nullptr) space_.give(old->extents);
-  entries_[key] = std::move(entry);
+  std::unique_ptr<Entry>& place = entries_[key];
+  space.exchange(*entry);
+  if (place != nullptr) space.exchange(*place);
+  place = std::move(entry);
 }
 
 std::shared_ptr<Ticket> Store::write(const std::string& key, std::uint64_t nbytes, Memory source,
                                      std::optional<std::uint64_t> offset) {
   LockedCall call(*this);
   call.expect_open();
-  if (!offset) reserve_locked(call, key, nbytes);
+  SpaceCall space(*this, call);  // until the transfer has begun: nobody discards the key before
+  if (!offset) reserve_locked(space, key, nbytes);
   Entry& entry = find(key);
   return start(entry,
                {Operation::kWrite, entry.nbytes, offset.value_or(0), nbytes, source.data,
@@ -225,8 +267,9 @@ bool Store::wait(Ticket& ticket, std::chrono::milliseconds timeout) {
   if (ticket.transfer_ != nullptr) {
     hurry(*static_cast<Job*>(ticket.transfer_)->entry, ticket.transfer_);
   }
-  const bool done = ticket.done() || call.wait(ticket.finished_, &ticket.waiter_count_, timeout,
-                                               [&] { return ticket.done(); });
+  const bool done =
+      ticket.done() ||
+      call.wait(ticket.finished_, &ticket.waiter_count_, [&] { return ticket.done(); }, timeout);
   if (done && ticket.error_) {
     throw_store_error(describe(ticket.operation_, *ticket.error_, recovery_), *ticket.error_);
   }
@@ -241,9 +284,9 @@ void Store::hurry(const Entry& entry, const Transfer* last) {
   }
 }
 
-bool Store::wait_all(std::chrono::milliseconds timeout) {
+void Store::wait_all() {
   LockedCall call(*this);
-  return call.wait(quiet_, &quiet_waiter_count_, timeout, [&] { return job_count_ == 0; });
+  call.wait(quiet_, &quiet_waiter_count_, [&] { return job_count_ == 0; });
 }
 
 // The entry of `key` once nothing is in flight on it, or nullptr when there is none (any more).
@@ -255,7 +298,7 @@ Store::Entry* Store::wait_until_quiet(LockedCall& call, const std::string& key) 
   Entry* entry = find_entry();
   if (entry == nullptr || entry->jobs.empty()) return entry;
   hurry(*entry, nullptr);
-  call.wait(quiet_, &quiet_waiter_count_, kForever, [&] {
+  call.wait(quiet_, &quiet_waiter_count_, [&] {
     entry = find_entry();
     return entry == nullptr || entry->jobs.empty();
   });
@@ -266,9 +309,10 @@ Store::Entry* Store::wait_until_quiet(LockedCall& call, const std::string& key) 
 bool Store::discard(const std::string& key) {
   LockedCall call(*this);
   call.expect_open();
-  const Entry* entry = wait_until_quiet(call, key);
+  SpaceCall space(*this, call);
+  Entry* entry = wait_until_quiet(call, key);
   if (entry == nullptr) return false;
-  space_.give(entry->extents);
+  space.exchange(*entry);
   entries_.erase(key);
   return true;
 }
@@ -302,26 +346,26 @@ std::vector<std::string> Store::keys() {
   return names;
 }
 
-bool Store::close_within(std::chrono::milliseconds timeout) {
-  if (::getpid() == owner_process_ && !wait_all(timeout)) return false;
-  close();
-  return true;
-}
-
 void Store::close() {
   if (::getpid() != owner_process_) return;
   std::shared_ptr<TransferQueue> queue;
   {
     LockedCall call(*this);
     closed_ = true;
-    call.wait(quiet_, &quiet_waiter_count_, kForever, [this] { return job_count_ == 0; });
+    abandoned_ = true;  // where the wait is ended
+    call.wait(quiet_, &quiet_waiter_count_,
+              [this] { return job_count_ == 0 && space_call_count_ == 0; });
+    abandoned_ = false;
     queue = std::move(queue_);
   }
   if (queue == nullptr) return;  // closed before
-  queue.reset();                 // ends the thread and the engine, which know the files
+  queue.reset();                 // ends the threads and the engines, which know the files
+  {
+    const std::lock_guard lock(space_mutex_);
+    space_.close();
+  }
   const LockedCall call(*this);
   entries_.clear();
-  space_.close();
   checksums_.reset();
   retired_holds_.push_back(std::move(bounce_hold_));  // dropped on leaving, without the lock
 }

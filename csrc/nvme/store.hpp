@@ -12,6 +12,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -38,6 +39,9 @@ struct StoreOptions {
   Checksums::MemorySource checksum_memory;  // empty: the process's own
   TransferOptions transfer;
   std::shared_ptr<void> bounce_hold;  // owner of transfer.bounce, kept as long as the store
+  /// Called now and then on a thread that waits, without a lock. What it throws ends the wait; what
+  /// was waited for goes on.
+  std::function<void()> while_waiting;
 };
 
 /// A handle to wait on for one read or write. Filled by the store.
@@ -97,6 +101,7 @@ class Store {
 
   /// Finds room for a key now. A key of that size is left as it is; one of another size is replaced
   /// after its I/O. What the room contains is unspecified. Throws StoreFullError: nothing changed.
+  /// I/O of others goes on however long the file system takes over it.
   void reserve(const std::string& key, std::uint64_t nbytes);
   /// Starts writing. Without `offset` the bytes become the whole key, which is reserved as by
   /// reserve(); with one they go into a key that is there. Follows earlier transfers that overlap.
@@ -108,9 +113,8 @@ class Store {
   /// Waits for one transfer; false when it is not over within `timeout`. Throws StoreError, as
   /// often as asked, when it failed.
   bool wait(Ticket& ticket, std::chrono::milliseconds timeout = kForever);
-  /// Waits until nothing is in flight; false when something is still after `timeout`. Throws
-  /// nothing: tickets keep their errors.
-  bool wait_all(std::chrono::milliseconds timeout = kForever);
+  /// Waits until nothing is in flight. Tickets keep their errors.
+  void wait_all();
 
   /// Forgets a key after its I/O; false when there is none.
   bool discard(const std::string& key);
@@ -135,31 +139,32 @@ class Store {
   bool direct() const noexcept { return direct_; }
 
   /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
-  /// Does nothing in a forked child.
+  /// Does nothing in a forked child. When the wait is ended, nothing waits again: the last owner
+  /// leaves the store, its threads and the memory in flight to the end of the process.
   void close();
-  /// Closes when nothing is in flight within `timeout`; false, and nothing done, otherwise.
-  bool close_within(std::chrono::milliseconds timeout);
-  /// For a device that does not answer when the process ends: the last owner leaves the store, its
-  /// thread and the memory in flight to that end, instead of waiting.
-  void abandon() noexcept { abandoned_ = true; }
 
  private:
   struct Entry;
   struct Job;
   class LockedCall;
+  class SpaceCall;
 
   Store(StoreOptions options, std::vector<Volume> volumes);
+  static void drop(Store* store) noexcept;
   Entry& find(const std::string& key);
-  void reserve_locked(LockedCall& call, const std::string& key, std::uint64_t nbytes);
+  void reserve_locked(SpaceCall& space, const std::string& key, std::uint64_t nbytes);
   Entry* wait_until_quiet(LockedCall& call, const std::string& key);
   std::shared_ptr<Ticket> start(Entry& entry, const KeyRange& range, std::shared_ptr<void> hold);
   void finished(std::span<Transfer* const> transfers);
   void finish(Job* job, std::vector<Job*>* over);
   void hurry(const Entry& entry, const Transfer* last);
+  StoreStats count();
   std::vector<std::unique_ptr<Engine>> make_engines(const StoreOptions& options);
 
   const int owner_process_;
+  const std::function<void()> while_waiting_;
   std::unique_ptr<Checksums> checksums_;
+  std::mutex space_mutex_;  // of what is taken; never locked together with mutex_
   Space space_;
   std::shared_ptr<void> bounce_hold_;
   std::string engine_name_;
@@ -172,12 +177,13 @@ class Store {
   std::map<std::string, std::unique_ptr<Entry>> entries_;
   std::vector<std::shared_ptr<void>> retired_holds_;  // of transfers that are over
   std::size_t job_count_ = 0;
-  std::condition_variable quiet_;  // a transfer ended while quiet_waiter_count_ > 0
+  std::size_t space_call_count_ = 0;
+  std::condition_variable quiet_;  // a transfer or a space call ended while somebody waits
   std::size_t quiet_waiter_count_ = 0;
   std::chrono::steady_clock::duration wait_time_{};
   std::string recovery_ = "start again from data that is known to be good";
   bool closed_ = false;
-  std::atomic<bool> abandoned_ = false;
+  bool abandoned_ = false;
 
   std::shared_ptr<TransferQueue> queue_;  // last: its thread uses all of the above
 };

@@ -3,9 +3,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/check.hpp"
@@ -31,19 +33,48 @@ class Store::LockedCall {
   LockedCall& operator=(const LockedCall&) = delete;
   void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
   /// Waits until `condition()`, and no longer than `timeout`; returns the condition then. Accounts
-  /// the time.
+  /// the time. Throws what StoreOptions::while_waiting throws.
   template <typename Condition>
-  bool wait(std::condition_variable& event, std::size_t* waiter_count,
-            std::chrono::milliseconds timeout, Condition condition) {
-    const auto start = std::chrono::steady_clock::now();
+  bool wait(std::condition_variable& event, std::size_t* waiter_count, Condition condition,
+            std::chrono::milliseconds timeout = kForever) {
+    const auto start = Clock::now();
+    const auto end = start + timeout;
     ++*waiter_count;
-    const bool result = event.wait_for(lock_, timeout, condition);
-    --*waiter_count;
-    store_.wait_time_ += std::chrono::steady_clock::now() - start;
-    return result;
+    const Afterwards account([&] {
+      --*waiter_count;
+      store_.wait_time_ += Clock::now() - start;
+    });
+    while (!event.wait_until(lock_, std::min(end, Clock::now() + kSlice), condition)) {
+      if (Clock::now() >= end) return false;
+      if (store_.while_waiting_) without_lock([&] { store_.while_waiting_(); });
+    }
+    return true;
+  }
+  /// Calls `function` while others may use the store.
+  template <typename Function>
+  void without_lock(Function function) {
+    lock_.unlock();
+    const Afterwards relock([&] { lock_.lock(); });
+    function();
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kSlice{200};  // between two looks for Ctrl-C
+
+  /// Calls a function on leaving, also when it is left by an exception.
+  template <typename Function>
+  class Afterwards {
+   public:
+    explicit Afterwards(Function function) : function_(std::move(function)) {}
+    ~Afterwards() { function_(); }
+    Afterwards(const Afterwards&) = delete;
+    Afterwards& operator=(const Afterwards&) = delete;
+
+   private:
+    Function function_;
+  };
+
   Store& store_;
   std::unique_lock<std::mutex> lock_;
 };

@@ -5,6 +5,16 @@
 namespace memascend {
 
 StoreStats Store::stats() {
+  StoreStats stats = count();
+  const std::lock_guard lock(space_mutex_);
+  stats.counts["reserved_bytes"] = space_.reserved_bytes();
+  stats.counts["used_bytes"] = space_.reserved_bytes() - space_.free_bytes();
+  stats.counts["available_bytes"] = space_.available_bytes();
+  return stats;
+}
+
+// All but what the space knows.
+StoreStats Store::count() {
   LockedCall call(*this);
   call.expect_open();
   const TransferCounters& counters = queue_->counters();
@@ -22,17 +32,14 @@ StoreStats Store::stats() {
            {"mismatches", counters.mismatches},
            {"corruptions", counters.corruptions},
            {"checksum_bytes", checksums_ == nullptr ? 0 : checksums_->held_bytes()},
-           {"reserved_bytes", space_.reserved_bytes()},
-           {"used_bytes", space_.reserved_bytes() - space_.free_bytes()},
-           {"available_bytes", space_.available_bytes()},
            {"key_count", entries_.size()},
            {"in_flight_count", job_count_}},
           std::chrono::duration<double>(wait_time_).count()};
 }
 
 std::vector<VolumeStats> Store::volume_stats() {
-  LockedCall call(*this);
-  call.expect_open();
+  LockedCall(*this).expect_open();
+  const std::lock_guard lock(space_mutex_);
   std::vector<VolumeStats> result;
   for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
     const Volume& volume = space_.volumes()[index];

@@ -7,7 +7,6 @@ a time may call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -53,8 +52,16 @@ class Tile:
 
     def wait(self) -> None:
         """Wait for all that is in flight on it, then raise the first error."""
-        tickets, self.tickets = self.tickets, []
-        wait_all(ticket.wait for ticket in tickets)
+        first_error: Exception | None = None
+        while self.tickets:
+            try:
+                self.tickets[0].wait()
+            except Exception as error:
+                first_error = first_error or error
+            # Not behind Ctrl-C: then the drive still uses the memory.
+            del self.tickets[0]
+        if first_error is not None:
+            raise first_error
 
 
 class Tiles:
@@ -98,7 +105,7 @@ class Tiles:
             StoreError: One of those writes failed.
         """
         if not self.has_idle():
-            next(self._reclaim()).wait()
+            self._reclaim_oldest()
         tile = self._idle.popleft()
         tile.owner, tile.begin, tile.numel = owner, begin, min(self.shape.numel, numel - begin)
         return tile
@@ -106,7 +113,7 @@ class Tiles:
     def has_idle(self) -> bool:
         """Return whether `take` would not wait."""
         while self._retired and all(ticket.done() for ticket in self._retired[0].tickets):
-            next(self._reclaim()).wait()
+            self._reclaim_oldest()
         return bool(self._idle)
 
     def has_retired(self) -> bool:
@@ -123,13 +130,16 @@ class Tiles:
         Raises:
             StoreError: A transfer failed; the others have been waited for.
         """
-        wait_all(tile.wait for tile in self._reclaim())
+        wait_all([self._reclaim_oldest] * len(self._retired))
 
-    def _reclaim(self) -> Iterator[Tile]:
-        """Make retired tiles idle, oldest first; each is to be waited for before the next."""
-        while self._retired:
-            self._idle.append(self._retired.popleft())
-            yield self._idle[-1]
+    def _reclaim_oldest(self) -> None:
+        """Wait for the tile that was retired first, and make it idle."""
+        tile = self._retired[0]
+        try:
+            tile.wait()
+        finally:
+            if not tile.tickets:  # or Ctrl-C ended the wait
+                self._idle.append(self._retired.popleft())
 
     def read(self, tile: Tile, key: str, target: torch.Tensor) -> None:
         """Start reading the tile's range of a key into one of its blocks."""

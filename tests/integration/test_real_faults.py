@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from memascend.volumes.device import claimed, format_device
 from memascend.volumes.prepare import prepared
 from tests.support.loop_devices import (
     control_group,
+    frozen,
     loop_device,
     make_read_only,
     map_to_error,
@@ -248,6 +251,38 @@ libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
 """
+
+
+def until_blocked(thread: threading.Thread) -> None:
+    """Wait until a thread is inside a system call that no signal ends."""
+    stat = Path(f"/proc/self/task/{thread.native_id}/stat")
+    end = time.monotonic() + 30
+    while stat.read_text().rpartition(") ")[2][0] != "D":
+        assert time.monotonic() < end, "the file system did not block it"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_transfers_go_on_while_the_file_system_takes_long_over_new_space(
+    drive: tuple[str, Path], engine: str
+) -> None:
+    _, folder = drive
+    with opened(folder, engine, grow_bytes=MEBIBYTE) as store:
+        write(store, "k", CONTENT).wait()
+        grower = threading.Thread(target=lambda: store.reserve(key="new", nbytes=len(CONTENT)))
+        results: queue.Queue[object] = queue.Queue()
+        worker = threading.Thread(
+            target=lambda: results.put(read(store, "k", len(CONTENT))), daemon=True
+        )
+        with frozen(folder):
+            grower.start()
+            until_blocked(grower)
+            worker.start()
+            is_read_back = results.get(timeout=30) == CONTENT
+            is_growing = grower.is_alive()
+        grower.join()
+        assert (is_read_back, is_growing) == (True, True)
+        assert store.nbytes(key="new") == len(CONTENT)
 
 
 def test_two_jobs_on_one_full_drive_do_not_take_from_each_other(drive: tuple[str, Path]) -> None:

@@ -308,13 +308,27 @@ def test_ctrl_c_ends_the_closing_of_a_store_whose_device_is_silent(capfd):
     faults.paused = False
 
 
-def test_a_signal_ends_a_wait_for_a_silent_device():
+WAITS = {
+    "for a transfer": lambda store, ticket: ticket.wait(),
+    "for all": lambda store, ticket: store.wait_all(),
+    "to give a key another size": lambda store, ticket: store.reserve(key="k", nbytes=8192),
+    "to write a key of another size": lambda store, ticket: write(store, "k", bytes(8192)),
+    "to discard a key": lambda store, ticket: store.discard(key="k"),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_signal_ends_a_wait_for_a_silent_device(wait):
     store, faults = open_faulty()
     faults.paused = True
-    ticket = write(store, "k", bytes(4096))
+    ticket = write(store, "k", bytes(range(256)) * 16)
+    used = store.stats()["used_bytes"]
     threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        ticket.wait()
+        wait(store, ticket)
     assert not ticket.done()
     faults.paused = False
     ticket.wait()
+    assert read(store, "k", 4096) == bytes(range(256)) * 16
+    assert store.stats()["used_bytes"] == used
+    store.close()

@@ -7,16 +7,18 @@ import errno
 import pytest
 import torch
 
+from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
-from memascend.nvme.store import MemoryFaults, TensorStore
+from memascend.nvme.store import MemoryFaults
 from memascend.streaming.tiles import Tiles, TileShape
+from tests.support.streaming_fakes import FakeRangeStore, FakeRangeTicket
 from tests.support.streaming_hosts import HostTensors, memory_store
 from tests.support.tiled_training import Training, gradients
 
 NUMEL = 4096
 
 
-def tiles_of(store: TensorStore, *, count: int = 2) -> Tiles:
+def tiles_of(store: TensorIO, *, count: int = 2) -> Tiles:
     shape = TileShape(
         numel=NUMEL,
         count=count,
@@ -74,3 +76,27 @@ def test_room_for_more_states_is_made_when_they_appear() -> None:
     tile = tiles.take("group", 0, 100)
     assert tiles.state(tile, 2, torch.float32).shape == (100,)
     assert tiles.nbytes == before + 2 * 4 * NUMEL
+
+
+def test_a_tile_that_ctrl_c_left_in_flight_is_not_lent_before_its_writes_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = FakeRangeStore()
+    tiles = tiles_of(store, count=1)
+    tile = tiles.take("group", 0, NUMEL)
+    for key in "ab":
+        store.reserve(key=key, nbytes=4 * NUMEL)
+        tiles.write(tile, key, tile.master.fill_(7.0))
+    tiles.retire(tile)
+
+    def interrupted(ticket: FakeRangeTicket) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeRangeTicket, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiles.drain()
+    assert not tiles.has_idle()
+    tiles.take("group", 0, NUMEL).master.fill_(9.0)
+    for key in "ab":
+        assert torch.equal(store.value(key, torch.float32), torch.full((NUMEL,), 7.0))

@@ -57,6 +57,9 @@ def loop_device(
 #: Of linux/ext4.h: no operation works from then on, as when the drive below is gone.
 _EXT4_SHUTDOWN = 0x8004587D
 _SHUTDOWN_WITHOUT_LOG = 2
+#: Of linux/fs.h.
+_FREEZE = 0xC0045877
+_THAW = 0xC0045878
 _UNMOUNT_TRIES = 50
 
 
@@ -88,6 +91,20 @@ def shut_down(folder: Path) -> None:
         fcntl.ioctl(descriptor, _EXT4_SHUTDOWN, struct.pack("I", _SHUTDOWN_WITHOUT_LOG))
     except OSError as error:
         pytest.skip(f"this kernel does not shut an ext4 down: {error}")
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[None]:
+    """A mounted file system that lets whoever changes it wait, as one that is very slow."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.ioctl(descriptor, _FREEZE, 0)
+        try:
+            yield
+        finally:
+            fcntl.ioctl(descriptor, _THAW, 0)
     finally:
         os.close(descriptor)
 
