@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,7 +19,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from memascend.errors import CheckpointError
-from memascend.system.locks import lock_within
+from memascend.system.files import replace_durably, sync
+from memascend.system.locks import release_lock_file, take_lock_file
+
+log = logging.getLogger(__name__)
 
 _PREFIX = ".memascend-"
 _WORKING, _REPLACED = ".saving", ".replaced"
@@ -74,7 +77,7 @@ class SavingFolder:
                     "is saving there. Give each run a folder of its own; if there is no other, "
                     "remove it"
                 ) from error
-            self._lock = _try_lock(self.path)
+            self._lock = _try_lock(_lock_of(self.path))
 
     def publish(self) -> None:
         """Make the folders durable and put the checkpoint in its place. Files are durable.
@@ -127,7 +130,7 @@ class SavingFolder:
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            os.close(lock)
+            release_lock_file(lock, _lock_of(self.path))
 
 
 def clean(parent: Path) -> None:
@@ -147,11 +150,17 @@ def _clean(parent: Path) -> None:
         else:
             os.rename(left, target)
             sync(parent)
-    for left in _left(parent, _WORKING):
-        lock = _try_lock(left)
-        if lock is not None:
+    # A save that was killed when its folder had been renamed left no more than its lock file.
+    locks = parent.glob(f"{_PREFIX}*{_WORKING}{_lock_ending()}")
+    names = {path.name.removesuffix(_lock_ending()) for path in locks}
+    for name in sorted(names | {path.name for path in _left(parent, _WORKING)}):
+        left = parent / name
+        lock = _try_lock(_lock_of(left))
+        if lock is None:
+            continue
+        if _is_own(left):  # nobody can see the lock of another user
             shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
+        release_lock_file(lock, _lock_of(left))
 
 
 def check_space(folder: Path, nbytes: int, failure: str, remedy: str) -> None:
@@ -177,53 +186,39 @@ def check_space(folder: Path, nbytes: int, failure: str, remedy: str) -> None:
 def write_latest(save_dir: str, tag: str, *, name: str = "latest") -> None:
     """Point the file `name` to a tag, in one step."""
     folder = Path(save_dir)
-    working = folder / f"{_PREFIX}{name}"
     with _alone_in(folder):
-        working.unlink(missing_ok=True)
-        write_durably(working, tag)
-        os.replace(working, folder / name)
-        sync(folder)
+        replace_durably(folder / name, tag)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Make a file of text that is on the drive on return."""
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _left(parent: Path, ending: str) -> list[Path]:
+    found = parent.glob(f"{_PREFIX}*{ending}")
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
-def sync(path: Path) -> None:
-    """Make a file, or the entries of a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems know no fsync of a folder.
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
+def _is_own(path: Path) -> bool:
+    with suppress(OSError):
+        return path.lstat().st_uid == os.geteuid()
+    return False
 
 
-def _left(parent: Path, ending: str) -> Iterator[Path]:
-    yield from (path for path in list(parent.glob(f"{_PREFIX}*{ending}")) if path.is_dir())
+def _lock_ending() -> str:
+    return f".lock-{os.geteuid()}"
 
 
-def _try_lock(folder: Path) -> int | None:
-    """Return a descriptor that holds the folder's lock; None while a living process does.
+def _lock_of(folder: Path) -> Path:
+    """Return the lock file of a folder that must be seen by its name, so it is beside that."""
+    return folder.with_name(folder.name + _lock_ending())
+
+
+def _try_lock(path: Path) -> int | None:
+    """Return a descriptor that holds the lock; None while a living process does.
 
     Where locks do not work nobody can tell, and the folder is left alone.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        return take_lock_file(path, 0)
     except OSError:
         return None
-    with suppress(OSError):
-        if lock_within(descriptor, 0):
-            return descriptor
-    os.close(descriptor)
-    return None
 
 
 @contextmanager
@@ -236,23 +231,29 @@ def _alone_in(parent: Path) -> Iterator[None]:
     Raises:
         CheckpointError: Another run does not come to an end of it.
     """
-    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    path = parent / f"{_PREFIX}saves{_lock_ending()}"
     try:
-        is_alone = True
-        with suppress(OSError):  # no locks here
-            is_alone = lock_within(descriptor, _PATIENCE_S)
-        if not is_alone:
-            raise CheckpointError(
-                f"cannot save in {parent}: it has been locked for {_PATIENCE_S:.0f} s. Likely "
-                "cause: another run that saves there is stopped. End it, or give each run a folder "
-                "of its own"
+        descriptor = take_lock_file(path, _PATIENCE_S)
+    except OSError as error:
+        if os.path.lexists(path):  # else there are no locks here
+            log.warning(
+                "memascend: saving without a lock: %s: %s. Remove that file, or give each user a "
+                "folder",
+                path,
+                error.strerror,
             )
         yield
+        return
+    if descriptor is None:
+        raise CheckpointError(
+            f"cannot save in {parent}: it has been locked for {_PATIENCE_S:.0f} s. Likely "
+            "cause: another run that saves there is stopped. End it, or give each run a folder "
+            "of its own"
+        )
+    try:
+        yield
     finally:
-        # A child that another thread forked meanwhile has the descriptor, and would keep the lock.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        release_lock_file(descriptor, path)
 
 
 def _link(source: str | Path, place: str | Path) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from memascend.checkpoint.divided import SavedLayout, open_divided, read_parameters
 from memascend.checkpoint.files import PIECE_BYTES, Reader, SummedFile
-from memascend.checkpoint.folder import check_space, sync, write_latest
+from memascend.checkpoint.folder import check_space, write_latest
 from memascend.checkpoint.layout import flat
 from memascend.checkpoint.manifest import Manifest, check_name, missing_file, read_manifest
 from memascend.checkpoint.progress import byte_progress
@@ -34,6 +34,7 @@ from memascend.checkpoint.source import (
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.checkpoint.universal import is_scalar
 from memascend.errors import CheckpointError
+from memascend.system.files import sync
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 

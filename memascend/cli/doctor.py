@@ -247,8 +247,10 @@ def _direct_io(path: Path) -> Check:
     name = "direct I/O"
     page = mmap.mmap(-1, mmap.PAGESIZE)
     try:
-        with tempfile.NamedTemporaryFile(dir=path, prefix="memascend-doctor-") as file:
-            descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        with tempfile.TemporaryFile(dir=path, prefix="memascend-doctor-") as file:
+            # The same file again, whoever may rename in that folder.
+            again = f"/proc/self/fd/{file.fileno()}"
+            descriptor = os.open(again, os.O_RDWR | os.O_DIRECT)
             try:
                 os.write(descriptor, page)
                 smallest = _smallest_transfer(descriptor, page)

@@ -30,6 +30,7 @@ from memascend.plan.footprint import Footprint
 from memascend.plan.request import check_limit_can_be_kept, sections_off
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
 from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
+from memascend.system.files import open_anew
 from memascend.system.memory import memory_total
 
 BILLION = 10**9
@@ -379,6 +380,7 @@ def _plot(accounts: Accounts, path: Path) -> None:
     axes.set_title(accounts.shapes.name)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     try:
-        figure.savefig(path)
+        with open(open_anew(path), "wb") as file:
+            figure.savefig(file, format=path.suffix[1:] or None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write --plot {path}: {error}") from error

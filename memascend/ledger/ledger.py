@@ -6,7 +6,9 @@ process holds beyond them (Python, torch, DeepSpeed) is a line of its own.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from memascend.base.units import format_nbytes
 from memascend.ledger.drives import DriveWear
 from memascend.ledger.wear import Wear
 from memascend.plan.derive import Plan
+from memascend.system.files import replace_durably
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,15 @@ class Ledger:
         }
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        """Write it as JSON, in the place of an older file.
+
+        Raises:
+            OSError: It cannot be written, or a device or link has the name.
+        """
+        path = Path(path)
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+            raise FileExistsError(errno.EEXIST, "it is there, and no file", str(path))
+        replace_durably(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def describe(self) -> str:
         """Return a table for the log."""

@@ -20,7 +20,8 @@ from pathlib import Path
 from memascend import _core
 from memascend.base.json_text import parse_json
 from memascend.base.units import MIB
-from memascend.system.locks import lock_within
+from memascend.system.files import replace_durably
+from memascend.system.locks import release_lock_file, take_lock_file
 from memascend.system.mounts import SYSFS, block_folder, device_number, read_line
 from memascend.volumes.speed import Bench, Load
 
@@ -155,18 +156,9 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _write(path: Path, entries: dict[str, object]) -> None:
-    """Replace the file at once; go on without where it cannot be written."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    """Replace the file; go on without where it cannot be written."""
     try:
-        descriptor = os.open(staged, flags, 0o600)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump(entries, file, indent=1)
-            staged.replace(path)
-        except BaseException:
-            staged.unlink(missing_ok=True)
-            raise
+        replace_durably(path, json.dumps(entries, indent=1), mode=0o600)
     except OSError as error:
         log.debug("volumes: cannot keep the weights in %s: %s", path, error)
 
@@ -174,16 +166,15 @@ def _write(path: Path, entries: dict[str, object]) -> None:
 @contextlib.contextmanager
 def _locked(cache: Path) -> Iterator[None]:
     """Let one rank measure at a time; the others find what it wrote. Best effort."""
-    descriptor = -1
+    path = cache / f"{CACHE_FILE}.lock"
+    descriptor = None
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(cache / f"{CACHE_FILE}.lock", flags, 0o600)
-        lock_within(descriptor, LOCK_SECONDS)
+        descriptor = take_lock_file(path, LOCK_SECONDS)
     except OSError as error:
         log.debug("volumes: no lock in %s: %s", cache, error)
     try:
         yield
     finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        if descriptor is not None:
+            release_lock_file(descriptor, path)

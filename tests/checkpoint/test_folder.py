@@ -8,19 +8,24 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from memascend.checkpoint import folder as saving_folder
-from memascend.checkpoint.folder import SavingFolder, write_durably, write_latest
+from memascend.checkpoint.folder import SavingFolder, write_latest
 from memascend.errors import CheckpointError
+from memascend.system import locks
+from memascend.system.files import write_durably
+from tests.support.other_user import OTHER_UID, another_user, hold_lock, open_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Saves a folder of two files under a tag and kills itself at the n-th call into the system.
 PROGRAM = """
 import os, shutil, signal, sys
 from memascend.checkpoint import folder as saving_folder
+from memascend.system import files
 folder, tag, text, kill_at, exchanges = sys.argv[1:]
 left = int(kill_at)
 
@@ -41,8 +46,8 @@ if exchanges == "no":
 saving = saving_folder.SavingFolder(folder, tag)
 saving.begin()
 (saving.path / "offloaded_tensors").mkdir()
-saving_folder.write_durably(saving.path / "a_states.pt", text)
-saving_folder.write_durably(saving.path / "offloaded_tensors" / "b", text)
+files.write_durably(saving.path / "a_states.pt", text)
+files.write_durably(saving.path / "offloaded_tensors" / "b", text)
 saving.publish()
 saving_folder.write_latest(folder, tag)
 print("done")
@@ -89,8 +94,11 @@ def test_a_save_killed_anywhere_leaves_a_complete_checkpoint(
         assert text == "old" or text.startswith("new")
         assert (tmp_path / "same" / "notes.txt").read_text() == "mine"
         left = {path.name for path in tmp_path.iterdir()}
-        assert left <= {"same", "other", "latest", ".memascend-latest"}
+        new = {name for name in left if name.startswith(".memascend-latest.")}
+        assert left - new <= {"same", "other", "latest"}
+        assert len(new) <= 1  # the next save removes it
         if is_done:
+            assert not new
             assert (latest, text) == (tag, f"new {kill_at}")
             break
     assert is_done
@@ -152,7 +160,7 @@ def test_a_child_forked_meanwhile_does_not_keep_the_folder_locked(
 ) -> None:
     monkeypatch.setattr(saving_folder, "_PATIENCE_S", 0.1)
     duplicate = -1
-    flock = saving_folder.fcntl.flock
+    flock = locks.fcntl.flock
 
     def forked(descriptor: int, operation: int) -> None:
         nonlocal duplicate
@@ -160,7 +168,7 @@ def test_a_child_forked_meanwhile_does_not_keep_the_folder_locked(
         if duplicate < 0:
             duplicate = os.dup(descriptor)  # what a child would have
 
-    monkeypatch.setattr(saving_folder.fcntl, "flock", forked)
+    monkeypatch.setattr(locks.fcntl, "flock", forked)
     with saving_folder._alone_in(tmp_path):
         pass
     assert save(tmp_path, "a", "new")
@@ -238,18 +246,120 @@ def test_a_tag_that_leads_elsewhere_is_refused(tmp_path: Path, tag: str) -> None
         SavingFolder(str(tmp_path), tag)
 
 
-def test_a_file_system_without_fsync_of_folders_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.EINVAL, "no")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    saving_folder.sync(tmp_path)
-
-
 def test_latest_changes_in_one_step(tmp_path: Path) -> None:
     for tag in ("one", "two"):
         write_latest(str(tmp_path), tag)
         assert (tmp_path / "latest").read_text() == tag
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_a_lock_file_that_is_not_ours_is_named_and_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "victim").write_text("mine")
+    planted = tmp_path / f".memascend-saves.lock-{os.geteuid()}"
+    planted.symlink_to("victim")
+    saving = SavingFolder(str(tmp_path), "a")
+    saving.begin()
+    saving.publish()
+    assert str(planted) in caplog.text
+    assert (tmp_path / "a").is_dir()
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_where_locks_do_not_work_nothing_is_left_and_nothing_taken_for_a_killed_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    saving, other = (SavingFolder(str(tmp_path), tag) for tag in ("a", "b"))
+    saving.begin()
+    other.begin()
+    assert saving.path.is_dir()
+    saving.publish()
+    other.abandon()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert caplog.text == ""
+
+
+# -- another user of the machine -------------------------------------------------------------------
+
+
+def hold_all_locks(folder: Path) -> dict[str, bool]:
+    """The locks that another user gets, of the folder and of all in it that he may open."""
+    held = {}
+    for path in (folder, *folder.rglob("*")):
+        with suppress(PermissionError):
+            held[path.name] = hold_lock(path)
+    return held
+
+
+@pytest.mark.root
+def test_another_user_who_may_read_cannot_hold_a_save_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving_folder, "_PATIENCE_S", 0.1)
+    with open_folder() as folder:
+        (folder / "a").mkdir()
+        with another_user(lambda: hold_all_locks(folder)) as held:
+            assert held == {folder.name: True, "a": True}
+            assert save(folder, "a", "new")
+
+
+@pytest.mark.root
+def test_another_user_cannot_keep_a_killed_save_from_being_removed() -> None:
+    with open_folder() as folder:
+        assert not save(folder, "a", "killed", kill_at=2)
+        with another_user(lambda: hold_all_locks(folder)) as held:
+            assert held[".memascend-a.saving"]
+            assert save(folder, "a", "new")
+        assert {path.name for path in folder.iterdir()} == {"a", "latest"}
+
+
+@pytest.mark.root
+def test_the_lock_of_a_living_save_cannot_be_opened_by_another_user() -> None:
+    with open_folder() as folder:
+        saving = SavingFolder(str(folder), "a")
+        with saving_folder._alone_in(folder):
+            (file,) = folder.iterdir()
+            with another_user(lambda: hold_lock(file)) as refused:
+                assert isinstance(refused, PermissionError)
+        saving.begin()
+        (file,) = folder.glob("*.lock-*")
+        with another_user(lambda: hold_lock(file)) as refused:
+            assert isinstance(refused, PermissionError)
+        saving.abandon()
+
+
+@pytest.mark.root
+def test_what_another_user_is_saving_is_left_alone() -> None:
+    with open_folder(mode=0o777) as folder:
+        theirs = folder / ".memascend-a.saving"
+        theirs.mkdir()
+        os.chown(theirs, OTHER_UID, OTHER_UID)
+        # Of a save of ours that was killed after it was published.
+        (folder / f".memascend-a.saving.lock-{os.geteuid()}").touch()
+        assert save(folder, "b", "new")
+        assert theirs.is_dir()
+        assert {path.name for path in folder.iterdir()} == {theirs.name, "b", "latest"}
+
+
+@pytest.mark.root
+def test_a_link_that_another_user_planted_is_not_followed() -> None:
+    with open_folder(mode=0o1777) as folder, open_folder() as own:
+        (own / "victim").write_text("mine")
+
+        def plant() -> None:
+            for name in ("latest", ".memascend-latest", ".memascend-b.saving"):
+                (folder / name).symlink_to(own / "victim")
+            (folder / ".memascend-c.replaced").symlink_to(own)
+
+        with another_user(plant) as planted:
+            assert planted is None
+        assert save(folder, "a", "new")
+        with pytest.raises(CheckpointError, match="exists"):
+            SavingFolder(str(folder), "b").begin()
+        assert (folder / "latest").read_text() == "a"
+        assert not (folder / "latest").is_symlink()
+        assert not (folder / "c").exists()
+        assert (own / "victim").read_text() == "mine"

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes
 from memascend.cli.compare.run import Run
+from memascend.system.files import open_anew, replace_durably
 from memascend.system.mounts import PROC, read_lines
 
 LOG_TAIL_LINE_COUNT = 25
@@ -133,7 +134,7 @@ def write_json(report: Report, path: Path) -> None:
         "skipped": report.skipped,
         "columns": columns,
     }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_durably(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_picture(report: Report, path: Path) -> bool:
@@ -162,7 +163,8 @@ def write_picture(report: Report, path: Path) -> bool:
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right")
-    figure.savefig(path, dpi=130)
+    with open(open_anew(path), "wb") as file:
+        figure.savefig(file, dpi=130)
     return True
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from memascend.system.files import open_anew
 from memascend.system.processes import IoCounter, Peaks, Sample, TreeSampler, process_tree
 
 TERMINATE_GRACE_S = 20.0
@@ -193,7 +194,7 @@ def _follow(
     """Read the output to its end; return whether memascend's own line was in it."""
     has_armed = False
     assert process.stdout is not None
-    with run.log.open("w", encoding="utf-8") as log:
+    with open(open_anew(run.log), "w", encoding="utf-8") as log:
         for line in process.stdout:
             log.write(line)
             log.flush()

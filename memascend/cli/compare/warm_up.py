@@ -19,6 +19,7 @@ from pathlib import Path
 
 from memascend.base.units import GIB
 from memascend.cli.compare.run import child_environment
+from memascend.system.files import open_anew
 from memascend.system.memory import process_status
 
 # Operators that a CPU or GPU run with NVMe offload loads, with what each of them is for.
@@ -54,7 +55,7 @@ def warm_up(log: Path, on_news: Callable[[str], None]) -> WarmUp:
     environment = child_environment({"MEMASCEND_DISABLE": "1"})
     environment.setdefault("MAX_JOBS", str(_compile_jobs()))
     command = [sys.executable, "-m", "memascend.cli.compare.warm_up"]
-    with log.open("w", encoding="utf-8") as output:
+    with open(open_anew(log), "w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command,
             env=environment,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.checkpoint.files import Advance, SummedFile, sum_file
-from memascend.checkpoint.folder import SavingFolder, check_space, sync, write_durably
+from memascend.checkpoint.folder import SavingFolder, check_space
 from memascend.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -21,6 +21,7 @@ from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors
 from memascend.streaming.staging import StagingSlots
+from memascend.system.files import sync, write_durably
 from memascend.version import __version__
 
 if TYPE_CHECKING:
