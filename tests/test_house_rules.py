@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,41 @@ def test_only_config_and_commands_read_the_environment(module: Path) -> None:
 def test_only_commands_print(module: Path) -> None:
     calls = [node.func for node in ast.walk(parsed(module)) if isinstance(node, ast.Call)]
     assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]
+
+
+def writes_over(tree: ast.AST) -> list[int]:
+    """Lines that open a file by its name, to write to what has the name already."""
+    lines = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        is_method = isinstance(call.func, ast.Attribute)
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else root_name(call.func)
+        modes = call.args[:1] if is_method else call.args[1:2]
+        modes = [*modes, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+        texts = [str(mode.value) for mode in modes if isinstance(mode, ast.Constant)]
+        opens = name == "open" and any(re.fullmatch("[wa]b?|rb?[+]b?", text) for text in texts)
+        is_new = bool(call.args) and root_name(call.args[0]) in ("open_new", "open_anew")
+        if name in ("write_text", "write_bytes") or (opens and not is_new):
+            lines.append(call.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("module", PYTHON, ids=as_text)
+def test_no_file_is_written_over_that_a_link_may_have_put_there(module: Path) -> None:
+    if module.as_posix() != "memascend/system/files.py":
+        assert writes_over(parsed(module)) == []
+
+
+def test_the_check_for_files_written_over_sees_them() -> None:
+    tree = ast.parse(
+        "path.write_text('')\n"
+        "path.open('w')\n"
+        "open(path, mode='wb')\n"
+        "open(path, 'r+b')\n"
+        "open(open_anew(path), 'w', encoding='utf-8')\n"
+        "open(path, 'rb')\n"
+        "path.open('xb')\n"
+    )
+    assert writes_over(tree) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=as_text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -379,8 +380,10 @@ def _plot(accounts: Accounts, path: Path) -> None:
     axes.set_ylabel("host memory of one rank, GiB (dotted: at its peak)")
     axes.set_title(accounts.shapes.name)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    picture = io.BytesIO()
     try:
+        figure.savefig(picture, format=path.suffix[1:] or None)
         with open(open_anew(path), "wb") as file:
-            figure.savefig(file, format=path.suffix[1:] or None)
+            file.write(picture.getbuffer())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write --plot {path}: {error}") from error

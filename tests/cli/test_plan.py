@@ -153,6 +153,15 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_link_in_the_place_of_a_plot_is_not_followed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "plan.png").symlink_to("victim")
+    assert main(["plan", "Llama-3.1-8B", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
 def test_a_plot_without_matplotlib_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,3 +124,24 @@ def test_the_file_holds_every_number_and_the_sums(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         LEDGER.write(tmp_path / "missing" / "ledger.json")
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nowhere", "fifo"])
+def test_a_link_or_device_in_the_place_of_the_file_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "ledger.json"
+    (tmp_path / "victim").write_text("mine")
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("victim" if kind == "link" else "nowhere")
+    with pytest.raises(FileExistsError):
+        LEDGER.write(path)
+    assert not path.is_file() or path.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"victim", "ledger.json"}
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_an_older_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "ledger.json").write_text("old")
+    LEDGER.write(tmp_path / "ledger.json")
+    assert json.loads((tmp_path / "ledger.json").read_text(encoding="utf-8"))["drive"]

@@ -228,6 +228,16 @@ def test_a_picture_is_drawn_of_whatever_was_sampled(tmp_path: Path, baseline_byt
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "victim").write_text("mine")
+    for name, write in (("report.json", write_json), ("rss.png", write_picture)):
+        (tmp_path / name).symlink_to("victim")
+        write(report_of(make("stock")), tmp_path / name)
+        assert not (tmp_path / name).is_symlink()
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
 def test_without_matplotlib_no_picture_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

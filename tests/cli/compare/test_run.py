@@ -159,6 +159,13 @@ def test_all_output_is_logged_and_told_line_by_line(tmp_path: Path) -> None:
     assert run.log.read_text(encoding="utf-8") == "\n".join(lines)
 
 
+def test_a_link_in_the_place_of_the_log_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "log").symlink_to("victim")
+    assert shell(tmp_path, "echo one").log.read_text(encoding="utf-8") == "one\n"
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("script", "status", "problem"),
     [
