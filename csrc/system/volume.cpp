@@ -4,6 +4,7 @@
 #include <linux/fs.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
@@ -12,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <memory>
 #include <utility>
@@ -42,18 +44,50 @@ constexpr std::int64_t kBtrfsMagic = 0x9123683e;
 constexpr std::int64_t kZfsMagic = 0x2fc12fc1;
 constexpr std::int64_t kBcachefsMagic = 0xca451a4e;
 
+// openat2 of Linux 5.6, which older C libraries lack; one number on every architecture.
+constexpr long kOpenat2 = 437;
+struct HowToOpen {
+  std::uint64_t flags;
+  std::uint64_t mode;
+  std::uint64_t resolve;
+};
+constexpr std::uint64_t kResolveNoSymbolicLinks = 0x04;
+
+// Opens a directory, with a symbolic link nowhere on the way to it: or whoever may rename a
+// directory above it could lead a path elsewhere that was looked at before. Returns -1 and leaves
+// errno.
+int open_directory(const std::string& path) {
+  // Needs no right to read it.
+  constexpr int kFlags = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+  const HowToOpen how{kFlags, 0, kResolveNoSymbolicLinks};
+  const long opened = ::syscall(kOpenat2, AT_FDCWD, path.c_str(), &how, sizeof(how));
+  // An older kernel, or a seccomp profile, does not know the call: at least the last step counts.
+  if (opened < 0 && (errno == ENOSYS || errno == EPERM)) return ::open(path.c_str(), kFlags);
+  return static_cast<int>(opened);
+}
+
+// Makes a file under a name that nobody can foresee and takes the name away. Of no use to anybody
+// else meanwhile: it is made anew, never through a symbolic link, and for its owner alone.
+int create_and_unlink(int directory) {
+  std::uint64_t number = 0;
+  if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) return -1;
+  char name[] = ".memascend-0000000000000000";
+  std::to_chars(name + sizeof(".memascend-") - 1, name + sizeof(name) - 1, number, 16);
+  const int descriptor =
+      ::openat(directory, name, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW, kOwnerOnly);
+  if (descriptor >= 0) ::unlinkat(directory, name, 0);
+  return descriptor;
+}
+
 // Opens a file without a name, or returns -1 and leaves errno. Buffered: an open that creates a
 // file and then refuses O_DIRECT would leave the file behind.
-int open_nameless(const std::string& directory) {
+int open_nameless(const std::string& path) {
+  const PrivateDescriptor directory(open_directory(path));
+  if (directory.get() < 0) return -1;
   const int descriptor =
-      ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL | O_NOFOLLOW, kOwnerOnly);
+      ::openat(directory.get(), ".", O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, kOwnerOnly);
   if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
-  // Of no use to anybody else between its making and its unlinking: mkostemp makes it anew, never
-  // through a symbolic link, and for its owner alone.
-  std::string path = directory + "/.memascend-XXXXXX";
-  const int named = ::mkostemp(path.data(), O_CLOEXEC);  // mode 0600
-  if (named >= 0) ::unlink(path.c_str());
-  return named;
+  return create_and_unlink(directory.get());
 }
 
 }  // namespace

@@ -39,8 +39,8 @@ class Volume {
   /// where the file system has no O_TMPFILE. Where the file system refuses O_DIRECT (at open, or
   /// for a first block really written), has it in name only, or copies on write, the file is used
   /// buffered and direct() is false; the owner then calls drop_cache() behind every transfer.
-  /// Throws SystemCallError naming the directory; a symbolic link in its place is refused.
-  /// The file never grows beyond `limit_bytes`.
+  /// Throws SystemCallError naming the directory; a symbolic link in its place, or (from Linux 5.6
+  /// on) in that of a directory above it, is refused. The file never grows beyond `limit_bytes`.
   static Volume open_anonymous(const std::string& directory,
                                std::uint64_t limit_bytes = UINT64_MAX);
 

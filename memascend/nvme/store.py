@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Errors of a drive itself, whatever the directory.
 DRIVE_CODES = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
+_EXCHANGED = "a symbolic link took its place, or that of a folder above it, since it was looked at"
 
 Ticket = _core.Ticket
 VolumeOptions = _core.VolumeOptions
@@ -287,4 +288,5 @@ def _naming(paths: Sequence[str]) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, MemAscendError):
             raise
-        raise volume_error(", ".join(paths), "use", error.errno or errno.EIO) from error
+        cause = _EXCHANGED if error.errno == errno.ELOOP else ""
+        raise volume_error(", ".join(paths), "use", error.errno or errno.EIO, cause=cause) from error

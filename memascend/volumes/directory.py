@@ -39,8 +39,8 @@ def provide_directory(path: str | os.PathLike[str]) -> None:
 def provide_volume(volume: VolumeConfig) -> _core.VolumeOptions:
     """Return a volume in a directory, which is made where it is missing.
 
-    Symbolic links are followed here; the core follows none, so that nobody can redirect the path
-    between here and there.
+    Symbolic links are followed here; the core follows none, at no step of the path, so that nobody
+    can redirect it between here and there.
 
     Raises:
         StoreError: It cannot be made or written.

@@ -142,7 +142,21 @@ def control_group(controller: str) -> Iterator[Path]:
 def mapped_device(device: str, name: str) -> Iterator[str]:
     """A device-mapper device over another, which `map_to_error` makes fail."""
     sectors = run("blockdev", "--getsz", device)
-    run("dmsetup", "create", name, "--noudevsync", "--table", f"0 {sectors} linear {device} 0")
+    with _mapping(name, f"0 {sectors} linear {device} 0") as path:
+        yield path
+
+
+@contextlib.contextmanager
+def encrypted_device(device: str, name: str) -> Iterator[str]:
+    """A dm-crypt device over another, with a key that nobody has afterwards."""
+    sectors, key = run("blockdev", "--getsz", device), os.urandom(64).hex()
+    with _mapping(name, f"0 {sectors} crypt aes-xts-plain64 {key} 0 {device} 0") as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _mapping(name: str, table: str) -> Iterator[str]:
+    run("dmsetup", "create", name, "--noudevsync", "--table", table)
     try:
         run("dmsetup", "mknodes", name)
         yield f"/dev/mapper/{name}"

@@ -11,8 +11,10 @@ import pytest
 from memascend import _core
 from memascend.config.volumes import VolumeConfig
 from memascend.errors import StoreError
+from memascend.nvme.store import TensorStore
 from memascend.volumes import directory
 from memascend.volumes.directory import existing_volume, provide_directory, provide_volume
+from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
 
 
 def provide(path: Path) -> _core.VolumeOptions:
@@ -62,6 +64,30 @@ def test_what_is_no_directory_is_refused(tmp_path):
     (tmp_path / "dangling").symlink_to("nowhere")
     provide(tmp_path / "dangling")  # as mkdir -p of what it names
     assert (tmp_path / "nowhere").is_dir()
+
+
+def opened(volume: _core.VolumeOptions) -> TensorStore:
+    bounce = PageMemory(BOUNCE_BYTES).tensor
+    return TensorStore(volumes=[volume], bounce=bounce, engine="threads")
+
+
+@pytest.mark.parametrize("above", ["a", "a/b", "a/b/c"])
+def test_a_link_that_took_a_folders_place_after_the_look_at_it_is_refused(
+    tmp_path: Path, above: str
+) -> None:
+    volume = provide(tmp_path / "a" / "b" / "c")
+    (tmp_path / "elsewhere" / "b" / "c").mkdir(parents=True)
+    (tmp_path / above).rename(tmp_path / "moved")
+    (tmp_path / above).symlink_to(tmp_path / "elsewhere" / above[2:])
+    with pytest.raises(StoreError, match="symbolic link") as caught:
+        opened(volume)
+    assert caught.value.errno == errno.ELOOP
+
+
+def test_a_link_that_the_user_named_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real" / "folder").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    opened(provide(tmp_path / "link" / "folder")).close()
 
 
 @pytest.mark.parametrize(("kind", "is_warned"), [("tmpfs", True), ("ext4", False)])

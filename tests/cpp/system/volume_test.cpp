@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdlib>
+#include <string>
 #include <utility>
 
 #include "base/align.hpp"
@@ -91,6 +93,29 @@ void a_directory_that_is_not_there_is_named() {
   }
 }
 
+// Links in place of the directory and of one above it; what they lead to could be used.
+void a_symbolic_link_on_the_way_is_refused() {
+  char base[] = "/tmp/memascend-volume-XXXXXX";
+  MA_INVARIANT(::mkdtemp(base) != nullptr);
+  const std::string real = join(base, "/real"), link = join(base, "/link");
+  MA_INVARIANT(::mkdir(real.c_str(), 0700) == 0);
+  MA_INVARIANT(::mkdir((real + "/below").c_str(), 0700) == 0);
+  MA_INVARIANT(::symlink("real", link.c_str()) == 0);
+  Volume::open_anonymous(real + "/below");
+  for (const std::string& path : {link, link + "/below"}) {
+    try {
+      Volume::open_anonymous(path);
+      MA_INVARIANT(false && "followed");
+    } catch (const SystemCallError& error) {
+      MA_INVARIANT(error.code() == ELOOP);
+    }
+  }
+  MA_INVARIANT(::rmdir((real + "/below").c_str()) == 0);  // nothing is left in it
+  MA_INVARIANT(::rmdir(real.c_str()) == 0);
+  MA_INVARIANT(::unlink(link.c_str()) == 0);
+  MA_INVARIANT(::rmdir(base) == 0);
+}
+
 }  // namespace
 }  // namespace memascend
 
@@ -99,6 +124,7 @@ int main() {
   memascend::memory_has_its_limit();
   memascend::what_is_no_device_is_not_adopted();
   memascend::a_directory_that_is_not_there_is_named();
+  memascend::a_symbolic_link_on_the_way_is_refused();
   memascend::growth_that_does_not_fit_changes_nothing();  // last: it lowers a limit
   return 0;
 }
