@@ -148,8 +148,9 @@ def _clean(parent: Path) -> None:
         if target.exists():
             shutil.rmtree(left, ignore_errors=True)
         else:
-            os.rename(left, target)
-            sync(parent)
+            with suppress(PermissionError):  # another user's
+                os.rename(left, target)
+                sync(parent)
     # A save that was killed when its folder had been renamed left no more than its lock file.
     locks = parent.glob(f"{_PREFIX}*{_WORKING}{_lock_ending()}")
     names = {path.name.removesuffix(_lock_ending()) for path in locks}

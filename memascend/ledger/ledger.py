@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from memascend.base.units import format_nbytes
 from memascend.ledger.drives import DriveWear
 from memascend.ledger.wear import Wear
 from memascend.plan.derive import Plan
-from memascend.system.files import replace_durably
+from memascend.system.files import is_replaceable, replace_durably
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,8 @@ class Ledger:
             OSError: It cannot be written, or a device or link has the name.
         """
         path = Path(path)
-        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
-            raise FileExistsError(errno.EEXIST, "it is there, and no file", str(path))
+        if not is_replaceable(path):
+            raise FileExistsError(errno.EEXIST, "a link or device has that name", str(path))
         replace_durably(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def describe(self) -> str:

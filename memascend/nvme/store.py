@@ -288,5 +288,6 @@ def _naming(paths: Sequence[str]) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, MemAscendError):
             raise
-        cause = _EXCHANGED if error.errno == errno.ELOOP else ""
-        raise volume_error(", ".join(paths), "use", error.errno or errno.EIO, cause=cause) from error
+        code = error.errno or errno.EIO
+        cause = _EXCHANGED if code == errno.ELOOP else ""
+        raise volume_error(", ".join(paths), "use", code, cause=cause) from error

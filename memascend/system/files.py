@@ -6,6 +6,7 @@ import errno
 import glob
 import os
 import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,6 +63,14 @@ def replace_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
         staged.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def is_replaceable(path: Path) -> bool:
+    """Tell if nothing or a plain file has a name: no link, folder or device."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def sync(path: Path) -> None:

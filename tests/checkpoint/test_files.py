@@ -74,6 +74,19 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "old"
 
 
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_checkpoints_file_has_the_mode_that_the_umask_gives(
+    tmp_path: Path, mask: int, mode: int
+) -> None:
+    old = os.umask(mask)
+    try:
+        with SummedFile.create(tmp_path / "a"):
+            pass
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == mode
+
+
 def test_a_tensor_in_memory_reads_as_its_bytes_and_zeros() -> None:
     value: Any = torch.arange(6, dtype=torch.float32).view(2, 3).t()
     target = torch.full((28,), 9, dtype=torch.uint8)

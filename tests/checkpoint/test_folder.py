@@ -340,8 +340,25 @@ def test_what_another_user_is_saving_is_left_alone() -> None:
         # Of a save of ours that was killed after it was published.
         (folder / f".memascend-a.saving.lock-{os.geteuid()}").touch()
         assert save(folder, "b", "new")
+        with pytest.raises(CheckpointError, match="exists"):
+            SavingFolder(str(folder), "a").begin()
         assert theirs.is_dir()
         assert {path.name for path in folder.iterdir()} == {theirs.name, "b", "latest"}
+
+
+@pytest.mark.root
+def test_what_only_another_user_can_put_back_ends_no_save() -> None:
+    with open_folder(mode=0o1777) as folder:
+        (folder / ".memascend-b.replaced").mkdir()
+
+        def save_another() -> None:
+            saving = SavingFolder(str(folder), "a")
+            saving.begin()
+            saving.publish()
+
+        with another_user(save_another) as error:
+            assert error is None
+        assert {path.name for path in folder.iterdir()} == {"a", ".memascend-b.replaced"}
 
 
 @pytest.mark.root

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nvme_memory import open_store, write
+from tests.support.other_user import another_user, open_folder
 from tests.support.store_programs import start
 
 
@@ -377,3 +379,19 @@ def test_two_processes_on_one_directory_do_not_see_each_other(tmp_path):
     for process in processes:
         output, errors = process.communicate(timeout=60)
         assert output == "5\n", errors
+
+
+@pytest.mark.root
+def test_another_user_reaches_a_stores_file_neither_by_name_nor_by_descriptor():
+    with open_folder(mode=0o777) as folder:
+        store = open_store(folder, "threads")
+        write(store, "k", b"abc").wait()
+        paths = [f"/proc/{os.getpid()}/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        (path,) = [p for p in paths if os.path.lexists(p) and f"{folder}/" in os.readlink(p)]
+        assert os.stat(path).st_mode & 0o777 == 0o600
+        with another_user(lambda: os.listdir(folder)) as names:
+            assert names == []
+        with another_user(lambda: os.open(path, os.O_RDONLY)) as refused:
+            assert isinstance(refused, PermissionError)
+        os.close(os.open(path, os.O_RDONLY))  # whoever is trusted can
+        store.close()

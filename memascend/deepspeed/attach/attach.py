@@ -25,6 +25,7 @@ from memascend.errors import ConfigError
 from memascend.ledger.drives import DriveWatch
 from memascend.plan.request import check_limit_can_be_kept
 from memascend.runtime import Runtime, StockParts
+from memascend.system.files import is_replaceable
 from memascend.system.memory import memory_total
 from memascend.version import __version__
 from memascend.volumes.directory import provide_directory
@@ -80,11 +81,11 @@ def _check_report(config: MemAscendConfig) -> None:
     path = Path(config.report)
     folder = path.parent
     is_open = folder.is_dir() and os.access(folder, os.W_OK, effective_ids=True)
-    if path.is_dir() or not is_open:
+    if not is_open or not is_replaceable(path):
         raise ConfigError(
             f"memascend.report={config.report!r} cannot be written: {folder.absolute()} is no "
-            "folder that this user can write, or a folder has that name. Make it, or name another "
-            "file"
+            "folder that this user can write, or a folder, link or device has that name. Make it, "
+            "or name another file"
         )
 
 
