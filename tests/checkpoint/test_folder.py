@@ -303,7 +303,10 @@ def test_another_user_who_may_read_cannot_hold_a_save_up(monkeypatch: pytest.Mon
         (folder / "a").mkdir()
         with another_user(lambda: hold_all_locks(folder)) as held:
             assert held == {folder.name: True, "a": True}
-            assert save(folder, "a", "new")
+            saving = SavingFolder(str(folder), "a")
+            saving.begin()
+            saving.publish()
+            write_latest(str(folder), "a")
 
 
 @pytest.mark.root

@@ -36,6 +36,7 @@ def another_user(action: Callable[[], Any]) -> Iterator[Any]:
     mine, theirs = context.Pipe()
 
     def run() -> None:
+        mine.close()  # or it would outlive a test run that is killed
         os.setgroups([])
         os.setgid(OTHER_UID)
         os.setuid(OTHER_UID)
@@ -43,15 +44,17 @@ def another_user(action: Callable[[], Any]) -> Iterator[Any]:
             theirs.send(action())
         except OSError as error:
             theirs.send(error)
-        theirs.recv()
+        with contextlib.suppress(EOFError):
+            theirs.recv()
 
     process = context.Process(target=run)
     process.start()
+    theirs.close()  # so that a child that failed otherwise is not waited for
     try:
         assert mine.poll(60), "the other user did not come to an end"
         yield mine.recv()
     finally:
-        mine.send(None)
+        mine.close()
         process.join()
 
 
