@@ -58,11 +58,13 @@ constexpr std::uint64_t kResolveNoSymbolicLinks = 0x04;
 // errno.
 int open_directory(const std::string& path) {
   // Needs no right to read it.
-  constexpr int kFlags = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+  constexpr int kFlags = O_PATH | O_DIRECTORY | O_CLOEXEC;
   const HowToOpen how{kFlags, 0, kResolveNoSymbolicLinks};
   const long opened = ::syscall(kOpenat2, AT_FDCWD, path.c_str(), &how, sizeof(how));
   // An older kernel, or a seccomp profile, does not know the call: at least the last step counts.
-  if (opened < 0 && (errno == ENOSYS || errno == EPERM)) return ::open(path.c_str(), kFlags);
+  if (opened < 0 && (errno == ENOSYS || errno == EPERM)) {
+    return ::open(path.c_str(), kFlags | O_NOFOLLOW);
+  }
   return static_cast<int>(opened);
 }
 
