@@ -7,6 +7,7 @@
 
 #include "base/align.hpp"
 #include "base/check.hpp"
+#include "system/memory.hpp"
 
 namespace memascend {
 namespace {

@@ -19,6 +19,7 @@
 
 #include "base/align.hpp"
 #include "base/check.hpp"
+#include "system/memory.hpp"
 
 namespace memascend {
 namespace {
@@ -37,23 +38,6 @@ std::string read_word(const char* path) {
   std::string line;
   std::getline(file, line);
   return line;
-}
-
-std::uint64_t read_count(const char* path) {
-  std::ifstream file(path);
-  std::uint64_t count = 0;
-  return file >> count ? count : 0;
-}
-
-/// A "Name:   123 kB" line of /proc/meminfo in bytes; 0 when it is not there.
-std::uint64_t meminfo_bytes(const std::string& name) {
-  std::ifstream file("/proc/meminfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.compare(0, name.size() + 1, name + ":") == 0) {
-      return std::strtoull(line.c_str() + name.size() + 1, nullptr, 10) * 1024;
-    }
-  }
-  return 0;
 }
 
 std::string memlock_limit_text() {
@@ -105,6 +89,19 @@ int prefault(std::span<std::byte> piece, unsigned threads) {
   return failure.load();
 }
 
+/// Without MADV_POPULATE_WRITE the first touch of a page is what finds the memory, or SIGBUS.
+bool can_populate() {
+  static const bool can = [] {
+    void* page =
+        mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) return false;
+    const bool populated = madvise(page, kPageBytes, kMadvPopulateWrite) == 0;
+    munmap(page, kPageBytes);
+    return populated;
+  }();
+  return can;
+}
+
 /// Best effort: turns the whole huge pages inside `piece` that the fault path left small.
 void collapse(std::span<std::byte> piece) {
   const auto start = reinterpret_cast<std::uintptr_t>(piece.data());
@@ -130,10 +127,11 @@ void prefer_node(std::span<std::byte> piece, int node, Notes& notes) {
 
 bool try_hugetlb(std::span<std::byte> piece, const PageOptions& options, Notes& notes) {
   const bool by_name = options.huge_pages == HugePages::kExplicit;
-  if (!by_name && options.huge_pages != HugePages::kAuto) return false;
+  // A control group of our own may have fewer than the machine: only asking can tell.
+  if (!by_name && (options.huge_pages != HugePages::kAuto || !can_populate())) return false;
   const char* directory = "/sys/kernel/mm/hugepages/hugepages-2048kB/";
-  const std::uint64_t free_count = read_count(join(directory, "free_hugepages").c_str());
-  const std::uint64_t promised_count = read_count(join(directory, "resv_hugepages").c_str());
+  const std::uint64_t free_count = read_count(join(directory, "free_hugepages"));
+  const std::uint64_t promised_count = read_count(join(directory, "resv_hugepages"));
   const std::uint64_t needed_count = piece.size() / kHugePageBytes;
   const bool whole =
       is_aligned(piece.data(), kHugePageBytes) && is_aligned(piece.size(), kHugePageBytes);
@@ -302,25 +300,6 @@ int node_of_page(const std::byte* page) {
   const long result =
       syscall(SYS_get_mempolicy, &node, nullptr, 0, page, MPOL_F_NODE | MPOL_F_ADDR);
   return result == 0 ? node : -1;
-}
-
-std::uint64_t physical_memory_bytes() { return meminfo_bytes("MemTotal"); }
-
-std::uint64_t available_memory_bytes() {
-  const std::uint64_t machine_bytes = meminfo_bytes("MemAvailable");
-  // A container's own limit, which is the root of the control groups it sees. File cache counts as
-  // used there but gives way.
-  const std::uint64_t limit_bytes = read_count("/sys/fs/cgroup/memory.max");  // 0: none, or "max"
-  if (limit_bytes == 0) return machine_bytes;
-  std::uint64_t used_bytes = read_count("/sys/fs/cgroup/memory.current");
-  std::ifstream file("/sys/fs/cgroup/memory.stat");
-  std::string name;
-  for (std::uint64_t nbytes = 0; file >> name >> nbytes;) {
-    if (name == "inactive_file" || name == "active_file")
-      used_bytes -= std::min(used_bytes, nbytes);
-  }
-  const std::uint64_t left_bytes = limit_bytes - std::min(limit_bytes, used_bytes);
-  return std::min(machine_bytes, std::max<std::uint64_t>(left_bytes, 1));  // 0 means unknown
 }
 
 }  // namespace memascend

@@ -37,7 +37,8 @@ class HostMemoryError : public std::runtime_error {
   std::uint64_t limit_bytes;
 };
 
-/// Which huge pages to ask for. kAuto takes explicit ones when enough are free, else transparent.
+/// Which huge pages to ask for. kAuto takes explicit ones when enough are free and the kernel can
+/// be asked for them without the risk of SIGBUS (from Linux 5.14 on), else transparent ones.
 enum class HugePages { kAuto, kExplicit, kTransparent, kOff };
 
 struct PageOptions {
@@ -107,10 +108,5 @@ PageUsage measure_pages(std::span<const std::byte> range, Notes& notes);
 
 /// The NUMA node that holds a page, -1 when unknown.
 int node_of_page(const std::byte* page);
-
-/// Physical memory of the machine, and the part the kernel could hand out now without swapping.
-/// 0 where unknown.
-std::uint64_t physical_memory_bytes();
-std::uint64_t available_memory_bytes();
 
 }  // namespace memascend

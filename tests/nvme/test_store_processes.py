@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,8 @@ import pytest
 
 from tests.support.nvme_memory import open_store, write
 from tests.support.other_user import another_user, open_folder
-from tests.support.store_programs import FILTER, start
+from tests.support.seccomp import DENY_TMPFILE, DENY_URING, on_x86_64
+from tests.support.store_programs import start
 
 
 def run(directory: Path, script: str) -> str:
@@ -101,28 +101,6 @@ def test_a_limit_on_file_sizes_is_found_when_space_is_reserved(tmp_path):
         """,
     )
     assert output == "needed 614400 bytes, available 434176 bytes\n"
-
-
-DENY_URING = (
-    FILTER
-    + """
-IO_URING_SETUP = 425
-install([
-    (LOAD, 0, 0, NUMBER), (EQUAL, 0, 1, IO_URING_SETUP),
-    (RETURN, 0, 0, FAIL_WITH | errno.EPERM), (RETURN, 0, 0, ALLOW)])
-"""
-)
-DENY_TMPFILE = (
-    FILTER
-    + """
-OPENAT, TMPFILE_BIT = 257, 0o20000000
-install([
-    (LOAD, 0, 0, NUMBER), (EQUAL, 0, 3, OPENAT), (LOAD, 0, 0, THIRD_ARGUMENT),
-    (ANY_BIT, 0, 1, TMPFILE_BIT), (RETURN, 0, 0, FAIL_WITH | errno.EOPNOTSUPP),
-    (RETURN, 0, 0, ALLOW)])
-"""
-)
-on_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64 call numbers")
 
 
 @on_x86_64

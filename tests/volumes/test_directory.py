@@ -15,7 +15,8 @@ from memascend.nvme.store import TensorStore
 from memascend.volumes import directory
 from memascend.volumes.directory import existing_volume, provide_directory, provide_volume
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
-from tests.support.store_programs import FILTER, start
+from tests.support.seccomp import DENY_OPENAT2
+from tests.support.store_programs import start
 
 
 def provide(path: Path) -> _core.VolumeOptions:
@@ -98,18 +99,14 @@ def test_a_kernel_or_container_without_openat2_serves_and_refuses_a_link_all_the
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     script = (
-        FILTER
+        DENY_OPENAT2.replace("ENOSYS", code)
         + """
-OPENAT2 = 437  # on every architecture
-install([
-    (LOAD, 0, 0, NUMBER), (EQUAL, 0, 1, OPENAT2),
-    (RETURN, 0, 0, FAIL_WITH | errno.CODE), (RETURN, 0, 0, ALLOW)])
 open_store(directory / "real", "threads").close()
 try:
     open_store(directory / "link", "threads")
 except OSError as error:
     print(os.strerror(error.errno))
-""".replace("CODE", code)
+"""
     )
     with start(tmp_path, script) as program:
         output, errors = program.communicate(timeout=60)

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "support/expect.hpp"
+#include "system/memory.hpp"
 
 using namespace memascend;
 
