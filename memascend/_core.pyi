@@ -1,6 +1,7 @@
 """The whole surface of the native core; a test compares this file with dir(_core)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 # --- memory -------------------------------------------------------------------------------------
 
@@ -160,6 +161,13 @@ class VolumeStats:
     @property
     def copies_on_write(self) -> bool:
         """Return whether overwrites go elsewhere than the space that was reserved for them."""
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """Return `bytes_read`, `bytes_written` and `busy_s` of the volume, as the device moved.
+
+        And of requests, under "reads", "writes" and "needed" (those of either that somebody waited
+        for): `count`, and in seconds `p50_s`, `p99_s`, `p999_s` and `longest_s`.
+        """
 
 class Ticket:
     """The handle of one read or write."""

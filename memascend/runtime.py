@@ -21,6 +21,7 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.environment import local_world_size
 from memascend.kernels.overflow import scan
 from memascend.ledger.ledger import Ledger, LedgerRow
+from memascend.ledger.traffic import traffic_of
 from memascend.ledger.wear import Wear, WearMeter
 from memascend.memory.allocator import HostAllocator, describe
 from memascend.memory.pool import Pool
@@ -232,6 +233,7 @@ class Runtime:
             resident_bytes_peak=resident_bytes_peak,
             drive=self.store.stats() if self.store is not None else {},
             wear=self.read_wear(),
+            volumes=traffic_of(self.store.core) if self.store is not None else (),
         )
 
     def note_checkpoint(self, folder: str) -> None:

@@ -200,6 +200,19 @@ void bind_store(py::module_& module) {
                              [](const Store& store) { return store.alignment().memory_bytes; });
 }
 
+py::dict latency_dict(const Latencies::Summary& latency) {
+  return py::dict("count"_a = latency.count, "p50_s"_a = latency.p50, "p99_s"_a = latency.p99,
+                  "p999_s"_a = latency.p999, "longest_s"_a = latency.longest);
+}
+
+py::dict traffic_dict(const VolumeStats& volume) {
+  const LaneTraffic& traffic = volume.traffic;
+  return py::dict("bytes_read"_a = traffic.bytes_read, "bytes_written"_a = traffic.bytes_written,
+                  "busy_s"_a = traffic.busy_seconds, "reads"_a = latency_dict(traffic.reads),
+                  "writes"_a = latency_dict(traffic.writes),
+                  "needed"_a = latency_dict(traffic.needed));
+}
+
 void bind_volumes(py::module_& module) {
   py::class_<PrivateDescriptor>(module, "PrivateDescriptor",
                                 "A descriptor that forked children do not keep.")
@@ -222,7 +235,8 @@ void bind_volumes(py::module_& module) {
       .def_readonly("weight", &VolumeStats::weight)
       .def_readonly("used_bytes", &VolumeStats::used_bytes)
       .def_readonly("available_bytes", &VolumeStats::available_bytes)
-      .def_readonly("copies_on_write", &VolumeStats::copies_on_write);
+      .def_readonly("copies_on_write", &VolumeStats::copies_on_write)
+      .def_property_readonly("traffic", &traffic_dict);
 }
 
 void bind_ticket(py::module_& module) {

@@ -71,6 +71,7 @@ struct VolumeStats {
   std::uint64_t used_bytes;
   std::uint64_t available_bytes;
   bool copies_on_write;  // Volume::copies_on_write()
+  LaneTraffic traffic;
 };
 
 struct StoreStats {

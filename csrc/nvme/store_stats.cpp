@@ -18,8 +18,15 @@ StoreStats Store::count() {
   LockedCall call(*this);
   call.expect_open();
   const TransferCounters& counters = queue_->counters();
-  return {{{"bytes_read", counters.bytes_read},
-           {"bytes_written", counters.bytes_written},
+  std::uint64_t bytes_read = 0;
+  std::uint64_t bytes_written = 0;
+  for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
+    const LaneTraffic traffic = queue_->traffic(index);
+    bytes_read += traffic.bytes_read;
+    bytes_written += traffic.bytes_written;
+  }
+  return {{{"bytes_read", bytes_read},
+           {"bytes_written", bytes_written},
            {"bytes_bounced", counters.bytes_bounced},
            {"requests", counters.requests},
            {"resubmitted", counters.resubmitted},
@@ -38,13 +45,20 @@ StoreStats Store::count() {
 }
 
 std::vector<VolumeStats> Store::volume_stats() {
-  LockedCall(*this).expect_open();
+  std::vector<LaneTraffic> traffic;
+  {
+    LockedCall call(*this);
+    call.expect_open();
+    for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
+      traffic.push_back(queue_->traffic(index));
+    }
+  }
   const std::lock_guard lock(space_mutex_);
   std::vector<VolumeStats> result;
   for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
     const Volume& volume = space_.volumes()[index];
     result.push_back({volume.directory(), space_.weights()[index], space_.used_bytes(index),
-                      space_.available_bytes(index), volume.copies_on_write()});
+                      space_.available_bytes(index), volume.copies_on_write(), traffic[index]});
   }
   return result;
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 from memascend.base.units import format_nbytes
 from memascend.ledger.drives import DriveWear
+from memascend.ledger.traffic import VolumeTraffic
 from memascend.ledger.wear import Wear
 from memascend.plan.derive import Plan
 from memascend.system.files import is_replaceable, replace_durably
@@ -43,6 +44,7 @@ class Ledger:
         resident_bytes_peak: The most it ever was.
         drive: Counters of the store; empty without one.
         wear: What was written by all ranks here; None without a store.
+        volumes: What each volume moved, and how fast; empty without a store.
         drives: The wear of the drives below the volumes, from their SMART data; empty without any.
     """
 
@@ -54,6 +56,7 @@ class Ledger:
     resident_bytes_peak: int
     drive: Mapping[str, int | float]
     wear: Wear | None = None
+    volumes: Sequence[VolumeTraffic] = ()
     drives: Sequence[DriveWear] = ()
 
     @property
@@ -77,6 +80,7 @@ class Ledger:
             "planned_bytes": self.planned_bytes,
             "live_bytes": self.live_bytes,
             "other_bytes_peak": self.other_bytes_peak,
+            "volumes": [asdict(volume) for volume in self.volumes],
             "drives": [drive.as_dict() for drive in self.drives],
         }
 
@@ -128,6 +132,9 @@ class Ledger:
         ]
         if self.drive.get("bytes_verified"):
             table.append(f"  {self._describe_verified()}")
+        table += [f"  {volume.describe()}" for volume in self.volumes]
+        if self.volumes:
+            table.append(f"  training waited {self.drive['wait_seconds']:.1f} s for the drives")
         if self.wear is not None:
             table.append(f"  {self.wear.describe()}")
         survived = describe_faults(self.drive)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from memascend import _core
 from memascend.base.units import MIB
@@ -93,6 +93,10 @@ class Bench:
             StoreError: A transfer failed.
         """
         return _together(self._volumes, lambda volume: volume.run(mode, seconds))
+
+    def traffic(self) -> list[dict[str, Any]]:
+        """Return what each volume moved so far, and how long its requests took."""
+        return [volume.store.volume_stats()[0].traffic for volume in self._volumes]
 
     def close(self) -> None:
         """End the I/O and give the space back."""

@@ -68,8 +68,8 @@ def test_the_drive_alone_moves_what_a_step_moves(tmp_path: Path) -> None:
         before = moved.stats()
         moved.run()
         after = moved.stats()
-    assert after["bytes_read"] - before["bytes_read"] == 14 * numel
-    assert after["bytes_written"] - before["bytes_written"] == 14 * numel
+    for direction in ("bytes_read", "bytes_written"):  # the last of four keys' blocks is whole
+        assert 0 <= after[direction] - before[direction] - 14 * numel < 4 * 4096
     assert list(tmp_path.iterdir()) == []
 
 

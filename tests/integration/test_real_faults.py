@@ -37,7 +37,7 @@ from tests.support.loop_devices import (
     tool,
 )
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory, open_store, read, write
-from tests.support.seccomp import DENY_DIRECT, DENY_POPULATE
+from tests.support.seccomp import DENY_DIRECT
 from tests.support.store_programs import start
 
 pytestmark = pytest.mark.root
@@ -393,46 +393,3 @@ def test_a_group_with_less_memory_than_the_store_moves_is_enough(
         output, errors = process.communicate(timeout=120)
         assert output == f"whole {not head}\n", errors
         assert int((group / "memory.max_usage_in_bytes").read_text()) <= 48 * MEBIBYTE
-
-
-HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
-ALLOCATED = """
-from memascend import _core
-core = _core.Allocator(huge_pages="auto", lock=False, register_device=False)
-block = core.allocate(nbytes=4 << 20, component="pool")
-memoryview(block)[:] = bytes(block.nbytes)
-[line] = [line for line in open("/proc/self/status") if line.startswith("HugetlbPages:")]
-print(line.split()[1])
-"""
-
-
-@pytest.mark.parametrize(("head", "kib"), [("", 4096), (DENY_POPULATE, 0)], ids=["asked", "before"])
-def test_explicit_huge_pages_are_only_taken_where_they_can_be_asked_for(
-    tmp_path: Path, head: str, kib: int
-) -> None:
-    before = HUGE_PAGES.read_text()
-    try:
-        HUGE_PAGES.write_text("8")
-        if int(HUGE_PAGES.read_text()) < 8:
-            pytest.skip("this kernel has no eight huge pages to spare")
-        output, errors = start(tmp_path, head + ALLOCATED).communicate(timeout=60)
-    finally:
-        HUGE_PAGES.write_text(before)
-    assert output == f"{kib}\n", errors
-
-
-def test_what_a_control_group_does_not_leave_is_not_taken(tmp_path: Path) -> None:
-    with control_group("memory") as group:
-        (group / "memory.limit_in_bytes").write_text(str(256 * MEBIBYTE))
-        join = f"Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
-        script = """
-        from memascend import _core
-        core = _core.Allocator(lock=False, register_device=False)
-        try:
-            core.allocate(nbytes=512 << 20, component="pool")
-        except HostMemoryError as error:
-            print(error.requested_bytes)
-        """
-        process = start(tmp_path, join + script.replace("\n        ", "\n"))
-        output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output) == (0, f"{512 << 20}\n"), errors

@@ -287,3 +287,14 @@ def test_a_checkpoint_that_was_saved_or_loaded_is_noted() -> None:
     save(engine, "/runs/one")
     load(engine, "/runs/two")
     assert len(noted) == 3
+
+
+def test_what_is_written_is_counted_as_the_drive_wears(tmp_path):
+    """A grain is written whole, and read before where the rest of it stays."""
+    store = open_store(tmp_path, "auto", verify="reads")
+    write(store, "k", bytes(4 * GRAIN_BYTES)).wait()
+    write(store, "k", bytes(8 << 10), offset=GRAIN_BYTES + 4096).wait()
+    stats = store.stats()
+    store.close()
+    assert stats["bytes_written"] == 5 * GRAIN_BYTES
+    assert stats["bytes_read"] == GRAIN_BYTES

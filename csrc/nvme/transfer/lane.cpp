@@ -119,6 +119,7 @@ bool Lane::turn() {
   fill_batch();
   if (!batch_.empty()) {
     counters_.requests += batch_.size();
+    for (const Request& request : batch_) chunks_[request.tag].issued_at = turn_began_;
     engine_->submit(batch_);
     batch_.clear();
   }
@@ -127,6 +128,7 @@ bool Lane::turn() {
   const std::size_t wanted =
       finished_.empty() ? std::max<std::size_t>(1, in_flight / kReapFraction) : 0;
   const std::size_t count = engine_->reap(completions_, wanted, patience(turn_began_));
+  reaped_at_ = Pace::Clock::now();
   for (std::size_t index = 0; index < count; ++index) complete(completions_[index]);
   watch();
   if (!finished_.empty()) {
@@ -277,7 +279,7 @@ void Lane::complete(const Completion& completion) {
   const auto moved = static_cast<std::uint64_t>(completion.result);
   MA_INVARIANT(moved <= asked);
   chunk.again_since = {};
-  shared_.pace.note_moved(volume_index_, moved);
+  note_moved(chunk, moved);
   if (moved == asked) return end_phase(&chunk);
   // Direct I/O goes on at a block's start; the bytes of a block begun are moved again.
   const std::uint64_t done_bytes =
@@ -285,6 +287,26 @@ void Lane::complete(const Completion& completion) {
   if (done_bytes > chunk.done_bytes) chunk.retry_count = 0;
   chunk.done_bytes = done_bytes;
   retry(&chunk, &counters_.resubmitted, EIO);
+}
+
+void Lane::note_moved(const Chunk& chunk, std::uint64_t nbytes) {
+  shared_.pace.note_moved(volume_index_, nbytes);
+  if (chunk.part->reading_back) return;
+  const bool reads = chunk.operation == Operation::kRead;
+  const bool needed = chunk.part->transfer->needed;
+  (reads ? bytes_read_ : bytes_written_) += nbytes;
+  latencies_[reads ? (needed ? kReadNeeded : kReadAhead) : (needed ? kWriteNeeded : kWriteBehind)]
+      .add(reaped_at_ - chunk.issued_at);
+}
+
+LaneTraffic Lane::traffic() const {
+  const std::array<Latencies, kKindCount>& all = latencies_;
+  return {bytes_read_,
+          bytes_written_,
+          static_cast<double>(busy_nanoseconds_) * 1e-9,
+          Latencies::summarize({&all[kReadNeeded], &all[kReadAhead]}),
+          Latencies::summarize({&all[kWriteNeeded], &all[kWriteBehind]}),
+          Latencies::summarize({&all[kReadNeeded], &all[kWriteNeeded]})};
 }
 
 // Asks again for what is left of a chunk, or fails with `code` after too many times.
@@ -313,7 +335,6 @@ void Lane::end_phase(Chunk* chunk) {
   }
   const int code = drop_cache(*chunk);
   if (code != 0) return fail(chunk, code);
-  (reads ? counters_.bytes_read : counters_.bytes_written) += wanted_bytes;
   close(chunk);
 }
 

@@ -27,9 +27,20 @@
 #include <vector>
 
 #include "nvme/engine/engine.hpp"
+#include "nvme/transfer/latency.hpp"
 #include "nvme/transfer/transfer.hpp"
 
 namespace memascend {
+
+/// What went over a lane. Latencies are of requests, from their issue to their completion.
+struct LaneTraffic {
+  std::uint64_t bytes_read = 0;
+  std::uint64_t bytes_written = 0;
+  double busy_seconds = 0;  // with requests in flight
+  Latencies::Summary reads;
+  Latencies::Summary writes;
+  Latencies::Summary needed;  // of both, those of transfers that somebody waited for
+};
 
 class Lane {
  public:
@@ -59,6 +70,9 @@ class Lane {
   void submit(Part* part);
   /// Looks again at which of the waiting transfers are needed. Any thread.
   void hurry();
+  /// What was moved so far, as the device moved it: whole blocks, and again what was asked again.
+  /// Reads that only compare a write are left out. Any thread.
+  LaneTraffic traffic() const;
   /// One phrase on what the engine really obtained.
   const std::string& engine_description() const noexcept { return engine_description_; }
 
@@ -92,6 +106,7 @@ class Lane {
     Pace::Clock::time_point again_since{};  // of EAGAIN and nothing else
     bool read_again = false;                // because it did not match its checksums
     std::uint64_t serial = 0;
+    Pace::Clock::time_point issued_at{};
   };
 
   void run(std::promise<void>* started);
@@ -105,6 +120,7 @@ class Lane {
   void begin_bounced(Chunk* chunk);
   void push_request(const Chunk& chunk);
   void complete(const Completion& completion);
+  void note_moved(const Chunk& chunk, std::uint64_t nbytes);
   void retry(Chunk* chunk, std::atomic<std::uint64_t>* counter, int code);
   bool pause_again(Chunk* chunk);
   bool pause_eio(Chunk* chunk);
@@ -145,9 +161,17 @@ class Lane {
   std::uint64_t serial_ = 0;
   std::multimap<Pace::Clock::time_point, std::size_t> paused_;  // when it is over, and the chunk
   Pace::Clock::time_point turn_began_;
+  Pace::Clock::time_point reaped_at_;
   Pace::Clock::time_point heard_at_;  // the last completion, or idle until then
   bool heard_ = false;                // a completion since the last watch()
   bool stall_reported_ = false;
+
+  // Written by the lane's thread only.
+  std::atomic<std::uint64_t> bytes_read_ = 0;
+  std::atomic<std::uint64_t> bytes_written_ = 0;
+  std::atomic<std::int64_t> busy_nanoseconds_ = 0;
+  enum Kind { kReadNeeded, kReadAhead, kWriteNeeded, kWriteBehind, kKindCount };
+  std::array<Latencies, kKindCount> latencies_;
 
   std::atomic<bool> any_waiting_ = false;  // there are pieces that hurry() may move
 

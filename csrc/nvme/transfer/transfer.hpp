@@ -60,8 +60,6 @@ struct TransferOptions {
 
 /// Sums over all lanes.
 struct TransferCounters {
-  std::atomic<std::uint64_t> bytes_read = 0;
-  std::atomic<std::uint64_t> bytes_written = 0;
   std::atomic<std::uint64_t> bytes_bounced = 0;
   std::atomic<std::uint64_t> requests = 0;
   std::atomic<std::uint64_t> resubmitted = 0;      // after a short transfer

@@ -79,10 +79,13 @@ milliseconds Lane::patience(Pace::Clock::time_point now) const {
 // Reports once which request the device does not answer, and which device is far slower than the
 // others; goes on waiting.
 void Lane::watch() {
-  const auto now = Pace::Clock::now();
+  const auto now = reaped_at_;
   const bool heard = std::exchange(heard_, false);
   const bool waits = chunks_.size() - free_chunks_.size() > paused_.size();
-  if (heard || waits) shared_.pace.note_busy(volume_index_, now - turn_began_);
+  if (heard || waits) {
+    shared_.pace.note_busy(volume_index_, now - turn_began_);
+    busy_nanoseconds_ += std::chrono::nanoseconds(now - turn_began_).count();
+  }
   if (heard || !waits) {
     heard_at_ = now;
     stall_reported_ = false;

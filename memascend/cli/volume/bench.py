@@ -95,7 +95,7 @@ def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) ->
             if fio is not None:
                 drive["fio"] = _fio(fio, volume, load, engine, args.seconds, progress)
             drives.append(drive)
-        together: list[dict[str, float]] = []
+        together: list[dict[str, Any]] = []
         if len(volumes) > 1:
             together, _ = _measure(volumes, load, args.seconds, progress, "all together")
     report: dict[str, Any] = {
@@ -152,15 +152,20 @@ def _measure(
     seconds: float,
     progress: Progress,
     name: str,
-) -> tuple[list[dict[str, float]], str]:
-    """Return the bytes per second of each drive by mode, all at the same time; and the engine."""
-    found: list[dict[str, float]] = [{} for _ in volumes]
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the bytes per second of each drive by mode, and latencies; and the engine.
+
+    All drives are measured at the same time.
+    """
+    found: list[dict[str, Any]] = [{} for _ in volumes]
     with Bench(volumes, load) as bench:
         for mode in MODES:
             progress.update(progress.task_ids[0], description=f"{name}: {mode}")
             for rates, rate in zip(found, bench.run(mode, seconds), strict=True):
                 rates[mode] = rate
             progress.advance(progress.task_ids[0])
+        for rates, traffic in zip(found, bench.traffic(), strict=True):
+            rates["latency"] = {kind: traffic[kind] for kind in ("reads", "writes")}
         return found, bench.engine
 
 
@@ -216,14 +221,16 @@ def _print(report: dict[str, Any]) -> None:
     table.add_column("drive", overflow="fold")
     for mode in MODES:
         table.add_column(mode, justify="right")
+    table.add_column("p99 ms, read / write", justify="right")
     for drive in report["drives"]:
-        table.add_row(drive["path"], *(_rate(drive[mode]) for mode in MODES))
+        table.add_row(drive["path"], *(_rate(drive[mode]) for mode in MODES), _latency(drive))
         if "fio" in drive:
             values = (drive["fio"].get(mode) for mode in MODES)
             table.add_row("  fio, the same size and depth", *map(_rate, values))
     if report["together"]:
         for drive, rates in zip(report["drives"], report["together"], strict=True):
-            table.add_row(f"{drive['path']}, beside the others", *(_rate(rates[m]) for m in MODES))
+            cells = (*(_rate(rates[mode]) for mode in MODES), _latency(rates))
+            table.add_row(f"{drive['path']}, beside the others", *cells)
         totals = (sum(rates[mode] for rates in report["together"]) for mode in MODES)
         table.add_row("all together", *map(_rate, totals))
     console.print(table)
@@ -273,6 +280,12 @@ def _print_sweep(console: Console, report: dict[str, Any]) -> None:
 
 def _setting(chosen: dict[str, int]) -> str:
     return f"{format_nbytes(chosen['chunk_bytes'])} x {chosen['queue_depth']}"
+
+
+def _latency(rates: dict[str, Any]) -> str:
+    return " / ".join(
+        f"{1e3 * rates['latency'][kind]['p99_s']:.3g}" for kind in ("reads", "writes")
+    )
 
 
 def _rate(value: float | None) -> str:

@@ -42,6 +42,10 @@ class FakeBench:
         speed = {"read": 3e9, "write": 1e9, "mixed": 2e9}[mode] * self._load.chunk_bytes / MIB
         return [speed * (place + 1) / self._count for place in range(self._count)]
 
+    def traffic(self) -> list[dict[str, Any]]:
+        latencies = {"reads": {"p99_s": 0.002}, "writes": {"p99_s": 0.0151}}
+        return [latencies] * self._count
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
@@ -79,6 +83,8 @@ def test_a_drive_is_really_measured_and_left_clean(
     [drive] = found["drives"]
     assert drive["path"] == str(tmp_path)
     assert all(drive[mode] > 0 for mode in ("read", "write", "mixed"))
+    for latency in drive["latency"].values():
+        assert 0 < latency["p50_s"] <= latency["p99_s"] <= latency["p999_s"] <= latency["longest_s"]
     assert (found["together"], found["fio"]) == ([], "not asked")
     assert "weights" not in found
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,84 @@
+"""What each volume moved, how long it was busy with it, and how long its requests took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memascend import _core
+from memascend.base.units import format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Of requests, from their issue to their completion.
+
+    Attributes:
+        count: How many.
+        p50_s: Half of them took no longer; this and the next two are at most a quarter too large.
+        p99_s: 99 % took no longer.
+        p999_s: 99.9 % took no longer.
+        longest_s: The longest.
+    """
+
+    count: int
+    p50_s: float
+    p99_s: float
+    p999_s: float
+    longest_s: float
+
+    def describe(self) -> str:
+        """Return the figures that a reader of the log wants."""
+        return f"99 % within {1e3 * self.p99_s:.3g} ms, longest {1e3 * self.longest_s:.3g} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeTraffic:
+    """One volume of one rank, since the start.
+
+    Attributes:
+        path: Its directory or device.
+        bytes_read: As the drive moved them: whole blocks.
+        bytes_written: As the drive moved them.
+        busy_s: Seconds with requests in flight.
+        reads: All that were read.
+        writes: All that were written.
+        needed: Of both, what training waited for.
+    """
+
+    path: str
+    bytes_read: int
+    bytes_written: int
+    busy_s: float
+    reads: Latency
+    writes: Latency
+    needed: Latency
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        parts = [f"{self.path}: busy for {self.busy_s:.1f} s"]
+        for what, nbytes, latency in (
+            ("read", self.bytes_read, self.reads),
+            ("written", self.bytes_written, self.writes),
+        ):
+            if latency.count:
+                parts.append(f"{what} {format_nbytes(nbytes)} ({latency.describe()})")
+        return "; ".join(parts)
+
+
+def traffic_of(store: _core.Store) -> list[VolumeTraffic]:
+    """Return the traffic of every volume of a store."""
+    return [_traffic(volume.path, volume.traffic) for volume in store.volume_stats()]
+
+
+def _traffic(path: str, found: Mapping[str, Any]) -> VolumeTraffic:
+    return VolumeTraffic(
+        path=path,
+        bytes_read=found["bytes_read"],
+        bytes_written=found["bytes_written"],
+        busy_s=found["busy_s"],
+        reads=Latency(**found["reads"]),
+        writes=Latency(**found["writes"]),
+        needed=Latency(**found["needed"]),
+    )
