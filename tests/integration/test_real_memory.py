@@ -49,7 +49,7 @@ def test_what_a_control_group_does_not_leave_is_not_taken(tmp_path: Path) -> Non
         join = f"Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
         script = """
         from memascend import _core
-        core = _core.Allocator(lock=False, register_device=False)
+        core = _core.Allocator(huge_pages="off", lock=False, register_device=False)
         try:
             core.allocate(nbytes=512 << 20, component="pool")
         except HostMemoryError as error:
