@@ -119,7 +119,7 @@ class VolumeOptions:
     """A volume of a store; where a list of them is wanted a path alone does, too.
 
     With `descriptor` it is an opened block device, of which bytes from `start_bytes` on are used;
-    the store duplicates the descriptor.
+    the store duplicates the descriptor. Threads of the volume stay on `cpus`, where there are any.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class VolumeOptions:
     @property
     def path(self) -> str: ...
     weight: float
+    cpus: list[int]
     @property
     def capacity_bytes(self) -> int: ...
     @property

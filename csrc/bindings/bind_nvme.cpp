@@ -226,6 +226,7 @@ void bind_volumes(py::module_& module) {
            "start_bytes"_a = defaults.start_bytes)
       .def_readonly("path", &VolumeOptions::path)
       .def_readwrite("weight", &VolumeOptions::weight)
+      .def_readwrite("cpus", &VolumeOptions::cpus)
       .def_readonly("capacity_bytes", &VolumeOptions::capacity_bytes)
       .def_readonly("descriptor", &VolumeOptions::descriptor)
       .def_readonly("start_bytes", &VolumeOptions::start_bytes);

@@ -56,6 +56,7 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
                           [](const Volume& volume) { return volume.direct(); })),
       block_bytes_(space_.alignment().offset_bytes) {
   options.transfer.weights = weights_of(options.volumes);
+  for (const VolumeOptions& volume : options.volumes) options.transfer.cpus.push_back(volume.cpus);
   options.transfer.checksums = checksums_.get();
   options.transfer.read_back = options.verify == Verify::kFull;
   queue_ = std::make_shared<TransferQueue>(

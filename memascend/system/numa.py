@@ -60,6 +60,14 @@ def node_of_path(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> int | Non
     return None if folder is None else node_of_block_device(folder.name, sysfs)
 
 
+def processors_near(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> list[int]:
+    """Return the processors on a drive's node; none where all are as near, or it is unknown."""
+    node = node_of_path(path, sysfs)
+    if node is None or len(online_nodes(sysfs)) < 2:
+        return []
+    return parse_node_list(read_line(sysfs / f"devices/system/node/node{node}/cpulist"))
+
+
 def preferred_node(
     paths: Iterable[str | os.PathLike[str]] = (),
     *,

@@ -16,6 +16,7 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.environment import cache_directory, local_rank, local_world_size
 from memascend.config.volumes import KEY, VolumeConfig
 from memascend.errors import ConfigError
+from memascend.system.numa import processors_near
 from memascend.volumes.device import formatted
 from memascend.volumes.directory import provide_volume
 from memascend.volumes.header import START_BYTES
@@ -64,6 +65,8 @@ def prepared(
             directory or claims.enter_context(claimed_device(volume))
             for volume, directory in zip(mine, directories, strict=True)
         ]
+        for volume in opened:
+            volume.cpus = processors_near(volume.path)
         yield _weighed(config, opened, cache or cache_directory())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import note
@@ -190,3 +191,19 @@ def test_a_drive_that_answers_slowly_does_not_hold_the_others_back():
     faults.paused_volume = -1
     store.wait_all()
     assert all(ticket.done() for ticket in late)
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_threads_of_a_volume_stay_near_its_drive_as_far_as_they_may(tmp_path, engine):
+    allowed = os.sched_getaffinity(0)
+    for cpus, expected in (([0], {0}), ([4000, -1], allowed), ([], allowed)):
+        volume = _core.VolumeOptions(str(tmp_path))
+        volume.cpus = cpus
+        store = open_store(tmp_path, engine, volumes=[volume])
+        write(store, "k", bytes(4096)).wait()
+        tasks = Path("/proc/self/task").iterdir()
+        ours = [task for task in tasks if (task / "comm").read_text().startswith("memascend-")]
+        assert ours
+        assert all(os.sched_getaffinity(int(task.name)) == expected for task in ours)
+        store.close()
+    assert os.sched_getaffinity(0) == allowed

@@ -55,6 +55,18 @@ def test_a_kernel_list_is_expanded(text: str, nodes: list[int]) -> None:
     assert numa.parse_node_list(text) == nodes
 
 
+def test_processors_near_a_drive_are_those_of_its_node(sysfs: Path, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    for node, cpus in enumerate(("0-1,4", "2-3")):
+        write(sysfs / f"devices/system/node/node{node}/cpulist", cpus)
+    assert numa.processors_near(drive, sysfs) == []  # unknown
+    place_on(sysfs, drive, "nvme0n1")
+    assert numa.processors_near(drive, sysfs) == [0, 1, 4]
+    write(sysfs / "devices/system/node/online", "0\n")
+    assert numa.processors_near(drive, sysfs) == []
+
+
 def test_online_nodes_are_read(sysfs: Path) -> None:
     assert numa.online_nodes(sysfs) == [0, 1]
 

@@ -89,6 +89,7 @@ void Lane::hurry() {
 }
 
 void Lane::run(std::promise<void>* started) {
+  if (volume_index_ < options_.cpus.size()) stay_on(options_.cpus[volume_index_]);
   try {
     engine_->start();
     engine_description_ = engine_->description();
