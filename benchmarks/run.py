@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bench_allocator
+import bench_lanes
 import bench_nvme
 import bench_overflow
 import bench_verify
@@ -13,6 +14,7 @@ BENCHES = {
     "allocator": bench_allocator,
     "nvme": bench_nvme,
     "verify": bench_verify,
+    "lanes": bench_lanes,
 }
 
 

@@ -1,7 +1,7 @@
 """The whole surface of the native core; a test compares this file with dir(_core)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 # --- memory -------------------------------------------------------------------------------------
 
@@ -108,6 +108,7 @@ class MemoryFaults:
     """While true, nothing completes."""
     paused_volume: int
     """Nothing of the volume with this index completes; -1 for none."""
+    EVERY_VOLUME: ClassVar[int]
     slow_volume: int
     """The volume with this index runs one request at a time; -1 for none."""
     slow_milliseconds: int

@@ -144,7 +144,9 @@ void bind_faults(py::module_& module) {
            py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0,
            "again"_a = 0.0, "reorder"_a = 0.0, "flip"_a = 0.0, "lost"_a = 0.0, "delay"_a = 0.0,
            "capacity_bytes"_a = std::uint64_t{1} << 30)
-      .def_readonly("seed", &MemoryFaults::seed);
+      .def_readonly("seed", &MemoryFaults::seed)
+      .def_property_readonly_static(
+          "EVERY_VOLUME", [](const py::object& /*cls*/) { return MemoryFaults::kEveryVolume; });
   add_live_value(bound, "paused", &MemoryFaults::paused);
   add_live_value(bound, "paused_volume", &MemoryFaults::paused_volume);
   add_live_value(bound, "gone", &MemoryFaults::gone);

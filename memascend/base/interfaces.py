@@ -59,8 +59,12 @@ class TensorIO(Protocol):
         target: torch.Tensor,
         offset_bytes: int = 0,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> Ticket:
-        """Start filling `target` from `offset_bytes` of the key on."""
+        """Start filling `target` from `offset_bytes` of the key on.
+
+        Of `capacity_bytes` from its first byte on all may be overwritten; 0: no more than itself.
+        """
 
     def write(
         self,
@@ -69,8 +73,12 @@ class TensorIO(Protocol):
         source: torch.Tensor,
         offset_bytes: int | None = None,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> Ticket:
-        """Start storing `source` into the key from `offset_bytes` on; None: as the whole key."""
+        """Start storing `source` into the key from `offset_bytes` on; None: as the whole key.
+
+        Of `capacity_bytes` from its first byte on all may be read; 0: no more than itself.
+        """
 
     def discard(self, *, key: str) -> bool:
         """Forget a key; False when there is none."""

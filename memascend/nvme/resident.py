@@ -185,6 +185,7 @@ class ResidentStore:
         source: torch.Tensor,
         offset_bytes: int | None = None,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> Ticket:
         """Do as TensorStore.write; what goes into memory is there on return.
 
@@ -196,7 +197,13 @@ class ResidentStore:
             self.reserve(key=key, nbytes=contiguous_cpu(source).nbytes)
         entry = self._entries.get(key)
         if entry is None:
-            return self._store.write(key=key, source=source, offset_bytes=offset_bytes, hold=hold)
+            return self._store.write(
+                key=key,
+                source=source,
+                offset_bytes=offset_bytes,
+                hold=hold,
+                capacity_bytes=capacity_bytes,
+            )
         ticket: Ticket = Ended()
         data = _as_bytes(source)
         offset, count = offset_bytes or 0, entry.head_bytes
@@ -225,6 +232,7 @@ class ResidentStore:
         target: torch.Tensor,
         offset_bytes: int = 0,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> Ticket:
         """Do as TensorStore.read; what comes from memory is there on return.
 
@@ -234,7 +242,13 @@ class ResidentStore:
         """
         entry = self._entries.get(key)
         if entry is None:
-            return self._store.read(key=key, target=target, offset_bytes=offset_bytes, hold=hold)
+            return self._store.read(
+                key=key,
+                target=target,
+                offset_bytes=offset_bytes,
+                hold=hold,
+                capacity_bytes=capacity_bytes,
+            )
         ticket: Ticket = Ended()
         data = _as_bytes(target)
         count = _count_in_head(key, entry, offset_bytes, data.numel())

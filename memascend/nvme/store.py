@@ -150,6 +150,7 @@ class TensorStore:
         source: torch.Tensor,
         offset_bytes: int | None = None,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> Ticket:
         """Start writing a tensor; as the whole key, or into a key from `offset_bytes` on.
 
@@ -160,6 +161,8 @@ class TensorStore:
             source: Contiguous CPU tensor.
             offset_bytes: Where in the key; None for the whole key, which is reserved if need be.
             hold: Kept alive until the I/O is over, besides the tensor.
+            capacity_bytes: What may be read from the tensor's first byte on, where that is more
+                than the tensor: its odd tail then needs no bounce buffer.
 
         Raises:
             StoreFullError: No room for the key.
@@ -167,7 +170,12 @@ class TensorStore:
         """
         address, nbytes = _span(source)
         return self._core.write(
-            key=key, address=address, nbytes=nbytes, offset=offset_bytes, hold=(source, hold)
+            key=key,
+            address=address,
+            nbytes=nbytes,
+            offset=offset_bytes,
+            capacity=capacity_bytes,
+            hold=(source, hold),
         )
 
     def read(
@@ -177,10 +185,12 @@ class TensorStore:
         target: torch.Tensor,
         offset_bytes: int = 0,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> Ticket:
         """Start reading into a tensor, from `offset_bytes` of the key on.
 
         The tensor must not be used until the ticket is done. It sees every write started before.
+        With `capacity_bytes` what follows the tensor in memory, up to there, may be overwritten.
 
         Raises:
             StoreError: No such key, or an earlier write of it failed.
@@ -188,7 +198,12 @@ class TensorStore:
         """
         address, nbytes = _span(target)
         return self._core.read(
-            key=key, address=address, nbytes=nbytes, offset=offset_bytes, hold=(target, hold)
+            key=key,
+            address=address,
+            nbytes=nbytes,
+            offset=offset_bytes,
+            capacity=capacity_bytes,
+            hold=(target, hold),
         )
 
     def discard(self, *, key: str) -> bool:

@@ -168,7 +168,12 @@ class ParameterStream:
                 self.write_from(shard, tensor)
             else:
                 self._wait_chunks(shard)
-                self._store.write(key=shard.key, source=tensor, hold=shard.lease.hold()).wait()
+                self._store.write(
+                    key=shard.key,
+                    source=tensor,
+                    hold=shard.lease.hold(),
+                    capacity_bytes=shard.lease.slot_bytes,
+                ).wait()
         finally:
             self.drop(shard)
 
@@ -193,9 +198,13 @@ class ParameterStream:
             else:
                 self._wait_chunks(shard)
                 shard.tensor.copy_(source)
-                hold = shard.lease.hold()
                 self._writes.append(
-                    self._store.write(key=shard.key, source=shard.tensor, hold=hold)
+                    self._store.write(
+                        key=shard.key,
+                        source=shard.tensor,
+                        hold=shard.lease.hold(),
+                        capacity_bytes=shard.lease.slot_bytes,
+                    )
                 )
         finally:
             self.drop(shard)
@@ -258,8 +267,12 @@ class ParameterStream:
         try:
             if shard.lease is not None and shard.tensor is not None and not is_kept:
                 self._wait_chunks(shard)
-                hold = shard.lease.hold()
-                shard.read = self._store.read(key=shard.key, target=shard.tensor, hold=hold)
+                shard.read = self._store.read(
+                    key=shard.key,
+                    target=shard.tensor,
+                    hold=shard.lease.hold(),
+                    capacity_bytes=shard.lease.slot_bytes,
+                )
         except BaseException:
             self.drop(shard)
             raise

@@ -38,6 +38,20 @@ def test_a_slice_of_a_key_is_written_and_read_at_its_offset(store):
     assert target.tolist() == [0.0] * 10 + [1.0] * 10 + [0.0] * 10
 
 
+def test_with_room_behind_it_an_odd_tensor_needs_no_bounce_buffer(store):
+    page = torch.arange(4096, dtype=torch.int32).view(torch.uint8)[:8192].clone()
+    memory = torch.empty(8192 + 4096, dtype=torch.uint8)
+    start = -memory.data_ptr() % 4096
+    for capacity_bytes, bounced_bytes in ((8192, 0), (0, 4096)):
+        before = store.core.stats()["bytes_bounced"]
+        odd = memory[start : start + 5001].copy_(page[:5001])
+        store.write(key="odd", source=odd, capacity_bytes=capacity_bytes).wait()
+        memory.zero_()
+        store.read(key="odd", target=odd, capacity_bytes=capacity_bytes).wait()
+        assert torch.equal(odd, page[:5001])
+        assert store.core.stats()["bytes_bounced"] - before == 2 * bounced_bytes
+
+
 def test_a_tensor_that_is_not_contiguous_is_refused(store):
     with pytest.raises(ValueError, match=r"contiguous CPU tensors, got shape \(3, 4\)"):
         store.write(key="w", source=torch.zeros(4, 3).t())

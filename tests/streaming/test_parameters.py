@@ -285,6 +285,16 @@ def test_writes_in_flight_are_limited_and_end_in_order(bench: Bench) -> None:
     assert bench.store.log() == [("write", shard.key) for shard in shards]
 
 
+def test_the_store_may_use_the_whole_slot_so_that_odd_tails_need_no_bounce(bench: Bench) -> None:
+    (shard,) = bench.shards("a")
+    bench.stream.write_cast(shard, torch.ones(NUMEL))
+    bench.stream.read_now([shard])
+    assert shard.lease is not None
+    slot_bytes = shard.lease.slot_bytes
+    assert slot_bytes >= shard.nbytes
+    assert [ticket.capacity_bytes for ticket in bench.store.tickets] == [slot_bytes] * 2
+
+
 def test_a_read_sees_the_write_before_it(bench: Bench) -> None:
     (shard,) = bench.shards("a")
     bench.stream.write_cast(shard, torch.full((NUMEL,), 5.0))

@@ -65,6 +65,7 @@ class FakeTicket(_Ticket):
     def __init__(self, store: FakeStore, kind: str, key: str, tensor: torch.Tensor) -> None:
         super().__init__(store, kind, key)
         self.tensor = tensor
+        self.capacity_bytes = 0
 
     def _move(self) -> None:
         content = self._store.content
@@ -78,11 +79,29 @@ class FakeTicket(_Ticket):
 class FakeStore(_Store):
     """Whole tensors. Transfers on one key keep their order, as in the real store."""
 
-    def read(self, *, key: str, target: torch.Tensor, hold: object | None = None) -> FakeTicket:
-        return self._submit("read", key, target, hold)
+    def read(
+        self,
+        *,
+        key: str,
+        target: torch.Tensor,
+        hold: object | None = None,
+        capacity_bytes: int = 0,
+    ) -> FakeTicket:
+        ticket = self._submit("read", key, target, hold)
+        ticket.capacity_bytes = capacity_bytes
+        return ticket
 
-    def write(self, *, key: str, source: torch.Tensor, hold: object | None = None) -> FakeTicket:
-        return self._submit("write", key, source, hold)
+    def write(
+        self,
+        *,
+        key: str,
+        source: torch.Tensor,
+        hold: object | None = None,
+        capacity_bytes: int = 0,
+    ) -> FakeTicket:
+        ticket = self._submit("write", key, source, hold)
+        ticket.capacity_bytes = capacity_bytes
+        return ticket
 
     def _submit(self, kind: str, key: str, tensor: torch.Tensor, hold: object | None) -> FakeTicket:
         for earlier in self.tickets:
@@ -192,6 +211,7 @@ class FakeRangeStore(_Store):
         target: torch.Tensor,
         offset_bytes: int = 0,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> FakeRangeTicket:
         return self._submit("read", key, target, offset_bytes, hold)
 
@@ -202,6 +222,7 @@ class FakeRangeStore(_Store):
         source: torch.Tensor,
         offset_bytes: int | None = None,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> FakeRangeTicket:
         if offset_bytes is None:
             self.reserve(key=key, nbytes=source.nbytes)

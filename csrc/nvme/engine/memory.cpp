@@ -51,9 +51,14 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions, std::size_t co
 // Of the requests in flight, oldest first, how many may complete.
 std::size_t MemoryEngine::ready_count() const {
   if (faults_.paused || faults_.paused_volume == options_.volume_index) return 0;
-  if (faults_.slow_volume != options_.volume_index) return in_flight_.size();
+  if (!is_slow()) return in_flight_.size();
   const bool rests = std::chrono::steady_clock::now() >= slow_until_;
   return rests ? in_flight_.size() : 0;
+}
+
+bool MemoryEngine::is_slow() const {
+  const int volume = faults_.slow_volume;
+  return volume == options_.volume_index || volume == MemoryFaults::kEveryVolume;
 }
 
 bool MemoryEngine::wait(std::chrono::milliseconds timeout) {
@@ -80,7 +85,7 @@ bool MemoryEngine::happens(double probability, std::atomic<std::uint64_t>* count
 std::int64_t MemoryEngine::run(const Request& request) {
   if (!is_aligned(request.offset | request.nbytes, alignment_.offset_bytes)) return -EINVAL;
   if (!is_aligned(request.data, alignment_.memory_bytes)) return -EINVAL;
-  if (faults_.slow_volume == options_.volume_index) {
+  if (is_slow()) {
     slow_until_ = std::chrono::steady_clock::now() +
                   std::chrono::milliseconds(faults_.slow_milliseconds.load());
   }

@@ -43,7 +43,8 @@ struct MemoryFaults {
   std::uint64_t capacity_bytes = std::uint64_t{1} << 30;  // per volume
   std::atomic<bool> paused = false;                       // while true, nothing completes
   std::atomic<int> paused_volume = -1;                    // nothing of this volume completes
-  std::atomic<int> slow_volume = -1;  // runs one request at a time, each for slow_milliseconds
+  static constexpr int kEveryVolume = -2;
+  std::atomic<int> slow_volume = -1;  // or every one: runs one request at a time, each for slow_milliseconds
   std::atomic<int> slow_milliseconds = 0;
   std::atomic<int> gone = 0;  // the errno of every request from now on
   MemoryFaultCounts counts;   // the engine's to raise
@@ -66,6 +67,7 @@ class MemoryEngine final : public Engine {
  private:
   bool happens(double probability, std::atomic<std::uint64_t>* count = nullptr);
   std::size_t ready_count() const;
+  bool is_slow() const;
   std::int64_t run(const Request& request);
   bool wait(std::chrono::milliseconds timeout);
 

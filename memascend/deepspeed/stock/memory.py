@@ -121,6 +121,7 @@ class AioFileStore:
         target: torch.Tensor,
         offset_bytes: int = 0,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> Ticket:
         """Start filling `target`; memory the engine does not know is filled before returning."""
         _expect_whole(key, offset_bytes)
@@ -144,6 +145,7 @@ class AioFileStore:
         source: torch.Tensor,
         offset_bytes: int | None = None,
         hold: object | None = None,
+        capacity_bytes: int = 0,
     ) -> AioFileTicket:
         """Start storing `source`, which must be a slot of the pool."""
         _expect_whole(key, offset_bytes or 0)
