@@ -36,6 +36,7 @@ WITHOUT_TESTS = {
     "csrc/kernels/overflow_avx2.cpp": "overflow_test.cpp compares all with the scalar one",
     "csrc/kernels/overflow_avx512.cpp": "overflow_test.cpp compares all with the scalar one",
     "csrc/kernels/overflow_scalar.cpp": "overflow_test.cpp compares all with the scalar one",
+    "csrc/nvme/engine/aio.cpp": "engine_test.cpp runs one suite on every engine",
     "csrc/nvme/engine/errors.cpp": "its texts are asserted where they are raised, in tests/nvme",
     "csrc/nvme/engine/factory.cpp": "engine_test.cpp runs one suite on every engine it makes",
     "csrc/nvme/engine/memory.cpp": "engine_test.cpp runs one suite on every engine",

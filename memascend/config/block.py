@@ -53,8 +53,8 @@ class DirectNvmeConfig(Section):
     """How bytes reach the drive: extents of one file, O_DIRECT, io_uring."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's libaio engine, a file per tensor")
-    engine: Literal["uring", "threads"] | None = Field(
-        None, description="left out: io_uring where it works, else threads"
+    engine: Literal["uring", "libaio", "threads"] | None = Field(
+        None, description="left out: io_uring where it works, else libaio or threads"
     )
     queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight on each drive")
     chunk_bytes: Nbytes = Field(

@@ -65,7 +65,7 @@ class TensorStore:
                 several, tensors are striped by their weights.
             bounce: Page-aligned host memory for unaligned heads and tails, best a few mebibytes;
                 belongs to the store until it is closed.
-            engine: "auto", "uring" or "threads" ("memory" in tests).
+            engine: "auto", "uring", "libaio" or "threads" ("memory" in tests).
             queue_depth: Requests in flight at once on each volume.
             chunk_bytes: Bytes of one request.
             threads: Workers of the threads engine for each volume.

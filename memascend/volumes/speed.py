@@ -39,7 +39,7 @@ class Load:
     Attributes:
         chunk_bytes: Of one request.
         queue_depth: Requests in flight on each volume.
-        engine: "auto", "uring" or "threads".
+        engine: "auto", "uring", "libaio" or "threads".
         threads: Workers of the threads engine, for each volume.
         span_bytes: Of each volume that are written and read, over and over.
         fill_seconds: Most time to write the span once before anything is measured; what has been

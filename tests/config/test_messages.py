@@ -138,7 +138,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
     ("block", "parts"),
     [
         ({"direct_nvme": {"queue_depth": 0}}, ["direct_nvme.queue_depth: 0 ", "least 1", "4096"]),
-        ({"direct_nvme": {"engine": "libaio"}}, ['"libaio"', '"uring" or "threads"', "automatic"]),
+        (
+            {"direct_nvme": {"engine": "aio"}},
+            ['"aio"', '"uring", "libaio" or "threads"', "automatic"],
+        ),
         ({"direct_nvme": {"queue_depth": "lots"}}, ['"lots"', "a whole number", "out for 64"]),
         (
             {"direct_nvme": {"chunk_bytes": "1MB"}},

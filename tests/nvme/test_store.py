@@ -17,7 +17,7 @@ MIB = 1 << 20
 SIZES = [1, 511, 512, 4095, 4096, 4097, MIB + 3, 5 * MIB]
 
 
-@pytest.fixture(params=["uring", "threads", "memory", "threads, verified"])
+@pytest.fixture(params=["uring", "libaio", "threads", "memory", "threads, verified"])
 def store(request, tmp_path):
     if request.param == "uring" and uring_refusal():
         pytest.skip(f"needs io_uring: {uring_refusal()}")
@@ -231,8 +231,8 @@ def test_threads_read_and_write_at_the_same_time(store):
 
 
 def test_an_unknown_engine_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must be auto, uring, threads or memory"):
-        open_store(tmp_path, "libaio")
+    with pytest.raises(ValueError, match="must be auto, uring, libaio, threads or memory"):
+        open_store(tmp_path, "aio")
 
 
 def test_two_stores_on_one_directory_do_not_see_each_other(tmp_path):

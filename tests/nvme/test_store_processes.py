@@ -13,7 +13,13 @@ import pytest
 
 from tests.support.nvme_memory import open_store, write
 from tests.support.other_user import another_user, open_folder
-from tests.support.seccomp import DENY_TMPFILE, DENY_URING, on_x86_64
+from tests.support.seccomp import (
+    DENY_ASYNCHRONOUS,
+    DENY_DIRECT,
+    DENY_TMPFILE,
+    DENY_URING,
+    on_x86_64,
+)
 from tests.support.store_programs import start
 
 
@@ -104,10 +110,22 @@ def test_a_limit_on_file_sizes_is_found_when_space_is_reserved(tmp_path):
 
 
 @on_x86_64
-def test_auto_takes_threads_where_io_uring_is_forbidden_and_says_why(tmp_path):
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [
+        (DENY_URING, "libaio"),
+        (DENY_ASYNCHRONOUS, "threads"),
+        # Without direct I/O it would wait for each request.
+        (DENY_URING + DENY_DIRECT, "threads"),
+    ],
+    ids=["io_uring", "both", "and no direct I/O"],
+)
+def test_auto_takes_the_next_engine_where_io_uring_is_forbidden_and_says_why(
+    tmp_path, refused, expected
+):
     output = run(
         tmp_path,
-        DENY_URING
+        refused
         + """
 store = open_store(directory, "auto")
 write(store, "k", b"abc").wait()
@@ -115,9 +133,10 @@ print(store.engine_name, "|", store.engine_reason, "|", read(store, "k", 3))
 """,
     )
     name, reason, content = output.strip().split(" | ")
-    assert name == "threads"
-    assert reason.endswith("Operation not permitted (seccomp or kernel.io_uring_disabled)")
+    assert name == expected
     assert reason.startswith("io_uring_setup")
+    assert "Operation not permitted (seccomp or kernel.io_uring_disabled)" in reason
+    assert ("; io_setup" in reason) == (refused == DENY_ASYNCHRONOUS)
     assert content == "b'abc'"
 
 

@@ -92,6 +92,7 @@ def section_cases() -> list[Case]:
         cases += [
             replace(training, sections=("direct_nvme",), engine="threads"),
             replace(training, engine="threads"),
+            replace(training, engine="libaio"),
             replace(training, engine="uring"),
         ]
     return cases

@@ -34,6 +34,14 @@ install([
     (RETURN, 0, 0, FAIL_WITH | errno.EPERM), (RETURN, 0, 0, ALLOW)])
 """
 
+#: And the older asynchronous I/O.
+DENY_ASYNCHRONOUS = f"""{DENY_URING}
+IO_SETUP = 206
+install([
+    (LOAD, 0, 0, NUMBER), (EQUAL, 0, 1, IO_SETUP),
+    (RETURN, 0, 0, FAIL_WITH | errno.ENOSYS), (RETURN, 0, 0, ALLOW)])
+"""
+
 DENY_TMPFILE = f"""{_INSTALL}
 OPENAT, TMPFILE_BIT = 257, 0o20000000
 install([

@@ -1,5 +1,5 @@
-// Engine: a way to run requests on one volume. Three implementations: uring, threads, memory (tests
-// only).
+// Engine: a way to run requests on one volume. Four implementations: uring, libaio, threads,
+// memory (tests only).
 //
 // An engine moves bytes and reports completions. Comparing a completion with its request,
 // resubmitting short transfers, splitting and retrying belong to the lane above it
@@ -41,7 +41,7 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  /// "uring", "threads" or "memory".
+  /// "uring", "libaio", "threads" or "memory".
   virtual std::string name() const = 0;
   /// One phrase on what was really obtained, e.g. "io_uring, deferred completions, depth 64"; the
   /// same from start() on.

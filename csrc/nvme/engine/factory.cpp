@@ -7,6 +7,7 @@
 
 #include "base/align.hpp"
 #include "base/check.hpp"
+#include "nvme/engine/aio.hpp"
 #include "nvme/engine/errors.hpp"
 #include "nvme/engine/memory.hpp"
 #include "nvme/engine/threads.hpp"
@@ -21,6 +22,7 @@ constexpr std::chrono::seconds kProbePatience{10};  // per look; the probe itsel
 std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& options,
                                   const Volume& volume) {
   if (name == "uring") return std::make_unique<UringEngine>(options, volume);
+  if (name == "libaio") return std::make_unique<AioEngine>(options, volume);
   return std::make_unique<ThreadsEngine>(options, volume);
 }
 
@@ -72,6 +74,14 @@ const char* cause_and_fix(const std::string& name, const EngineOptions& options,
     return "likely cause: RLIMIT_MEMLOCK is used up by other rings (Linux before 5.12)\n"
            "fix: ulimit -l unlimited, or a smaller queue_depth, or engine \"threads\"";
   }
+  if (name == "libaio" && code == EAGAIN) {
+    return "likely cause: fs.aio-max-nr is used up by others\n"
+           "fix: sysctl fs.aio-max-nr=1048576, or a smaller queue_depth, or engine \"threads\"";
+  }
+  if (name == "libaio" && (code == EPERM || code == ENOSYS || code == EINVAL)) {
+    return "likely cause: a seccomp profile, or Linux before 4.18\n"
+           "fix: engine \"threads\" (or \"auto\")";
+  }
   if (name == "uring" && options.iopoll && (code == EOPNOTSUPP || code == EINVAL)) {
     return "likely cause: the device has no polled queues\n"
            "fix: load nvme with poll_queues=4, or leave iopoll off";
@@ -100,7 +110,7 @@ EngineChoice make_engine(const std::string& name, const EngineOptions& options,
     MA_EXPECT(options.faults != nullptr, "engine \"memory\" is for tests and needs faults");
     return {std::make_unique<MemoryEngine>(options, volume), "asked for"};
   }
-  if (name == "uring" || name == "threads") {
+  if (name == "uring" || name == "libaio" || name == "threads") {
     try {
       probe(name, options, place);
       return {construct(name, options, volume), "asked for"};
@@ -111,10 +121,12 @@ EngineChoice make_engine(const std::string& name, const EngineOptions& options,
                                    error.code());
     }
   }
-  MA_EXPECT(name == "auto", "engine must be auto, uring, threads or memory, got \"", name, "\"");
+  MA_EXPECT(name == "auto", "engine must be auto, uring, libaio, threads or memory, got \"", name,
+            "\"");
   std::string passed_over;
   int code = 0;
-  for (const char* candidate : {"uring", "threads"}) {
+  for (const std::string candidate : {"uring", "libaio", "threads"}) {
+    if (candidate == "libaio" && !volume.direct()) continue;  // it would wait in submit()
     try {
       probe(candidate, options, place);
       return {construct(candidate, options, volume),

@@ -16,10 +16,11 @@ struct EngineChoice {
   std::string reason;  // why this engine, one phrase
 };
 
-/// Makes the engine of a volume called `name`: "uring", "threads", "memory", or "auto" for the
-/// first of uring and threads that can write a few blocks to another volume at `place`, on which
-/// nothing is yet, and read them back. Throws EngineUnavailableError when an engine asked for by
-/// name, or every engine, fails that probe; std::invalid_argument for an unknown name.
+/// Makes the engine of a volume called `name`: "uring", "libaio", "threads", "memory", or "auto"
+/// for the first of uring, libaio (with direct I/O) and threads that can write a few blocks to
+/// another volume at `place`, on which nothing is yet, and read them back. Throws
+/// EngineUnavailableError when an engine asked for by name, or every engine, fails that probe;
+/// std::invalid_argument for an unknown name.
 EngineChoice make_engine(const std::string& name, const EngineOptions& options,
                          const VolumeOptions& place, const Volume& volume);
 

@@ -44,7 +44,8 @@ struct MemoryFaults {
   std::atomic<bool> paused = false;                       // while true, nothing completes
   std::atomic<int> paused_volume = -1;                    // nothing of this volume completes
   static constexpr int kEveryVolume = -2;
-  std::atomic<int> slow_volume = -1;  // or every one: runs one request at a time, each for slow_milliseconds
+  std::atomic<int> slow_volume =
+      -1;  // or every one: runs one request at a time, each for slow_milliseconds
   std::atomic<int> slow_milliseconds = 0;
   std::atomic<int> gone = 0;  // the errno of every request from now on
   MemoryFaultCounts counts;   // the engine's to raise

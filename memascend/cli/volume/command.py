@@ -80,7 +80,10 @@ def _add_bench(actions: argparse._SubParsersAction[Any]) -> None:
         help='written and read over and over on each drive (default: "1GiB")',
     )
     bench.add_argument(
-        "--engine", choices=("auto", "uring", "threads"), default="auto", help="(default: auto)"
+        "--engine",
+        choices=("auto", "uring", "libaio", "threads"),
+        default="auto",
+        help="(default: auto)",
     )
     bench.add_argument("--chunk", type=_sizes, metavar="LIST", help='sizes to try: "512KiB,1MiB"')
     bench.add_argument("--depth", type=_depths, metavar="LIST", help='depths to try: "16,32,64"')

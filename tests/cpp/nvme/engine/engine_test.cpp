@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/check.hpp"
+#include "nvme/engine/aio.hpp"
 #include "nvme/engine/threads.hpp"
 #include "nvme/engine/uring.hpp"
 
@@ -114,6 +115,7 @@ int main(int argument_count, char** arguments) {
   EngineOptions options;
   options.queue_depth = kDepth;
   check<ThreadsEngine>(options, seconds);
+  check<AioEngine>(options, seconds);
   try {
     check<UringEngine>(options, seconds);
   } catch (const SystemCallError& error) {
