@@ -119,9 +119,11 @@ def _beside_silence(
         harness.Contender("alone", lambda: reads("alone", alone, "on b")),
         harness.Contender("beside", lambda: reads("beside", beside, "on b")),
     ]
-    harness.interleave(contenders, rounds=rounds)
-    assert not waiting.done()
-    faults.paused_volume = -1
+    try:
+        harness.interleave(contenders, rounds=rounds)
+        assert not waiting.done()
+    finally:
+        faults.paused_volume = -1  # else closing would wait for ever
     waiting.wait()
     base = times["alone"][-rounds:]
     for name, all_taken in times.items():

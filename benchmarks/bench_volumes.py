@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--mb-s", type=float, nargs=2, default=[100.0, 300.0], help="rates of the two (100 300)"
     )
     parser.add_argument("--mib", type=int, default=384, help="size of the tensor (384)")
-    parser.add_argument("--engine", choices=["uring", "threads"], default="uring")
+    parser.add_argument("--engine", choices=["uring", "libaio", "threads"], default="uring")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (5)")
     options = parser.parse_args(arguments)
     if os.geteuid() != 0 or not BLKIO.is_dir():

@@ -52,7 +52,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="in all; default 60")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; default 1")
     parser.add_argument("--rounds", type=int, help="at most so many under each sanitizer")
-    parser.add_argument("--engine", default="all", choices=["all", "memory", "uring", "threads"])
+    parser.add_argument(
+        "--engine", default="all", choices=["all", "memory", "uring", "libaio", "threads"]
+    )
     parser.add_argument("--san", action="append", choices=list(test_cpp.SANITIZERS))
     parser.add_argument("--directory", help="of the volumes that are files; default: a new one")
     args = parser.parse_args()

@@ -90,7 +90,13 @@ std::shared_ptr<Store> open_store(
   options.bounce_hold = hold_object(bounce_hold);
   options.while_waiting = &look_for_signals;
   const py::gil_scoped_release release;
-  return Store::open(std::move(options));
+  std::shared_ptr<Store> store = Store::open(std::move(options));
+  // The last owner waits for I/O: not with the interpreter's lock in hand.
+  return {store.get(), [store](Store*) mutable {
+            if (!Py_IsInitialized() || PyGILState_Check() == 0) return store.reset();
+            const py::gil_scoped_release without;
+            store.reset();
+          }};
 }
 
 StoreTicket start_write(const std::shared_ptr<Store>& store, const std::string& key,
@@ -209,7 +215,7 @@ py::dict latency_dict(const Latencies::Summary& latency) {
 
 py::dict traffic_dict(const VolumeStats& volume) {
   const LaneTraffic& traffic = volume.traffic;
-  return py::dict("bytes_read"_a = traffic.bytes_read, "bytes_written"_a = traffic.bytes_written,
+  return py::dict("bytes_read"_a = traffic.moved.read, "bytes_written"_a = traffic.moved.written,
                   "busy_s"_a = traffic.busy_seconds, "reads"_a = latency_dict(traffic.reads),
                   "writes"_a = latency_dict(traffic.writes),
                   "needed"_a = latency_dict(traffic.needed));

@@ -99,23 +99,22 @@ void Store::drop(Store* store) noexcept {
   }
 }
 
-// A change of keys. The store does not close meanwhile; what is taken and of no key in the end is
-// given back. Others go on while the file system is asked.
+// A change of keys. What is taken and of no key in the end is given back. Others go on while the
+// file system is asked; close() waits for that, and for no more of this: a signal's handler may
+// close the store on a thread that waits in here.
 class Store::SpaceCall {
  public:
-  SpaceCall(Store& store, LockedCall& call) : store_(store), call_(call) {
-    ++store_.space_call_count_;
-  }
+  SpaceCall(Store& store, LockedCall& call) : store_(store), call_(call) {}
   ~SpaceCall() {
-    if (!spare_.empty()) with_space([this](Space& space) { space.give(spare_); });
-    --store_.space_call_count_;
-    if (store_.quiet_waiter_count_ > 0) store_.quiet_.notify_all();
+    if (spare_.empty() || store_.closed_) return;
+    with_space([this](Space& space) { space.give(spare_); });
   }
   SpaceCall(const SpaceCall&) = delete;
   SpaceCall& operator=(const SpaceCall&) = delete;
   LockedCall& locked() { return call_; }
   void take(const std::string& key, std::uint64_t nbytes) {
     with_space([&](Space& space) { spare_ = space.take(key, nbytes); });
+    call_.expect_open();
   }
   /// Gives an entry what is spare, and takes what it had.
   void exchange(Entry& entry) { spare_.swap(entry.extents); }
@@ -123,6 +122,11 @@ class Store::SpaceCall {
  private:
   template <typename Function>
   void with_space(Function function) {
+    ++store_.space_call_count_;
+    const LockedCall::Afterwards count([this] {
+      --store_.space_call_count_;
+      if (store_.quiet_waiter_count_ > 0) store_.quiet_.notify_all();
+    });
     call_.without_lock([&] {
       const std::lock_guard lock(store_.space_mutex_);
       function(store_.space_);
@@ -142,13 +146,21 @@ void Store::reserve(const std::string& key, std::uint64_t nbytes) {
 }
 
 void Store::reserve_locked(SpaceCall& space, const std::string& key, std::uint64_t nbytes) {
-  const auto present = entries_.find(key);
-  if (present != entries_.end() && present->second->nbytes == nbytes) return;
+  const auto is_there = [&] {
+    const auto present = entries_.find(key);
+    return present != entries_.end() && present->second->nbytes == nbytes;
+  };
+  if (is_there()) return;
+  wait_until_quiet(space.locked(), key);
   // The new room is found before the old is given back, so that a full volume changes nothing.
-  if (nbytes > 0) space.take(key, nbytes);
-  Entry* old = wait_until_quiet(space.locked(), key);
-  // Another thread may have made it meanwhile, and written to it.
-  if (old != nullptr && old->nbytes == nbytes) return;
+  try {
+    if (nbytes > 0) space.take(key, nbytes);
+  } catch (const StoreFullError&) {
+    if (!is_there()) throw;
+  }
+  // Another thread may have made it meanwhile, and written to it, or to the old one.
+  wait_until_quiet(space.locked(), key);
+  if (is_there()) return;
   auto entry = std::make_unique<Entry>();
   entry->key = key;
   entry->nbytes = nbytes;
@@ -346,6 +358,8 @@ std::vector<std::string> Store::keys() {
   for (const auto& [key, entry] : entries_) names.push_back(key);
   return names;
 }
+
+void Store::expect_space() const { MA_EXPECT(!space_.volumes().empty(), "the store is closed"); }
 
 void Store::close() {
   if (::getpid() != owner_process_) return;

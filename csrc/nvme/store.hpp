@@ -140,8 +140,8 @@ class Store {
   bool direct() const noexcept { return direct_; }
 
   /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
-  /// Does nothing in a forked child. When the wait is ended, nothing waits again: the last owner
-  /// leaves the store, its threads and the memory in flight to the end of the process.
+  /// Does nothing in a forked child. When the wait is ended, the last owner does not wait again:
+  /// the store, its threads and the memory in flight are left to the end of the process.
   void close();
 
  private:
@@ -159,7 +159,9 @@ class Store {
   void finished(std::span<Transfer* const> transfers);
   void finish(Job* job, std::vector<Job*>* over);
   void hurry(const Entry& entry, const Transfer* last);
-  StoreStats count();
+  StoreStats transfer_stats();
+  /// Pre: space_mutex_ is held. Refuses a store that was closed since mutex_ was released.
+  void expect_space() const;
   std::vector<std::unique_ptr<Engine>> make_engines(const StoreOptions& options);
 
   const int owner_process_;
@@ -178,8 +180,8 @@ class Store {
   std::map<std::string, std::unique_ptr<Entry>> entries_;
   std::vector<std::shared_ptr<void>> retired_holds_;  // of transfers that are over
   std::size_t job_count_ = 0;
-  std::size_t space_call_count_ = 0;
-  std::condition_variable quiet_;  // a transfer or a space call ended while somebody waits
+  std::size_t space_call_count_ = 0;  // of calls that are inside space_
+  std::condition_variable quiet_;     // a transfer or a space call ended while somebody waits
   std::size_t quiet_waiter_count_ = 0;
   std::chrono::steady_clock::duration wait_time_{};
   std::string recovery_ = "start again from data that is known to be good";

@@ -58,10 +58,6 @@ class Store::LockedCall {
     function();
   }
 
- private:
-  using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::milliseconds kSlice{200};  // between two looks for Ctrl-C
-
   /// Calls a function on leaving, also when it is left by an exception.
   template <typename Function>
   class Afterwards {
@@ -74,6 +70,10 @@ class Store::LockedCall {
    private:
     Function function_;
   };
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kSlice{200};  // between two looks for Ctrl-C
 
   Store& store_;
   std::unique_lock<std::mutex> lock_;

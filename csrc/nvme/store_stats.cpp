@@ -5,8 +5,9 @@
 namespace memascend {
 
 StoreStats Store::stats() {
-  StoreStats stats = count();
+  StoreStats stats = transfer_stats();
   const std::lock_guard lock(space_mutex_);
+  expect_space();
   stats.counts["reserved_bytes"] = space_.reserved_bytes();
   stats.counts["used_bytes"] = space_.reserved_bytes() - space_.free_bytes();
   stats.counts["available_bytes"] = space_.available_bytes();
@@ -14,19 +15,18 @@ StoreStats Store::stats() {
 }
 
 // All but what the space knows.
-StoreStats Store::count() {
+StoreStats Store::transfer_stats() {
   LockedCall call(*this);
   call.expect_open();
   const TransferCounters& counters = queue_->counters();
-  std::uint64_t bytes_read = 0;
-  std::uint64_t bytes_written = 0;
+  MovedBytes all;
   for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
-    const LaneTraffic traffic = queue_->traffic(index);
-    bytes_read += traffic.bytes_read;
-    bytes_written += traffic.bytes_written;
+    const MovedBytes moved = queue_->lane(index).moved();
+    all.read += moved.read;
+    all.written += moved.written;
   }
-  return {{{"bytes_read", bytes_read},
-           {"bytes_written", bytes_written},
+  return {{{"bytes_read", all.read},
+           {"bytes_written", all.written},
            {"bytes_bounced", counters.bytes_bounced},
            {"requests", counters.requests},
            {"resubmitted", counters.resubmitted},
@@ -50,10 +50,11 @@ std::vector<VolumeStats> Store::volume_stats() {
     LockedCall call(*this);
     call.expect_open();
     for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
-      traffic.push_back(queue_->traffic(index));
+      traffic.push_back(queue_->lane(index).traffic());
     }
   }
   const std::lock_guard lock(space_mutex_);
+  expect_space();
   std::vector<VolumeStats> result;
   for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
     const Volume& volume = space_.volumes()[index];

@@ -138,7 +138,7 @@ class Tiles:
         try:
             tile.wait()
         finally:
-            if not tile.tickets:  # or Ctrl-C ended the wait
+            if not tile.tickets:  # else Ctrl-C ended the wait: the drive still uses its memory
                 self._idle.append(self._retired.popleft())
 
     def read(self, tile: Tile, key: str, target: torch.Tensor) -> None:

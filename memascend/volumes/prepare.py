@@ -55,7 +55,7 @@ def prepared(
         StoreError: A directory cannot be made or written, or a device must be left alone.
     """
     if not config.volumes:
-        yield [provide_volume(VolumeConfig(path=fallback))]
+        yield _near_drives([provide_volume(VolumeConfig(path=fallback))])
         return
     mine = share_of_rank(config.volumes, rank=local_rank(), rank_count=local_world_size())
     with contextlib.ExitStack() as claims:
@@ -65,9 +65,7 @@ def prepared(
             directory or claims.enter_context(claimed_device(volume))
             for volume, directory in zip(mine, directories, strict=True)
         ]
-        for volume in opened:
-            volume.cpus = processors_near(volume.path)
-        yield _weighed(config, opened, cache or cache_directory())
+        yield _weighed(config, _near_drives(opened), cache or cache_directory())
 
 
 def share_of_rank(
@@ -95,6 +93,12 @@ def share_of_rank(
             "device belongs to one rank: name at least as many (partitions will do), or a directory"
         )
     return mine
+
+
+def _near_drives(volumes: list[_core.VolumeOptions]) -> list[_core.VolumeOptions]:
+    for volume in volumes:
+        volume.cpus = processors_near(volume.path)
+    return volumes
 
 
 def _weighed(

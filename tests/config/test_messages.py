@@ -140,7 +140,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
         ({"direct_nvme": {"queue_depth": 0}}, ["direct_nvme.queue_depth: 0 ", "least 1", "4096"]),
         (
             {"direct_nvme": {"engine": "aio"}},
-            ['"aio"', '"uring", "libaio" or "threads"', "automatic"],
+            ['"aio"', '"uring" or "libaio" or "threads"', "automatic"],
         ),
         ({"direct_nvme": {"queue_depth": "lots"}}, ['"lots"', "a whole number", "out for 64"]),
         (

@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from memascend.errors import StoreError, StoreFullError
-from tests.support.nvme_memory import PageMemory, open_store, read, uring_refusal, write
+from tests.support.nvme_memory import PageMemory, open_store, read, refusal, write
 
 MIB = 1 << 20
 SIZES = [1, 511, 512, 4095, 4096, 4097, MIB + 3, 5 * MIB]
@@ -19,9 +19,9 @@ SIZES = [1, 511, 512, 4095, 4096, 4097, MIB + 3, 5 * MIB]
 
 @pytest.fixture(params=["uring", "libaio", "threads", "memory", "threads, verified"])
 def store(request, tmp_path):
-    if request.param == "uring" and uring_refusal():
-        pytest.skip(f"needs io_uring: {uring_refusal()}")
     engine, _, is_verified = request.param.partition(", ")
+    if engine in ("uring", "libaio") and refusal(engine):
+        pytest.skip(f"needs {engine}: {refusal(engine)}")
     opened = open_store(tmp_path, engine, verify="full" if is_verified else "off")
     yield opened
     opened.close()

@@ -332,3 +332,23 @@ def test_a_signal_ends_a_wait_for_a_silent_device(wait):
     assert read(store, "k", 4096) == bytes(range(256)) * 16
     assert store.stats()["used_bytes"] == used
     store.close()
+
+
+def test_a_signal_handler_may_close_the_store_that_its_thread_waits_for():
+    store, faults = open_faulty()
+    write(store, "k", bytes(4096)).wait()
+    faults.paused = True
+    ticket = write(store, "k", bytes(4096))
+
+    def close(number, frame):
+        faults.paused = False
+        store.close()
+
+    before = signal.signal(signal.SIGALRM, close)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(ValueError, match="closed"):
+            store.reserve(key="k", nbytes=8192)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ticket.done()

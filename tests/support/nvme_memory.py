@@ -42,11 +42,11 @@ class PageMemory:
 
 
 @functools.cache
-def uring_refusal() -> str:
-    """Why io_uring cannot run here, empty when it can."""
+def refusal(engine: str = "uring") -> str:
+    """Why an engine cannot run here, empty when it can."""
     with tempfile.TemporaryDirectory() as directory:
         try:
-            open_store(Path(directory), "uring").close()
+            open_store(Path(directory), engine).close()
         except EngineUnavailableError as error:
             return str(error)
     return ""

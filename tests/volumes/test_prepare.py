@@ -100,6 +100,19 @@ def test_two_directories_on_one_drive_are_warned_of(tmp_path, measured, caplog):
     assert f"{tmp_path / 'a'} and {tmp_path / 'b'} are on one file system" in warnings[0]
 
 
+def test_every_volume_has_the_processors_near_its_drive(tmp_path, monkeypatch):
+    near = {str(tmp_path / "a"): [0, 2], str(tmp_path / "b"): [1]}
+    monkeypatch.setattr("memascend.volumes.prepare.processors_near", near.__getitem__)
+    first, second = map(str, near)
+    for config, fallback in ((parse_block({}), first), (block(first), "unused")):
+        with prepared(config, fallback) as [volume]:
+            assert volume.cpus == [0, 2]
+    weighed = [{"path": path, "weight": 1} for path in near]
+    with prepared(parse_block({"volumes": weighed}), "unused") as volumes:
+        assert [volume.cpus for volume in volumes] == [[0, 2], [1]]
+    assert second == volumes[1].path
+
+
 def test_a_runtime_stripes_over_the_volumes_of_its_block(tmp_path):
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     runtime = Runtime(

@@ -57,7 +57,7 @@ class Engine {
   virtual void submit(std::span<const Request> requests) = 0;
   /// Collects finished requests into `completions` and returns how many. Blocks until about
   /// `count_min` are there (0: does not block), wake() was called, or `timeout` has passed; then
-  /// returns what is there, possibly nothing.
+  /// returns what is there, possibly nothing. A wake() may count as one of `count_min` only.
   virtual std::size_t reap(std::span<Completion> completions, std::size_t count_min,
                            std::chrono::milliseconds timeout) = 0;
   /// Makes a blocked reap(), or else the next one, return soon. Any thread; never blocks.

@@ -120,7 +120,8 @@ bool Lane::turn() {
   fill_batch();
   if (!batch_.empty()) {
     counters_.requests += batch_.size();
-    for (const Request& request : batch_) chunks_[request.tag].issued_at = turn_began_;
+    const auto now = Pace::Clock::now();
+    for (const Request& request : batch_) chunks_[request.tag].issued_at = now;
     engine_->submit(batch_);
     batch_.clear();
   }
@@ -302,9 +303,7 @@ void Lane::note_moved(const Chunk& chunk, std::uint64_t nbytes) {
 
 LaneTraffic Lane::traffic() const {
   const std::array<Latencies, kKindCount>& all = latencies_;
-  return {bytes_read_,
-          bytes_written_,
-          static_cast<double>(busy_nanoseconds_) * 1e-9,
+  return {moved(), static_cast<double>(busy_nanoseconds_) * 1e-9,
           Latencies::summarize({&all[kReadNeeded], &all[kReadAhead]}),
           Latencies::summarize({&all[kWriteNeeded], &all[kWriteBehind]}),
           Latencies::summarize({&all[kReadNeeded], &all[kWriteNeeded]})};

@@ -32,10 +32,16 @@
 
 namespace memascend {
 
-/// What went over a lane. Latencies are of requests, from their issue to their completion.
+/// Bytes as the device moved them: whole blocks, and again what was asked again.
+struct MovedBytes {
+  std::uint64_t read = 0;
+  std::uint64_t written = 0;
+};
+
+/// What went over a lane. Latencies are of requests, from their issue to their completion: of
+/// writes without direct I/O, until the page cache has them.
 struct LaneTraffic {
-  std::uint64_t bytes_read = 0;
-  std::uint64_t bytes_written = 0;
+  MovedBytes moved;
   double busy_seconds = 0;  // with requests in flight
   Latencies::Summary reads;
   Latencies::Summary writes;
@@ -70,8 +76,8 @@ class Lane {
   void submit(Part* part);
   /// Looks again at which of the waiting transfers are needed. Any thread.
   void hurry();
-  /// What was moved so far, as the device moved it: whole blocks, and again what was asked again.
-  /// Reads that only compare a write are left out. Any thread.
+  /// So far, without reads that only compare a write. Any thread; so is traffic().
+  MovedBytes moved() const { return {bytes_read_, bytes_written_}; }
   LaneTraffic traffic() const;
   /// One phrase on what the engine really obtained.
   const std::string& engine_description() const noexcept { return engine_description_; }

@@ -16,10 +16,10 @@ void increase(std::atomic<std::uint64_t>& value) noexcept {
 
 void Latencies::add(std::chrono::nanoseconds time) noexcept {
   const auto nanoseconds = static_cast<std::uint64_t>(std::max<std::int64_t>(time.count(), 0));
-  increase(counts_[bucket_of(nanoseconds)]);
   if (nanoseconds > longest_.load(std::memory_order_relaxed)) {
     longest_.store(nanoseconds, std::memory_order_relaxed);
   }
+  increase(counts_[bucket_of(nanoseconds)]);
 }
 
 // Bucket 4e + q has [4 + q, 5 + q) * 2^e / 4 nanoseconds; below 4 some stay empty.

@@ -14,7 +14,8 @@ namespace memascend {
 
 class Latencies {
  public:
-  /// In seconds. A percentile is the upper end of its bucket: at most a quarter too large.
+  /// In seconds. A percentile is the upper end of its bucket: at most a quarter too large,
+  /// up to some hours.
   struct Summary {
     std::uint64_t count = 0;
     double p50 = 0;
@@ -28,7 +29,7 @@ class Latencies {
   static Summary summarize(std::initializer_list<const Latencies*> parts);
 
  private:
-  static constexpr std::size_t kBucketCount = 4 * 44;  // the last from two hours on
+  static constexpr std::size_t kBucketCount = 4 * 44;  // the last from four hours on
   static std::size_t bucket_of(std::uint64_t nanoseconds) noexcept;
   static double end_of(std::size_t bucket) noexcept;
 

@@ -32,7 +32,7 @@ class TransferQueue {
   void hurry(Transfer* transfer);
   /// One phrase on what the engines really obtained.
   std::string engine_description() const;
-  LaneTraffic traffic(std::size_t volume_index) const { return lanes_[volume_index]->traffic(); }
+  const Lane& lane(std::size_t volume_index) const { return *lanes_[volume_index]; }
   const TransferCounters& counters() const noexcept { return shared_.counters; }
 
  private:

@@ -79,7 +79,7 @@ milliseconds Lane::patience(Pace::Clock::time_point now) const {
 // Reports once which request the device does not answer, and which device is far slower than the
 // others; goes on waiting.
 void Lane::watch() {
-  const auto now = reaped_at_;
+  const auto now = Pace::Clock::now();
   const bool heard = std::exchange(heard_, false);
   const bool waits = chunks_.size() - free_chunks_.size() > paused_.size();
   if (heard || waits) {

@@ -221,7 +221,7 @@ def _print(report: dict[str, Any]) -> None:
     table.add_column("drive", overflow="fold")
     for mode in MODES:
         table.add_column(mode, justify="right")
-    table.add_column("p99 ms, read / write", justify="right")
+    table.add_column("p99 ms of all reads / writes", justify="right")
     for drive in report["drives"]:
         table.add_row(drive["path"], *(_rate(drive[mode]) for mode in MODES), _latency(drive))
         if "fio" in drive:

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -69,8 +70,8 @@ void watch(const Tally& tally, const std::atomic<bool>& over) {
 
 // Half of the rounds on the engine that can do wrong.
 std::string engine_of(std::uint64_t round, const Arguments& arguments) {
-  constexpr const char* kEngines[] = {"memory", "uring", "memory", "threads"};
-  return arguments.engine == "all" ? kEngines[round % 4] : arguments.engine;
+  constexpr const char* kEngines[] = {"memory", "uring", "memory", "threads", "memory", "libaio"};
+  return arguments.engine == "all" ? kEngines[round % std::size(kEngines)] : arguments.engine;
 }
 
 void print(const Tally& tally, double seconds) {
@@ -116,18 +117,18 @@ int main(int argument_count, char** words) {
   std::thread watcher([&] { watch(tally, over); });
   const auto start = Clock::now();
   const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
-  bool without_uring = false;
+  std::set<std::string> missing;
   for (std::uint64_t round = 0; round < arguments.round_count; ++round) {
     if (round > 0 && elapsed() >= arguments.seconds) break;
     std::string engine = engine_of(round, arguments);
-    if (without_uring && engine == "uring") engine = "threads";
+    if (missing.contains(engine)) engine = "threads";
     begin_round(arguments.seed + round, engine);
     try {
       run_round(make_plan(arguments.seed + round, engine, arguments.directory), tally);
     } catch (const EngineUnavailableError& error) {
       std::printf("without %s: %s\n", engine.c_str(), error.what());
       if (arguments.engine != "all") return 77;
-      without_uring = true;
+      missing.insert(engine);
     }
   }
   over = true;
