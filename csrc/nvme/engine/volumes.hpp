@@ -17,7 +17,7 @@ struct VolumeOptions {
   std::uint64_t capacity_bytes = UINT64_MAX;  // at most this of it is used
   int descriptor = -1;                        // of an opened block device; stays the caller's
   std::uint64_t start_bytes = 0;              // of the device, that are not ours
-  std::vector<int> cpus;                      // near the drive: of its threads; empty: all
+  std::vector<int> cpus = {};                 // near the drive: of its threads; empty: all
 };
 
 /// Throws SystemCallError naming the path, std::invalid_argument for a device without a header.

@@ -51,7 +51,7 @@ struct TransferOptions {
   unsigned eio_retries = 2;                       // of one request; an EIO may be of a moment
   std::chrono::milliseconds eio_pause{100};       // before each of them
   std::chrono::milliseconds again_limit{30'000};  // of EAGAIN, asked again after short pauses
-  std::vector<std::vector<int>> cpus;             // near each volume, of its threads; or empty
+  std::vector<std::vector<int>> cpus = {};        // near each volume, of its threads; or empty
   std::vector<double> weights;                    // what is expected of each volume; empty: alike
   Pace::Options pace;
   std::function<void(const std::string&)> report;  // default: a line on stderr
