@@ -157,8 +157,9 @@ void Store::reserve_locked(SpaceCall& space, const std::string& key, std::uint64
     if (nbytes > 0) space.take(key, nbytes);
   } catch (const StoreFullError&) {
     if (!is_there()) throw;
+    return;  // another thread made it with the last of the room
   }
-  // Another thread may have made it meanwhile, and written to it, or to the old one.
+  // Or made it meanwhile, and wrote to it, or to the old one.
   wait_until_quiet(space.locked(), key);
   if (is_there()) return;
   auto entry = std::make_unique<Entry>();

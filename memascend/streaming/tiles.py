@@ -52,16 +52,15 @@ class Tile:
 
     def wait(self) -> None:
         """Wait for all that is in flight on it, then raise the first error."""
-        first_error: Exception | None = None
-        while self.tickets:
-            try:
-                self.tickets[0].wait()
-            except Exception as error:
-                first_error = first_error or error
-            # Not behind Ctrl-C: then the drive still uses the memory.
-            del self.tickets[0]
-        if first_error is not None:
-            raise first_error
+        wait_all([self._finish_oldest] * len(self.tickets))
+
+    def _finish_oldest(self) -> None:
+        ticket = self.tickets[0]
+        try:
+            ticket.wait()
+        finally:
+            if ticket.done():  # else Ctrl-C ended the wait: the drive still uses the memory
+                del self.tickets[0]
 
 
 class Tiles:
@@ -138,7 +137,7 @@ class Tiles:
         try:
             tile.wait()
         finally:
-            if not tile.tickets:  # else Ctrl-C ended the wait: the drive still uses its memory
+            if not tile.tickets:  # else Ctrl-C ended the wait
                 self._idle.append(self._retired.popleft())
 
     def read(self, tile: Tile, key: str, target: torch.Tensor) -> None:

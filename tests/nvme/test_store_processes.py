@@ -166,6 +166,7 @@ def test_a_file_system_without_nameless_files_is_left_empty_all_the_same(tmp_pat
         tmp_path,
         DENY_TMPFILE
         + """
+import errno
 try:
     os.open(directory, os.O_TMPFILE | os.O_RDWR)
 except OSError as error:

@@ -15,7 +15,7 @@ from memascend.nvme.store import TensorStore
 from memascend.volumes import directory
 from memascend.volumes.directory import existing_volume, provide_directory, provide_volume
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
-from tests.support.seccomp import DENY_OPENAT2
+from tests.support.seccomp import deny_openat2
 from tests.support.store_programs import start
 
 
@@ -92,14 +92,14 @@ def test_a_link_that_the_user_named_is_followed(tmp_path: Path) -> None:
     opened(provide(tmp_path / "link" / "folder")).close()
 
 
-@pytest.mark.parametrize("code", ["ENOSYS", "EPERM"])
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
 def test_a_kernel_or_container_without_openat2_serves_and_refuses_a_link_all_the_same(
-    tmp_path: Path, code: str
+    tmp_path: Path, code: int
 ) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     script = (
-        DENY_OPENAT2.replace("ENOSYS", code)
+        deny_openat2(code)
         + """
 open_store(directory / "real", "threads").close()
 try:

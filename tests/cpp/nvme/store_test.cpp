@@ -155,6 +155,45 @@ void a_reservation_keeps_what_came_before_it() {
   }
 }
 
+// Threads that want one key, and the room for it is there once: each finds it, or finds it full,
+// and what is there has its room.
+void threads_share_the_last_room() {
+  constexpr std::uint64_t kBytes = std::uint64_t{64} << 10;
+  StoreOptions options;
+  options.volumes = {{"."}};
+  options.engine = "memory";
+  options.grow_bytes = 4096;
+  options.engine_options.faults = std::make_shared<MemoryFaults>();
+  options.engine_options.faults->capacity_bytes = kBytes;
+  options.transfer.bounce = bounce;
+  const auto store = Store::open(std::move(options));
+  for (int turn = 0; turn < 300; ++turn) {
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < 3; ++thread) {
+      threads.emplace_back([&] { store->reserve("k", kBytes); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    MA_INVARIANT(store->stats().counts["used_bytes"] == kBytes);
+    MA_INVARIANT(store->discard("k"));
+  }
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::vector<std::byte> content(kBytes, static_cast<std::byte>(thread));
+      for (int turn = 0; turn < 300; ++turn) {
+        try {
+          store->wait(*store->write("k", kBytes, {content.data(), 0, nullptr}));
+          if (turn % 3 == thread % 3) store->discard("k");
+        } catch (const StoreFullError&) {
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  store->discard("k");
+  MA_INVARIANT(store->stats().counts["used_bytes"] == 0);
+}
+
 }  // namespace
 }  // namespace memascend
 
@@ -166,6 +205,7 @@ int main() {
     threads_share_a_store("memory", seed, Verify::kFull);
     errors_leave_memory_quiet(seed);
   }
+  threads_share_the_last_room();
   threads_share_a_store("threads", 1);
   threads_share_a_store("threads", 1, Verify::kFull);
   try {
