@@ -72,16 +72,14 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
 def _measure_checksum(
     buffer: torch.Tensor, nbytes: int, total_bytes: int, rounds: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    def work(portable: bool) -> Callable[[], None]:
+    def work(method: _core.Crc32cMethod) -> Callable[[], None]:
         def checksum() -> None:
             for _ in range(max(1, total_bytes // nbytes)):
-                _core.crc32c(address=buffer.data_ptr(), nbytes=nbytes, portable=portable)
+                method.checksum(address=buffer.data_ptr(), nbytes=nbytes)
 
         return checksum
 
-    contenders = [harness.Contender("tables", work(True))]
-    if _core.crc32c_method() != "tables":
-        contenders.append(harness.Contender(_core.crc32c_method(), work(False)))
+    contenders = [harness.Contender(method.name, work(method)) for method in _core.crc32c_methods()]
     samples = harness.interleave(contenders, rounds=rounds)
     gigabytes = max(1, total_bytes // nbytes) * nbytes / 1e9
     for name, taken in samples.items():

@@ -1,8 +1,13 @@
-// Eight table look-ups for eight bytes (Kounavis and Berry, Intel 2005, "slicing by 8"), or
-// SSE4.2's instruction on three streams at once (Gopal et al., Intel 2011, "Fast CRC Computation
-// for iSCSI Polynomial Using CRC32 Instruction"): the instruction gives a result each cycle, but
-// only three cycles after it has begun. The streams are put together by moving the first two past
-// what follows them, which is a multiplication by a power of x modulo the polynomial.
+// Three ways:
+// - Eight table look-ups for eight bytes (Kounavis and Berry, Intel 2005, "slicing by 8").
+// - SSE4.2's instruction on three streams at once (Gopal et al., Intel 2011, "Fast CRC Computation
+//   for iSCSI Polynomial Using CRC32 Instruction"): the instruction gives a result each cycle, but
+//   only three cycles after it has begun. The streams are put together by moving the first two past
+//   what follows them, which is a multiplication by a power of x modulo the polynomial.
+// - VPCLMULQDQ (Gopal et al., Intel 2009, "Fast CRC Computation for Generic Polynomials Using
+//   PCLMULQDQ Instruction"): 256 bytes at a time are moved past the next 256 and added to them, by
+//   carry-less multiplications with such powers. What is left at the end has the same checksum as
+//   all there was, and goes the second way.
 #include "base/crc32c.hpp"
 
 #include <array>
@@ -10,7 +15,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace memascend {
@@ -66,16 +71,22 @@ constexpr std::uint32_t multiply(std::uint32_t left, std::uint32_t right) {
   return product;
 }
 
+/// x to the power of `exponent`.
+constexpr std::uint32_t power_of_x(std::size_t exponent) {
+  std::uint32_t power = std::uint32_t{1} << 31;   // x^0
+  std::uint32_t square = std::uint32_t{1} << 30;  // x^1
+  for (; exponent != 0; exponent >>= 1) {
+    if ((exponent & 1) != 0) power = multiply(power, square);
+    square = multiply(square, square);
+  }
+  return power;
+}
+
 /// Moves a checksum past a fixed number of bytes: one table for each of its own bytes.
 using Shift = std::array<Table, 4>;
 
 constexpr Shift make_shift(std::size_t nbytes) {
-  std::uint32_t power = std::uint32_t{1} << 31;         // x^0, becomes x^(8 nbytes)
-  std::uint32_t square = std::uint32_t{1} << (31 - 8);  // x^8
-  for (; nbytes != 0; nbytes >>= 1) {
-    if ((nbytes & 1) != 0) power = multiply(power, square);
-    square = multiply(square, square);
-  }
+  const std::uint32_t power = power_of_x(8 * nbytes);
   Shift shift{};
   for (std::size_t place = 0; place < shift.size(); ++place) {
     for (std::uint32_t bit = 0; bit < 8; ++bit) {
@@ -121,33 +132,76 @@ __attribute__((target("sse4.2"))) std::uint32_t add_streams(std::uint32_t crc,
   return crc;
 }
 
-__attribute__((target("sse4.2"))) std::uint32_t crc32c_sse42(std::span<const std::byte> bytes,
-                                                             std::uint32_t previous) {
-  std::uint32_t crc = add_streams(~previous, &bytes, kLongBytes, kLongShift);
+// Neither complemented at the start nor at the end.
+__attribute__((target("sse4.2"))) std::uint32_t add_by_instruction(
+    std::uint32_t crc, std::span<const std::byte> bytes) {
+  crc = add_streams(crc, &bytes, kLongBytes, kLongShift);
   crc = add_streams(crc, &bytes, kShortBytes, kShortShift);
   std::uint64_t wide = crc;
   for (; bytes.size() >= 8; bytes = bytes.subspan(8))
     wide = _mm_crc32_u64(wide, load(bytes.data()));
   crc = static_cast<std::uint32_t>(wide);
   for (const std::byte byte : bytes) crc = _mm_crc32_u8(crc, static_cast<unsigned char>(byte));
-  return ~crc;
+  return crc;
 }
 
-bool has_instruction() {
-  static const bool found = __builtin_cpu_supports("sse4.2") != 0;
-  return found;
+#define MA_VECTOR __attribute__((target("avx2,vpclmulqdq,sse4.2")))
+
+constexpr std::size_t kVectorBytes = sizeof(__m256i);
+constexpr std::size_t kVectorCount = 8;  // the instruction takes some cycles; these overlap
+constexpr std::size_t kFoldBytes = kVectorCount * kVectorBytes;
+
+// The factors that move 16 bytes past `nbytes`: the low half holds the first 8 of them, which are
+// 64 powers higher. The product of two reflected numbers has one power of x too many, so the
+// factors have one less.
+constexpr std::uint64_t fold_factor(std::size_t nbytes, std::size_t more_bits) {
+  return std::uint64_t{power_of_x(8 * nbytes + more_bits - 1)} << 32;
 }
 
-#else
+MA_VECTOR __m256i load_vector(const std::byte* data) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
+}
 
-bool has_instruction() { return false; }
+MA_VECTOR __m256i fold(__m256i sum, __m256i factors, const std::byte* next) {
+  const __m256i first = _mm256_clmulepi64_epi128(sum, factors, 0x00);
+  const __m256i second = _mm256_clmulepi64_epi128(sum, factors, 0x11);
+  return _mm256_xor_si256(_mm256_xor_si256(first, load_vector(next)), second);
+}
+
+// The same as add_by_instruction().
+MA_VECTOR std::uint32_t add_by_vectors(std::uint32_t crc, std::span<const std::byte> bytes) {
+  if (bytes.size() < 2 * kFoldBytes) return add_by_instruction(crc, bytes);
+  constexpr auto kFirst = static_cast<long long>(fold_factor(kFoldBytes, 64));
+  constexpr auto kSecond = static_cast<long long>(fold_factor(kFoldBytes, 0));
+  const __m256i factors = _mm256_set_epi64x(kSecond, kFirst, kSecond, kFirst);
+  __m256i sums[kVectorCount];
+  for (std::size_t index = 0; index < kVectorCount; ++index) {
+    sums[index] = load_vector(bytes.data() + index * kVectorBytes);
+  }
+  sums[0] = _mm256_xor_si256(sums[0], _mm256_set_epi64x(0, 0, 0, crc));
+  bytes = bytes.subspan(kFoldBytes);
+  for (; bytes.size() >= kFoldBytes; bytes = bytes.subspan(kFoldBytes)) {
+    for (std::size_t index = 0; index < kVectorCount; ++index) {
+      sums[index] = fold(sums[index], factors, bytes.data() + index * kVectorBytes);
+    }
+  }
+  std::array<std::byte, kFoldBytes> left;
+  std::memcpy(left.data(), sums, kFoldBytes);
+  return add_by_instruction(add_by_instruction(0, left), bytes);
+}
+
+#undef MA_VECTOR
+
+bool has_instruction() { return __builtin_cpu_supports("sse4.2") != 0; }
+
+bool has_vectors() {
+  return has_instruction() && __builtin_cpu_supports("avx2") != 0 &&
+         __builtin_cpu_supports("vpclmulqdq") != 0;
+}
 
 #endif
 
-}  // namespace
-
-std::uint32_t crc32c_portable(std::span<const std::byte> bytes, std::uint32_t previous) {
-  std::uint32_t crc = ~previous;
+std::uint32_t add_by_tables(std::uint32_t crc, std::span<const std::byte> bytes) {
   for (; bytes.size() >= 8; bytes = bytes.subspan(8)) {
     const std::uint64_t word = load(bytes.data()) ^ crc;
     crc = 0;
@@ -156,16 +210,28 @@ std::uint32_t crc32c_portable(std::span<const std::byte> bytes, std::uint32_t pr
     }
   }
   for (const std::byte byte : bytes) crc = add_byte(crc, byte);
-  return ~crc;
+  return crc;
+}
+
+}  // namespace
+
+std::vector<Crc32cMethod> crc32c_methods() {
+  std::vector<Crc32cMethod> methods{{"tables", &add_by_tables}};
+#if defined(__x86_64__)
+  if (has_instruction()) methods.push_back({"sse4.2", &add_by_instruction});
+  if (has_vectors()) methods.push_back({"vpclmulqdq", &add_by_vectors});
+#endif
+  return methods;
 }
 
 std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t previous) {
-#if defined(__x86_64__)
-  if (has_instruction()) return crc32c_sse42(bytes, previous);
-#endif
-  return crc32c_portable(bytes, previous);
+  static const Crc32cMethod fastest = crc32c_methods().back();
+  return crc32c_by(fastest, bytes, previous);
 }
 
-std::string_view crc32c_method() { return has_instruction() ? "sse4.2" : "tables"; }
+std::uint32_t crc32c_by(const Crc32cMethod& method, std::span<const std::byte> bytes,
+                        std::uint32_t previous) {
+  return ~method.add(~previous, bytes);
+}
 
 }  // namespace memascend

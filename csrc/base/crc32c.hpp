@@ -8,17 +8,25 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
 namespace memascend {
 
 /// The checksum of `bytes`, or of what came before them, whose checksum is `previous`, and `bytes`.
-/// By the processor's instruction where it has one.
+/// The fastest way that this processor knows.
 std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t previous = 0);
 
-/// Computes it by tables alone, on any processor.
-std::uint32_t crc32c_portable(std::span<const std::byte> bytes, std::uint32_t previous = 0);
+/// A way to compute it. All give the same bits.
+struct Crc32cMethod {
+  std::string_view name;  // "tables", "sse4.2" or "vpclmulqdq"
+  /// Goes on from a state that is not complemented.
+  std::uint32_t (*add)(std::uint32_t state, std::span<const std::byte> bytes);
+};
 
-/// The way crc32c() works here: "sse4.2" or "tables".
-std::string_view crc32c_method();
+/// Those of this processor, slowest first; the tables serve any.
+std::vector<Crc32cMethod> crc32c_methods();
+
+std::uint32_t crc32c_by(const Crc32cMethod& method, std::span<const std::byte> bytes,
+                        std::uint32_t previous = 0);
 
 }  // namespace memascend

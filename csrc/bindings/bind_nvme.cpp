@@ -261,15 +261,16 @@ void bind_ticket(py::module_& module) {
 }
 
 void bind_crc32c(py::module_& module) {
-  module.def(
-      "crc32c",
-      [](std::uintptr_t address, std::size_t nbytes, std::uint32_t previous, bool portable) {
-        const std::span<const std::byte> bytes = as_span(address, nbytes);
-        return portable ? crc32c_portable(bytes, previous) : crc32c(bytes, previous);
-      },
-      "CRC-32C of memory; see base/crc32c.hpp.", py::kw_only(), "address"_a, "nbytes"_a,
-      "previous"_a = 0, "portable"_a = false, WithoutGil());
-  module.def("crc32c_method", &crc32c_method, "How this processor computes it.");
+  py::class_<Crc32cMethod>(module, "Crc32cMethod", "A way to compute CRC-32C; base/crc32c.hpp.")
+      .def_readonly("name", &Crc32cMethod::name)
+      .def(
+          "checksum",
+          [](const Crc32cMethod& method, std::uintptr_t address, std::size_t nbytes,
+             std::uint32_t previous) {
+            return crc32c_by(method, as_span(address, nbytes), previous);
+          },
+          py::kw_only(), "address"_a, "nbytes"_a, "previous"_a = 0, WithoutGil());
+  module.def("crc32c_methods", &crc32c_methods, "Those of this processor, slowest first.");
 }
 
 }  // namespace

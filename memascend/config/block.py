@@ -58,7 +58,7 @@ class DirectNvmeConfig(Section):
     )
     queue_depth: int = Field(64, ge=1, le=4096, description="requests in flight on each drive")
     chunk_bytes: Nbytes = Field(
-        1 << 20, ge=64 << 10, le=64 << 20, multiple_of=64 << 10, description="bytes of one request"
+        2 << 20, ge=64 << 10, le=64 << 20, multiple_of=64 << 10, description="bytes of one request"
     )
     threads: int = Field(
         8, ge=1, le=256, description="workers of the threads engine, for each drive"

@@ -48,7 +48,7 @@ class TensorStore:
         bounce: torch.Tensor,
         engine: str = "auto",
         queue_depth: int = 64,
-        chunk_bytes: int = 1024 * 1024,
+        chunk_bytes: int = 2 * 1024 * 1024,
         threads: int = 8,
         sqpoll: bool = False,
         iopoll: bool = False,

@@ -17,8 +17,9 @@ constexpr unsigned kRetryCountMax = 64;
 // With many requests in flight the thread wakes for an eighth of them at a time: fewer turns, and
 // the device's queue stays nearly full.
 constexpr std::size_t kReapFraction = 8;
-// Reads after a write that the bounce buffers allow at once: small ones keep a drive busy, too.
-constexpr std::uint64_t kReadBackCount = 16;
+// A request that bounces takes less than it wants down to this part of the memory for it: enough
+// requests to keep a drive busy, and none for crumbs.
+constexpr std::uint64_t kBounceFraction = 16;
 // Chunks of earlier classes before one of a class that waits: nothing starves.
 constexpr unsigned kPassedOverMax = 8;
 
@@ -31,16 +32,10 @@ Lane::Lane(std::unique_ptr<Engine> engine, std::size_t volume_index, std::span<s
       volume_(shared->volumes[volume_index]),
       shared_(*shared),
       options_(shared->options),
-      counters_(shared->counters) {
-  const std::uint64_t block = shared_.alignment.offset_bytes;
-  bounce_bytes_ = std::min<std::uint64_t>(options_.chunk_bytes, bounce.size());
-  if (options_.read_back) {
-    bounce_bytes_ =
-        std::min(bounce_bytes_, std::max(block, align_down(bounce.size() / kReadBackCount, block)));
-  }
-  for (std::uint64_t end = bounce_bytes_; end <= bounce.size(); end += bounce_bytes_) {
-    free_bounces_.push_back(bounce.data() + (end - bounce_bytes_));
-  }
+      counters_(shared->counters),
+      bounce_(bounce),
+      free_bounce_(bounce.size()) {
+  free_bounce_.mark(0, bounce.size(), true);
   chunks_.resize(engine_->queue_depth());
   for (std::size_t index = chunks_.size(); index > 0; --index) free_chunks_.push_back(index - 1);
   batch_.reserve(chunks_.size());
@@ -186,7 +181,7 @@ void Lane::fill_batch() {
 }
 
 // Turns the next part of a piece into a request, of the class whose turn it is; false when nothing
-// waits, or only for bounce buffers.
+// waits, or only for bounce memory.
 bool Lane::open_next() {
   std::array<std::size_t, kClassCount> order{kNeeded, kReads, kWrites};
   std::stable_partition(order.begin(), order.end(), [this](std::size_t index) {
@@ -194,9 +189,7 @@ bool Lane::open_next() {
   });
   for (const std::size_t index : order) {
     Waiting& waiting = waiting_[index];
-    const bool opened = (!free_bounces_.empty() && open_chunk(&waiting.bounced, bounce_bytes_)) ||
-                        open_chunk(&waiting.direct, options_.chunk_bytes);
-    if (!opened) continue;
+    if (!open_chunk(&waiting.bounced) && !open_chunk(&waiting.direct)) continue;
     waiting.passed_over_count = 0;
     for (std::size_t later = index + 1; later < kClassCount; ++later) {
       if (!waiting_[later].empty()) ++waiting_[later].passed_over_count;
@@ -206,8 +199,8 @@ bool Lane::open_next() {
   return false;
 }
 
-// False when no piece waits here.
-bool Lane::open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes_max) {
+// False when no piece waits here, or only for bounce memory.
+bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   while (!cursors->empty() && cursors->front().part->transfer->failed) {
     Part* part = cursors->front().part;
     cursors->pop_front();
@@ -217,20 +210,22 @@ bool Lane::open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes_max) {
   if (cursors->empty()) return false;
   Cursor& cursor = cursors->front();
   Part* part = cursor.part;
+  Chunk opened;
+  opened.part = part;
+  opened.piece = cursor.piece;
+  opened.operation = part->reading_back ? Operation::kRead : part->transfer->operation;
+  opened.offset = cursor.next;
+  opened.nbytes = std::min(options_.chunk_bytes, cursor.piece->end - cursor.next);
+  opened.serial = ++serial_;
+  if (cursor.piece->bounced || part->reading_back) {
+    if (!take_bounce(&opened)) return false;
+    begin_bounced(&opened);
+  } else {
+    opened.data = cursor.piece->data + (opened.offset - cursor.piece->wanted_offset);
+  }
   Chunk& chunk = chunks_[free_chunks_.back()];
   free_chunks_.pop_back();
-  chunk = {};
-  chunk.part = part;
-  chunk.piece = cursor.piece;
-  chunk.operation = part->reading_back ? Operation::kRead : part->transfer->operation;
-  chunk.offset = cursor.next;
-  chunk.nbytes = std::min(nbytes_max, cursor.piece->end - cursor.next);
-  chunk.serial = ++serial_;
-  if (cursor.piece->bounced || part->reading_back) {
-    begin_bounced(&chunk);
-  } else {
-    chunk.data = cursor.piece->data + (chunk.offset - cursor.piece->wanted_offset);
-  }
+  chunk = opened;
   ++part->chunks_left;
   cursor.next += chunk.nbytes;
   if (cursor.next == cursor.piece->end) {
@@ -242,9 +237,20 @@ bool Lane::open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes_max) {
   return true;
 }
 
+// Finds memory for all of the chunk, or makes it smaller; false while too little is free.
+bool Lane::take_bounce(Chunk* chunk) {
+  const std::uint64_t block = shared_.alignment.offset_bytes;
+  const std::uint64_t least = std::max(block, align_down(bounce_.size() / kBounceFraction, block));
+  std::optional<FreeRun> run = free_bounce_.best_backed(chunk->nbytes);
+  if (!run) run = free_bounce_.largest_backed();
+  if (!run || run->nbytes < std::min(least, chunk->nbytes)) return false;
+  chunk->nbytes = std::min(chunk->nbytes, run->nbytes);
+  chunk->bounce = bounce_.data() + run->offset;
+  free_bounce_.take(run->offset, chunk->nbytes);
+  return true;
+}
+
 void Lane::begin_bounced(Chunk* chunk) {
-  chunk->bounce = free_bounces_.back();
-  free_bounces_.pop_back();
   chunk->data = chunk->bounce;
   if (!chunk->part->reading_back) counters_.bytes_bounced += chunk->nbytes;
   if (chunk->operation == Operation::kRead) return;
@@ -352,7 +358,9 @@ void Lane::fail(Chunk* chunk, ErrorPlace error) {
 
 void Lane::close(Chunk* chunk) {
   Part* part = chunk->part;
-  if (chunk->bounce != nullptr) free_bounces_.push_back(chunk->bounce);
+  if (chunk->bounce != nullptr) {
+    free_bounce_.give(static_cast<std::uint64_t>(chunk->bounce - bounce_.data()), chunk->nbytes);
+  }
   *chunk = {};
   free_chunks_.push_back(static_cast<std::size_t>(chunk - chunks_.data()));
   --part->chunks_left;

@@ -1,4 +1,4 @@
-// Lane: one volume with its own thread, engine, bounce buffers and watchdog. What happens between
+// Lane: one volume with its own thread, engine, bounce memory and watchdog. What happens between
 // "move these pieces" and an engine's completions, once for all engines: splitting into chunks,
 // keeping the queue full, bouncing, resubmitting the rest of short transfers, retrying, checksums
 // (checksums.cpp), patience (watch.cpp), and naming errors.
@@ -26,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/free_space.hpp"
 #include "nvme/engine/engine.hpp"
 #include "nvme/transfer/latency.hpp"
 #include "nvme/transfer/transfer.hpp"
@@ -92,7 +93,7 @@ class Lane {
   /// The pieces of one class that wait.
   struct Waiting {
     std::deque<Cursor> direct;
-    std::deque<Cursor> bounced;      // there are few buffers: these never crowd out the direct ones
+    std::deque<Cursor> bounced;      // their memory is small: these never crowd out the direct ones
     unsigned passed_over_count = 0;  // chunks of earlier classes since one of this
     bool empty() const noexcept { return direct.empty() && bounced.empty(); }
   };
@@ -122,7 +123,8 @@ class Lane {
   void promote();
   void fill_batch();
   bool open_next();
-  bool open_chunk(std::deque<Cursor>* cursors, std::uint64_t nbytes_max);
+  bool open_chunk(std::deque<Cursor>* cursors);
+  bool take_bounce(Chunk* chunk);
   void begin_bounced(Chunk* chunk);
   void push_request(const Chunk& chunk);
   void complete(const Completion& completion);
@@ -159,8 +161,8 @@ class Lane {
   std::array<Waiting, kClassCount> waiting_;
   std::vector<Chunk> chunks_;  // the index is the request's tag
   std::vector<std::size_t> free_chunks_;
-  std::uint64_t bounce_bytes_ = 0;  // of one bounce buffer
-  std::vector<std::byte*> free_bounces_;
+  const std::span<std::byte> bounce_;
+  FreeSpace free_bounce_;
   std::vector<Request> batch_;
   std::vector<Completion> completions_;
   std::vector<Transfer*> finished_;

@@ -45,7 +45,7 @@ struct Transfer {
 };
 
 struct TransferOptions {
-  std::uint64_t chunk_bytes = std::uint64_t{1} << 20;  // of one request; a multiple of the block
+  std::uint64_t chunk_bytes = std::uint64_t{2} << 20;  // of one request; a multiple of the block
   std::span<std::byte> bounce;                         // a block per volume or more; aligned
   std::chrono::milliseconds watchdog{60'000};     // silence of the device before it is reported
   unsigned eio_retries = 2;                       // of one request; an EIO may be of a moment
