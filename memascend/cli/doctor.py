@@ -32,7 +32,15 @@ from memascend.base.units import GIB, MIB, format_nbytes
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.system.memory import group_limit
-from memascend.system.mounts import IN_MEMORY, PROC, SYSFS, filesystem_of, read_line, read_lines
+from memascend.system.mounts import (
+    COPY_ON_WRITE_FIX,
+    IN_MEMORY,
+    PROC,
+    SYSFS,
+    filesystem_of,
+    read_line,
+    read_lines,
+)
 
 TRIAL_BYTES = MIB
 FREE_BYTES_COMFORTABLE = 20 * GIB
@@ -295,12 +303,17 @@ def _trial(path: Path) -> Check:
                 for transfer, memory in ((store.write, source), (store.read, target)):
                     transfer(key="trial", address=_address(memory), nbytes=TRIAL_BYTES).wait()
                 engine = f"{store.engine_name} ({store.engine_reason})"
+                copies_on_write = store.volume_stats()[0].copies_on_write
         except OSError as error:
             return Check(name, "problem", str(error), "see the checks above, or another --path")
         if source[:] != target[:]:
             found = f"{engine}: what was read differs from what was written"
             return Check(name, "problem", found, "do not train on this drive")
-    return Check(name, "ok", f"{format_nbytes(TRIAL_BYTES)} written, read and compared by {engine}")
+    found = f"{format_nbytes(TRIAL_BYTES)} written, read and compared by {engine}"
+    if copies_on_write:
+        found += "; the file system copies what is overwritten: slower, and may run full in a step"
+        return Check(name, "note", found, COPY_ON_WRITE_FIX)
+    return Check(name, "ok", found)
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -63,7 +63,9 @@ class DirectNvmeConfig(Section):
     threads: int = Field(
         8, ge=1, le=256, description="workers of the threads engine, for each drive"
     )
-    sqpoll: bool = Field(False, description="kernel thread polls for submissions; needs a core")
+    sqpoll: bool = Field(
+        False, description="kernel thread polls for submissions; needs a core for each drive"
+    )
     iopoll: bool = Field(False, description="poll for completions; needs NVMe poll queues")
 
     eio_retries: int = Field(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from memascend import _core
 from memascend.errors import MemAscendError, StoreError
+from memascend.system.mounts import COPY_ON_WRITE_FIX
 
 if TYPE_CHECKING:
     import torch
@@ -125,9 +126,9 @@ class TensorStore:
                 logger.warning(
                     "%s is on a file system that copies what is overwritten: a step may meet a "
                     "full disk though its space was reserved, and I/O goes through the page cache\n"
-                    "fix: ext4 or XFS, a raw device, or on btrfs a directory without snapshots and "
-                    "compression (chattr -R +C, btrfs property set <directory> compression none)",
+                    "fix: %s",
                     volume.path,
+                    COPY_ON_WRITE_FIX,
                 )
 
     @property

@@ -13,6 +13,11 @@ from pathlib import Path
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
+#: What to do on a file system that copies what is overwritten.
+COPY_ON_WRITE_FIX = (
+    "ext4 or XFS, a raw device, or on btrfs a directory without snapshots and compression "
+    "(chattr -R +C, btrfs property set <directory> compression none)"
+)
 #: Kinds of file systems whose files are host memory.
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _STACK_DEPTH_MAX = 8  # of device-mapper and md volumes over each other

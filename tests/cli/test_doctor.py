@@ -80,6 +80,19 @@ def test_the_table_has_every_finding_as_it_is_and_only_problems_fail(
 # -- the trial -------------------------------------------------------------------------------------
 
 
+def test_a_file_system_that_copies_what_is_overwritten_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CopiesOnWrite(_core.Store):
+        def volume_stats(self) -> list[SimpleNamespace]:
+            return [SimpleNamespace(copies_on_write=True)]
+
+    monkeypatch.setattr(_core, "Store", CopiesOnWrite)
+    check = doctor._trial(tmp_path)
+    assert check.state == "note"
+    assert "chattr" in check.fix
+
+
 def test_what_is_read_back_is_really_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
