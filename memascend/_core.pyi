@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from memascend.base.interfaces import Registrar
+
 # --- memory -------------------------------------------------------------------------------------
 
 class ArenaReport:
@@ -19,6 +21,8 @@ class ArenaReport:
     @property
     def registered_bytes(self) -> int: ...
     @property
+    def wants_registration(self) -> bool: ...
+    @property
     def numa_node(self) -> int: ...
     @property
     def notes(self) -> list[str]: ...
@@ -30,6 +34,8 @@ class AllocatorStats:
     def used_bytes(self) -> int: ...
     @property
     def reserved_bytes(self) -> int: ...
+    @property
+    def registered_bytes(self) -> int: ...
     @property
     def peak_used_bytes(self) -> int: ...
     @property
@@ -69,6 +75,7 @@ class Allocator:
         numa_node: int = -1,
         prefault_threads: int = 0,
         limit_bytes: int = 0,
+        registrar: Registrar | None = None,
         cuda_library: str = "libcuda.so.1",
     ) -> None: ...
     def allocate(self, *, nbytes: int, component: str, zero: bool = False) -> Block: ...

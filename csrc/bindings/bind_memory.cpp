@@ -1,6 +1,11 @@
 // Python surface of csrc/memory/.
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
 #include "base/check.hpp"
 #include "bindings/bindings.hpp"
 #include "memory/allocator.hpp"
@@ -22,9 +27,55 @@ HugePages parse_huge_pages(const std::string& name) {
   return HugePages::kOff;
 }
 
+std::uintptr_t as_number(const std::byte* address) {
+  return reinterpret_cast<std::uintptr_t>(address);
+}
+
+/// A registrar in Python. Called under the allocator's lock, by threads that have given the
+/// interpreter's up; nobody waits for the former with the latter in hand (Allocator::free).
+class PythonRegistrar : public HostRegistrar {
+ public:
+  explicit PythonRegistrar(py::object target) : target_(std::move(target)) {}
+  ~PythonRegistrar() override {
+    if (!Py_IsInitialized()) {  // nobody is left to tell
+      target_.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    target_ = py::object();
+  }
+  PythonRegistrar(const PythonRegistrar&) = delete;
+  PythonRegistrar& operator=(const PythonRegistrar&) = delete;
+
+  std::string register_memory(std::span<std::byte> range) override {
+    return call("register", range);
+  }
+  void unregister_memory(std::span<std::byte> range) noexcept override {
+    if (Py_IsInitialized()) (void)call("unregister", range);
+  }
+  std::string try_unregister_memory(std::span<std::byte> range) override {
+    return call("unregister_when_idle", range);
+  }
+
+ private:
+  std::string call(const char* name, std::span<std::byte> range) {
+    const py::gil_scoped_acquire gil;
+    try {
+      return py::str(target_.attr(name)(as_number(range.data()), range.size()));
+    } catch (const py::error_already_set& error) {
+      // Ctrl-C came here by chance; it is for whoever waits for this thread.
+      if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+      return error.what();
+    }
+  }
+
+  py::object target_;
+};
+
 std::shared_ptr<Allocator> make_allocator(const std::string& huge_pages, bool lock,
                                           bool register_device, int numa_node,
                                           unsigned prefault_threads, std::uint64_t limit_bytes,
+                                          const py::object& registrar,
                                           const std::string& cuda_library) {
   AllocatorOptions options;
   options.arena.pages.huge_pages = parse_huge_pages(huge_pages);
@@ -32,6 +83,7 @@ std::shared_ptr<Allocator> make_allocator(const std::string& huge_pages, bool lo
   options.arena.pages.numa_node = numa_node;
   options.arena.pages.prefault_threads = prefault_threads;
   options.arena.register_device = register_device;
+  if (!registrar.is_none()) options.arena.registrar = std::make_shared<PythonRegistrar>(registrar);
   options.arena.cuda_library = cuda_library;
   options.limit_bytes = limit_bytes;
   return Allocator::create(options);
@@ -43,10 +95,6 @@ py::buffer_info view_bytes(std::byte* address, std::uint64_t nbytes) {
   return py::buffer_info(reinterpret_cast<std::uint8_t*>(address), length);
 }
 
-std::uintptr_t as_number(const std::byte* address) {
-  return reinterpret_cast<std::uintptr_t>(address);
-}
-
 void bind_structs(py::module_& module) {
   py::class_<ArenaReport>(module, "ArenaReport")
       .def_readonly("reserved_bytes", &ArenaReport::reserved_bytes)
@@ -54,12 +102,14 @@ void bind_structs(py::module_& module) {
       .def_readonly("huge_page_bytes", &ArenaReport::huge_page_bytes)
       .def_readonly("locked_bytes", &ArenaReport::locked_bytes)
       .def_readonly("registered_bytes", &ArenaReport::registered_bytes)
+      .def_readonly("wants_registration", &ArenaReport::wants_registration)
       .def_readonly("numa_node", &ArenaReport::numa_node)
       .def_readonly("notes", &ArenaReport::notes);
   py::class_<AllocatorStats>(module, "AllocatorStats")
       .def_readonly("requested_bytes", &AllocatorStats::requested_bytes)
       .def_readonly("used_bytes", &AllocatorStats::used_bytes)
       .def_readonly("reserved_bytes", &AllocatorStats::reserved_bytes)
+      .def_readonly("registered_bytes", &AllocatorStats::registered_bytes)
       .def_readonly("peak_used_bytes", &AllocatorStats::peak_used_bytes)
       .def_readonly("peak_reserved_bytes", &AllocatorStats::peak_reserved_bytes)
       .def_readonly("block_count", &AllocatorStats::block_count);
@@ -80,7 +130,7 @@ void bind_allocator(py::module_& module) {
   py::class_<Allocator, std::shared_ptr<Allocator>>(module, "Allocator")
       .def(py::init(&make_allocator), py::kw_only(), "huge_pages"_a, "lock"_a, "register_device"_a,
            "numa_node"_a = -1, "prefault_threads"_a = 0, "limit_bytes"_a = 0,
-           "cuda_library"_a = ArenaOptions{}.cuda_library)
+           "registrar"_a = py::none(), "cuda_library"_a = ArenaOptions{}.cuda_library)
       .def("allocate", &Allocator::allocate, py::kw_only(), "nbytes"_a, "component"_a,
            "zero"_a = false, WithoutGil())
       .def("trim", &Allocator::trim, WithoutGil())

@@ -1,8 +1,9 @@
 // Python surface of csrc/nvme/: Store, Ticket, MemoryFaults.
 //
-// Lock order: the interpreter's lock is never taken under the store's mutex. Calls give the former
-// up before they enter the store, and the store drops holds (Python objects) after it has left its
-// own.
+// Lock order: nobody waits for the store's mutex with the interpreter's lock in hand. Calls give
+// the latter up before they enter the store, and the store drops holds (Python objects) after it
+// has left its own. It takes the interpreter's lock under its mutex in one place: where memory for
+// checksums makes an arena grow that registers through Python.
 #include <pybind11/stl.h>
 
 #include "base/crc32c.hpp"

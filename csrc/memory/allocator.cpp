@@ -33,6 +33,23 @@ std::string largest_components(const std::map<std::string, ComponentStats>& comp
 
 }  // namespace
 
+/// Holds the mutex, and frees first and last what was freed by whoever could not wait for it.
+class Allocator::Lock {
+ public:
+  explicit Lock(Allocator& allocator) : allocator_(allocator), lock_(allocator.mutex_) {
+    allocator_.holder_ = std::this_thread::get_id();
+    allocator_.free_late();
+  }
+  ~Lock() {
+    allocator_.free_late();
+    allocator_.holder_ = std::thread::id();
+  }
+
+ private:
+  Allocator& allocator_;
+  const std::lock_guard<std::mutex> lock_;
+};
+
 Block::~Block() {
   if (allocator_ != nullptr) allocator_->free(*this);  // null: allocate() threw half-way
 }
@@ -62,7 +79,7 @@ std::unique_ptr<Block> Allocator::allocate(std::uint64_t nbytes, const std::stri
   const std::uint64_t capacity_bytes = block->capacity_bytes_;
   bool fresh = false;
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(*this);
     const auto hole = free_.best_backed(capacity_bytes);
     Place place{0, false};
     if (hole) {
@@ -94,13 +111,13 @@ std::unique_ptr<Block> Allocator::allocate(std::uint64_t nbytes, const std::stri
 }
 
 void Allocator::trim() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   decommit_free(0, arena_.range_bytes());
   MA_INVARIANT_SLOW(is_valid_locked());
 }
 
 ArenaReport Allocator::report() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   return arena_.report();
 }
 
@@ -109,39 +126,57 @@ std::vector<std::string> Allocator::notes() const {
   return arena_.notes();
 }
 
-AllocatorStats Allocator::stats() const {
-  const std::lock_guard lock(mutex_);
+AllocatorStats Allocator::stats() {
+  const Lock lock(*this);
   AllocatorStats stats = stats_;
   stats.reserved_bytes = arena_.reserved_bytes();
+  stats.registered_bytes = arena_.registered_bytes();
   return stats;
 }
 
-std::map<std::string, ComponentStats> Allocator::components() const {
-  const std::lock_guard lock(mutex_);
+std::map<std::string, ComponentStats> Allocator::components() {
+  const Lock lock(*this);
   return components_;
 }
 
-bool Allocator::contains(std::uintptr_t address) const {
+bool Allocator::contains(std::uintptr_t address) {
   const auto base = reinterpret_cast<std::uintptr_t>(arena_.base());
   if (address < base) return false;
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   auto next = used_.upper_bound(address - base);
   if (next == used_.begin()) return false;
   --next;
   return address - base < next->first + next->second.capacity_bytes;
 }
 
-bool Allocator::is_valid() const {
-  const std::lock_guard lock(mutex_);
+bool Allocator::is_valid() {
+  const Lock lock(*this);
   return is_valid_locked();
 }
 
 void Allocator::free(const Block& block) noexcept {
-  const std::lock_guard lock(mutex_);
-  const auto found = used_.find(static_cast<std::uint64_t>(block.address_ - arena_.base()));
+  {
+    const std::lock_guard lock(late_mutex_);
+    late_.push_back(static_cast<std::uint64_t>(block.address_ - arena_.base()));
+  }
+  if (holder_.load() == std::this_thread::get_id()) return;  // within a registrar
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock) free_late();
+}
+
+void Allocator::free_late() noexcept {
+  std::vector<std::uint64_t> late;
+  {
+    const std::lock_guard lock(late_mutex_);
+    late.swap(late_);
+  }
+  for (const std::uint64_t offset : late) free_locked(offset);
+}
+
+void Allocator::free_locked(std::uint64_t freed) noexcept {
+  const auto found = used_.find(freed);
   MA_INVARIANT(found != used_.end());
   const auto [offset, used] = *found;
-  MA_INVARIANT(used.capacity_bytes == block.capacity_bytes_);
   used_.erase(found);
   free_.give(offset, used.capacity_bytes);
   used.component->live_bytes -= used.nbytes;

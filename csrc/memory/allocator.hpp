@@ -10,14 +10,18 @@
 // use, and only on trim() or where memory would be refused otherwise: registering costs time. Other
 // holes stay and are reused.
 //
-// Knows nothing of slots, tensors or devices. Thread-safe; growing holds the lock.
+// Knows nothing of slots, tensors or devices. Thread-safe; growing holds the lock. Freeing never
+// waits for it: a registrar may need what a thread that frees holds (Python's lock), or may free
+// blocks itself. What cannot be freed at once is freed by whoever has the lock.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/free_space.hpp"
@@ -56,9 +60,10 @@ struct AllocatorOptions {
 };
 
 struct AllocatorStats {
-  std::uint64_t requested_bytes = 0;  // sum of live blocks, as asked
-  std::uint64_t used_bytes = 0;       // the same, in whole pages
-  std::uint64_t reserved_bytes = 0;   // memory held
+  std::uint64_t requested_bytes = 0;   // sum of live blocks, as asked
+  std::uint64_t used_bytes = 0;        // the same, in whole pages
+  std::uint64_t reserved_bytes = 0;    // memory held
+  std::uint64_t registered_bytes = 0;  // of it
   std::uint64_t peak_used_bytes = 0;
   std::uint64_t peak_reserved_bytes = 0;
   std::uint64_t block_count = 0;
@@ -82,15 +87,16 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
 
   ArenaReport report();
   std::vector<std::string> notes() const;
-  AllocatorStats stats() const;
-  std::map<std::string, ComponentStats> components() const;
+  AllocatorStats stats();
+  std::map<std::string, ComponentStats> components();
   /// Whether an address lies inside a live block.
-  bool contains(std::uintptr_t address) const;
+  bool contains(std::uintptr_t address);
   /// Free and used bytes tile the range; all counts agree. For tests.
-  bool is_valid() const;
+  bool is_valid();
 
  private:
   friend class Block;
+  class Lock;
   struct Used {
     std::uint64_t nbytes;
     std::uint64_t capacity_bytes;
@@ -99,6 +105,8 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
 
   explicit Allocator(const AllocatorOptions& options);
   void free(const Block& block) noexcept;
+  void free_late() noexcept;
+  void free_locked(std::uint64_t offset) noexcept;
   struct Place {
     std::uint64_t offset;
     bool fresh;  // straight from the system, so all zero
@@ -122,6 +130,9 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
   std::map<std::uint64_t, Used> used_;  // by offset
   std::map<std::string, ComponentStats> components_;
   AllocatorStats stats_;
+  std::atomic<std::thread::id> holder_;  // of mutex_, but for free()
+  std::mutex late_mutex_;                // the last to be taken, and held for no call
+  std::vector<std::uint64_t> late_;      // offsets of blocks that are still to be freed
 };
 
 }  // namespace memascend

@@ -7,6 +7,7 @@
 
 #include "base/align.hpp"
 #include "base/check.hpp"
+#include "system/cuda_driver.hpp"
 #include "system/memory.hpp"
 
 namespace memascend {
@@ -17,6 +18,9 @@ namespace {
 constexpr std::uint64_t kRangePerPhysical = 8;
 constexpr std::uint64_t kRangeBytesDefault = std::uint64_t{1} << 40;
 constexpr std::uint64_t kRangeBytesMin = std::uint64_t{64} << 20;
+
+constexpr char kNotRegistered[] =
+    "host memory is not registered with the device, copies to and from it block: ";
 
 std::uint64_t choose_range_bytes(std::uint64_t asked) {
   std::uint64_t wanted = asked;
@@ -34,14 +38,16 @@ std::uint64_t choose_range_bytes(std::uint64_t asked) {
 Arena::Arena(const ArenaOptions& options)
     : options_(options), range_(choose_range_bytes(options.range_bytes), kRangeBytesMin) {
   if (!options.register_device) return;
+  registrar_ = options.registrar;
+  if (registrar_ != nullptr) return;
   std::string reason;
-  driver_ = CudaDriver::open(options.cuda_library, options.registration_bytes_max, reason);
-  if (driver_ == nullptr) notes_.add(join("host memory is not registered with CUDA: ", reason));
+  registrar_ = CudaDriver::open(options.cuda_library, reason);
+  if (registrar_ == nullptr) notes_.add(join(kNotRegistered, reason));
 }
 
 Arena::~Arena() {
   for (const auto& [offset, piece] : pieces_) {
-    if (piece.registered) driver_->unregister_memory(memory(offset, piece.nbytes));
+    if (piece.registered) registrar_->unregister_memory(memory(offset, piece.nbytes));
   }
 }
 
@@ -52,8 +58,8 @@ void Arena::commit(std::uint64_t offset, std::uint64_t nbytes) {
   reserved_bytes_ += nbytes;
   if (options_.pages.lock) lock_pages(added, notes_);
   if (!registers()) return;
-  const auto added_piece = pieces_.emplace(offset, CommittedPiece{nbytes, false}).first;
-  register_piece(offset, added_piece->second);
+  pieces_.emplace(offset, CommittedPiece{nbytes, false});
+  register_missing(offset);
 }
 
 bool Arena::decommit(std::uint64_t offset, std::uint64_t nbytes) {
@@ -80,21 +86,31 @@ bool Arena::is_boundary(std::uint64_t offset) const {
   return start + piece.nbytes == offset;
 }
 
-/// Best effort: a piece that the driver refuses serves as ordinary memory.
-void Arena::register_piece(std::uint64_t offset, CommittedPiece& piece) {
-  const std::string failure = driver_->register_memory(memory(offset, piece.nbytes));
-  if (failure.empty()) {
-    piece.registered = true;
-    registered_bytes_ += piece.nbytes;
-  } else {
-    notes_.add(join("host memory is not registered with CUDA, copies are slower: ", failure));
+/// Best effort: a piece that is refused serves as ordinary memory.
+bool Arena::register_piece(std::uint64_t offset, CommittedPiece& piece) {
+  const std::string failure = registrar_->register_memory(memory(offset, piece.nbytes));
+  if (!failure.empty()) {
+    notes_.add(join(kNotRegistered, failure));
+    return false;
+  }
+  piece.registered = true;
+  registered_bytes_ += piece.nbytes;
+  return true;
+}
+
+/// Registers a new piece, and where that works the older ones that were refused: the device may
+/// have come into use since, or room to register them may have been made.
+void Arena::register_missing(std::uint64_t newest) {
+  if (!register_piece(newest, pieces_.at(newest)) || registered_bytes_ == reserved_bytes_) return;
+  for (auto& [offset, piece] : pieces_) {
+    if (!piece.registered && !register_piece(offset, piece)) return;
   }
 }
 
-/// False when memory that the driver still knows would be given away.
+/// False when memory that the device still knows would be given away.
 bool Arena::unregister_piece(std::uint64_t offset, CommittedPiece& piece) {
   if (!piece.registered) return true;
-  const std::string failure = driver_->try_unregister_memory(memory(offset, piece.nbytes));
+  const std::string failure = registrar_->try_unregister_memory(memory(offset, piece.nbytes));
   if (!failure.empty()) {
     notes_.add(join("free host memory stays, it could not be given back: ", failure));
     return false;
@@ -116,6 +132,7 @@ ArenaReport Arena::report() {
   report.huge_page_bytes = usage.huge_page_bytes;
   report.locked_bytes = usage.locked_bytes;
   report.registered_bytes = registered_bytes_;
+  report.wants_registration = wants_registration();
   if (reserved_bytes_ > 0) report.numa_node = node_of_page(base());
   report.notes = notes_.list();
   return report;

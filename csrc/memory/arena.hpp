@@ -1,9 +1,10 @@
 // Arena: one reserved address range that gets its memory piece by piece.
 //
 // Addresses are contiguous over all pieces, so a block may lie across two of them and no tail is
-// lost in between. With device registration each commit is a piece of its own. A block must lie
-// within one (the driver refuses a copy over two registrations), and a piece goes back whole.
-// Knows pages and the driver; never knows which bytes are in use. Not thread-safe: the allocator
+// lost in between. With device registration each commit is a piece of its own, registered whole. A
+// block must lie within one (a device refuses a copy over two registrations), and a piece goes back
+// whole. What could not be registered is tried again with every later commit.
+// Knows pages and a registrar; never knows which bytes are in use. Not thread-safe: the allocator
 // that owns it holds a lock.
 #pragma once
 
@@ -14,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "system/cuda_driver.hpp"
+#include "system/host_registrar.hpp"
 #include "system/pages.hpp"
 
 namespace memascend {
@@ -22,9 +23,9 @@ namespace memascend {
 struct ArenaOptions {
   PageOptions pages;
   bool register_device = false;
+  std::shared_ptr<HostRegistrar> registrar;  // null: CUDA's driver
   std::uint64_t range_bytes = 0;  // addresses to reserve; 0: a multiple of physical memory
   std::string cuda_library = "libcuda.so.1";
-  std::uint64_t registration_bytes_max = kRegistrationBytesMax;
 };
 
 /// What was really obtained, measured from the kernel.
@@ -34,8 +35,9 @@ struct ArenaReport {
   std::uint64_t huge_page_bytes = 0;
   std::uint64_t locked_bytes = 0;  // by mlock; registered bytes are pinned by the driver too
   std::uint64_t registered_bytes = 0;
-  int numa_node = -1;              // where the first page lies, -1: unknown
-  std::vector<std::string> notes;  // what is missing and how to get it
+  bool wants_registration = false;  // then all that is reserved should be registered
+  int numa_node = -1;               // where the first page lies, -1: unknown
+  std::vector<std::string> notes;   // what is missing and how to get it
 };
 
 class Arena {
@@ -48,11 +50,14 @@ class Arena {
   std::byte* base() const noexcept { return range_.base(); }
   std::uint64_t range_bytes() const noexcept { return range_.nbytes(); }
   std::uint64_t reserved_bytes() const noexcept { return reserved_bytes_; }
-  /// Whether memory is registered with a device. Then each commit is a piece of its own.
-  bool registers() const noexcept { return driver_ != nullptr; }
+  std::uint64_t registered_bytes() const noexcept { return registered_bytes_; }
+  /// Whether memory was to be registered with a device, whatever came of it.
+  bool wants_registration() const noexcept { return options_.register_device; }
+  /// Whether there is anybody to register it. Then each commit is a piece of its own.
+  bool registers() const noexcept { return registrar_ != nullptr; }
   struct CommittedPiece {
     std::uint64_t nbytes;
-    bool registered;  // false: the driver refused this one
+    bool registered;  // false: refused until now
   };
   /// By offset; empty unless registers().
   const std::map<std::uint64_t, CommittedPiece>& pieces() const noexcept { return pieces_; }
@@ -78,13 +83,14 @@ class Arena {
     return {range_.base() + offset, nbytes};
   }
   bool is_hugetlb(std::uint64_t offset, std::uint64_t nbytes) const;
-  void register_piece(std::uint64_t offset, CommittedPiece& piece);
+  bool register_piece(std::uint64_t offset, CommittedPiece& piece);
+  void register_missing(std::uint64_t newest);
   bool unregister_piece(std::uint64_t offset, CommittedPiece& piece);
 
   ArenaOptions options_;
   Notes notes_;
   AddressRange range_;
-  std::unique_ptr<CudaDriver> driver_;
+  std::shared_ptr<HostRegistrar> registrar_;
   std::uint64_t reserved_bytes_ = 0;
   std::uint64_t registered_bytes_ = 0;
   std::map<std::uint64_t, CommittedPiece> pieces_;

@@ -2,11 +2,7 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
-
-#include "base/align.hpp"
 #include "base/check.hpp"
-#include "system/pages.hpp"
 
 namespace memascend {
 namespace {
@@ -39,20 +35,10 @@ struct CudaDriver::Functions {
     if (error_string(code, &words) != kSuccess || words == nullptr) words = "unknown error";
     return join("CUDA error ", code, ": ", words);
   }
-
-  /// Drops the chunks that cover [range, range + nbytes).
-  void unregister_chunks(std::byte* range, std::uint64_t nbytes, std::uint64_t chunk_bytes) const {
-    for (std::uint64_t offset = 0; offset < nbytes; offset += chunk_bytes) {
-      (void)unregister_host(range + offset);
-    }
-  }
 };
 
-std::unique_ptr<CudaDriver> CudaDriver::open(const std::string& library, std::uint64_t chunk_bytes,
-                                             std::string& reason) {
-  MA_EXPECT(chunk_bytes >= kPageBytes, "chunk_bytes must be at least a page, got ", chunk_bytes);
+std::unique_ptr<CudaDriver> CudaDriver::open(const std::string& library, std::string& reason) {
   std::unique_ptr<CudaDriver> driver(new CudaDriver);
-  driver->chunk_bytes_ = align_down(chunk_bytes, kPageBytes);
   driver->functions_ = std::make_unique<Functions>();
   driver->library_ = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (driver->library_ == nullptr) {
@@ -73,17 +59,6 @@ std::unique_ptr<CudaDriver> CudaDriver::open(const std::string& library, std::ui
     reason = join(library, " has no ", missing);
     return nullptr;
   }
-  // No cuInit: before CUDA is initialised this call fails with that, and initialising it here would
-  // break a later fork.
-  const int code = functions.get_current(&driver->context_);
-  if (code != kSuccess && code != kNotInitialized) {
-    reason = functions.text(code);
-    return nullptr;
-  }
-  if (code == kNotInitialized || driver->context_ == nullptr) {
-    reason = "this thread has no CUDA context; call torch.cuda.init() and use the device first";
-    return nullptr;
-  }
   return driver;
 }
 
@@ -91,46 +66,47 @@ CudaDriver::~CudaDriver() {
   // The library stays loaded: torch uses it too, and unloading a driver is not safe.
 }
 
-std::string CudaDriver::register_memory(std::span<std::byte> range) const {
+std::string CudaDriver::find_context() {
+  if (context_ != nullptr) return {};
+  // No cuInit: before CUDA is initialised this call fails with that, and initialising it here would
+  // break a later fork.
+  const int code = functions_->get_current(&context_);
+  if (code == kSuccess && context_ != nullptr) return {};
+  context_ = nullptr;
+  if (code != kSuccess && code != kNotInitialized) return functions_->text(code);
+  return "this thread has no CUDA context; use the device first";
+}
+
+std::string CudaDriver::register_memory(std::span<std::byte> range) {
+  std::string failure = find_context();
+  if (!failure.empty()) return failure;
   int code = functions_->push_current(context_);
   if (code != kSuccess) return functions_->text(code);
-  std::string failure;
-  for (std::uint64_t offset = 0; offset < range.size(); offset += chunk_bytes_) {
-    const std::uint64_t nbytes = std::min<std::uint64_t>(chunk_bytes_, range.size() - offset);
-    code = functions_->register_host(range.data() + offset, nbytes, kMemHostRegisterPortable);
-    if (code == kSuccess) continue;
-    failure = join("cuMemHostRegister of ", nbytes, " bytes: ", functions_->text(code));
-    functions_->unregister_chunks(range.data(), offset, chunk_bytes_);
-    break;
+  code = functions_->register_host(range.data(), range.size(), kMemHostRegisterPortable);
+  if (code != kSuccess) {
+    failure = join("cuMemHostRegister of ", range.size(), " bytes: ", functions_->text(code));
   }
   void* popped = nullptr;
   (void)functions_->pop_current(&popped);
   return failure;
 }
 
-void CudaDriver::unregister_memory(std::span<std::byte> range) const noexcept {
+void CudaDriver::unregister_memory(std::span<std::byte> range) noexcept {
   if (functions_->push_current(context_) != kSuccess) return;
-  functions_->unregister_chunks(range.data(), range.size(), chunk_bytes_);
+  (void)functions_->unregister_host(range.data());
   void* popped = nullptr;
   (void)functions_->pop_current(&popped);
 }
 
-std::string CudaDriver::try_unregister_memory(std::span<std::byte> range) const {
+std::string CudaDriver::try_unregister_memory(std::span<std::byte> range) {
   int code = functions_->push_current(context_);
   if (code != kSuccess) return functions_->text(code);
-  std::uint64_t offset = 0;
   code = functions_->synchronize();
-  while (code == kSuccess && offset < range.size()) {
-    code = functions_->unregister_host(range.data() + offset);
-    if (code == kSuccess) offset += chunk_bytes_;
-  }
+  if (code == kSuccess) code = functions_->unregister_host(range.data());
   void* popped = nullptr;
   (void)functions_->pop_current(&popped);
   if (code == kSuccess) return {};
-  std::string failure = join("cuMemHostUnregister: ", functions_->text(code));
-  const std::string restoring = register_memory(range.first(offset));
-  if (!restoring.empty()) failure += join("; only a part is registered now: ", restoring);
-  return failure;
+  return join("cuMemHostUnregister: ", functions_->text(code));
 }
 
 }  // namespace memascend

@@ -1,4 +1,4 @@
-"""The interfaces between layers that pass tensors: memory, transfers, events.
+"""The interfaces between layers that pass tensors: memory, its registrar, transfers, events.
 
 A lower layer implements them, a higher one uses them, and neither imports the other for it.
 """
@@ -21,6 +21,23 @@ class HostMemory(Protocol):
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor's memory came from here."""
+
+
+class Registrar(Protocol):
+    """Page-locks host memory for a device.
+
+    Called while an allocator grows or shrinks, by any thread, and may free memory of it but not
+    take any. Each call returns an empty text when it worked, else what failed.
+    """
+
+    def register(self, address: int, nbytes: int, /) -> str:
+        """Register a range as a whole, or not at all."""
+
+    def unregister(self, address: int, nbytes: int, /) -> str:
+        """Take back a range that was registered."""
+
+    def unregister_when_idle(self, address: int, nbytes: int, /) -> str:
+        """Do so once the device is idle, as a copy may still be in flight."""
 
 
 class Ticket(Protocol):

@@ -1,6 +1,13 @@
-"""Registered memory: pieces go back when nothing is in them, against a stand-in for libcuda."""
+"""Registered memory: pieces go back when nothing is in them, against a stand-in for libcuda.
+
+And what any registrar in Python may do while the allocator holds its lock.
+"""
 
 from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -104,6 +111,40 @@ class RegisteringAllocatorAgainstModel(RuleBasedStateMachine):
         self.cuda.library.fake_refuse_unregister(0)
 
 
+class DictRegistrar:
+    """A registrar in Python, with what a test wants it to do meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.live: dict[int, int] = {}
+        self.idle_waits = 0
+        self.refuses = ""
+        self.meanwhile = meanwhile
+
+    def register(self, address: int, nbytes: int) -> str:
+        self.meanwhile()
+        if not self.refuses:
+            self.live[address] = nbytes
+        return self.refuses
+
+    def unregister(self, address: int, nbytes: int) -> str:
+        assert self.live.pop(address) == nbytes
+        return ""
+
+    def unregister_when_idle(self, address: int, nbytes: int) -> str:
+        self.idle_waits += 1
+        return self.refuses or self.unregister(address, nbytes)
+
+    def core(self, *, limit_bytes: int = 0) -> _core.Allocator:
+        return _core.Allocator(
+            huge_pages="transparent",
+            lock=False,
+            register_device=True,
+            prefault_threads=1,
+            limit_bytes=limit_bytes,
+            registrar=self,
+        )
+
+
 STATE_MACHINE = settings(
     max_examples=examples(40),
     stateful_step_count=40,
@@ -138,3 +179,128 @@ def test_what_the_driver_keeps_is_noted_and_serves_again(fake_cuda: FakeCuda) ->
     fake_cuda.library.fake_refuse_unregister(0)
     core.trim()
     assert core.stats().reserved_bytes == 0
+
+
+def test_memory_taken_before_the_device_was_in_use_is_registered_with_the_next(
+    fake_cuda: FakeCuda,
+) -> None:
+    fake_cuda.library.fake_reset(0, 0)
+    core = make_core(fake_cuda)
+    early = core.allocate(nbytes=4 * MIB, component="weights")
+    assert (core.stats().reserved_bytes, core.report().registered_bytes) == (4 * MIB, 0)
+    fake_cuda.library.fake_give_context()
+    late = core.allocate(nbytes=2 * MIB, component="weights")
+    assert core.report().registered_bytes == core.stats().reserved_bytes == 6 * MIB
+    assert {one.start for one in fake_cuda.registrations()} == {early.address, late.address}
+    assert core.is_valid()
+
+
+def test_what_was_refused_for_its_size_alone_keeps_nothing_else_from_being_registered(
+    fake_cuda: FakeCuda,
+) -> None:
+    fake_cuda.library.fake_reset(0, 1)
+    fake_cuda.library.fake_refuse_from(8 * MIB)
+    core = make_core(fake_cuda)
+    blocks = [core.allocate(nbytes=n * MIB, component="weights") for n in (8, 2, 4)]
+    assert core.stats().registered_bytes == 6 * MIB
+    assert any(str(8 * MIB) in note for note in core.notes())
+    del blocks
+    core.trim()
+    assert core.stats().reserved_bytes == core.stats().registered_bytes == 0
+    assert fake_cuda.registrations() == []
+
+
+def test_without_any_library_no_memory_is_kept_in_pieces() -> None:
+    core = _core.Allocator(
+        huge_pages="off", lock=False, register_device=True, cuda_library="libnothere.so.1"
+    )
+    core.allocate(nbytes=MIB, component="weights")
+    report = core.report()
+    assert report.wants_registration
+    assert report.registered_bytes == 0
+    assert any("libnothere" in note for note in report.notes)
+
+
+def test_a_registrar_in_python_has_what_is_held_until_it_goes_back() -> None:
+    registrar = DictRegistrar()
+    core = registrar.core()
+    first = core.allocate(nbytes=3 * MIB, component="weights")
+    second = core.allocate(nbytes=2 * MIB, component="weights")
+    assert registrar.live == {first.address: 4 * MIB, second.address: 2 * MIB}
+    del first
+    core.trim()
+    assert registrar.idle_waits == 1
+    assert registrar.live == {second.address: 2 * MIB}
+    del core
+    assert registrar.live
+    del second
+    assert registrar.live == {}
+    assert registrar.idle_waits == 1
+
+
+def test_what_a_registrar_in_python_refuses_or_raises_is_a_note() -> None:
+    registrar = DictRegistrar()
+    registrar.refuses = "out of room"
+    core = registrar.core()
+    block = core.allocate(nbytes=2 * MIB, component="weights")
+    assert core.stats().registered_bytes == 0
+    assert any("out of room" in note for note in core.notes())
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    registrar.meanwhile = fail
+    other = core.allocate(nbytes=2 * MIB, component="weights")
+    assert any("the device is gone" in note for note in core.notes())
+    registrar.meanwhile, registrar.refuses = lambda: None, ""
+    last = core.allocate(nbytes=2 * MIB, component="weights")
+    assert set(registrar.live) == {block.address, other.address, last.address}
+    registrar.refuses = "busy"
+    del last
+    core.trim()
+    assert core.stats().reserved_bytes == core.stats().registered_bytes == 6 * MIB
+    registrar.refuses = ""
+
+
+def test_blocks_are_freed_while_a_registrar_in_python_runs() -> None:
+    """The collector may run in it, and take tensors that lie in the arena."""
+    garbage: list[_core.Block] = []
+    registrar = DictRegistrar()
+    core = registrar.core()
+    garbage += [core.allocate(nbytes=2 * MIB, component="weights") for _ in range(3)]
+
+    def collect() -> None:
+        garbage.clear()
+        gc.collect()
+
+    registrar.meanwhile = collect
+    block = core.allocate(nbytes=8 * MIB, component="weights")
+    assert garbage == []
+    assert core.components()["weights"].live_bytes == block.nbytes
+    assert core.is_valid()
+
+
+def test_another_thread_frees_blocks_while_a_registrar_in_python_runs() -> None:
+    """That thread has Python's lock, which the registrar gave up and needs again."""
+    garbage: list[_core.Block] = []
+    registrar = DictRegistrar()
+    core = registrar.core()
+    garbage.append(core.allocate(nbytes=2 * MIB, component="weights"))
+    begin, freed = threading.Event(), threading.Event()
+
+    def free() -> None:
+        assert begin.wait(60)
+        garbage.clear()
+        freed.set()
+
+    def let_it_free() -> None:
+        begin.set()
+        assert freed.wait(60)
+
+    registrar.meanwhile = let_it_free
+    thread = threading.Thread(target=free)
+    thread.start()
+    block = core.allocate(nbytes=8 * MIB, component="weights")
+    thread.join()
+    assert core.components()["weights"].live_bytes == block.nbytes
+    assert core.is_valid()

@@ -20,6 +20,7 @@ ArenaOptions small_range() {
   ArenaOptions options;
   options.range_bytes = 256 * kMib;
   options.pages.prefault_threads = 2;
+  options.pages.huge_pages = HugePages::kTransparent;  // explicit ones never go back
   return options;
 }
 

@@ -12,12 +12,14 @@ int unregister_count = 0;
 int fail_unregister_at = 0;
 int depth = 0;
 bool has_context = true;
+std::size_t refused_from = 0;
 }  // namespace
 
 extern "C" {
 int cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned) {
   if (depth == 0) return 201;
   if (++register_count == fail_register_at) return 2;
+  if (refused_from != 0 && nbytes >= refused_from) return 2;
   char* start = static_cast<char*>(address);
   for (const auto& [other, size] : live) {
     if (start < other + size && other < start + nbytes) return 712;
@@ -46,9 +48,13 @@ void fake_reset(int fail_at, int context) {
   live.clear();
   register_count = unregister_count = fail_unregister_at = 0;
   fails_unregister = false;
+  refused_from = 0;
   fail_register_at = fail_at;
   has_context = context != 0;
 }
+void fake_give_context() { has_context = true; }
+/// Single registrations of at least so many bytes fail; 0 for none.
+void fake_refuse_from(std::size_t nbytes) { refused_from = nbytes; }
 void fake_refuse_unregister(int refuses) { fails_unregister = refuses != 0; }
 /// The next but `count` fails, once.
 void fake_refuse_unregister_after(int count) { fail_unregister_at = unregister_count + count + 1; }

@@ -9,8 +9,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -44,6 +47,7 @@ struct StandIn {
   void (*reset)(int, int) = nullptr;
   int (*live)() = nullptr;
   int (*depth)() = nullptr;
+  void (*give_context)() = nullptr;
   void (*refuse_unregister)(int) = nullptr;
   void (*refuse_unregister_after)(int) = nullptr;
 };
@@ -68,6 +72,7 @@ StandIn build_stand_in(const std::string& directory) {
   look_up("fake_reset", stand_in.reset);
   look_up("fake_live", stand_in.live);
   look_up("fake_depth", stand_in.depth);
+  look_up("fake_give_context", stand_in.give_context);
   look_up("fake_refuse_unregister", stand_in.refuse_unregister);
   look_up("fake_refuse_unregister_after", stand_in.refuse_unregister_after);
   return stand_in;
@@ -77,44 +82,75 @@ AllocatorOptions registering(const StandIn& stand_in) {
   AllocatorOptions options;
   options.arena.range_bytes = 256 * kMib;
   options.arena.pages.lock = false;
+  options.arena.pages.huge_pages = HugePages::kTransparent;  // explicit ones never go back
   options.arena.register_device = true;
   options.arena.cuda_library = stand_in.path;
-  options.arena.registration_bytes_max = 4 * kMib;
   return options;
 }
 
-void a_missing_library_or_context_is_a_reason_not_an_error(const StandIn& stand_in) {
+void a_missing_library_is_a_reason_not_an_error() {
   std::string reason;
-  EXPECT(CudaDriver::open("libnothere.so.1", kMib, reason) == nullptr);
+  EXPECT(CudaDriver::open("libnothere.so.1", reason) == nullptr);
   EXPECT(reason.find("libnothere") != std::string::npos);
-  EXPECT(CudaDriver::open("libc.so.6", kMib, reason) == nullptr);
+  EXPECT(CudaDriver::open("libc.so.6", reason) == nullptr);
   EXPECT(reason.find("cuMemHostRegister") != std::string::npos);
-  stand_in.reset(0, 0);
-  EXPECT(CudaDriver::open(stand_in.path, kMib, reason) == nullptr);
-  EXPECT(reason.find("context") != std::string::npos);
 }
 
-void a_failure_at_the_third_chunk_takes_the_first_two_back(const StandIn& stand_in) {
-  stand_in.reset(3, 1);
+void without_a_context_registering_fails_until_there_is_one(const StandIn& stand_in) {
+  stand_in.reset(0, 0);
+  std::string reason;
+  const std::unique_ptr<CudaDriver> driver = CudaDriver::open(stand_in.path, reason);
+  EXPECT(driver != nullptr);
+  std::vector<std::byte> memory(kPageBytes);
+  EXPECT(driver->register_memory(memory).find("context") != std::string::npos);
+  EXPECT(stand_in.live() == 0);
+  stand_in.give_context();
+  EXPECT(driver->register_memory(memory).empty());
+  EXPECT(stand_in.live() == 1);
+  EXPECT(driver->try_unregister_memory(memory).empty());
+  EXPECT(stand_in.live() == 0);
+  EXPECT(stand_in.depth() == 0);
+}
+
+void one_range_is_one_registration_however_large(const StandIn& stand_in) {
+  stand_in.reset(0, 1);
+  std::string reason;
+  const std::unique_ptr<CudaDriver> driver = CudaDriver::open(stand_in.path, reason);
+  // No memory is there, and the stand-in touches none.
+  const std::span<std::byte> range(reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44),
+                                   std::uint64_t{200} << 30);
+  EXPECT(driver->register_memory(range).empty());
+  EXPECT(stand_in.live() == 1);
+  driver->unregister_memory(range);
+  EXPECT(stand_in.live() == 0);
+}
+
+void memory_that_was_refused_works_and_is_tried_again(const StandIn& stand_in) {
+  stand_in.reset(1, 1);
   const auto allocator = Allocator::create(registering(stand_in));
   const auto block = allocator->allocate(16 * kMib, "test", false);
   const ArenaReport report = allocator->report();
   EXPECT(stand_in.live() == 0);
   EXPECT(stand_in.depth() == 0);
   EXPECT(report.registered_bytes == 0);
+  EXPECT(report.wants_registration);
   EXPECT(report.notes.size() >= 1);
   EXPECT(report.notes.back().find("out of memory") != std::string::npos);
-  block->address()[16 * kMib - 1] = std::byte{1};  // the memory itself works
+  block->address()[16 * kMib - 1] = std::byte{1};
+  const auto next = allocator->allocate(2 * kMib, "test", false);
+  EXPECT(stand_in.live() == 2);
+  EXPECT(allocator->stats().registered_bytes == 18 * kMib);
+  EXPECT(allocator->is_valid());
 }
 
 void registrations_end_with_the_last_block_not_with_the_allocator(const StandIn& stand_in) {
   stand_in.reset(0, 1);
   auto allocator = Allocator::create(registering(stand_in));
   auto block = allocator->allocate(9 * kMib, "test", false);
-  EXPECT(stand_in.live() == 3);  // 10 MiB after rounding, in chunks of 4
+  EXPECT(stand_in.live() == 1);
   EXPECT(allocator->report().registered_bytes == 10 * kMib);
   allocator.reset();
-  EXPECT(stand_in.live() == 3);
+  EXPECT(stand_in.live() == 1);
   block.reset();
   EXPECT(stand_in.live() == 0);
 }
@@ -228,9 +264,9 @@ void a_piece_that_the_driver_keeps_stays_with_a_note(const StandIn& stand_in) {
   auto block = allocator->allocate(10 * kMib, "test", false);
   std::byte* address = block->address();
   block.reset();
-  stand_in.refuse_unregister_after(2);  // of three chunks
+  stand_in.refuse_unregister_after(0);
   allocator->trim();
-  EXPECT(stand_in.live() == 3);
+  EXPECT(stand_in.live() == 1);
   EXPECT(stand_in.depth() == 0);
   ArenaReport report = allocator->report();
   EXPECT(report.reserved_bytes == 10 * kMib);
@@ -276,8 +312,10 @@ int main() {
   char directory[] = "/tmp/memascend_cuda_XXXXXX";
   EXPECT(mkdtemp(directory) != nullptr);
   const StandIn stand_in = build_stand_in(directory);
-  a_missing_library_or_context_is_a_reason_not_an_error(stand_in);
-  a_failure_at_the_third_chunk_takes_the_first_two_back(stand_in);
+  a_missing_library_is_a_reason_not_an_error();
+  without_a_context_registering_fails_until_there_is_one(stand_in);
+  one_range_is_one_registration_however_large(stand_in);
+  memory_that_was_refused_works_and_is_tried_again(stand_in);
   registrations_end_with_the_last_block_not_with_the_allocator(stand_in);
   no_block_lies_across_two_registrations(stand_in);
   a_free_piece_goes_back_and_its_addresses_serve_again(stand_in);

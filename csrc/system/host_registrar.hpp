@@ -1,0 +1,29 @@
+// HostRegistrar: whoever page-locks host memory for a device. Knows addresses and bytes; never
+// knows arenas. An arena has at most one, and calls it from one thread at a time.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace memascend {
+
+class HostRegistrar {
+ public:
+  virtual ~HostRegistrar() = default;
+
+  /// Registers a range as a whole: the device refuses a copy across two registrations. Returns an
+  /// empty text, or what failed; then nothing is registered, and a later call may succeed.
+  virtual std::string register_memory(std::span<std::byte> range) = 0;
+
+  /// Takes back what register_memory did for exactly this range. Failures are ignored: when the
+  /// process ends the device may be gone first, and its registrations with it.
+  virtual void unregister_memory(std::span<std::byte> range) noexcept = 0;
+
+  /// As unregister_memory, for memory that the process will put to another use: waits until the
+  /// device is idle, as a copy may still be in flight. Returns an empty text, or what failed; then
+  /// the range is still registered.
+  virtual std::string try_unregister_memory(std::span<std::byte> range) = 0;
+};
+
+}  // namespace memascend
