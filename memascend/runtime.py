@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from memascend.base.components import BOUNCE_BUFFERS, PARAMETER_SLOTS, RESIDENT_CACHE
-from memascend.base.interfaces import Event, HostMemory, TensorIO
+from memascend.base.interfaces import Event, HostMemory, Registrar, TensorIO
 from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.config.block import MemAscendConfig
 from memascend.config.environment import local_world_size
@@ -81,6 +81,7 @@ class Runtime:
         register_device: bool,
         pci_address: str | None,
         stock: StockParts,
+        registrar: Registrar | None = None,
         new_event: Callable[[], Event] | None = None,
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
@@ -92,9 +93,10 @@ class Runtime:
             config: The validated block.
             directory: On the drive; for a block without `volumes`.
             page_lock: Whether host memory is locked where the block does not say.
-            register_device: Whether it is registered with CUDA.
+            register_device: Whether it is registered with the device.
             pci_address: Of the device, for the choice of a NUMA node.
             stock: For the sections that are off.
+            registrar: Who registers it; None for CUDA's driver.
             new_event: Makes an event of the device; None when the device is the CPU.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
@@ -113,6 +115,7 @@ class Runtime:
                 directory,
                 page_lock,
                 register_device=register_device,
+                registrar=registrar,
                 pci_address=pci_address,
                 limit_bytes=limit_bytes,
             )
@@ -158,6 +161,11 @@ class Runtime:
                 new_event=self._new_event,
             )
         return self._staging
+
+    @property
+    def unregistered_bytes(self) -> int:
+        """Bytes of the arena whose copies block, as the device could not be told of them."""
+        return self.arena.unregistered_bytes if self.arena is not None else 0
 
     def adopt(self, plan: Plan) -> None:
         """Exchange what served while the model was built for what the plan says, all at once.
@@ -229,6 +237,7 @@ class Runtime:
             limit_bytes=self.limit_bytes,
             held_bytes=stats.reserved_bytes if stats else 0,
             held_bytes_peak=stats.peak_reserved_bytes if stats else 0,
+            unregistered_bytes=self.unregistered_bytes,
             resident_bytes=resident_bytes,
             resident_bytes_peak=resident_bytes_peak,
             drive=self.store.stats() if self.store is not None else {},
@@ -286,6 +295,7 @@ def _make_arena(
     page_lock: bool,
     *,
     register_device: bool,
+    registrar: Registrar | None,
     pci_address: str | None,
     limit_bytes: int | None,
 ) -> HostAllocator:
@@ -294,6 +304,7 @@ def _make_arena(
         huge_pages=section.huge_pages or "auto",
         lock=page_lock if section.page_lock is None else section.page_lock,
         register_device=register_device,
+        registrar=registrar,
         numa_node=preferred_node(
             [path for path in volume_paths(config, directory) if os.path.exists(path)],
             pci_address=pci_address,

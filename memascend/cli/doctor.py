@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, format_nbytes
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
@@ -104,6 +105,7 @@ def examine(path: Path) -> list[Check]:
         _huge_pages(),
         _memory_limit(),
         _libaio(),
+        _device(),
     ]
     if not path.is_dir():
         return [*checks, Check("path", "problem", f"{path} is not a folder", f"mkdir -p {path}")]
@@ -219,6 +221,34 @@ def _libaio() -> Check:
         )
     fix = "apt-get install libaio-dev g++"
     return Check("libaio", "note", "missing; only stock DeepSpeed needs it, to compare with", fix)
+
+
+def _device() -> Check:
+    """Register some memory with the device, as an arena does: without, copies to it block."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
+            from deepspeed.accelerator import get_accelerator
+
+            from memascend.deepspeed.attach.device import device_of
+
+            accelerator = get_accelerator()
+            device = device_of(accelerator)
+            if not device.registers:
+                return Check("device", "ok", f"{accelerator.device_name()}: memory of the host")
+            return _registration(accelerator.current_device_name(), device.registrar)
+    except Exception as error:
+        return Check("device", "note", f"cannot be asked: {error}", "see the checks above")
+
+
+def _registration(device_name: str, registrar: Registrar | None) -> Check:
+    from memascend import _core
+
+    core = _core.Allocator(huge_pages="off", lock=False, register_device=True, registrar=registrar)
+    block = core.allocate(nbytes=TRIAL_BYTES, component="trial")
+    if core.stats().registered_bytes >= block.nbytes:
+        return Check("device", "ok", f"{device_name}: host memory can be registered with it")
+    fix = 'lift the cause, or "allocator": {"enabled": false} takes the pinned memory of torch'
+    return Check("device", "note", f"{device_name}: {'; '.join(core.notes())}", fix)
 
 
 def _free_space(path: Path) -> Check:

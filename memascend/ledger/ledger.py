@@ -43,6 +43,7 @@ class Ledger:
         resident_bytes: The process's resident memory now.
         resident_bytes_peak: The most it ever was.
         drive: Counters of the store; empty without one.
+        unregistered_bytes: Of what is held, what the device should know of and does not.
         wear: What was written by all ranks here; None without a store.
         volumes: What each volume moved, and how fast; empty without a store.
         drives: The wear of the drives below the volumes, from their SMART data; empty without any.
@@ -55,6 +56,7 @@ class Ledger:
     resident_bytes: int
     resident_bytes_peak: int
     drive: Mapping[str, int | float]
+    unregistered_bytes: int = 0
     wear: Wear | None = None
     volumes: Sequence[VolumeTraffic] = ()
     drives: Sequence[DriveWear] = ()
@@ -130,6 +132,9 @@ class Ledger:
             )
             for line in lines
         ]
+        if self.unregistered_bytes:
+            held, missing = format_nbytes(self.held_bytes), format_nbytes(self.unregistered_bytes)
+            table.append(f"  NOT registered with the device: {missing} of {held}; its copies block")
         if self.drive.get("bytes_verified"):
             table.append(f"  {self._describe_verified()}")
         table += [f"  {volume.describe()}" for volume in self.volumes]

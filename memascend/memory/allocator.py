@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from memascend._core import Allocator, ArenaReport
+from memascend.base.interfaces import Registrar
 from memascend.base.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class HostAllocator:
         huge_pages: HugePages = "auto",
         lock: bool = True,
         register_device: bool = False,
+        registrar: Registrar | None = None,
         numa_node: int | None = None,
         prefault_threads: int = 0,
         limit_bytes: int = 0,
@@ -44,7 +46,9 @@ class HostAllocator:
             huge_pages: Which huge pages to ask for; "auto" takes explicit ones when enough are
                 free, else transparent ones.
             lock: Keep the memory from being swapped out.
-            register_device: Register with CUDA. The device must be in use already.
+            register_device: Register with the device, so that copies do not block. What cannot be
+                registered yet is tried again whenever more memory is taken.
+            registrar: Registers it; None asks CUDA's driver.
             numa_node: Where memory should come from; None leaves it to the kernel.
             prefault_threads: Threads that make new memory resident; 0 chooses.
             limit_bytes: Most memory to hold; 0 for no limit.
@@ -53,10 +57,12 @@ class HostAllocator:
             huge_pages=huge_pages,
             lock=lock,
             register_device=register_device,
+            registrar=registrar,
             numa_node=-1 if numa_node is None else numa_node,
             prefault_threads=prefault_threads,
             limit_bytes=limit_bytes,
         )
+        self._wants_registration = register_device
         self._logged_notes: set[str] = set()
         self._described = False
         self._log_new_notes()
@@ -81,6 +87,14 @@ class HostAllocator:
             _LOG.info("host memory: %s", describe(self.core.report()))
         return torch.frombuffer(block, dtype=dtype)
 
+    @property
+    def unregistered_bytes(self) -> int:
+        """Bytes that should be registered with the device and are not."""
+        if not self._wants_registration:
+            return 0
+        stats = self.core.stats()
+        return stats.reserved_bytes - stats.registered_bytes
+
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's first element lies in a live block of ours."""
         return self.core.contains(tensor.data_ptr())
@@ -99,8 +113,10 @@ def describe(report: ArenaReport) -> str:
         f"{_share(report.huge_page_bytes, report.reserved_bytes)} in huge pages",
         f"{_share(report.locked_bytes, report.reserved_bytes)} page-locked",
     ]
-    if report.registered_bytes:
-        parts.append(f"{_share(report.registered_bytes, report.reserved_bytes)} registered")
+    if report.wants_registration:
+        share = _share(report.registered_bytes, report.reserved_bytes)
+        is_short = report.registered_bytes < report.reserved_bytes
+        parts.append(f"{'ONLY ' if is_short else ''}{share} registered with the device")
     if report.numa_node >= 0:
         parts.append(f"node {report.numa_node}")
     return ", ".join(parts)

@@ -53,6 +53,16 @@ def test_what_is_not_ours_is_the_rest_of_the_resident_peak() -> None:
 # -- the table -----------------------------------------------------------------------------------
 
 
+def test_memory_that_the_device_does_not_know_has_a_line_of_its_own() -> None:
+    assert "registered" not in LEDGER.describe()
+    ledger = replace(LEDGER, unregistered_bytes=5 * MIB)
+    (line,) = [line for line in ledger.describe().splitlines() if "registered" in line]
+    assert "NOT" in line
+    assert format_nbytes(5 * MIB) in line
+    assert format_nbytes(LEDGER.held_bytes) in line
+    assert ledger.as_dict()["unregistered_bytes"] == 5 * MIB
+
+
 def test_faults_that_were_survived_are_told_by_kind_and_others_not_mentioned() -> None:
     drive = {"bytes_read": 7, "eio_retries": 3, "retries": 0, "slow_spells": 1}
     last = replace(LEDGER, drive=drive).describe().splitlines()[-1]

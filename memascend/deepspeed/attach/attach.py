@@ -19,6 +19,7 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed_json import flag, section, whole
 from memascend.config.environment import local_world_size
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.attach.device import device_of
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
 from memascend.errors import ConfigError
@@ -50,16 +51,16 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
     provide_directory(directory)
     _show_log_lines()
     _warn_of_memory(config, limit_bytes)
-    accelerator = get_accelerator()
-    on_cuda = accelerator.device_name() == "cuda"
+    device = device_of(get_accelerator())
     runtime = Runtime(
         config=config,
         directory=directory,
         page_lock=_wants_pinning(ds_config),
-        register_device=on_cuda and _wants_pinning(ds_config),
-        pci_address=_pci_address() if on_cuda else None,
+        register_device=device.registers and _wants_pinning(ds_config),
+        registrar=device.registrar,
+        pci_address=device.pci_address,
         stock=_stock_parts(config, ds_config, directory),
-        new_event=None if accelerator.is_synchronized_device() else accelerator.Event,
+        new_event=device.new_event,
         limit_bytes=limit_bytes,
         **building_sizes(limit_bytes),
     )
@@ -100,16 +101,6 @@ def _warn_of_memory(config: MemAscendConfig, limit_bytes: int | None) -> None:
         local_world_size(),
         format_nbytes(total),
     )
-
-
-def _pci_address() -> str | None:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if not hasattr(properties, "pci_bus_id"):
-        return None  # an older torch does not have it
-    domain, bus, device = (
-        int(getattr(properties, f"pci_{name}_id")) for name in ("domain", "bus", "device")
-    )
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _wants_pinning(ds_config: Mapping[str, Any]) -> bool:
@@ -179,7 +170,8 @@ _IDLE_KEYS = {
 def _log_armed(config: MemAscendConfig, ds_config: Mapping[str, Any], runtime: Runtime) -> None:
     if dist.get_rank() != 0:
         return
-    log.info(
+    log.log(
+        logging.WARNING if runtime.unregistered_bytes else logging.INFO,
         "memascend %s armed: %s; %s; torch %s",
         __version__,
         ", ".join(config.sections_enabled),

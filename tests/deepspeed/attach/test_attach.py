@@ -19,6 +19,7 @@ from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
 from tests.support.deepspeed_json import WORKING
+from tests.support.fake_accelerator import FakeAccelerator
 from tests.support.small_runtime import LIGHT
 
 ARMED_LINE = re.compile(r"\bmemascend \S+ armed: ")
@@ -58,6 +59,31 @@ def test_rank_0_says_once_what_it_got(attach: Attach, caplog: pytest.LogCaptureF
     for section in ("allocator", "buffer_pool", "direct_nvme", "overflow_check"):
         assert section in line
     assert "engine threads" in line
+
+
+def test_memory_is_registered_with_any_accelerator_that_copies_by_itself(
+    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = FakeAccelerator()
+    monkeypatch.setattr(activation, "get_accelerator", lambda: accelerator)
+    attachment = attach()
+    assert sum(accelerator.live.values()) == attachment.ledger().held_bytes > 0
+    assert attachment.ledger().unregistered_bytes == 0
+    assert "100 % registered with the device" in armed(caplog)[0]
+    attachment.runtime.close()
+
+
+def test_memory_that_is_not_registered_is_loud_in_the_armed_line_and_the_ledger(
+    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation, "get_accelerator", lambda: FakeAccelerator(refuses=True))
+    attachment = attach()
+    ledger = attachment.ledger()
+    assert ledger.unregistered_bytes == ledger.held_bytes > 0
+    (record,) = [r for r in caplog.records if ARMED_LINE.search(r.getMessage())]
+    assert record.levelno == logging.WARNING
+    assert "ONLY 0 % registered with the device" in record.getMessage()
+    attachment.runtime.close()
 
 
 def test_other_ranks_are_silent(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
