@@ -1,12 +1,17 @@
 """The fused overflow check on tensors: inf or nan anywhere, and the sum of squares, in one pass.
 
-Host tensors go to the native core by address, device tensors to the Triton kernel. Knows nothing of
-gradients, ranks or loss scales. Callable from any thread.
+Host tensors go to the native core by address, device tensors to the Triton kernel, or where that
+does not run, to torch's own reductions. Knows nothing of gradients, ranks or loss scales. Callable
+from any thread.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 from memascend._core import ScanResult, overflow_scan
 
@@ -14,6 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["ScanResult", "scan", "sum_of_squares"]
+
+log = logging.getLogger(__name__)
+
+#: Elements that torch's own reductions are given at once: they make copies in fp64.
+PIECE_NUMEL = 1 << 21
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -25,14 +35,14 @@ def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -
     host its bits depend on the values and their number alone, not on threads or instruction set.
 
     Args:
-        tensor: On the host or on a CUDA device. Another thread must not write to it meanwhile.
+        tensor: On the host or on any device. Another thread must not write to it meanwhile.
         sum_squares: Also add up the squares, in double. Costs no second pass.
         threads: Host only. 0 uses the CPUs this thread may run on, fewer for small tensors.
 
     Raises:
-        ValueError: The tensor is not contiguous, or not of a dtype or device that can be scanned.
+        ValueError: The tensor is not contiguous, or of a dtype that cannot be scanned.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _name(tensor.dtype)
     if dtype not in _DTYPES:
         raise ValueError(f"cannot scan a tensor of dtype {dtype}; known: {', '.join(_DTYPES)}")
     layout = str(tensor.layout).removeprefix("torch.")
@@ -43,12 +53,13 @@ def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -
             f"cannot scan a non-contiguous tensor: shape {tuple(tensor.shape)}, "
             f"stride {tensor.stride()}; pass the contiguous buffer it is a view of"
         )
-    if tensor.device.type == "cuda":
-        from memascend.kernels import overflow_triton
-
-        return overflow_triton.scan(tensor, sum_squares=sum_squares)
+    if tensor.device.type == "meta":
+        raise ValueError("cannot scan a tensor on device meta: it has no values")
     if tensor.device.type != "cpu":
-        raise ValueError(f"cannot scan a tensor on device {tensor.device}; known: cpu, cuda")
+        kernel = _device_kernel(tensor.device.type)
+        if kernel is not None:
+            return cast("ScanResult", kernel.scan(tensor, sum_squares=sum_squares))
+        return _scan_in_pieces(tensor, sum_squares=sum_squares)
     return overflow_scan(
         address=tensor.data_ptr(),
         numel=tensor.numel(),
@@ -58,21 +69,90 @@ def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -
     )
 
 
-def sum_of_squares(tensor: torch.Tensor, *, fused: bool = True, threads: int = 0) -> torch.Tensor:
+def sum_of_squares(
+    tensor: torch.Tensor,
+    *,
+    fused: bool = True,
+    threads: int = 0,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Return the sum of squares, added up in fp64; not finite exactly if an element is not.
+
+    The order of additions is not that of stock DeepSpeed, so neither are the last bits of the
+    double. Norms are made of it in fp32, where they are the same.
 
     Args:
         tensor: 1-D.
-        fused: Use `scan` on the host; a device, and a host without it, makes an fp64 copy.
+        fused: Use `scan` on the host, and the Triton kernel on a device that can run it; else
+            torch's own reductions are used, on a piece at a time.
         threads: As for `scan`.
+        dtype: In which to add up on a device that has no fp64.
 
     Returns:
-        A 0-dim fp64 tensor on the tensor's device.
+        A 0-dim fp64 tensor on the tensor's device, or one of `dtype`; a device is not waited for.
     """
     import torch
 
+    dtype = dtype or torch.float64
     if fused and tensor.device.type == "cpu":
         result = scan(tensor, sum_squares=True, threads=threads)
         return torch.tensor(result.sum_squares, dtype=torch.float64)
-    norm: torch.Tensor = tensor.to(torch.float64).norm(2)
-    return norm.square()
+    kernel = _device_kernel(tensor.device.type) if fused and dtype == torch.float64 else None
+    if kernel is not None and tensor.is_contiguous() and _name(tensor.dtype) in _DTYPES:
+        return cast("torch.Tensor", kernel.launch(tensor, sum_squares=True)[1])
+    return _sum_in_pieces(tensor, dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _scan_in_pieces(tensor: torch.Tensor, *, sum_squares: bool) -> ScanResult:
+    """Scan with torch's own reductions, and temporaries of the size of a piece."""
+    import torch
+
+    finite = [torch.isfinite(piece).all() for piece in _pieces(tensor)]
+    non_finite = not bool(torch.stack(finite).all())
+    total = float("nan")
+    if sum_squares and not non_finite:
+        total = _sum_in_pieces(tensor, torch.float64).item()
+    return ScanResult(non_finite=non_finite, sum_squares=total)
+
+
+def _sum_in_pieces(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Add up as stock DeepSpeed does, whose pieces are larger: its copies in fp64 take 2 GB."""
+    norms: list[torch.Tensor] = [piece.to(dtype).norm(2) for piece in _pieces(tensor)]
+    total = norms[0].square()
+    for norm in norms[1:]:
+        total = total + norm.square()
+    return total
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield parts of a tensor in order, an empty one where it is empty."""
+    flat = tensor.reshape(-1)
+    for begin in range(0, max(1, flat.numel()), PIECE_NUMEL):
+        yield flat.narrow(0, begin, min(PIECE_NUMEL, flat.numel() - begin))
+
+
+@functools.cache
+def _device_kernel(device_type: str) -> ModuleType | None:
+    """Return the Triton kernel where it runs on the device and computes what it should.
+
+    Only trying it tells: Triton may be missing, know no such device, or have no compiler.
+    """
+    if device_type == "cpu":
+        return None
+    try:
+        from memascend.kernels import overflow_triton
+
+        overflow_triton.try_on(device_type)
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        log.info(
+            "memascend: gradients on %s are checked with torch's reductions, without Triton: %s",
+            device_type,
+            reason,
+        )
+        return None
+    return overflow_triton

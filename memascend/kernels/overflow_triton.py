@@ -15,6 +15,8 @@ and its square beyond fp32. Devices with few double units pay for that where a s
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -45,12 +47,38 @@ def launch(tensor: torch.Tensor, *, sum_squares: bool = False) -> torch.Tensor:
     partial = torch.empty(program_count, dtype=torch.float64, device=tensor.device)
     result = torch.empty(2, dtype=torch.float64, device=tensor.device)
     # Triton launches on the current device, which need not be the tensor's.
-    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+    with _current(tensor.device):
         _scan_kernel[(program_count,)](
             tensor, tensor.numel(), blocks_each, found, partial, sum_squares, BLOCK_NUMEL
         )
         _finish_kernel[(1,)](found, partial, program_count, result, sum_squares, PROGRAMS_MAX)
     return result
+
+
+def try_on(device_type: str) -> None:
+    """Scan something small, and compare.
+
+    Raises:
+        RuntimeError: The result is wrong, or kernels are interpreted, which takes hours.
+        Exception: Whatever Triton says of a device that it does not know.
+    """
+    if not isinstance(_scan_kernel, triton.JITFunction):
+        raise RuntimeError("TRITON_INTERPRET is set")
+    values = torch.arange(BLOCK_NUMEL + 9, dtype=torch.float32, device=device_type)
+    expected = sum(number * number for number in range(values.numel()))
+    found = scan(values, sum_squares=True)
+    values[-1] = float("inf")
+    if found.non_finite or found.sum_squares != expected or not scan(values).non_finite:
+        raise RuntimeError(f"the kernel's sum is {found.sum_squares}, not {expected}")
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which the device is the current one, where its type has several."""
+    choose = getattr(getattr(torch, device.type), "device", None)
+    if choose is None or device.index is None:
+        return nullcontext()
+    current: AbstractContextManager[object] = choose(device)
+    return current
 
 
 @triton.jit

@@ -53,7 +53,7 @@ class GradientShard:
         latest: The sum in the making; None before the first gradient.
         seen: What the next step works on; None reads as zero, as do elements behind its end.
         factors: What finished steps multiplied the seen value by, in order.
-        squares: Sum of squares of `latest`, 0-dim fp64.
+        squares: Sum of squares of `latest`, 0-dim; fp64 where the device has it.
     """
 
     name: str
@@ -174,7 +174,7 @@ class GradientSpool:
         for shards in self._shards.values():
             for shard in shards.values():
                 if shard.squares is not None:
-                    total = total.to(shard.squares.device) + shard.squares
+                    total = total.to(shard.squares) + shard.squares
         return total
 
     # -- the step --------------------------------------------------------------------------------

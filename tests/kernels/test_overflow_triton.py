@@ -22,6 +22,7 @@ if not _HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
         "no GPU, and triton was imported without TRITON_INTERPRET=1", allow_module_level=True
     )
 
+from memascend._core import ScanResult  # noqa: E402
 from memascend.kernels import overflow_triton  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -82,6 +83,36 @@ def test_programs_share_more_blocks_than_there_are_programs(
 
 def test_the_sum_is_nan_unless_asked_for() -> None:
     assert math.isnan(overflow_triton.scan(random_tensor(10, torch.float32)).sum_squares)
+
+
+@pytest.mark.skipif(_HAS_GPU, reason="kernels are compiled here")
+def test_interpreted_kernels_are_not_for_training() -> None:
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
+        overflow_triton.try_on(DEVICE)
+
+
+def test_a_kernel_that_gives_other_sums_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overflow_triton.triton, "JITFunction", object)
+    overflow_triton.try_on(DEVICE)
+    scan = overflow_triton.scan
+
+    def inexact(tensor: torch.Tensor, *, sum_squares: bool = False) -> ScanResult:
+        found = scan(tensor, sum_squares=sum_squares)
+        return ScanResult(non_finite=found.non_finite, sum_squares=found.sum_squares * 1.0001)
+
+    monkeypatch.setattr(overflow_triton, "scan", inexact)
+    with pytest.raises(RuntimeError, match="sum"):
+        overflow_triton.try_on(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_in_fp32_have_the_bits_of_stock(dtype: torch.dtype) -> None:
+    for numel in (1, 1000, BLOCK + 1, 3 * BLOCK + 17):
+        tensor = random_tensor(numel, dtype)
+        norm = overflow_triton.launch(tensor, sum_squares=True)[1] ** 0.5
+        stock = (tensor.double().norm(2) ** 2.0) ** 0.5
+        expected = torch.tensor(float(stock**2), dtype=torch.float32)
+        assert torch.tensor(float(norm**2), dtype=torch.float32) == expected
 
 
 @pytest.mark.gpu

@@ -150,6 +150,19 @@ def test_the_sum_of_squares_is_that_of_the_latest_values() -> None:
     assert spool.sum_of_squares().item() == pytest.approx(total.item(), rel=1e-13)
 
 
+def test_sums_stay_in_the_precision_that_the_device_has() -> None:
+    store = memory_store()
+    spool = GradientSpool(
+        store=store,
+        slots=staging_slots(store),
+        sum_of_squares=lambda value: value.float().square().sum(),
+    )
+    for offset in (0, 300):
+        spool.put(GROUP, offset, torch.full((300,), 2.0).half())
+    assert spool.sum_of_squares().dtype == torch.float32
+    assert spool.sum_of_squares().item() == 2400.0
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_one_bad_element_shows_until_it_is_replaced(bad: float) -> None:
     spool, _, _ = open_spool()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from memascend.config.block import MemAscendConfig, active_config
 from memascend.config.deepspeed_json import section
@@ -140,7 +141,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
             runtime = self.attachment.runtime
             assert runtime.store is not None
             check = runtime.config.overflow_check
-            squares = functools.partial(sum_of_squares, fused=check.enabled, threads=check.threads)
+            squares = functools.partial(
+                sum_of_squares, fused=check.enabled, threads=check.threads, dtype=get_norm_dtype()
+            )
             self.spool = GradientSpool(
                 store=runtime.io,
                 slots=runtime.staging,

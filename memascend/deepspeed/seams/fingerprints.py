@@ -146,4 +146,5 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.update_fp32_grad_for_param_vectorized": (
         "24c8c433c0a0a8ce",
     ),
+    "deepspeed.runtime.zero.utils.get_norm_dtype": ("b1bf2a6c77117a93",),
 }

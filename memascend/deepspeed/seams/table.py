@@ -177,6 +177,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_get_zero_param_shapes",
         )
     ),
+    (f"{_ZERO}.utils", "get_norm_dtype"),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
     (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
     (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
