@@ -1,5 +1,6 @@
 // Python surface of csrc/memory/.
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <memory>
 #include <span>
@@ -51,7 +52,8 @@ class PythonRegistrar : public HostRegistrar {
     return call("register", range);
   }
   void unregister_memory(std::span<std::byte> range) noexcept override {
-    if (Py_IsInitialized()) (void)call("unregister", range);
+    // A forked child has neither the device nor the registrations.
+    if (Py_IsInitialized() && getpid() == owner_) (void)call("unregister", range);
   }
   std::string try_unregister_memory(std::span<std::byte> range) override {
     return call("unregister_when_idle", range);
@@ -70,6 +72,7 @@ class PythonRegistrar : public HostRegistrar {
   }
 
   py::object target_;
+  const pid_t owner_ = getpid();
 };
 
 std::shared_ptr<Allocator> make_allocator(const std::string& huge_pages, bool lock,

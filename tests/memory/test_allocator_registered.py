@@ -6,6 +6,7 @@ And what any registrar in Python may do while the allocator holds its lock.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable
 
@@ -304,3 +305,16 @@ def test_another_thread_frees_blocks_while_a_registrar_in_python_runs() -> None:
     thread.join()
     assert core.components()["weights"].live_bytes == block.nbytes
     assert core.is_valid()
+
+
+def test_a_forked_child_takes_no_registration_back() -> None:
+    registrar = DictRegistrar()
+    core = registrar.core()
+    block = core.allocate(nbytes=2 * MIB, component="weights")
+    child = os.fork()
+    if child == 0:
+        del block, core
+        os._exit(len(registrar.live))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert set(registrar.live) == {block.address}
