@@ -19,7 +19,6 @@ from memascend.cli.doctor import Check
 from memascend.cli.main import main
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, DriveReport, DriveWear
 from memascend.system.mounts import filesystem_of
-from tests.support.fake_accelerator import FakeAccelerator
 
 CHECKS = ["system", "torch", "deepspeed", "activation", "io_uring", "page lock", "huge pages"]
 CHECKS += ["host memory", "libaio", "device"]
@@ -125,34 +124,6 @@ def test_a_core_that_was_not_built_is_a_problem(
     check = doctor._trial(tmp_path)
     assert check.state == "problem"
     assert "make environment" in check.fix
-
-
-@pytest.mark.parametrize(
-    ("refuses", "state", "named"),
-    [
-        (False, "ok", "can be registered"),
-        (True, "note", "not registered with the device"),
-        (RuntimeError("no room"), "note", "no room"),
-    ],
-)
-def test_whether_memory_can_be_registered_with_the_device_is_tried(
-    monkeypatch: pytest.MonkeyPatch, refuses: Exception | bool, state: str, named: str
-) -> None:
-    real = pytest.importorskip("deepspeed.accelerator")
-    accelerator = FakeAccelerator(refuses=refuses)
-    monkeypatch.setattr(real, "get_accelerator", lambda: accelerator)
-    check = doctor._device()
-    assert (check.name, check.state) == ("device", state)
-    assert named in check.found
-    assert (state != "ok") == ("allocator" in check.fix)
-    assert accelerator.live == {}
-
-
-def test_a_device_that_cannot_be_asked_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.sys.modules, "deepspeed.accelerator", None)
-    check = doctor._device()
-    assert (check.name, check.state) == ("device", "note")
-    assert check.fix
 
 
 # -- software --------------------------------------------------------------------------------------
