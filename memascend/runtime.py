@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -97,7 +98,6 @@ class Runtime:
             pci_address: Of the device, for the choice of a NUMA node.
             stock: For the sections that are off.
             registrar: Who registers it; None for CUDA's driver.
-            new_event: Makes an event of the device; None when the device is the CPU.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
@@ -105,6 +105,9 @@ class Runtime:
         """
         self.config = config
         self.directory = directory
+        #: Of the data paths, which one thread at a time may use. A backward pass runs hooks on a
+        #: thread of each device, the host included: they hold it.
+        self.lock = threading.RLock()
         self.limit_bytes = limit_bytes
         self.plan: Plan | None = None
         self.arena: HostAllocator | None = None

@@ -142,17 +142,21 @@ class KeptSlots:
             return True
         return False
 
+    def abandon(self) -> None:
+        """Know of no kept shard any more; whoever calls has their slots. Copies stay noted."""
+        self._kept.clear()
+
     def _wait_copy(self) -> None:
-        event, lease = self._copying.popleft()
+        event, lease = self._copying[0]
         event.synchronize()
+        # Not before: Ctrl-C may come at any line, and the copy still reads the slot.
+        self._copying.popleft()
         lease.release()
 
     def _free(self, shard: Shard) -> None:
         lease, copied = shard.lease, shard.copied
-        shard.leave()
-        if lease is None:
-            return  # device memory has its own order of use
-        if copied is None:
-            lease.release()
-        else:
+        if lease is not None and copied is not None:
             self._copying.append((copied, lease))
+        shard.leave()
+        if lease is not None and copied is None:  # device memory has its own order of use
+            lease.release()

@@ -65,6 +65,7 @@ class ParameterStream:
         self._staging = staging
         # Not torch.empty later: zero.Init replaces it by one that casts.
         self._on_device = None if staging is None else torch.empty(0, device=device)
+        self._shards: list[Shard] = []
         self._sizes: Counter[int] = Counter()  # how many shards have so many bytes
         self._staged: dict[Shard, None] = {}  # asked for last, last
         self._changed: dict[Shard, None] = {}
@@ -75,6 +76,7 @@ class ParameterStream:
     def shard(self, key: str, numel: int, dtype: torch.dtype, owner: Any = None) -> Shard:
         """Make the record of a shard, once for each."""
         shard = Shard(key, numel, dtype, owner)
+        self._shards.append(shard)
         self._sizes[shard.nbytes] += 1
         return shard
 
@@ -256,6 +258,29 @@ class ParameterStream:
             self.drop(shard)
         self._kept.drain()
 
+    def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
+        """Drop and forget shards whatever state they are in, after an interruption at any line.
+
+        A slot is free once nothing in flight holds it. No other error of ours needs this.
+
+        Args:
+            besides: Shards that stay as they are, staged.
+
+        Returns:
+            Those that are nowhere now but in the store.
+        """
+        lost = [shard for shard in self._shards if shard not in besides]
+        self._kept.abandon()
+        for shard in lost:
+            self._staged.pop(shard, None)
+            if shard.copied is not None:
+                shard.copied.synchronize()
+            if shard.lease is not None:
+                shard.lease.release()
+            shard.leave()
+        self._changed.clear()
+        return lost
+
     # -- slots -----------------------------------------------------------------------------------
 
     def _read(self, shard: Shard) -> None:
@@ -360,8 +385,8 @@ class ParameterStream:
     def _wait_chunks(self, shard: Shard) -> None:
         """Wait before a shard moves through a slot: the store may not know yet of its chunks."""
         if shard in self._in_chunks:
+            self._chunks.wait_writes()  # Ctrl-C may leave it: they are noted until it is over
             self._in_chunks.clear()
-            self._chunks.wait_writes()
 
     def _write_chunks(self, shard: Shard, source: torch.Tensor) -> None:
         self._in_chunks.add(shard)

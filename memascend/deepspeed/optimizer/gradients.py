@@ -66,7 +66,8 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             begin = param.partition_numel() * self._get_param_partition_rank(param)
             if begin < param.ds_numel:
                 self._offload_boundary_param_ids.add(param.ds_id)
-                self._take_gradient(param, grad_partition.view(-1))
+                with self.attachment.runtime.lock:  # hooks of another thread may read parameters
+                    self._take_gradient(param, grad_partition.view(-1))
                 if not get_accelerator().is_synchronized_device() and param.grad is not None:
                     param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None

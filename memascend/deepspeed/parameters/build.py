@@ -47,6 +47,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 stream=stream,
                 dtype=model_dtype,
                 swappable_bytes_min=max(SWAPPABLE_BYTES_MIN, block_bytes),
+                lock=runtime.lock,
             )
         with attachment.serving_aio("parameter buffers"):
             swapper = original(ds_config, model_dtype)

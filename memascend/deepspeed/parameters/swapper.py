@@ -13,9 +13,11 @@ rank's own slice of the whole parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -35,6 +37,37 @@ TURN_BYTES = 256 << 20
 PREFETCH_COUNT_MAX = 64
 
 Parameter = Any
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _one_thread_at_a_time(
+    method: Callable[Concatenate[ParameterSwapper, Arguments], Result],
+) -> Callable[Concatenate[ParameterSwapper, Arguments], Result]:
+    """Hold the lock of the data paths during a call, and let go of everything after Ctrl-C in it.
+
+    Ctrl-C may leave any line, so nothing is believed of what the call has left; an error leaves a
+    state that was thought of.
+    """
+
+    def whole(
+        self: ParameterSwapper, /, *arguments: Arguments.args, **keywords: Arguments.kwargs
+    ) -> Result:
+        try:
+            return method(self, *arguments, **keywords)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._recover()
+            raise
+
+    @functools.wraps(method)
+    def alone(
+        self: ParameterSwapper, /, *arguments: Arguments.args, **keywords: Arguments.kwargs
+    ) -> Result:
+        with self._lock:
+            return whole(self, *arguments, **keywords)
+
+    return alone
 
 
 class ParameterSwapper:
@@ -47,6 +80,7 @@ class ParameterSwapper:
         stream: ParameterStream,
         dtype: torch.dtype,
         swappable_bytes_min: int = SWAPPABLE_BYTES_MIN,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Take no memory yet.
 
@@ -55,7 +89,9 @@ class ParameterSwapper:
             stream: The path underneath. With a budget it takes shards of any size.
             dtype: Of the model, for the bytes of shards that do not exist yet.
             swappable_bytes_min: Without a budget: smaller shards stay in host memory.
+            lock: Of the data paths, reentrant; None: nobody else uses them.
         """
+        self._lock = lock or threading.RLock()
         self.memascend_attachment = attachment
         self.dtype = dtype
         self._stream = stream
@@ -82,11 +118,13 @@ class ParameterSwapper:
         """Return how many further parameters DeepSpeed may ask to prefetch."""
         return PREFETCH_COUNT_MAX
 
+    @_one_thread_at_a_time
     def get_buffer(self, param: Parameter, numel: int) -> torch.Tensor:
         """Return memory for a first partitioning; the caller fills and stores it."""
         self._stream.drop(self._shard(param, numel))
         return self._stage_outgoing(param, numel)
 
+    @_one_thread_at_a_time
     def swap_out_and_release(
         self,
         params: Sequence[Parameter],
@@ -105,6 +143,7 @@ class ParameterSwapper:
                 self._show_changes()
                 self._mark_absent(param)
 
+    @_one_thread_at_a_time
     def swap_in(self, params: Sequence[Parameter], async_op: bool = True) -> None:
         """Read shards: all of them, or with `async_op` as many as may be read ahead.
 
@@ -122,15 +161,18 @@ class ParameterSwapper:
                     [shard for p, shard in on_drive if shard.is_staged or self._is_absent(p)]
                 )
 
+    @_one_thread_at_a_time
     def synchronize_reads(self) -> None:
         """Wait for every read in flight and make the shards available."""
         with self._showing_changes():
             self._stream.wait_reads()
 
+    @_one_thread_at_a_time
     def synchronize_writes(self) -> None:
         """Wait for every write in flight; the first error is raised."""
         self._stream.wait_writes()
 
+    @_one_thread_at_a_time
     def remove_partition_and_release_buffers(self, params: Iterable[Parameter]) -> None:
         """Let shards go without writing; the store already holds the truth. Idempotent."""
         for param in params:
@@ -138,6 +180,7 @@ class ParameterSwapper:
             if not self._is_being_gathered(shard):
                 self._let_go(shard)
 
+    @_one_thread_at_a_time
     def swap_into_buffer(self, param: Parameter, dest_buffer: torch.Tensor) -> None:
         """Read a shard into memory that is not ours; any alignment, any device."""
         shard = self._shard(param)
@@ -146,6 +189,7 @@ class ParameterSwapper:
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Reserve nothing: updated shards are written from pool slots."""
 
+    @_one_thread_at_a_time
     def swap_out_partitioned_params(
         self, dst_fp16_params: Sequence[Parameter], src_fp32_params: Sequence[torch.Tensor]
     ) -> None:
@@ -160,7 +204,8 @@ class ParameterSwapper:
 
     # -- what our gather and step hooks call -----------------------------------------------------
 
-    def turns(self, params: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+    @_one_thread_at_a_time
+    def turns(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
         """Cut parameters into turns that hold a limited number of bytes, one parameter at least.
 
         The limit is TURN_BYTES, or the share of the budget where that is less.
@@ -168,20 +213,20 @@ class ParameterSwapper:
         In the order of their ids: DeepSpeed hands over sets, whose order differs from rank to rank,
         and every rank must cut in the same places.
         """
-        turn: list[Parameter] = []
+        turns: list[list[Parameter]] = []
         turn_bytes = 0
         limit_bytes = min(TURN_BYTES, self._stream.share_bytes)
         for param in sorted(params, key=lambda param: param.ds_id):
             nbytes = self._shard(param).nbytes if self._lives_on_drive(param) else 0
             nbytes = max(nbytes, self._stream.pool.slot_bytes(nbytes))
-            if turn and turn_bytes + nbytes > limit_bytes:
-                yield turn
-                turn, turn_bytes = [], 0
-            turn.append(param)
+            if not turns or turn_bytes + nbytes > limit_bytes:
+                turns.append([])
+                turn_bytes = 0
+            turns[-1].append(param)
             turn_bytes += nbytes
-        if turn:
-            yield turn
+        return turns
 
+    @_one_thread_at_a_time
     def after_gather(self, params: Iterable[Parameter]) -> None:
         """Let the slots of gathered parameters go, once nothing reads them any more.
 
@@ -211,6 +256,7 @@ class ParameterSwapper:
             else:
                 self._let_go(shard)
 
+    @_one_thread_at_a_time
     def stage_for_update(self, param: Parameter) -> None:
         """Give a gathered parameter's shard memory, so that modified data can be partitioned."""
         shard = self._shard(param)
@@ -218,6 +264,7 @@ class ParameterSwapper:
             param.ds_tensor.data = self._stage_outgoing(param, shard.numel).data
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
+    @_one_thread_at_a_time
     def drop_unused(self) -> None:
         """Let every host copy go before a step changes the parameters.
 
@@ -295,6 +342,19 @@ class ParameterSwapper:
         for shard in list(self._gathering):
             if not self._is_being_gathered(shard):
                 self._let_go(shard)
+
+    def _recover(self) -> None:
+        """Let every shard go, in whatever state an interrupted call has left it."""
+        gathering = [shard for shard in self._gathering if self._is_being_gathered(shard)]
+        if not get_accelerator().is_synchronized_device():
+            # A copy out of a slot may have been issued and not been noted yet.
+            event = get_accelerator().Event()
+            event.record()
+            event.synchronize()
+        for shard in self._stream.recover(besides=gathering):
+            self._gathering.pop(shard, None)
+            if shard.owner.ds_tensor is not None:
+                self._mark_absent(shard.owner)
 
     def _let_go(self, shard: Shard, event: Event | None = None) -> None:
         self._gathering.pop(shard, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ class Optimizer(StreamedGradients):
             slots=staging_slots(store),
             sum_of_squares=lambda value: value.double().square().sum(),
         )
+        self.attachment = SimpleNamespace(runtime=SimpleNamespace(lock=threading.RLock()))
         self.grad_position = {i: (*place, NUMELS[i]) for i, place in enumerate(PLACES)}
         self.gradient_accumulation_dtype = BF16
         self.master_weights_and_grads_dtype = FP32
@@ -114,6 +116,30 @@ def test_a_part_that_is_all_padding_is_let_go() -> None:
     assert optimizer.params[2].grad is None
     assert optimizer.seen("2_2", 700) == [0.0]
     assert optimizer._offload_boundary_param_ids == set()
+
+
+def test_a_gradient_is_taken_under_the_lock_of_the_data_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hooks of another device's thread may read parameters through the same slots meanwhile."""
+    optimizer = Optimizer()
+    free: list[bool] = []
+
+    def try_lock() -> None:
+        lock = optimizer.attachment.runtime.lock
+        free.append(lock.acquire(blocking=False))
+
+    put = optimizer.spool.put
+
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        other = threading.Thread(target=try_lock)
+        other.start()
+        other.join()
+        return put(*arguments, **keywords)
+
+    monkeypatch.setattr(optimizer.spool, "put", watched)
+    optimizer.arrive(0, 1)
+    assert free == [False, False]
 
 
 def test_micro_steps_add_up_and_the_first_of_a_window_replaces() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ class AttachmentLike:
     def __init__(self, budget_bytes: int | None) -> None:
         memory, store = FakeMemory(), FakeRangeStore()
         self.runtime = SimpleNamespace(
-            io=store, pool=Pool(memory=memory, component="slots", budget_bytes=budget_bytes)
+            io=store,
+            pool=Pool(memory=memory, component="slots", budget_bytes=budget_bytes),
+            lock=threading.RLock(),
         )
         if budget_bytes is not None:
             self.runtime.staging = StagingSlots(
@@ -67,6 +70,7 @@ def test_within_a_budget_every_shard_is_swapped(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(swapper, ParameterSwapper)
     assert swapper.memascend_attachment is attachment
     assert swapper.swappable_tensor(numel=1)
+    assert swapper._lock is attachment.runtime.lock
 
 
 def test_without_a_budget_small_shards_stay_and_no_staging_slots_are_made(

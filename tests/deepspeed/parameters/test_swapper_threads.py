@@ -1,0 +1,258 @@
+"""Two of autograd's threads in the swapper, and Ctrl-C at every line of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.streaming_fakes import CountedPool, FakeMemory, FakeStore, FakeTicket
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+import memascend
+from memascend.base.units import PAGE_BYTES
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.errors import StoreError
+from memascend.memory.pool import Pool
+from memascend.streaming.parameters import ParameterStream
+
+NUMEL = 2048  # a page of them
+ABSENT, THERE = PartitionedParamStatus.NOT_AVAILABLE, PartitionedParamStatus.AVAILABLE
+PATIENCE_S = 60.0
+
+
+class WatchedLock:
+    """A reentrant lock that tells when somebody has to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def is_held(self) -> bool:
+        """Tell whether another thread would have to wait."""
+        taken = []
+
+        def take() -> None:
+            if self._lock.acquire(blocking=False):
+                taken.append(True)
+                self._lock.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join(PATIENCE_S)
+        return not taken
+
+
+class Bench:
+    """A swapper over a store whose transfers a test may hold up."""
+
+    def __init__(self, pool: Pool | None = None) -> None:
+        self.store = FakeStore()
+        self.pool = pool or CountedPool()
+        self.lock = WatchedLock()
+        self.swapper = ParameterSwapper(
+            attachment=SimpleNamespace(),  # type: ignore[arg-type]
+            stream=ParameterStream(store=self.store, pool=self.pool),
+            dtype=torch.bfloat16,
+            lock=self.lock,
+        )
+
+    def partitioned(self, count: int) -> list[Any]:
+        """Parameters whose shards were stored; number i is filled with i + 1."""
+        params = [self._parameter(ds_id) for ds_id in range(count)]
+        for param in params:
+            buffer = self.swapper.get_buffer(param, NUMEL)
+            param.ds_tensor.data = buffer.fill_(param.ds_id + 1).data
+            param.ds_tensor.status = THERE
+            self.swapper.swap_out_and_release([param])
+        self.store.tickets.clear()
+        return params
+
+    @staticmethod
+    def _parameter(ds_id: int) -> Any:
+        shard: Any = torch.zeros(1, dtype=torch.bfloat16)
+        shard.ds_numel, shard.status, shard.final_location = NUMEL, ABSENT, "nvme"
+        return SimpleNamespace(
+            ds_id=ds_id,
+            ds_tensor=shard,
+            ds_status=ZeroParamStatus.NOT_AVAILABLE,
+            dtype=torch.bfloat16,
+            data=torch.zeros(0, dtype=torch.bfloat16),
+        )
+
+
+def bounded() -> Pool:
+    return Pool(memory=FakeMemory(), component="slots", budget_bytes=16 * PAGE_BYTES)
+
+
+def values(params: list[Any]) -> list[float]:
+    assert all(param.ds_tensor.unique().numel() == 1 for param in params)
+    return [float(param.ds_tensor.view(-1)[0]) for param in params]
+
+
+# -- two threads -----------------------------------------------------------------------------------
+
+
+class Intruder:
+    """Another thread, which begins while the first one waits for a transfer."""
+
+    def __init__(self, bench: Bench, work: Callable[[], object]) -> None:
+        self._bench, self._work = bench, work
+        self._thread = threading.Thread(target=self._run)
+        self.error: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+        self._bench.lock.waited_for.set()
+
+    def during(self, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+        """Has it begin when the transfer of `key` is waited for, and get as far as it can."""
+        wait = FakeTicket.wait
+
+        def wait_and_let_in(ticket: FakeTicket) -> None:
+            if ticket.key == key and not self._thread.ident:
+                self._thread.start()
+                assert self._bench.lock.waited_for.wait(PATIENCE_S)
+            wait(ticket)
+
+        monkeypatch.setattr(FakeTicket, "wait", wait_and_let_in)
+
+    def end(self) -> None:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+def test_a_failing_read_of_one_thread_leaves_what_another_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    one, other, failing = bench.partitioned(3)
+    bench.store.failing.add(("read", "param.2"))
+    intruder = Intruder(bench, lambda: bench.swapper.swap_in([failing], async_op=False))
+    intruder.during(monkeypatch, "param.0")
+    bench.swapper.swap_in([one, other], async_op=False)
+    assert values([one, other]) == [1.0, 2.0]
+    intruder.end()
+    assert isinstance(intruder.error, StoreError)
+    assert values([one, other]) == [1.0, 2.0]
+
+
+def test_two_threads_at_once_get_their_own_bytes() -> None:
+    bench = Bench(bounded())
+    params = bench.partitioned(8)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    errors: list[BaseException] = []
+
+    def pass_over(mine: list[Any]) -> None:
+        try:
+            for turn in range(60):
+                pair = [mine[turn % 4], mine[(turn + 1) % 4]]
+                bench.swapper.swap_in(pair, async_op=False)
+                assert values(pair) == [param.ds_id + 1.0 for param in pair]
+                bench.swapper.swap_in(mine, async_op=True)
+                bench.swapper.remove_partition_and_release_buffers(pair)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=pass_over, args=(params[k::2],)) for k in (0, 1)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    bench.swapper.drop_unused()
+    assert bench.pool.free_bytes == bench.pool.held_bytes
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+OURS = str(Path(memascend.__file__).parent)
+#: Only takes and gives back the lock: the interpreter runs handlers behind calls and in loops, not
+#: between `with` and its block as a tracer would.
+LOCKING = "alone"
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt at one line of ours, as a signal's handler would."""
+
+    def __init__(self, at_line: int) -> None:
+        self.left = at_line
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name == LOCKING:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(at_line: int, work: Callable[[], object]) -> str | None:
+    """Do work until Ctrl-C at so many lines of ours; return where, None when it ended before."""
+    interrupt = _Interrupt(at_line)
+    sys.settrace(interrupt)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return interrupt.where
+    finally:
+        sys.settrace(None)
+    return None
+
+
+def use(bench: Bench, params: list[Any]) -> None:
+    """One pass: read ahead, read, let go."""
+    bench.swapper.swap_in(params[1:], async_op=True)
+    bench.swapper.swap_in(params[:2], async_op=False)
+    bench.swapper.remove_partition_and_release_buffers(params[:2])
+
+
+@pytest.mark.parametrize("make_pool", [CountedPool, bounded])
+def test_after_ctrl_c_at_any_line_a_pass_can_be_made_again(make_pool: Callable[[], Pool]) -> None:
+    for at_line in itertools.count():
+        bench = Bench(make_pool())
+        params = bench.partitioned(3)
+        use(bench, params)
+        where = interrupted(at_line, functools.partial(use, bench, params))
+        for _ in range(2):
+            bench.swapper.swap_in(params, async_op=False)
+            assert values(params) == [1.0, 2.0, 3.0], where
+            bench.swapper.remove_partition_and_release_buffers(params)
+            assert [param.ds_tensor.status for param in params] == [ABSENT] * 3, where
+        assert not bench.lock.is_held(), where
+        bench.swapper.drop_unused()
+        if where is None:
+            break
+    assert at_line > 100
+    assert bench.pool.free_bytes == bench.pool.held_bytes
