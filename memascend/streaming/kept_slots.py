@@ -10,70 +10,11 @@ Only what equals the store may be put here, and it is forgotten before anybody e
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from collections.abc import Iterable
 
-import torch
-
-from memascend.base.interfaces import Event, Ticket
+from memascend.base.interfaces import Event
 from memascend.memory.pool import Lease, Pool
-
-
-class ShardState(Enum):
-    """Where the contents of a shard are, besides the store."""
-
-    ABSENT = "nowhere"
-    READING = "on their way here, or waiting to be needed"
-    STAGED = "in the tensor"
-    KEPT = "still in the slot of a shard that was let go"
-
-
-@dataclass(slots=True, eq=False)
-class Shard:
-    """One shard: its name and size in the store, and where it is now.
-
-    Attributes:
-        key: Its name in the store.
-        numel: Elements.
-        dtype: Their type.
-        owner: The object that it is a part of, for whoever uses the stream.
-        state: Where its contents are; all below is about one stay here.
-        lease: Of its slot; None when it is staged in device memory, or not at all.
-        tensor: None while a shard without a slot waits to be needed.
-        read: Its transfer from the drive while that is in flight.
-        is_ahead: Whether it was read ahead and is not needed yet.
-        equals_store: Whether it was read and nobody was asked to change it.
-        copied: Passes when the last copy out of the slot is over; None when none is under way.
-    """
-
-    key: str
-    numel: int
-    dtype: torch.dtype
-    owner: Any = None
-    state: ShardState = ShardState.ABSENT
-    lease: Lease | None = None
-    tensor: torch.Tensor | None = None
-    read: Ticket | None = None
-    is_ahead: bool = False
-    equals_store: bool = False
-    copied: Event | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the shard."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def is_staged(self) -> bool:
-        """True from the request on until it is let go; it may still be on its way."""
-        return self.state in (ShardState.READING, ShardState.STAGED)
-
-    def leave(self) -> None:
-        """End its stay."""
-        self.state = ShardState.ABSENT
-        self.lease = self.tensor = self.read = self.copied = None
-        self.is_ahead = self.equals_store = False
+from memascend.streaming.shards import Shard, ShardState
 
 
 class KeptSlots:
@@ -142,9 +83,18 @@ class KeptSlots:
             return True
         return False
 
-    def abandon(self) -> None:
-        """Know of no kept shard any more; whoever calls has their slots. Copies stay noted."""
-        self._kept.clear()
+    def abandon(self, shards: Iterable[Shard]) -> None:
+        """Give up shards and their slots in whatever state they are, kept or in use.
+
+        Copies that are noted stay noted; a slot is free once nothing in flight holds it.
+        """
+        for shard in shards:
+            self._kept.pop(shard, None)
+            if shard.copied is not None:
+                shard.copied.synchronize()
+            if shard.lease is not None:
+                shard.lease.release()
+            shard.leave()
 
     def _wait_copy(self) -> None:
         event, lease = self._copying[0]

@@ -16,7 +16,7 @@ was let go keeps its bytes until another shard needs the room; a read of that sh
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -27,8 +27,9 @@ from memascend.base.interfaces import Event, TensorIO, Ticket
 from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
 from memascend.memory.pool import Lease, Pool
-from memascend.plan.knobs import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
-from memascend.streaming.kept_slots import KeptSlots, Shard, ShardState
+from memascend.plan.knobs import PREFETCH_BYTES_MIN
+from memascend.streaming.kept_slots import KeptSlots
+from memascend.streaming.shards import Shard, Shards, ShardState
 from memascend.streaming.staging import StagingSlots
 
 #: Casts of updated parameters that may wait for the drive; bounds the slots that writing back
@@ -65,8 +66,7 @@ class ParameterStream:
         self._staging = staging
         # Not torch.empty later: zero.Init replaces it by one that casts.
         self._on_device = None if staging is None else torch.empty(0, device=device)
-        self._shards: list[Shard] = []
-        self._sizes: Counter[int] = Counter()  # how many shards have so many bytes
+        self._shards = Shards()
         self._staged: dict[Shard, None] = {}  # asked for last, last
         self._changed: dict[Shard, None] = {}
         self._kept = KeptSlots(pool)
@@ -75,10 +75,7 @@ class ParameterStream:
 
     def shard(self, key: str, numel: int, dtype: torch.dtype, owner: Any = None) -> Shard:
         """Make the record of a shard, once for each."""
-        shard = Shard(key, numel, dtype, owner)
-        self._shards.append(shard)
-        self._sizes[shard.nbytes] += 1
-        return shard
+        return self._shards.make(key, numel, dtype, owner)
 
     @property
     def share_bytes(self) -> int:
@@ -154,10 +151,9 @@ class ParameterStream:
         self._kept.forget(shard)
         self._stage(shard)
         self._note(shard, ShardState.STAGED)
-        tensor = shard.tensor
-        if tensor is None:
+        if shard.tensor is None:
             self.drop(shard)
-        return tensor
+        return shard.tensor
 
     def write(self, shard: Shard) -> None:
         """Store a staged shard and let it go. On return the bytes are in the store."""
@@ -259,25 +255,11 @@ class ParameterStream:
         self._kept.drain()
 
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
-        """Drop and forget shards whatever state they are in, after an interruption at any line.
-
-        A slot is free once nothing in flight holds it. No other error of ours needs this.
-
-        Args:
-            besides: Shards that stay as they are, staged.
-
-        Returns:
-            Those that are nowhere now but in the store.
-        """
-        lost = [shard for shard in self._shards if shard not in besides]
-        self._kept.abandon()
+        """Drop and forget all shards but some, in whatever state Ctrl-C at any line left them."""
+        lost = [shard for shard in self._shards.made if shard not in besides]
+        self._kept.abandon(lost)
         for shard in lost:
             self._staged.pop(shard, None)
-            if shard.copied is not None:
-                shard.copied.synchronize()
-            if shard.lease is not None:
-                shard.lease.release()
-            shard.leave()
         self._changed.clear()
         return lost
 
@@ -385,8 +367,8 @@ class ParameterStream:
     def _wait_chunks(self, shard: Shard) -> None:
         """Wait before a shard moves through a slot: the store may not know yet of its chunks."""
         if shard in self._in_chunks:
-            self._chunks.wait_writes()  # Ctrl-C may leave it: they are noted until it is over
-            self._in_chunks.clear()
+            self._chunks.wait_writes()
+            self._in_chunks.clear()  # not before: Ctrl-C may end the wait
 
     def _write_chunks(self, shard: Shard, source: torch.Tensor) -> None:
         self._in_chunks.add(shard)
@@ -410,10 +392,8 @@ class ParameterStream:
         return sum(self.pool.slot_bytes(one.nbytes) for one in self._staged)
 
     def _prefetch_limit_bytes(self) -> int:
-        """Return twice the largest shard that occurs often: the layers', not the embedding's."""
+        """Return twice the largest shard that occurs often, unless another limit was given."""
         limit_bytes = self._prefetch_bytes
         if limit_bytes is None:
-            counts = self._sizes.items()
-            repeated = [nbytes for nbytes, count in counts if count >= REPEATED_COUNT_MIN]
-            limit_bytes = max(PREFETCH_BYTES_MIN, 2 * max(repeated, default=0))
+            limit_bytes = max(PREFETCH_BYTES_MIN, 2 * self._shards.repeated_bytes_max)
         return min(limit_bytes, self.share_bytes)

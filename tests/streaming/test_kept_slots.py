@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memascend.errors import StoreError
-from memascend.streaming.kept_slots import Shard, ShardState
+from memascend.streaming.shards import Shard, ShardState
 from tests.support.parameter_bench import BUDGET_BYTES, LARGEST, PAGE, Bench
 from tests.support.streaming_fakes import FakeEvent
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from memascend.base.units import PAGE_BYTES
 from memascend.errors import StoreError
 from memascend.plan.knobs import PREFETCH_BYTES_MIN
-from memascend.streaming.kept_slots import Shard, ShardState
 from memascend.streaming.parameters import WRITE_BACK_COUNT_MAX, ParameterStream
+from memascend.streaming.shards import Shard, ShardState
 from tests.support.streaming_fakes import CountedPool, FakeEvent, FakeStore
 
 NUMEL = 1024  # of float32: one page

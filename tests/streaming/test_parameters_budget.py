@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from memascend.base.units import PAGE_BYTES
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
-from memascend.streaming.kept_slots import Shard, ShardState
 from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.shards import Shard, ShardState
 from tests.support.examples import examples
 from tests.support.parameter_bench import BUDGET_BYTES, LARGEST, PAGE, Bench
 from tests.support.streaming_fakes import FakeEvent, FakeMemory, LateDevice

@@ -6,8 +6,8 @@ import torch
 
 from memascend.base.units import PAGE_BYTES
 from memascend.memory.pool import Pool
-from memascend.streaming.kept_slots import Shard, ShardState
 from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.shards import Shard, ShardState
 from memascend.streaming.staging import StagingSlots
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 

@@ -13,11 +13,10 @@ rank's own slice of the whole parameter.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -26,8 +25,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.base.interfaces import Event
 from memascend.deepspeed.attach.attachment import Attachment
-from memascend.streaming.kept_slots import Shard, ShardState
+from memascend.deepspeed.parameters.exclusive import exclusive
 from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.shards import Shard, ShardState
 
 #: A shard below this stays in host memory for good, as in stock DeepSpeed (MIN_AIO_BYTES).
 SWAPPABLE_BYTES_MIN = 1 << 20
@@ -37,37 +37,6 @@ TURN_BYTES = 256 << 20
 PREFETCH_COUNT_MAX = 64
 
 Parameter = Any
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def _one_thread_at_a_time(
-    method: Callable[Concatenate[ParameterSwapper, Arguments], Result],
-) -> Callable[Concatenate[ParameterSwapper, Arguments], Result]:
-    """Hold the lock of the data paths during a call, and let go of everything after Ctrl-C in it.
-
-    Ctrl-C may leave any line, so nothing is believed of what the call has left; an error leaves a
-    state that was thought of.
-    """
-
-    def whole(
-        self: ParameterSwapper, /, *arguments: Arguments.args, **keywords: Arguments.kwargs
-    ) -> Result:
-        try:
-            return method(self, *arguments, **keywords)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._recover()
-            raise
-
-    @functools.wraps(method)
-    def alone(
-        self: ParameterSwapper, /, *arguments: Arguments.args, **keywords: Arguments.kwargs
-    ) -> Result:
-        with self._lock:
-            return whole(self, *arguments, **keywords)
-
-    return alone
 
 
 class ParameterSwapper:
@@ -91,7 +60,7 @@ class ParameterSwapper:
             swappable_bytes_min: Without a budget: smaller shards stay in host memory.
             lock: Of the data paths, reentrant; None: nobody else uses them.
         """
-        self._lock = lock or threading.RLock()
+        self.lock = lock or threading.RLock()
         self.memascend_attachment = attachment
         self.dtype = dtype
         self._stream = stream
@@ -118,13 +87,13 @@ class ParameterSwapper:
         """Return how many further parameters DeepSpeed may ask to prefetch."""
         return PREFETCH_COUNT_MAX
 
-    @_one_thread_at_a_time
+    @exclusive
     def get_buffer(self, param: Parameter, numel: int) -> torch.Tensor:
         """Return memory for a first partitioning; the caller fills and stores it."""
         self._stream.drop(self._shard(param, numel))
         return self._stage_outgoing(param, numel)
 
-    @_one_thread_at_a_time
+    @exclusive
     def swap_out_and_release(
         self,
         params: Sequence[Parameter],
@@ -143,7 +112,7 @@ class ParameterSwapper:
                 self._show_changes()
                 self._mark_absent(param)
 
-    @_one_thread_at_a_time
+    @exclusive
     def swap_in(self, params: Sequence[Parameter], async_op: bool = True) -> None:
         """Read shards: all of them, or with `async_op` as many as may be read ahead.
 
@@ -161,18 +130,18 @@ class ParameterSwapper:
                     [shard for p, shard in on_drive if shard.is_staged or self._is_absent(p)]
                 )
 
-    @_one_thread_at_a_time
+    @exclusive
     def synchronize_reads(self) -> None:
         """Wait for every read in flight and make the shards available."""
         with self._showing_changes():
             self._stream.wait_reads()
 
-    @_one_thread_at_a_time
+    @exclusive
     def synchronize_writes(self) -> None:
         """Wait for every write in flight; the first error is raised."""
         self._stream.wait_writes()
 
-    @_one_thread_at_a_time
+    @exclusive
     def remove_partition_and_release_buffers(self, params: Iterable[Parameter]) -> None:
         """Let shards go without writing; the store already holds the truth. Idempotent."""
         for param in params:
@@ -180,7 +149,7 @@ class ParameterSwapper:
             if not self._is_being_gathered(shard):
                 self._let_go(shard)
 
-    @_one_thread_at_a_time
+    @exclusive
     def swap_into_buffer(self, param: Parameter, dest_buffer: torch.Tensor) -> None:
         """Read a shard into memory that is not ours; any alignment, any device."""
         shard = self._shard(param)
@@ -189,7 +158,7 @@ class ParameterSwapper:
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Reserve nothing: updated shards are written from pool slots."""
 
-    @_one_thread_at_a_time
+    @exclusive
     def swap_out_partitioned_params(
         self, dst_fp16_params: Sequence[Parameter], src_fp32_params: Sequence[torch.Tensor]
     ) -> None:
@@ -204,7 +173,7 @@ class ParameterSwapper:
 
     # -- what our gather and step hooks call -----------------------------------------------------
 
-    @_one_thread_at_a_time
+    @exclusive
     def turns(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
         """Cut parameters into turns that hold a limited number of bytes, one parameter at least.
 
@@ -226,7 +195,7 @@ class ParameterSwapper:
             turn_bytes += nbytes
         return turns
 
-    @_one_thread_at_a_time
+    @exclusive
     def after_gather(self, params: Iterable[Parameter]) -> None:
         """Let the slots of gathered parameters go, once nothing reads them any more.
 
@@ -256,7 +225,7 @@ class ParameterSwapper:
             else:
                 self._let_go(shard)
 
-    @_one_thread_at_a_time
+    @exclusive
     def stage_for_update(self, param: Parameter) -> None:
         """Give a gathered parameter's shard memory, so that modified data can be partitioned."""
         shard = self._shard(param)
@@ -264,7 +233,7 @@ class ParameterSwapper:
             param.ds_tensor.data = self._stage_outgoing(param, shard.numel).data
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
-    @_one_thread_at_a_time
+    @exclusive
     def drop_unused(self) -> None:
         """Let every host copy go before a step changes the parameters.
 
@@ -343,7 +312,7 @@ class ParameterSwapper:
             if not self._is_being_gathered(shard):
                 self._let_go(shard)
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Let every shard go, in whatever state an interrupted call has left it."""
         gathering = [shard for shard in self._gathering if self._is_being_gathered(shard)]
         if not get_accelerator().is_synchronized_device():

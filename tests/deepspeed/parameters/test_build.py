@@ -70,7 +70,7 @@ def test_within_a_budget_every_shard_is_swapped(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(swapper, ParameterSwapper)
     assert swapper.memascend_attachment is attachment
     assert swapper.swappable_tensor(numel=1)
-    assert swapper._lock is attachment.runtime.lock
+    assert swapper.lock is attachment.runtime.lock
 
 
 def test_without_a_budget_small_shards_stay_and_no_staging_slots_are_made(

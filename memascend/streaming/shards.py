@@ -1,0 +1,93 @@
+"""The records of a stream's shards: what each is called, and where it is now besides the store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from memascend.base.interfaces import Event, Ticket
+from memascend.memory.pool import Lease
+from memascend.plan.knobs import REPEATED_COUNT_MIN
+
+
+class ShardState(Enum):
+    """Where the contents of a shard are, besides the store."""
+
+    ABSENT = "nowhere"
+    READING = "on their way here, or waiting to be needed"
+    STAGED = "in the tensor"
+    KEPT = "still in the slot of a shard that was let go"
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """One shard: its name and size in the store, and where it is now.
+
+    Attributes:
+        key: Its name in the store.
+        numel: Elements.
+        dtype: Their type.
+        owner: The object that it is a part of, for whoever uses the stream.
+        state: Where its contents are; all below is about one stay here.
+        lease: Of its slot; None when it is staged in device memory, or not at all.
+        tensor: None while a shard without a slot waits to be needed.
+        read: Its transfer from the drive while that is in flight.
+        is_ahead: Whether it was read ahead and is not needed yet.
+        equals_store: Whether it was read and nobody was asked to change it.
+        copied: Passes when the last copy out of the slot is over; None when none is under way.
+    """
+
+    key: str
+    numel: int
+    dtype: torch.dtype
+    owner: Any = None
+    state: ShardState = ShardState.ABSENT
+    lease: Lease | None = None
+    tensor: torch.Tensor | None = None
+    read: Ticket | None = None
+    is_ahead: bool = False
+    equals_store: bool = False
+    copied: Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_staged(self) -> bool:
+        """True from the request on until it is let go; it may still be on its way."""
+        return self.state in (ShardState.READING, ShardState.STAGED)
+
+    def leave(self) -> None:
+        """End its stay."""
+        self.state = ShardState.ABSENT
+        self.lease = self.tensor = self.read = self.copied = None
+        self.is_ahead = self.equals_store = False
+
+
+class Shards:
+    """All shards of a stream."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.made: list[Shard] = []
+        self._sizes: Counter[int] = Counter()  # how many shards have so many bytes
+
+    def make(self, key: str, numel: int, dtype: torch.dtype, owner: Any) -> Shard:
+        """Make the record of a shard, once for each."""
+        shard = Shard(key, numel, dtype, owner)
+        self.made.append(shard)
+        self._sizes[shard.nbytes] += 1
+        return shard
+
+    @property
+    def repeated_bytes_max(self) -> int:
+        """The size of the largest that occur often: the layers', not the embedding's."""
+        counts = self._sizes.items()
+        repeated = [nbytes for nbytes, count in counts if count >= REPEATED_COUNT_MIN]
+        return max(repeated, default=0)

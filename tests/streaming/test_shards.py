@@ -1,0 +1,33 @@
+"""Records of shards: their sizes, and where they are."""
+
+from __future__ import annotations
+
+import torch
+
+from memascend.plan.knobs import REPEATED_COUNT_MIN
+from memascend.streaming.shards import Shard, Shards, ShardState
+
+
+def make(shards: Shards, *numels: int) -> list[Shard]:
+    return [shards.make(f"k{numel}", numel, torch.bfloat16, None) for numel in numels]
+
+
+def test_what_occurs_often_counts_and_the_embedding_does_not() -> None:
+    shards = Shards()
+    assert shards.repeated_bytes_max == 0
+    made = make(shards, 1000, *[10] * REPEATED_COUNT_MIN, *[20] * REPEATED_COUNT_MIN)
+    assert shards.repeated_bytes_max == 40
+    assert shards.made == made
+
+
+def test_on_its_way_or_there_it_is_staged_and_when_it_leaves_nothing_is_left_of_it() -> None:
+    (shard,) = make(Shards(), 8)
+    staged = []
+    for shard.state in ShardState:
+        if shard.is_staged:
+            staged.append(shard.state)
+    assert staged == [ShardState.READING, ShardState.STAGED]
+    shard.tensor, shard.is_ahead, shard.equals_store = torch.zeros(8), True, True
+    shard.leave()
+    assert shard.state is ShardState.ABSENT
+    assert (shard.tensor, shard.is_ahead, shard.equals_store) == (None, False, False)
