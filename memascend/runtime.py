@@ -12,9 +12,11 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from memascend.base import waiting
 from memascend.base.components import BOUNCE_BUFFERS, PARAMETER_SLOTS, RESIDENT_CACHE
 from memascend.base.interfaces import Event, HostMemory, Registrar, TensorIO
 from memascend.base.units import MIB, format_nbytes, page_up
@@ -83,7 +85,7 @@ class Runtime:
         pci_address: str | None,
         stock: StockParts,
         registrar: Registrar | None = None,
-        new_event: Callable[[], Event] | None = None,
+        new_event: Callable[..., Event] | None = None,
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
         limit_bytes: int | None = None,
@@ -98,6 +100,7 @@ class Runtime:
             pci_address: Of the device, for the choice of a NUMA node.
             stock: For the sections that are off.
             registrar: Who registers it; None for CUDA's driver.
+            new_event: The device's class of events; None when the device is the CPU.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
@@ -129,7 +132,7 @@ class Runtime:
         if config.direct_nvme.enabled:
             self.store = _make_store(config, directory, memory, self.arena)
         self._io = self.store or stock.store
-        self._new_event = new_event
+        self._new_event = None if new_event is None else partial(waiting.new_event, new_event)
         self._staging: StagingSlots | None = None
         self._staging_slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
         budget_bytes = parameter_budget_bytes or PARAMETER_BUDGET_BYTES

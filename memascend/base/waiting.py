@@ -1,8 +1,10 @@
-"""Waiting for several transfers: no memory is in flight behind an exception."""
+"""Waiting: for several transfers, with no memory in flight behind an exception; for a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+
+from memascend.base.interfaces import Event
 
 
 class Ended:
@@ -31,3 +33,18 @@ def wait_all(waits: Iterable[Callable[[], object]]) -> None:
             first_error = first_error or error
     if first_error is not None:
         raise first_error
+
+
+def new_event(make: Callable[..., Event]) -> Event:
+    """Return an event of a device, one whose `synchronize` lets the thread sleep where there is.
+
+    CUDA's and some others spin by default: the wait for a copy then takes a core from the threads
+    that feed the drive.
+
+    Args:
+        make: The accelerator's class of events.
+    """
+    try:
+        return make(blocking=True)
+    except TypeError:  # this accelerator's events know no such thing
+        return make()

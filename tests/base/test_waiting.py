@@ -1,10 +1,10 @@
-"""Waiting for several: all are over before the first error is raised."""
+"""Waiting for several: all are over before the first error is raised. Events that block."""
 
 from __future__ import annotations
 
 import pytest
 
-from memascend.base.waiting import Ended, wait_all
+from memascend.base.waiting import Ended, new_event, wait_all
 
 
 class Transfer:
@@ -42,3 +42,26 @@ def test_what_has_ended_is_done_and_raises_what_kept_it_from_beginning() -> None
     with pytest.raises(OSError, match="full") as caught:
         Ended(error).wait()
     assert caught.value is error
+
+
+class SpinningEvent:
+    """As of an accelerator whose events cannot be asked for anything."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class ChoosyEvent(SpinningEvent):
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.blocking = blocking
+
+
+def test_an_event_blocks_instead_of_spinning_where_the_accelerator_has_such() -> None:
+    event = new_event(ChoosyEvent)
+    assert isinstance(event, ChoosyEvent)
+    assert event.blocking
+    assert type(new_event(SpinningEvent)) is SpinningEvent

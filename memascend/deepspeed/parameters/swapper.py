@@ -24,6 +24,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.base.interfaces import Event
+from memascend.base.waiting import new_event
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.parameters.exclusive import exclusive
 from memascend.streaming.parameters import ParameterStream
@@ -203,18 +204,11 @@ class ParameterSwapper:
         then computes with memory that another parameter overwrites); the alias is replaced by a
         copy. An alias of a device tensor stays: nobody reuses that.
         """
-        synchronous = get_accelerator().is_synchronized_device()
-        event: Event | None = None
-        for param in params:
-            if not self._lives_on_drive(param):
-                continue
-            shard = self._shard(param)
-            if not shard.is_staged:
-                continue
-            if not synchronous:
-                if event is None:
-                    event = get_accelerator().Event()
-                    event.record()
+        on_drive = [(p, self._shard(p)) for p in params if self._lives_on_drive(p)]
+        staged = [(param, shard) for param, shard in on_drive if shard.is_staged]
+        event = _event_here() if staged else None
+        for param, shard in staged:
+            if event is not None:
                 self._let_go(shard, event)
             elif shard.tensor is not None and _shares_memory(param.data, shard.tensor):
                 if shard.lease is not None:
@@ -315,10 +309,8 @@ class ParameterSwapper:
     def recover(self) -> None:
         """Let every shard go, in whatever state an interrupted call has left it."""
         gathering = [shard for shard in self._gathering if self._is_being_gathered(shard)]
-        if not get_accelerator().is_synchronized_device():
-            # A copy out of a slot may have been issued and not been noted yet.
-            event = get_accelerator().Event()
-            event.record()
+        event = _event_here()
+        if event is not None:  # a copy out of a slot may have been issued and not been noted yet
             event.synchronize()
         for shard in self._stream.recover(besides=gathering):
             self._gathering.pop(shard, None)
@@ -339,6 +331,16 @@ class ParameterSwapper:
             invalid = self._invalid[param.dtype] = self.invalid_buffer.to(param.dtype)
         param.ds_tensor.data = invalid.data
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+
+def _event_here() -> Event | None:
+    """Return an event behind everything on the current stream; None on a synchronous device."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+    event = new_event(accelerator.Event)
+    event.record()
+    return event
 
 
 def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
