@@ -1,14 +1,16 @@
 """Wraps the gather and partition calls of zero.Init around our parameter swapper.
 
-Two things happen here: slots of gathered parameters go back early, and a list larger than the pool
-is gathered in turns, each of which is read as a whole first. Parameters of other swappers pass
-through to the stock functions untouched.
+Three things happen here: slots of gathered parameters go back early; a list larger than the pool is
+gathered in turns, each of which is read as a whole first; and what a gather has begun is given up
+when it fails, so that it can be tried again. Parameters of other swappers pass through to the stock
+functions untouched.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
@@ -65,6 +67,27 @@ def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
     return partition
 
 
+class _GatherHandle:
+    """A handle of gathers in flight; when waiting for one fails, none of them is half there."""
+
+    def __init__(self, swapper: ParameterSwapper, params: Sequence[Parameter], handle: Any) -> None:
+        self.handle = handle
+        self._swapper = swapper
+        self._params = params
+        self._is_given_up = False
+
+    def wait(self, **keywords: Any) -> None:
+        """Wait as DeepSpeed does, who asks once for each parameter."""
+        if self._is_given_up:
+            return
+        try:
+            self.handle.wait(**keywords)
+        except BaseException:
+            self._is_given_up = True
+            self._swapper.give_up(self._params)
+            raise
+
+
 def _in_turns(
     param: Parameter, gather: Callable[..., Any], swapper: ParameterSwapper
 ) -> Callable[..., Any]:
@@ -74,12 +97,14 @@ def _in_turns(
         param_list: Sequence[Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> Any:
         listed = [param] if param_list is None else list(param_list)
-        absent = [p for p in listed if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        absent = _without_duplicates(p for p in listed if _is_absent(p))
         handles: list[Any] = []
-        for turn in swapper.turns(_without_duplicates(absent)):
-            swapper.swap_in(turn, async_op=False)
-            handles.extend(gather(param_list=turn, async_op=async_op, hierarchy=hierarchy) or [])
-            swapper.after_gather(turn)
+        with _whole_or_not_at_all(swapper, absent, handles):
+            for turn in swapper.turns(absent):
+                swapper.swap_in(turn, async_op=False)
+                started = gather(param_list=turn, async_op=async_op, hierarchy=hierarchy)
+                handles.extend(started or [])
+                swapper.after_gather(turn)
         return handles if async_op else None
 
     return all_gather
@@ -91,16 +116,43 @@ def _coalesced_in_turns(
     """Wrap the coordinator's gather: one handle, whatever the number of turns."""
 
     def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
-        handles = []
-        for turn in swapper.turns(list(params)):
-            swapper.swap_in(turn, async_op=False)
-            handles.append(gather(turn, **keywords))
-            swapper.after_gather(turn)
+        listed = list(params)
+        handles: list[Any] = []
+        with _whole_or_not_at_all(swapper, listed, handles):
+            for turn in swapper.turns(listed):
+                swapper.swap_in(turn, async_op=False)
+                handles.append(gather(turn, **keywords))
+                swapper.after_gather(turn)
         if not handles:
             return gather([], **keywords)
-        return handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
+        handle = handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
+        return _GatherHandle(swapper, listed, handle)
 
     return all_gather_coalesced
+
+
+@contextmanager
+def _whole_or_not_at_all(
+    swapper: ParameterSwapper, params: Sequence[Parameter], handles: Sequence[Any]
+) -> Iterator[None]:
+    """Give up what a gather has begun when it fails, as when the device is out of memory.
+
+    DeepSpeed would find parameters that it takes to be on their way for ever, and slots would not
+    come back. What was not absent before is not this gather's.
+    """
+    own = [param for param in params if _is_absent(param)]
+    try:
+        yield
+    except BaseException:
+        for handle in handles:
+            with suppress(Exception):  # the first error is the one to raise
+                handle.wait()
+        swapper.give_up(own)
+        raise
+
+
+def _is_absent(param: Parameter) -> bool:
+    return bool(param.ds_status is ZeroParamStatus.NOT_AVAILABLE)
 
 
 def _without_duplicates(params: Iterable[Parameter]) -> list[Parameter]:

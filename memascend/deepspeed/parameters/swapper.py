@@ -220,6 +220,21 @@ class ParameterSwapper:
                 self._let_go(shard)
 
     @exclusive
+    def give_up(self, params: Iterable[Parameter]) -> None:
+        """Have parameters as they were before a gather that failed, whatever it had come to.
+
+        Nothing has computed with them; memory that copies and collectives still fill is used again
+        in the order of the stream that they were issued on.
+        """
+        event = _event_here()
+        for param in params:
+            if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+                param.data = param.data.new_empty(0)
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            if self._lives_on_drive(param):
+                self._let_go(self._shard(param), event)
+
+    @exclusive
     def stage_for_update(self, param: Parameter) -> None:
         """Give a gathered parameter's shard memory, so that modified data can be partitioned."""
         shard = self._shard(param)
