@@ -172,6 +172,20 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     # -- a step ----------------------------------------------------------------------------------
 
+    def clear_backward_seen_flag(self) -> None:
+        """Begin a forward pass; what a backward pass that an error has left had not reduced goes.
+
+        Upstream would add the next gradients to it, or find a parameter twice in a bucket. What was
+        reduced is overwritten by the next pass, unless that adds to it: after an error in a later
+        micro-step of a window `zero_grad` begins the window anew.
+        """
+        if self._backward_seen_this_step and not self._epilogue_ran_this_backward:
+            for bucket in self.ipg_buckets.values():
+                bucket.clear_params()
+            for param in (param for group in self.fp16_groups for param in group):
+                param.grad = None
+        super().clear_backward_seen_flag()
+
     def _partition_all_parameters(self) -> None:
         """Partition as upstream; shards that were read ahead and not used are let go too.
 

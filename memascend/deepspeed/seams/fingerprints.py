@@ -117,6 +117,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._writeback_swap_state": (
         "bd38f14746ee648d",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag": (
+        "8342e5a266e44852",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload": (
         "cf83c30616baa179",
     ),

@@ -142,6 +142,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "complete_grad_norm_calculation_for_cpu_offload",
             "_partitioned_params_swap_out",
             "has_overflow",
+            "clear_backward_seen_flag",
             "step",
             "_prepare_sub_group",
             "unscale_and_clip_grads",

@@ -13,6 +13,9 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from deepspeed.runtime.base_optimizer import BackwardHookStateManager
+from deepspeed.runtime.zero.stage3 import IPGBucketZ3
+
 from memascend.deepspeed.optimizer import optimizer as zero_optimizer
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
 from memascend.deepspeed.optimizer.optimizer import (
@@ -147,3 +150,22 @@ def test_a_stated_key_that_is_ignored_is_warned_of_on_rank_0(
     assert caplog.text.count(f"zero_optimization.{section}.{key} is ignored") == count
     assert optimizer.offload_optimizer_fast_init is False
     assert optimizer.max_params_in_cpu == 0
+
+
+@pytest.mark.parametrize(
+    ("seen", "ended", "kept"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_what_a_backward_pass_had_not_reduced_when_an_error_left_it_is_dropped(
+    seen: bool, ended: bool, kept: bool
+) -> None:
+    optimizer = made({})
+    param = SimpleNamespace(grad=torch.ones(2))
+    bucket = IPGBucketZ3(params=[param], elements=2)  # type: ignore[list-item]
+    optimizer.fp16_groups, optimizer.ipg_buckets = [[param]], {torch.bfloat16: bucket}
+    optimizer.micro_step_id = 0
+    state = optimizer._backward_hook_state = BackwardHookStateManager()
+    state.backward_seen_this_step, state.epilogue_ran_this_backward = seen, ended
+    optimizer.clear_backward_seen_flag()
+    assert (param.grad is not None, bucket.params != []) == (kept, kept)
+    assert optimizer.micro_step_id == ended
+    assert not state.backward_seen_this_step

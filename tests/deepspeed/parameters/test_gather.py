@@ -42,6 +42,9 @@ class TwoAtATime(ParameterSwapper):
     def after_gather(self, params: Any) -> None:
         self.note("let go", params)
 
+    def give_up(self, params: Any) -> None:
+        self.note("give up", params)
+
     def stage_for_update(self, param: Any) -> None:
         self.note("stage", [param])
 
@@ -96,13 +99,13 @@ def test_a_list_is_read_gathered_and_let_go_turn_by_turn(swapper: TwoAtATime) ->
     params = parameters(swapper, 3)
     handle = params[0].all_gather_coalesced(reversed(params), quantize=False)
     assert swapper.calls == TURNS_OF_THREE
-    assert isinstance(handle, MultipleAllGatherHandles)
-    assert handle.handles[0].keywords == {"quantize": False}
+    assert isinstance(handle.handle, MultipleAllGatherHandles)
+    assert handle.handle.handles[0].keywords == {"quantize": False}
 
 
 def test_one_turn_has_the_handle_of_its_gather(swapper: TwoAtATime) -> None:
     params = parameters(swapper, 2)
-    assert params[0].all_gather_coalesced(params).params == params
+    assert params[0].all_gather_coalesced(params).handle.params == params
 
 
 def test_an_empty_list_is_gathered_as_upstream_does(swapper: TwoAtATime) -> None:
@@ -126,6 +129,68 @@ def test_parameters_of_a_stock_swapper_keep_their_functions() -> None:
     (param,) = parameters(stock, 1)
     assert swapper_of(param) is None
     assert param.all_gather([param]) == ["handle of 1"]
+
+
+# -- a gather that fails ---------------------------------------------------------------------------
+
+
+class Handle:
+    """Of a gather in flight; an error is raised when it is waited for."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.waits: list[Any] = []
+
+    def wait(self, **keywords: Any) -> None:
+        self.waits.append(keywords)
+        if self.error is not None:
+            raise self.error
+
+
+def failing(params: list[Any], which: str, *, turn: int, handles: list[Handle]) -> None:
+    """Has a turn's gather fail as where the device has no memory left."""
+
+    def gather(turn_of: Any = None, param_list: Any = None, **_: Any) -> Any:
+        if len(handles) == turn:
+            raise torch.OutOfMemoryError("no memory left")
+        handles.append(Handle())
+        return handles[-1] if which == "all_gather_coalesced" else [handles[-1]]
+
+    for param in params:
+        setattr(param, which, gather)
+        wrap_convert(lambda *_: None)(None, param)
+
+
+@pytest.mark.parametrize("which", ["all_gather", "all_gather_coalesced"])
+def test_out_of_memory_in_a_turn_gives_up_what_was_begun(swapper: TwoAtATime, which: str) -> None:
+    params = parameters(swapper, 5)
+    params[4].ds_status = ZeroParamStatus.INFLIGHT  # another gather's
+    for param in params:
+        param.all_gather = param.all_gather_coalesced = None
+    handles: list[Handle] = []
+    failing(params, which, turn=1, handles=handles)
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(params[0], which)(params)
+    assert [handle.waits for handle in handles] == [[{}]]
+    assert swapper.calls == [
+        ("read", [0, 1]),
+        ("let go", [0, 1]),
+        ("read", [2, 3]),
+        ("give up", [0, 1, 2, 3]),
+    ]
+
+
+def test_out_of_memory_where_a_gather_is_waited_for_gives_all_of_it_up(
+    swapper: TwoAtATime,
+) -> None:
+    params = parameters(swapper, 2)
+    handle = params[0].all_gather_coalesced(params)
+    handle.handle = Handle(torch.OutOfMemoryError("no memory left"))
+    with pytest.raises(torch.OutOfMemoryError):
+        handle.wait(handle_dependency=True)
+    assert swapper.calls[-1] == ("give up", [0, 1])
+    handle.wait()  # of the other parameter, when DeepSpeed begins anew
+    assert handle.handle.waits == [{"handle_dependency": True}]
 
 
 # -- partitioning ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Two of autograd's threads in the swapper, and Ctrl-C at every line of it."""
+"""Two of autograd's threads in the swapper, gathers that fail, and Ctrl-C at every line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.streaming_fakes import CountedPool, FakeMemory, FakeStore, FakeTicket
+from tests.support.streaming_fakes import CountedPool, FakeEvent, FakeMemory, FakeStore, FakeTicket
 
 pytest.importorskip("deepspeed")
 
@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 import memascend
 from memascend.base.units import PAGE_BYTES
+from memascend.deepspeed.parameters import swapper as param_swapper
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
@@ -189,6 +190,40 @@ def test_two_threads_at_once_get_their_own_bytes() -> None:
     assert errors == []
     bench.swapper.drop_unused()
     assert bench.pool.free_bytes == bench.pool.held_bytes
+
+
+# -- a gather that failed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_what_a_failed_gather_has_begun_is_absent_again_and_holds_no_slot(
+    monkeypatch: pytest.MonkeyPatch, synchronous: bool
+) -> None:
+    events: list[FakeEvent] = []
+
+    def new_event() -> FakeEvent:
+        events.append(FakeEvent())
+        return events[-1]
+
+    device = SimpleNamespace(is_synchronized_device=lambda: synchronous, Event=new_event)
+    monkeypatch.setattr(param_swapper, "get_accelerator", lambda: device)
+    bench = Bench(bounded())
+    params = bench.partitioned(3)
+    bench.swapper.swap_in(params, async_op=False)
+    params[0].ds_status, params[1].ds_status = ZeroParamStatus.AVAILABLE, ZeroParamStatus.INFLIGHT
+    for param in params[:2]:
+        param.data = torch.ones(NUMEL, dtype=torch.bfloat16)
+    bench.swapper.give_up(params)
+    assert {param.ds_status for param in params} == {ZeroParamStatus.NOT_AVAILABLE}
+    assert [param.data.numel() for param in params] == [0] * 3
+    assert [param.ds_tensor.status for param in params] == [ABSENT] * 3
+    # On a device the slots are free behind the copies that were issued.
+    assert [event.recorded for event in events] == [True] * (not synchronous)
+    bench.swapper.drop_unused()
+    assert all(event.wait_count for event in events)
+    assert bench.pool.free_bytes == bench.pool.held_bytes
+    bench.swapper.swap_in(params, async_op=False)
+    assert values(params) == [1.0, 2.0, 3.0]
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""A step that an error or Ctrl-C has left in the middle of a gather is tried again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from .programs import BLOCK, REPOSITORY, free_port, run, training_config
+
+pytestmark = pytest.mark.deepspeed
+
+PROGRAM = REPOSITORY / "tests" / "integration" / "retry_program.py"
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
+def test_a_step_left_at_any_gather_can_be_tried_again_with_less(tmp_path: Path, every: int) -> None:
+    """The numbers are those of a run in which nothing failed, and every slot has come back."""
+    (tmp_path / "drive").mkdir()
+    config = training_config(tmp_path / "drive", BLOCK, 1)
+    config["zero_optimization"] |= {
+        "stage3_max_reuse_distance": 0,  # gathers in backward too
+        "stage3_prefetch_bucket_size": 300_000,
+        "reduce_bucket_size": 300_000,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    done = run(
+        [str(PROGRAM), str(path), "--every", str(every)],
+        cwd=tmp_path,
+        environment={"PYTHONPATH": search_path, "MASTER_PORT": str(free_port())} | alone,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    found = [json.loads(line) for line in re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE)]
+    undisturbed, *retried = found
+    assert undisturbed["gathers"] > 2 * 4, "there are gathers in forward and in backward"
+    assert len(retried) == 2 * len(range(0, undisturbed["gathers"], every))
+    for one in retried:
+        assert one["numbers"] == undisturbed["numbers"], one
+        assert one["lost"] == 0, one
