@@ -43,8 +43,8 @@ def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
 def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
     """Replace Init._partition_param: a modified parameter gets a slot to be partitioned into.
 
-    The first partitioning of a parameter too small for the drive makes a pinned tensor; it comes
-    from our arena.
+    What it lets go of on the device is counted. The first partitioning of a parameter too small for
+    the drive makes a pinned tensor; it comes from our arena.
     """
 
     @functools.wraps(original)
@@ -62,7 +62,10 @@ def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
             on_drive = param.ds_tensor.final_location == "nvme"
             if updated and on_drive and param.ds_status is ZeroParamStatus.AVAILABLE:
                 swapper.stage_for_update(param)
+            whole_bytes = param.data.nbytes
             original(init, param, *arguments, **keywords)
+            if param.data.nbytes < whole_bytes:
+                swapper.note_released(whole_bytes)
 
     return partition
 
@@ -101,6 +104,7 @@ def _in_turns(
         handles: list[Any] = []
         with _whole_or_not_at_all(swapper, absent, handles):
             for turn in swapper.turns(absent):
+                swapper.wait_for_released()
                 swapper.swap_in(turn, async_op=False)
                 started = gather(param_list=turn, async_op=async_op, hierarchy=hierarchy)
                 handles.extend(started or [])
@@ -120,6 +124,7 @@ def _coalesced_in_turns(
         handles: list[Any] = []
         with _whole_or_not_at_all(swapper, listed, handles):
             for turn in swapper.turns(listed):
+                swapper.wait_for_released()
                 swapper.swap_in(turn, async_op=False)
                 handles.append(gather(turn, **keywords))
                 swapper.after_gather(turn)

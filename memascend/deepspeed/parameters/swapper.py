@@ -28,12 +28,15 @@ from memascend.base.waiting import new_event
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.parameters.exclusive import exclusive
 from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.released import ReleasedMemory
 from memascend.streaming.shards import Shard, ShardState
 
 #: A shard below this stays in host memory for good, as in stock DeepSpeed (MIN_AIO_BYTES).
 SWAPPABLE_BYTES_MIN = 1 << 20
 #: Bytes gathered in one turn. Fixed, so that every rank cuts the same list in the same places.
 TURN_BYTES = 256 << 20
+#: Most device memory of gathered parameters that were let go while kernels may still use it.
+RELEASED_BYTES_MAX = 256 << 20
 #: What available_swap_in_buffers answers: prefetch is limited in bytes, by the stream.
 PREFETCH_COUNT_MAX = 64
 
@@ -66,6 +69,7 @@ class ParameterSwapper:
         self.dtype = dtype
         self._stream = stream
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
+        self._released = ReleasedMemory(limit_bytes=RELEASED_BYTES_MAX)
         self._shards: dict[int, Shard] = {}  # by ds_id; each is owned by its parameter
         # Gathered over a collective that may still read the slot; let go when it has been waited
         # for.
@@ -195,6 +199,18 @@ class ParameterSwapper:
             turns[-1].append(param)
             turn_bytes += nbytes
         return turns
+
+    @exclusive
+    def note_released(self, nbytes: int) -> None:
+        """Count device memory of a parameter that was let go, on the stream that used it last."""
+        event = _event_here()
+        if event is not None:
+            self._released.note(nbytes, event)
+
+    @exclusive
+    def wait_for_released(self) -> None:
+        """Return when the device has caught up so far that more may be gathered."""
+        self._released.wait()
 
     @exclusive
     def after_gather(self, params: Iterable[Parameter]) -> None:

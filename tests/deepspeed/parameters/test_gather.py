@@ -23,6 +23,8 @@ class TwoAtATime(ParameterSwapper):
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int]]] = []
         self.components: list[str | None] = []
+        self.waits = 0
+        self.released: list[int] = []
         self.memascend_attachment = SimpleNamespace(host_buffers=self._host_buffers)  # type: ignore[assignment]
 
     @contextmanager
@@ -41,6 +43,12 @@ class TwoAtATime(ParameterSwapper):
 
     def after_gather(self, params: Any) -> None:
         self.note("let go", params)
+
+    def wait_for_released(self) -> None:
+        self.waits += 1
+
+    def note_released(self, nbytes: int) -> None:
+        self.released.append(nbytes)
 
     def give_up(self, params: Any) -> None:
         self.note("give up", params)
@@ -65,6 +73,7 @@ def parameters(swapper: Any, count: int) -> list[Any]:
             ds_id=ds_id,
             ds_status=ZeroParamStatus.NOT_AVAILABLE,
             ds_tensor=SimpleNamespace(final_location="nvme"),
+            data=torch.zeros(8),
             nvme_swapper=swapper,
         )
         wrap_convert(convert)(None, param)
@@ -99,6 +108,7 @@ def test_a_list_is_read_gathered_and_let_go_turn_by_turn(swapper: TwoAtATime) ->
     params = parameters(swapper, 3)
     handle = params[0].all_gather_coalesced(reversed(params), quantize=False)
     assert swapper.calls == TURNS_OF_THREE
+    assert swapper.waits == 2  # for the device to catch up, before each turn
     assert isinstance(handle.handle, MultipleAllGatherHandles)
     assert handle.handle.handles[0].keywords == {"quantize": False}
 
@@ -223,6 +233,20 @@ def test_one_in_memory_or_not_gathered_needs_none(
     param.ds_tensor.final_location, param.ds_status = location, status
     assert partition(param, has_been_updated=True)
     assert swapper.calls == []
+
+
+def test_what_partitioning_lets_go_of_is_counted(swapper: TwoAtATime) -> None:
+    (param,) = parameters(swapper, 1)
+
+    def free(init: Any, one: Any, free_data: bool = True) -> None:
+        if free_data:
+            one.data = torch.zeros(0)
+
+    wrap_partition(free)(None, param, free_data=False)
+    assert swapper.released == []
+    wrap_partition(free)(None, param)
+    wrap_partition(free)(None, param)  # is partitioned already
+    assert swapper.released == [8 * 4]
 
 
 def test_the_first_partitioning_takes_host_memory_of_ours(swapper: TwoAtATime) -> None:

@@ -1,4 +1,4 @@
-"""Two of autograd's threads in the swapper, gathers that fail, and Ctrl-C at every line."""
+"""Two of autograd's threads in the swapper, a host ahead of its device, failures, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 import memascend
 from memascend.base.units import PAGE_BYTES
 from memascend.deepspeed.parameters import swapper as param_swapper
-from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.deepspeed.parameters.swapper import RELEASED_BYTES_MAX, ParameterSwapper
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 from memascend.streaming.parameters import ParameterStream
@@ -192,13 +192,11 @@ def test_two_threads_at_once_get_their_own_bytes() -> None:
     assert bench.pool.free_bytes == bench.pool.held_bytes
 
 
-# -- a gather that failed --------------------------------------------------------------------------
+# -- a device --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("synchronous", [True, False])
-def test_what_a_failed_gather_has_begun_is_absent_again_and_holds_no_slot(
-    monkeypatch: pytest.MonkeyPatch, synchronous: bool
-) -> None:
+def on_device(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool) -> list[FakeEvent]:
+    """Have the accelerator be such a device, and return the list of its events."""
     events: list[FakeEvent] = []
 
     def new_event() -> FakeEvent:
@@ -207,6 +205,31 @@ def test_what_a_failed_gather_has_begun_is_absent_again_and_holds_no_slot(
 
     device = SimpleNamespace(is_synchronized_device=lambda: synchronous, Event=new_event)
     monkeypatch.setattr(param_swapper, "get_accelerator", lambda: device)
+    return events
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_the_host_goes_no_further_ahead_than_so_much_device_memory(
+    monkeypatch: pytest.MonkeyPatch, synchronous: bool
+) -> None:
+    events = on_device(monkeypatch, synchronous=synchronous)
+    swapper = Bench().swapper
+    for _ in range(8):
+        swapper.wait_for_released()
+        swapper.note_released(RELEASED_BYTES_MAX // 4)
+    swapper.wait_for_released()
+    assert len(events) == (0 if synchronous else 8)
+    assert sum(not event.passed for event in events) == (0 if synchronous else 4)
+
+
+# -- a gather that failed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_what_a_failed_gather_has_begun_is_absent_again_and_holds_no_slot(
+    monkeypatch: pytest.MonkeyPatch, synchronous: bool
+) -> None:
+    events = on_device(monkeypatch, synchronous=synchronous)
     bench = Bench(bounded())
     params = bench.partitioned(3)
     bench.swapper.swap_in(params, async_op=False)
