@@ -106,6 +106,7 @@ def _in_turns(
             for turn in swapper.turns(absent):
                 swapper.wait_for_released()
                 swapper.swap_in(turn, async_op=False)
+                swapper.start_copies(turn)
                 started = gather(param_list=turn, async_op=async_op, hierarchy=hierarchy)
                 handles.extend(started or [])
                 swapper.after_gather(turn)
@@ -126,6 +127,7 @@ def _coalesced_in_turns(
             for turn in swapper.turns(listed):
                 swapper.wait_for_released()
                 swapper.swap_in(turn, async_op=False)
+                swapper.start_copies(turn)
                 handles.append(gather(turn, **keywords))
                 swapper.after_gather(turn)
         if not handles:

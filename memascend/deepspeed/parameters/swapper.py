@@ -19,13 +19,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.base.interfaces import Event
-from memascend.base.waiting import new_event
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.parameters.device import (
+    event_here,
+    shares_memory,
+    slice_of_rank,
+    start_copy,
+)
 from memascend.deepspeed.parameters.exclusive import exclusive
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.released import ReleasedMemory
@@ -201,9 +205,24 @@ class ParameterSwapper:
         return turns
 
     @exclusive
+    def start_copies(self, params: Iterable[Parameter]) -> None:
+        """Have a gather over several ranks find shards on the device, where they are on their way.
+
+        Upstream takes each there by a copy that the host waits for. A gather over one rank does
+        not, and copies straight into the parameter. On a synchronous device there is no way.
+        """
+        for param in params:
+            shard = self._shards.get(param.ds_id)
+            if shard is None or shard.lease is None or shard.numel >= param.ds_numel:
+                continue
+            there = None if shard.tensor is None else start_copy(shard.tensor)
+            if there is not None:
+                param.ds_tensor.data = there
+
+    @exclusive
     def note_released(self, nbytes: int) -> None:
         """Count device memory of a parameter that was let go, on the stream that used it last."""
-        event = _event_here()
+        event = event_here()
         if event is not None:
             self._released.note(nbytes, event)
 
@@ -222,11 +241,11 @@ class ParameterSwapper:
         """
         on_drive = [(p, self._shard(p)) for p in params if self._lives_on_drive(p)]
         staged = [(param, shard) for param, shard in on_drive if shard.is_staged]
-        event = _event_here() if staged else None
+        event = event_here() if staged else None
         for param, shard in staged:
             if event is not None:
                 self._let_go(shard, event)
-            elif shard.tensor is not None and _shares_memory(param.data, shard.tensor):
+            elif shard.tensor is not None and shares_memory(param.data, shard.tensor):
                 if shard.lease is not None:
                     param.data = param.data.clone()
                 self._let_go(shard)
@@ -242,7 +261,7 @@ class ParameterSwapper:
         Nothing has computed with them; memory that copies and collectives still fill is used again
         in the order of the stream that they were issued on.
         """
-        event = _event_here()
+        event = event_here()
         for param in params:
             if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
                 param.data = param.data.new_empty(0)
@@ -309,7 +328,7 @@ class ParameterSwapper:
         """Return where DeepSpeed copies the rank's slice of a whole parameter, to be stored."""
         with self._showing_changes():
             slot = self._stream.stage(self._shard(param))
-        return _slice_of_rank(param, numel) if slot is None else slot
+        return slice_of_rank(param, numel) if slot is None else slot
 
     @staticmethod
     def _device_shard(param: Parameter) -> torch.Tensor:
@@ -340,7 +359,7 @@ class ParameterSwapper:
     def recover(self) -> None:
         """Let every shard go, in whatever state an interrupted call has left it."""
         gathering = [shard for shard in self._gathering if self._is_being_gathered(shard)]
-        event = _event_here()
+        event = event_here()
         if event is not None:  # a copy out of a slot may have been issued and not been noted yet
             event.synchronize()
         for shard in self._stream.recover(besides=gathering):
@@ -362,30 +381,3 @@ class ParameterSwapper:
             invalid = self._invalid[param.dtype] = self.invalid_buffer.to(param.dtype)
         param.ds_tensor.data = invalid.data
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
-
-
-def _event_here() -> Event | None:
-    """Return an event behind everything on the current stream; None on a synchronous device."""
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return None
-    event = new_event(accelerator.Event)
-    event.record()
-    return event
-
-
-def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-
-
-def _slice_of_rank(param: Parameter, numel: int) -> torch.Tensor:
-    """Return the rank's slice of a whole parameter where it is complete, else as much new memory.
-
-    DeepSpeed then copies the slice onto itself and lets the parameter go; the slice keeps its
-    memory until it is stored.
-    """
-    whole: torch.Tensor = param.data
-    begin = numel * param.ds_zero_partition_rank
-    if whole.is_contiguous() and begin + numel <= whole.numel():
-        return whole.view(-1).narrow(0, begin, numel)
-    return whole.new_empty(numel)

@@ -41,6 +41,9 @@ class TwoAtATime(ParameterSwapper):
         assert not async_op
         self.note("read", params)
 
+    def start_copies(self, params: Any) -> None:
+        self.note("copy", params)
+
     def after_gather(self, params: Any) -> None:
         self.note("let go", params)
 
@@ -96,9 +99,11 @@ def convert(init: Any, param: Any) -> None:
 
 TURNS_OF_THREE = [
     ("read", [0, 1]),
+    ("copy", [0, 1]),
     ("gather", [0, 1]),
     ("let go", [0, 1]),
     ("read", [2]),
+    ("copy", [2]),
     ("gather", [2]),
     ("let go", [2]),
 ]
@@ -184,8 +189,10 @@ def test_out_of_memory_in_a_turn_gives_up_what_was_begun(swapper: TwoAtATime, wh
     assert [handle.waits for handle in handles] == [[{}]]
     assert swapper.calls == [
         ("read", [0, 1]),
+        ("copy", [0, 1]),
         ("let go", [0, 1]),
         ("read", [2, 3]),
+        ("copy", [2, 3]),
         ("give up", [0, 1, 2, 3]),
     ]
 

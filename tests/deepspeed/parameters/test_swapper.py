@@ -17,7 +17,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
 )
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from memascend.deepspeed.parameters import swapper as param_swapper
+from memascend.deepspeed.parameters import device as accelerated
 from memascend.deepspeed.parameters.swapper import TURN_BYTES, ParameterSwapper
 from memascend.errors import StoreError
 from memascend.streaming.parameters import ParameterStream
@@ -269,7 +269,7 @@ class Device:
 
 def on_device(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool) -> Device:
     device = Device(synchronous=synchronous)
-    monkeypatch.setattr(param_swapper, "get_accelerator", lambda: device)
+    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
     return device
 
 

@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, NoGatherHandle, ZeroParamStatus
 
 from memascend.base.units import PAGE_BYTES
+from memascend.deepspeed.parameters import device as accelerated
 from memascend.deepspeed.parameters import swapper as param_swapper
 from memascend.deepspeed.parameters.gather import wrap_partition
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
@@ -215,7 +216,7 @@ def partitioned(bench: Rank, count: int, numel: int) -> list[Any]:
 def test_many_gathers_before_the_first_wait_do_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU a collective may read the slot until it is waited for."""
     device = SimpleNamespace(is_synchronized_device=lambda: True)
-    monkeypatch.setattr(param_swapper, "get_accelerator", lambda: device)
+    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
     bench = Rank(0, 2)
     params = partitioned(bench, 12, 2 * 8000)
     for param in params:
@@ -239,7 +240,7 @@ def test_on_a_device_slots_come_back_with_their_copies(monkeypatch: pytest.Monke
         return events[-1]
 
     device = SimpleNamespace(is_synchronized_device=lambda: False, Event=new_event)
-    monkeypatch.setattr(param_swapper, "get_accelerator", lambda: device)
+    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
     bench = Rank(0, 2)
     params = partitioned(bench, 12, 2 * 8000)
     for param in params:
@@ -248,6 +249,35 @@ def test_on_a_device_slots_come_back_with_their_copies(monkeypatch: pytest.Monke
     assert [param.ds_tensor.status for param in params] == [ABSENT] * 12
     assert bench.pool.held_bytes <= BUDGET_BYTES
     assert sum(event.wait_count for event in events) == 8
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gather_of_several_ranks_finds_shards_on_their_way_to_the_device(
+    monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    device = SimpleNamespace(is_synchronized_device=lambda: False, Event=FakeEvent)
+    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
+    copies: list[torch.Tensor] = []
+
+    def start_copy(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.clone())
+        return copies[-1]
+
+    monkeypatch.setattr(param_swapper, "start_copy", start_copy)
+    bench = Rank(0, world)
+    params = partitioned(bench, 2, 2 * 1000)
+    seen = [param.ds_tensor for param in params]
+    bench.param_swapper.swap_in(params, async_op=False)
+    bench.param_swapper.start_copies([*params, SimpleNamespace(ds_id=99)])
+    assert len(copies) == (2 if world > 1 else 0)  # one rank copies into the parameter itself
+    for param, copy in zip(params, copies, strict=False):
+        assert param.ds_tensor.data_ptr() == copy.data_ptr()
+        assert torch.equal(param.ds_tensor, content_of((2 * 1000,), param.ds_id)[:1000])
+    bench.param_swapper.after_gather(params)
+    assert [param.ds_tensor.status for param in params] == [ABSENT] * 2
+    assert all(param.ds_tensor is one for param, one in zip(params, seen, strict=True))
+    bench.param_swapper.drop_unused()
+    assert bench.pool.free_bytes == bench.pool.held_bytes
 
 
 def test_what_was_read_ahead_gives_way_to_what_is_needed() -> None:

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 import memascend
 from memascend.base.units import PAGE_BYTES
-from memascend.deepspeed.parameters import swapper as param_swapper
+from memascend.deepspeed.parameters import device as accelerated
 from memascend.deepspeed.parameters.swapper import RELEASED_BYTES_MAX, ParameterSwapper
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
@@ -204,7 +204,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool) -> list[Fak
         return events[-1]
 
     device = SimpleNamespace(is_synchronized_device=lambda: synchronous, Event=new_event)
-    monkeypatch.setattr(param_swapper, "get_accelerator", lambda: device)
+    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
     return events
 
 

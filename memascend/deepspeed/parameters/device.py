@@ -1,0 +1,47 @@
+"""What the parameter swapper asks of the device: events, copies to it, whose memory is whose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from memascend.base.interfaces import Event
+from memascend.base.waiting import new_event
+
+
+def event_here() -> Event | None:
+    """Return an event behind everything on the current stream; None on a synchronous device."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+    event = new_event(accelerator.Event)
+    event.record()
+    return event
+
+
+def start_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Start copying a host tensor to the device; None on a synchronous device."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+    return tensor.to(accelerator.current_device_name(), non_blocking=True)
+
+
+def shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Check if two tensors are views of one storage."""
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+
+def slice_of_rank(param: Any, numel: int) -> torch.Tensor:
+    """Return the rank's slice of a whole parameter where it is complete, else as much new memory.
+
+    DeepSpeed then copies the slice onto itself and lets the parameter go; the slice keeps its
+    memory until it is stored.
+    """
+    whole: torch.Tensor = param.data
+    begin = numel * param.ds_zero_partition_rank
+    if whole.is_contiguous() and begin + numel <= whole.numel():
+        return whole.view(-1).narrow(0, begin, numel)
+    return whole.new_empty(numel)

@@ -1,0 +1,57 @@
+"""Events and copies on a device with streams, and on one that does all at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from memascend.deepspeed.parameters import device
+from tests.support.streaming_fakes import FakeEvent
+
+
+def be(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool) -> None:
+    accelerator = SimpleNamespace(
+        is_synchronized_device=lambda: synchronous,
+        Event=FakeEvent,
+        current_device_name=lambda: "meta",
+    )
+    monkeypatch.setattr(device, "get_accelerator", lambda: accelerator)
+
+
+def test_a_device_with_streams_has_events_and_takes_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    be(monkeypatch, synchronous=False)
+    event = device.event_here()
+    assert isinstance(event, FakeEvent)
+    assert event.recorded
+    there = device.start_copy(torch.zeros(3))
+    assert there is not None
+    assert there.device.type == "meta"
+
+
+def test_one_that_does_all_at_once_needs_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, synchronous=True)
+    assert device.event_here() is None
+    assert device.start_copy(torch.zeros(3)) is None
+
+
+def test_views_of_one_storage_share_memory_and_copies_do_not() -> None:
+    whole = torch.zeros(4)
+    assert device.shares_memory(whole[:1], whole[2:])
+    assert not device.shares_memory(whole, whole.clone())
+
+
+@pytest.mark.parametrize(("rank", "is_view"), [(0, True), (1, True), (2, False)])
+def test_the_slice_of_a_rank_is_a_view_where_it_is_complete(rank: int, is_view: bool) -> None:
+    """Of ten elements over three ranks, the last rank has two, and two of padding."""
+    param = SimpleNamespace(data=torch.arange(10.0).view(2, 5), ds_zero_partition_rank=rank)
+    slice_ = device.slice_of_rank(param, 4)
+    assert slice_.numel() == 4
+    assert device.shares_memory(slice_, param.data) == is_view
+    if is_view:
+        assert slice_.tolist() == [4.0 * rank + k for k in range(4)]
