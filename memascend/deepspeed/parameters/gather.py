@@ -71,12 +71,24 @@ def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class _GatherHandle:
-    """A handle of gathers in flight; when waiting for one fails, none of them is half there."""
+    """A handle of gathers in flight; when waiting for one fails, none of them is half there.
 
-    def __init__(self, swapper: ParameterSwapper, params: Sequence[Parameter], handle: Any) -> None:
+    A collective runs on a stream of its own and holds `param.ds_tensor` itself, whose memory is
+    exchanged when the swapper lets it go. Without aliases of it, device memory would be taken again
+    in the order of another stream.
+    """
+
+    def __init__(
+        self,
+        swapper: ParameterSwapper,
+        params: Sequence[Parameter],
+        handle: Any,
+        shards: Sequence[Any],
+    ) -> None:
         self.handle = handle
         self._swapper = swapper
         self._params = params
+        self._shards = shards
         self._is_given_up = False
 
     def wait(self, **keywords: Any) -> None:
@@ -89,6 +101,7 @@ class _GatherHandle:
             self._is_given_up = True
             self._swapper.give_up(self._params)
             raise
+        self._shards = ()
 
 
 def _in_turns(
@@ -106,7 +119,8 @@ def _in_turns(
             for turn in swapper.turns(absent):
                 swapper.wait_for_released()
                 swapper.swap_in(turn, async_op=False)
-                swapper.start_copies(turn)
+                if not async_op:  # else nobody would keep the copies until the gather is over
+                    swapper.start_copies(turn)
                 started = gather(param_list=turn, async_op=async_op, hierarchy=hierarchy)
                 handles.extend(started or [])
                 swapper.after_gather(turn)
@@ -123,17 +137,19 @@ def _coalesced_in_turns(
     def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
         listed = list(params)
         handles: list[Any] = []
+        shards: list[Any] = []
         with _whole_or_not_at_all(swapper, listed, handles):
             for turn in swapper.turns(listed):
                 swapper.wait_for_released()
                 swapper.swap_in(turn, async_op=False)
                 swapper.start_copies(turn)
+                shards.extend(p.ds_tensor.data for p in turn if p.ds_tensor.device.type != "cpu")
                 handles.append(gather(turn, **keywords))
                 swapper.after_gather(turn)
         if not handles:
             return gather([], **keywords)
         handle = handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
-        return _GatherHandle(swapper, listed, handle)
+        return _GatherHandle(swapper, listed, handle, shards)
 
     return all_gather_coalesced
 
