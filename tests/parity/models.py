@@ -21,11 +21,15 @@ HIDDEN = 512
 
 
 class OddShapes(nn.Module):
-    """Element counts that are a multiple of nothing: the next tensor's offset is unaligned."""
+    """Element counts that are a multiple of nothing: the next tensor's offset is unaligned.
+
+    Of the smallest all ranks but the first have nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.gate = nn.Parameter(torch.empty(1))
         self.gains = nn.Parameter(torch.empty(3))
         self.table = nn.Parameter(torch.empty(1_000_003))
         self.widen = nn.Linear(HIDDEN, 2053)
@@ -35,7 +39,7 @@ class OddShapes(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(input_ids)
-        hidden = hidden * self.gains[0] + self.table[: hidden.numel()].view_as(hidden)
+        hidden = hidden * self.gate * self.gains[0] + self.table[: hidden.numel()].view_as(hidden)
         hidden = torch.tanh(self.widen(hidden)) * self.gains[1]
         hidden = hidden + self.long_table[-hidden.numel() :].view_as(hidden)
         return self.head(torch.tanh(self.narrow(hidden)) * self.gains[2])
