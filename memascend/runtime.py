@@ -108,9 +108,7 @@ class Runtime:
         """
         self.config = config
         self.directory = directory
-        #: Of the data paths, which one thread at a time may use. A backward pass runs hooks on a
-        #: thread of each device, the host included: they hold it.
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
         self.limit_bytes = limit_bytes
         self.plan: Plan | None = None
         self.arena: HostAllocator | None = None
