@@ -1,0 +1,1 @@
+"""An emulated accelerator, "sim", with CUDA's rules of order: docs/design/device.md."""

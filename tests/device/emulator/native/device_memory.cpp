@@ -1,0 +1,141 @@
+// The device's memory: cached by stream, and poisoned in stream order when it is freed.
+#include <sys/mman.h>
+
+#include "sim.hpp"
+
+namespace sim {
+
+constexpr std::size_t kGranuleBytes = 512;
+constexpr std::size_t kSegmentBytes = std::size_t{64} << 20;
+
+std::int64_t allocated_bytes = 0, peak_bytes = 0, reserved_bytes = 0;
+std::map<const char*, Block*> blocks;                             // by start; never deleted
+std::map<int, std::multimap<std::size_t, Block*>> free_blocks;    // by stream, size
+std::vector<std::pair<Block*, std::vector<MarkerPtr>>> recorded;  // freed, in use by other streams
+char* segment = nullptr;
+std::size_t segment_left = 0;
+
+void put_free_locked(Block* block) {
+  Stream& own = stream_of(block->stream);
+  tick_locked(own);
+  const char* end = block->data + block->size;
+  check_locked(block->log, own, block->data, end, true, "the free of it", "device");
+  own.push(Kind::plain, [block] { std::memset(block->data, kPoison, block->size); });
+  free_blocks[block->stream].emplace(block->size, block);
+}
+
+void free_device(void* context) {
+  if (context == nullptr) return;
+  auto* block = static_cast<Block*>(context);
+  std::vector<MarkerPtr> markers;
+  for (const int stream : block->uses) markers.push_back(record_marker(stream_of(stream)));
+  const std::lock_guard lock(state_mutex);
+  allocated_bytes -= static_cast<std::int64_t>(block->size);
+  block->uses.clear();
+  if (markers.empty()) {
+    put_free_locked(block);
+  } else {
+    recorded.emplace_back(block, std::move(markers));
+  }
+}
+
+/// Frees what other streams have passed since it was freed.
+void free_passed_locked() {
+  std::erase_if(recorded, [](auto& entry) {
+    for (auto& marker : entry.second) {
+      if (!marker->query()) return false;
+    }
+    for (auto& marker : entry.second) merge(host_clock, marker->clock);
+    put_free_locked(entry.first);
+    return true;
+  });
+}
+
+Block* carve_locked(std::size_t size) {
+  if (segment_left < size) {
+    segment_left = std::max(size, kSegmentBytes);
+    void* got =
+        mmap(nullptr, segment_left, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(got != MAP_FAILED, "sim: out of device memory");
+    segment = static_cast<char*>(got);
+    reserved_bytes += static_cast<std::int64_t>(segment_left);
+  }
+  auto* block = new Block{segment, size, static_cast<int>(current_id), {}, {}};
+  blocks[segment] = block;
+  segment += size;
+  segment_left -= size;
+  std::memset(block->data, kPoison, size);
+  return block;
+}
+
+Block* allocate_block(std::size_t nbytes) {
+  has_context = true;
+  const std::size_t size = (nbytes + kGranuleBytes - 1) / kGranuleBytes * kGranuleBytes;
+  const std::lock_guard lock(state_mutex);
+  free_passed_locked();
+  Block* block = nullptr;
+  auto& pool = free_blocks[static_cast<int>(current_id)];
+  const auto found = pool.lower_bound(size);
+  if (found != pool.end() && found->first <= size + size / 4 + 8 * kGranuleBytes) {
+    block = found->second;
+    pool.erase(found);
+  } else {
+    block = carve_locked(size);
+  }
+  allocated_bytes += static_cast<std::int64_t>(block->size);
+  peak_bytes = std::max(peak_bytes, allocated_bytes);
+  return block;
+}
+
+Block* block_of_locked(const void* address) {
+  const auto after = blocks.upper_bound(static_cast<const char*>(address));
+  if (after == blocks.begin()) return nullptr;
+  Block* block = std::prev(after)->second;
+  return static_cast<const char*>(address) < block->data + block->size ? block : nullptr;
+}
+
+struct DeviceMemory final : c10::DeviceAllocator {
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    const c10::Device device(kSim, 0);
+    if (nbytes == 0) return {nullptr, nullptr, &free_device, device};
+    Block* block = allocate_block(nbytes);
+    return {block->data, block, &free_device, device};
+  }
+  void copy_data(void* target, const void* source, std::size_t count) const override {
+    current().push(Kind::kernel, [=] { std::memcpy(target, source, count); });
+  }
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
+    auto* block = static_cast<Block*>(pointer.get_context());
+    if (block == nullptr) return;
+    const std::lock_guard lock(state_mutex);
+    if (stream.id() != block->stream) block->uses.insert(static_cast<int>(stream.id()));
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
+};
+
+c10::DeviceAllocator& device_memory() {
+  static DeviceMemory memory;
+  return memory;
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  device_memory().recordStream(self.storage().data_ptr(), stream);
+}
+
+void reset_peak() {
+  const std::lock_guard lock(state_mutex);
+  peak_bytes = allocated_bytes;
+}
+
+std::map<std::string, std::int64_t> memory_stats() {
+  const std::lock_guard lock(state_mutex);
+  return {{"allocated", allocated_bytes}, {"peak", peak_bytes}, {"reserved", reserved_bytes}};
+}
+
+}  // namespace sim
+
+REGISTER_ALLOCATOR(sim::kSim, &sim::device_memory())
