@@ -108,7 +108,7 @@ def set_grad(weight: nn.Parameter, factor: float) -> None:
 def describe(value: torch.Tensor | None) -> str:
     if value is None:
         return "nothing"
-    raw = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
 
 

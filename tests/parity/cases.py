@@ -53,7 +53,7 @@ class Case:
     clipping: float = 0.0
     checkpointing: str = "off"  # off | reentrant | nonreentrant
     params: str = "nvme"  # nvme | cpu | none
-    optimizer: str = "nvme"  # nvme | cpu | absent (inference)
+    optimizer: str = "nvme"  # nvme | cpu | none | absent (inference)
     zero_init: bool = True
     pipeline: bool = False
     sub_group_numel: int = SUB_GROUP_SMALL_NUMEL
@@ -74,6 +74,7 @@ class Case:
     gather_all: bool = False  # gather every tensor at once in the middle of training
     second_model: bool = False  # train another model on the same path in the middle of training
     limit_bytes: int = 0  # host_memory_limit; 0 leaves the key out
+    overlap: bool = True  # of the reduction with the backward pass, on devices
     scheduler: bool = False  # a learning rate that changes with every step
     resume_at: int = 0  # save and load into a new engine after so many steps; 0: never
     saver: str = "same"  # who trains until then: a key of SAVERS
@@ -144,8 +145,9 @@ class Case:
         values = {name: getattr(self, name) for name in kept}
         if self.resume_at and self.family == "alternating":
             values |= {"resume_at": self.resume_at, "saver": "cpu"}
-        inference = "absent" if self.optimizer == "absent" else "cpu"
-        return Case(**values, params="cpu", optimizer=inference)
+        # Adam on a device rounds in another way; inference has none.
+        optimizer = self.optimizer if self.optimizer in ("none", "absent") else "cpu"
+        return Case(**values, params="cpu", optimizer=optimizer)
 
     def saver_case(self) -> tuple[Case, Backend]:
         """What trains until the checkpoint: who saves may offload in another way than who loads."""
@@ -242,6 +244,7 @@ def _zero_optimization(case: Case, nvme_path: str) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": 3,
         "contiguous_gradients": True,
+        "overlap_comm": case.overlap,
         "reduce_bucket_size": 2_000_000,
         "sub_group_size": case.sub_group_numel,
         "stage3_param_persistence_threshold": case.persistence_numel,

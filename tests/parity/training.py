@@ -176,6 +176,7 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
             if case.boundary == "stated":
                 engine.set_gradient_accumulation_boundary(is_last)
             input_ids = models.batch(seed=SEED, step=next(micro_steps), rank=rank, rows=2)
+            input_ids = input_ids.to(engine.device)
             loss = models.loss_of(engine, input_ids)
             engine.backward(loss)
             if is_probed and is_last:
@@ -230,7 +231,7 @@ def infer(case: Case, engine: Any) -> list[str]:
     with torch.no_grad():
         for step in range(case.steps):
             disturb(case, engine.module)
-            input_ids = models.batch(seed=SEED, step=step, rank=rank, rows=2)
+            input_ids = models.batch(seed=SEED, step=step, rank=rank, rows=2).to(engine.device)
             digests.append(digest(models.logits_of(engine, input_ids)))
     return digests
 
@@ -286,7 +287,7 @@ def placement(module: nn.Module) -> dict[str, int]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().cpu().contiguous().view(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

@@ -15,11 +15,16 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 CAP_DAC_OVERRIDE = 1
 PR_SET_KEEPCAPS = 8
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
+
+
+Run = Callable[..., dict[str, Any]]
 
 
 def main() -> None:
@@ -27,38 +32,53 @@ def main() -> None:
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--memlock-bytes", type=int)
     arguments = parser.parse_args()
-    connection = Connection(arguments.socket)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # Unwinds, so that torch removes its lock on an op that is being loaded.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    handle_signals()
 
-    import cpuinfo
     import deepspeed
-    import torch
-    from deepspeed.accelerator import get_accelerator
 
     import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 
     from . import training
-    from .cases import Case
+
+    prepare_deepspeed()
+    deepspeed.init_distributed(dist_backend="gloo")
+    if arguments.memlock_bytes is not None:
+        deepspeed.ops.op_builder.CPUAdamBuilder().load()
+        become_unprivileged(memlock_bytes=arguments.memlock_bytes)
+    serve(arguments.socket, training.run_case)
+
+
+def handle_signals() -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Unwinds, so that torch removes its lock on an op that is being loaded.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def prepare_deepspeed() -> None:
+    import cpuinfo
+    import torch
+    from deepspeed.accelerator import get_accelerator
 
     torch.set_num_threads(1)
     # fp16 is emulated on most CPUs; DeepSpeed then refuses it although it works.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     # DeepSpeed asks once per engine, each time in a process that measures the clock for a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    deepspeed.init_distributed(dist_backend="gloo")
-    if arguments.memlock_bytes is not None:
-        deepspeed.ops.op_builder.CPUAdamBuilder().load()
-        become_unprivileged(memlock_bytes=arguments.memlock_bytes)
+
+
+def serve(socket: int, run: Run) -> None:
+    """Answer one case after the other until the socket is closed."""
+    from .cases import Case
+
+    connection = Connection(socket)
     connection.send("ready")
     while True:
         try:
-            fields, config = connection.recv()
+            fields, config, options = connection.recv()
         except (EOFError, OSError):
             return
         try:
-            answer = {"facts": training.run_case(Case(**fields), config)}
+            answer = {"facts": run(Case(**fields), config, **options)}
         except Exception:
             answer = {"error": traceback.format_exc()}
         connection.send(answer)

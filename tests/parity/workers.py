@@ -42,6 +42,7 @@ Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
 HOW_FACTS = (
     *("placement", "optimizer_class", "swapper_classes", "ledger", "state_dict", "warnings"),
+    *("findings", "waits"),
 )
 
 
@@ -52,21 +53,31 @@ class CaseFailed(RuntimeError):
 class WorkerGroup:
     """`world` ranks that run one case after another."""
 
-    def __init__(self, *, world: int, folder: Path, memlock_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        world: int,
+        folder: Path,
+        memlock_bytes: int | None = None,
+        program: str = "tests.parity.worker",
+    ) -> None:
         self.world = world
+        self.program = program
         self.folder = folder
         self.memlock_bytes = memlock_bytes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._start_count = 0
 
-    def run(self, case: Case, config: dict[str, Any], *, timeout_s: float) -> list[Facts]:
-        """The facts of every rank, rank 0 first."""
+    def run(
+        self, case: Case, config: dict[str, Any], *, timeout_s: float, **options: Any
+    ) -> list[Facts]:
+        """The facts of every rank, rank 0 first; `options` are those of the program."""
         self._ensure_running()
         log_offsets = [path.stat().st_size for path in self._log_paths()]
         try:
             for connection in self._connections:
-                connection.send((dataclasses.asdict(case), config))
+                connection.send((dataclasses.asdict(case), config, options))
             answers = self._receive(timeout_s)
         except (OSError, EOFError) as error:
             answers = [{"error": f"{error!r}: exit codes {self._exit_codes()}"}]
@@ -132,7 +143,7 @@ class WorkerGroup:
 
     def _start_rank(self, rank: int, port: int) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.parity.worker", "--socket", str(theirs.fileno())]
+        command = [sys.executable, "-m", self.program, "--socket", str(theirs.fileno())]
         if self.memlock_bytes is not None:
             command += ["--memlock-bytes", str(self.memlock_bytes)]
         with theirs, self._log_paths()[rank].open("wb") as log:
@@ -191,13 +202,16 @@ class WorkerGroup:
 class Bench:
     """Runs cases on any backend and remembers what the oracle said."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: str = "tests.parity.worker") -> None:
         self.folder = folder
+        self.program = program
         self._groups: dict[int, WorkerGroup] = {}
         self._oracles: dict[Case, list[Facts]] = {}
         self._run_count = 0
 
-    def run(self, case: Case, backend: Backend, *, timeout_s: float | None = None) -> list[Facts]:
+    def run(
+        self, case: Case, backend: Backend, *, timeout_s: float | None = None, **options: Any
+    ) -> list[Facts]:
         """The facts of every rank; the group of the case's world size is started if need be."""
         if timeout_s is None:
             is_compiled = case.optimizer_type in COMPILED
@@ -205,14 +219,16 @@ class Bench:
         if backend == "oracle" and case.oracle() in self._oracles:
             return self._oracles[case.oracle()]
         if case.world not in self._groups:
-            self._groups[case.world] = WorkerGroup(world=case.world, folder=self.folder)
+            self._groups[case.world] = WorkerGroup(
+                world=case.world, folder=self.folder, program=self.program
+            )
         nvme_path = self.new_nvme_path()
         config = deepspeed_json(case, backend, str(nvme_path))
         subject = case.oracle() if backend == "oracle" else case
         if subject.resume_at:
             folder = str(nvme_path / "checkpoints")
             subject = dataclasses.replace(subject, checkpoint_folder=folder)
-        facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s)
+        facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s, **options)
         shutil.rmtree(nvme_path, ignore_errors=True)
         if backend == "oracle":
             self._oracles[case.oracle()] = facts

@@ -6,6 +6,7 @@
 namespace sim {
 
 constexpr std::size_t kGranuleBytes = 512;
+constexpr int kAnyStream = -1;
 constexpr std::size_t kSegmentBytes = std::size_t{64} << 20;
 
 std::int64_t allocated_bytes = 0, peak_bytes = 0, reserved_bytes = 0;
@@ -68,20 +69,24 @@ Block* carve_locked(std::size_t size) {
   return block;
 }
 
+Block* take_free_locked(int stream, std::size_t size) {
+  auto& pool = free_blocks[stream];
+  const auto found = pool.lower_bound(size);
+  if (found == pool.end() || found->first > size + size / 4 + 8 * kGranuleBytes) return nullptr;
+  Block* block = found->second;
+  pool.erase(found);
+  return block;
+}
+
 Block* allocate_block(std::size_t nbytes) {
   has_context = true;
   const std::size_t size = (nbytes + kGranuleBytes - 1) / kGranuleBytes * kGranuleBytes;
   const std::lock_guard lock(state_mutex);
   free_passed_locked();
-  Block* block = nullptr;
-  auto& pool = free_blocks[static_cast<int>(current_id)];
-  const auto found = pool.lower_bound(size);
-  if (found != pool.end() && found->first <= size + size / 4 + 8 * kGranuleBytes) {
-    block = found->second;
-    pool.erase(found);
-  } else {
-    block = carve_locked(size);
-  }
+  Block* block = take_free_locked(static_cast<int>(current_id), size);
+  if (block == nullptr) block = take_free_locked(kAnyStream, size);
+  if (block == nullptr) block = carve_locked(size);
+  block->stream = static_cast<int>(current_id);
   allocated_bytes += static_cast<std::int64_t>(block->size);
   peak_bytes = std::max(peak_bytes, allocated_bytes);
   return block;
@@ -124,6 +129,13 @@ c10::DeviceAllocator& device_memory() {
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
   device_memory().recordStream(self.storage().data_ptr(), stream);
+}
+
+void share_free_blocks() {
+  const std::lock_guard lock(state_mutex);
+  for (auto& [stream, pool] : free_blocks) {
+    if (stream != kAnyStream) free_blocks[kAnyStream].merge(pool);
+  }
 }
 
 void reset_peak() {

@@ -21,6 +21,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_waits", &sim::take_waits);
   m.def("take_findings", &sim::take_findings);
   m.def("memory", &sim::memory_stats);
+  m.def("share_free_blocks", &sim::share_free_blocks);
   m.def("reset_peak", &sim::reset_peak);
   m.def("register_host", [](std::uintptr_t address, std::size_t nbytes) {
     return sim::register_host(reinterpret_cast<void*>(address), nbytes);

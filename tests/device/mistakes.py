@@ -1,0 +1,91 @@
+"""Deliberate mistakes in memascend: what the emulated device must notice.
+
+Each makes wrong what was right before: a run with one has to end with other numbers, findings or an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Mistake = Callable[[pytest.MonkeyPatch], None]
+
+
+def slot_back_before_gather_copy(patch: pytest.MonkeyPatch) -> None:
+    """A parameter's slot is free while its copy to the device is pending."""
+    from memascend.deepspeed.parameters.swapper import ParameterSwapper
+
+    original = ParameterSwapper._let_go
+    patch.setattr(
+        ParameterSwapper, "_let_go", lambda self, shard, event=None: original(self, shard)
+    )
+
+
+def gather_event_on_default_stream(patch: pytest.MonkeyPatch) -> None:
+    """The event behind the gather is recorded on another stream than the copy's."""
+    from memascend.deepspeed.parameters.swapper import ParameterSwapper
+
+    _on_default_stream(patch, ParameterSwapper, "after_gather")
+
+
+def store_reads_unfilled_slot(patch: pytest.MonkeyPatch) -> None:
+    """A staging slot goes to the drive before the copy into it has happened."""
+    from memascend.streaming.staging import StagingSlots, _Write
+
+    def submit(self: Any, key: str, staged: Any, offset_bytes: int) -> None:
+        self._writes.append(_Write(self._slot_of(staged), None, key, staged, offset_bytes))
+        self._submit_filled()
+
+    patch.setattr(StagingSlots, "submit", submit)
+
+
+def slot_taken_before_copied_out(patch: pytest.MonkeyPatch) -> None:
+    """A staging slot that is given back is free at once."""
+    from memascend.streaming.staging import StagingSlots
+
+    def give_back(self: Any, staged: Any) -> None:
+        self._free.append(self._slot_of(staged))
+
+    patch.setattr(StagingSlots, "give_back", give_back)
+
+
+def gradient_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    """The gradient's memory is reused while the reduce stream copies from it."""
+    import torch
+
+    patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+def put_on_default_stream(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are copied on the default stream, not on the one that reduced them."""
+    from memascend.streaming.gradients import GradientSpool
+
+    _on_default_stream(patch, GradientSpool, "put")
+
+
+def _on_default_stream(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    from tests.device.emulator import torch_device
+
+    original = getattr(owner, name)
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        with torch_device.stream(torch_device.default_stream()):
+            return original(self, *arguments, **keywords)
+
+    patch.setattr(owner, name, call)
+
+
+MISTAKES: dict[str, Mistake] = {
+    mistake.__name__: mistake
+    for mistake in (
+        slot_back_before_gather_copy,
+        gather_event_on_default_stream,
+        store_reads_unfilled_slot,
+        slot_taken_before_copied_out,
+        gradient_not_recorded,
+        put_on_default_stream,
+    )
+}

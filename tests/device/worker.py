@@ -1,0 +1,86 @@
+"""One rank of a worker group on the emulated device: tests.parity.worker with another accelerator.
+
+Started by `tests.parity.workers.WorkerGroup` as `python -m tests.device.worker --socket FD`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import pytest
+
+from tests.parity.cases import Case
+from tests.parity.worker import handle_signals, prepare_deepspeed, serve
+
+COPY_DELAY_US = 20_000
+KERNEL_DELAY_US = 500
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", type=int, required=True)
+    arguments = parser.parse_args()
+    handle_signals()
+    from tests.device.emulator import torch_device
+
+    torch_device.install()
+
+    import deepspeed
+
+    import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+    from tests.device.emulator import accelerator
+
+    accelerator.install()
+    prepare_deepspeed()
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    serve(arguments.socket, run_case)
+    os._exit(0)  # the threads of streams never end
+
+
+def run_case(
+    case: Case,
+    config: dict[str, Any],
+    *,
+    seed: int = 0,
+    mistake: str = "",
+    is_registered: bool = True,
+    stock_blocks: bool = True,
+) -> dict[str, Any]:
+    """Run a case as parity does, with delays.
+
+    Args:
+        case: What is trained.
+        config: In DeepSpeed's words.
+        seed: Of random delays; 0 for none.
+        mistake: One of mistakes.py.
+        is_registered: The host memory of memascend is page-locked for the device.
+        stock_blocks: A blocking copy from page-locked memory keeps the host, as CUDA's does.
+    """
+    from tests.device import mistakes, waits
+    from tests.device.emulator import accelerator, torch_device
+    from tests.parity import training
+
+    core = torch_device.core
+    core.synchronize()
+    core.share_free_blocks()
+    core.set_delays(seed, COPY_DELAY_US if seed else 0, KERNEL_DELAY_US if seed else 0)
+    core.set_pinned_copies_block(stock_blocks)
+    core.take_findings()
+    core.take_waits()
+    with pytest.MonkeyPatch.context() as patch:
+        if is_registered:
+            accelerator.treat_as_cuda(patch)
+        if mistake:
+            mistakes.MISTAKES[mistake](patch)
+        drive = waits.watch_drive(patch)
+        facts = training.run_case(case, config)
+    core.synchronize()
+    facts["findings"] = core.take_findings()
+    facts["waits"] = [*core.take_waits(), *drive()]
+    return facts
+
+
+if __name__ == "__main__":
+    main()
