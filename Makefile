@@ -14,6 +14,8 @@ BENCH_ARGS ?=
 KILL_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_ARGS ?=
+# Of random delays on the emulated device; 0 has none.
+DEVICE_SEEDS ?= 0,1,2,3,4,5,6,7,8,9,10
 
 DEMO_OUT ?= demo-out
 DEMO_CONFIG ?= configs/nvme_cpu.json
@@ -30,7 +32,7 @@ export TRITON_INTERPRET ?= 1
 endif
 
 .PHONY: help all environment demo test test-all test-root lint type test-cpp bench bench-memory bench-step
-.PHONY: bench-volumes kill-test soak fuzz clean
+.PHONY: bench-volumes kill-test soak fuzz clean device test-device
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -44,11 +46,17 @@ demo: environment ## the same fine-tune with stock DeepSpeed and with memascend,
 	$(BIN)/memascend compare --out $(DEMO_OUT) -- deepspeed --num_gpus 1 scripts/finetune.py \
 	    --deepspeed_config $(DEMO_CONFIG) $(DEMO_ARGS)
 
-test: environment ## the Python tests of every feature, in ten minutes
+device: environment # the emulated device that tests/device trains on
+	@$(BIN)/python -m tests.device.emulator.build
+
+test: environment device ## the Python tests of every feature, in ten minutes
 	$(PYTEST) -m "not full" $(PYTEST_ARGS)
 
-test-all: environment ## all Python tests
+test-all: environment device ## all Python tests
 	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
+
+test-device: environment device ## everything on the emulated device, with every seed, for hours
+	$(PYTEST) --device-seeds $(DEVICE_SEEDS) tests/device $(PYTEST_ARGS)
 
 test-root: environment ## the tests that need root: loop devices, mounts, control groups
 	$(BIN)/python -m pytest -m root --some-must-run $(PYTEST_ARGS)

@@ -52,29 +52,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group_of(item: pytest.Item) -> str:
-    """Name the parity runs of so many ranks, which share oracles, or else the test's file.
+    """Name the runs of so many ranks, in parity or on the device, which share oracles; or the file.
 
     What needs root changes the machine, its loop devices for one: never two of these at once.
     """
     if item.get_closest_marker("root"):
         return "root"
     path = item.nodeid.partition("::")[0]
-    if not path.startswith("tests/parity/") or path.endswith("test_divisions.py"):
+    if not path.startswith(("tests/parity/", "tests/device/")) or path.endswith(
+        "test_divisions.py"
+    ):
         return path
     values = item.callspec.params if hasattr(item, "callspec") else {}
-    world = values["case"].world if "case" in values else values.get("world", 1)
-    return f"parity {world}"
+    case = values["trial"].case if "trial" in values else values.get("case")
+    world = case.world if case is not None else values.get("world", 1)
+    return f"{path.split('/')[1]} {world}"
 
 
 def _place_of(group: str) -> int:
     """Order by how long it takes: parity, more so of two ranks, then what starts programs."""
-    beginnings = ("parity 2", "parity 1", "tests/parity/", "tests/integration/", "root", "tests/")
+    beginnings = (
+        *("parity 2", "device 2", "parity 1", "device 1"),
+        *("tests/parity/", "tests/integration/", "root", "tests/"),
+    )
     return next(place for place, text in enumerate(beginnings) if group.startswith(text))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--some-must-run", action="store_true", help="fail when every test was skipped"
+    )
+    parser.addoption(
+        "--device-seeds",
+        default="3",
+        help="of random delays on the emulated device, 0 for none: 0,1,2",
     )
 
 

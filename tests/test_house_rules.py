@@ -150,7 +150,15 @@ def test_python_files_and_functions_are_short(source: Path) -> None:
             assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES_MAX, node.name
 
 
-@pytest.mark.parametrize("source", NATIVE, ids=as_text)
+#: What tests compile.
+NATIVE_OF_TESTS = sorted(
+    path.relative_to(ROOT)
+    for path in (ROOT / "tests").rglob("*")
+    if path.suffix in (".cpp", ".hpp")
+)
+
+
+@pytest.mark.parametrize("source", [*NATIVE, *NATIVE_OF_TESTS], ids=as_text)
 def test_native_files_are_short(source: Path) -> None:
     lines = (ROOT / source).read_text(encoding="utf-8").count("\n")
     assert lines <= (HEADER_LINES_MAX if source.suffix == ".hpp" else FILE_LINES_MAX)

@@ -1,4 +1,4 @@
-"""Where the host waits: for the device as the emulator tells, for the drive by memascend's tickets."""
+"""Where the host waits: for the device as that tells, for the drive by memascend's tickets."""
 
 from __future__ import annotations
 

@@ -1,0 +1,31 @@
+"""The promise of tests/parity on a device with streams: the bits of CPU offload, in order."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.device.trials import Trial, parameters, trials
+from tests.parity.workers import Bench, differences
+from tests.support.parity_cases import assert_memascend_did_it
+
+pytestmark = pytest.mark.deepspeed
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("trial", parameters())
+def test_training_gives_the_bits_of_cpu_offload_whatever_the_delays(
+    device_bench: Bench, seeds: list[int], trial: Trial
+) -> None:
+    case, how = trial.case, trial.how
+    oracle = device_bench.run(case, "oracle")
+    for seed in seeds:
+        facts = device_bench.run(case, how.backend, seed=seed, **how.options)
+        assert differences(facts, oracle) == [], seed
+        assert [rank["findings"] for rank in facts] == [{}] * case.world, seed
+        if how.backend == "memascend" and case.optimizer == "nvme":
+            assert_memascend_did_it(case, facts)
+
+
+def test_every_trial_has_a_name_of_its_own() -> None:
+    names = [trial.name for trial in trials()]
+    assert len(names) == len(set(names))

@@ -1,0 +1,141 @@
+"""What is trained on the emulated device: variants of a training, each in several modes.
+
+A variant changes what is computed, and has an oracle: stock CPU offload on the same device, without
+delays. A mode changes how it is offloaded, and must not show in the numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from tests.parity.cases import WHOLE, Backend, Case
+from tests.support.sections import SECTIONS
+
+MIB = 1 << 20
+
+#: Parameters are let go and gathered again within a step, and read ahead by few.
+TRAINING = Case(
+    accumulation=2,
+    clipping=1.0,
+    checkpointing="nonreentrant",
+    persistence_numel=1_000,
+    prefetch_numel=2_500_000,
+    live_numel_max=4_000_000,
+    reuse_numel_max=3_000_000,
+)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "bf16 one micro-step": {"accumulation": 1},
+    "fp16": {"dtype": "fp16", "scale_power": 12, "scale_window": 2},
+    "fp16 overflows": {"dtype": "fp16", "scale_power": 20, "scale_window": 2, "steps": 6},
+    "two ranks": {"world": 2},
+    "two ranks fp16": {"world": 2, "dtype": "fp16", "accumulation": 1, "scale_power": 12},
+    "no overlap": {"overlap": False},
+    "odd shapes": {"family": "odd", "checkpointing": "off"},
+    "a layer now and then": {"family": "alternating", "checkpointing": "off"},
+    "changed by hand": {"accessors": "change", "modify_weights": True},
+    "changed by hand, two ranks": {"accessors": "change", "modify_weights": True, "world": 2},
+    "resumed": {"resume_at": 2, "steps": 4},
+    "parameters on the device": {"params": "none"},
+    "parameters in host memory": {"params": "cpu"},
+    "optimizer in host memory": {"optimizer": "cpu"},
+    "whole model handed over": {"zero_init": False},
+    "inference": {"optimizer": "absent"},
+    "optimizer on the device": {"optimizer": "none", "optimizer_type": "TorchAdamW"},
+    "fp16 optimizer on the device": {
+        **{"optimizer": "none", "optimizer_type": "TorchAdamW"},
+        **{"dtype": "fp16", "scale_power": 12},
+    },
+}
+#: A limit is refused with these.
+WITHOUT_LIMIT = (
+    "parameters in host memory",
+    "optimizer in host memory",
+    "optimizer on the device",
+    "fp16 optimizer on the device",
+)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to offload."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    backend: Backend = "memascend"
+    options: dict[str, Any] = field(default_factory=dict)  # of tests.device.worker.run_case
+
+
+MODES: dict[str, Mode] = {
+    "no limit": Mode(),
+    "slots are reused at once": Mode({"limit_bytes": 14 * MIB}),
+    "large shards have no slot": Mode({"limit_bytes": 10 * MIB}),
+    "roomy": Mode({"limit_bytes": 96 * MIB}),
+    "a part stays in memory": Mode({"limit_bytes": 225 * MIB}),
+    "all stays in memory": Mode({"limit_bytes": 512 * MIB}),
+    "not registered": Mode(options={"is_registered": False}),
+    "stock": Mode(backend="stock"),
+}
+#: Of the plain variant in bf16 and fp16 alone.
+SECTION_MODES: dict[str, Mode] = {
+    **{f"no {off}": Mode({"sections": tuple(s for s in SECTIONS if s != off)}) for off in SECTIONS},
+    "no streams": Mode({"sections": WHOLE}),
+    "threads": Mode({"engine": "threads"}),
+    "libaio": Mode({"engine": "libaio"}),
+    "everything compared": Mode({"verify": "full"}),
+}
+#: Stock's own swapper dies or errs here: tests/parity/test_stock_parity.py.
+NOT_STOCK = ("a layer now and then", "changed by hand", "changed by hand, two ranks", "resumed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One variant in one mode."""
+
+    variant: str
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """What pytest shows."""
+        return f"{self.variant} / {self.mode}"
+
+    @property
+    def how(self) -> Mode:
+        """What the mode stands for."""
+        return (MODES | SECTION_MODES)[self.mode]
+
+    @property
+    def case(self) -> Case:
+        """What parity would run."""
+        case = replace(TRAINING, **VARIANTS[self.variant])
+        case = replace(case, **self.how.changes)
+        return case.within_stock() if self.how.backend == "stock" else case
+
+
+def trials() -> list[Trial]:
+    found = [
+        Trial(variant, mode)
+        for variant in VARIANTS
+        for mode in MODES
+        if not ("limit_bytes" in MODES[mode].changes and variant in WITHOUT_LIMIT)
+        if not (mode == "stock" and variant in NOT_STOCK)
+    ]
+    return found + [Trial(variant, mode) for variant in ("bf16", "fp16") for mode in SECTION_MODES]
+
+
+#: Always run: both ways of a slot, and every kind of number format and rank once.
+QUICK = (
+    Trial("bf16", "large shards have no slot"),
+    Trial("fp16 optimizer on the device", "no limit"),
+)
+
+
+def parameters() -> list[Any]:
+    return [
+        pytest.param(trial, marks=[] if trial in QUICK else pytest.mark.full, id=trial.name)
+        for trial in trials()
+    ]
