@@ -1,16 +1,32 @@
-"""Where the host waits: for the device as that tells, for the drive by memascend's tickets."""
+"""Where the host waits in a step: for the emulated device, and for the drive.
+
+    python -m tests.device.waits --variant bf16 --mode "no limit" --seed 2
+
+prints how often and how long by reason and place, to compare memascend before and after a change. A
+step is what a run of five steps waits more than one of three, divided by two. The times say where
+the host waits, not how long it would on a GPU: delays are random, not by size.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.device.trials import MODES, SECTION_MODES, VARIANTS, Trial
+from tests.parity.workers import Bench
+
 #: Why, where, how often, and how long in milliseconds.
-Wait = tuple[str, str, int, float]
+Wait = tuple[str, str, float, float]
 FRAMES_SHOWN = 3
+STEPS = (3, 5)
 
 
 def watch_drive(patch: pytest.MonkeyPatch) -> Callable[[], list[Wait]]:
@@ -46,3 +62,49 @@ def _place() -> str:
         places.append(f"{file.removeprefix('site-packages/')}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(places)
+
+
+def place_in_memascend(place: str) -> str:
+    """Shorten a place to the innermost frame of memascend, or else of whoever waits."""
+    frames = place.split(" < ")
+    return next((frame for frame in frames if frame.startswith("memascend/")), frames[0])
+
+
+def waits_per_step(bench: Bench, trial: Trial, seed: int, *, whole: bool) -> list[Wait]:
+    """Run a trial twice; return what the additional steps waited, the longest first."""
+    counts: Counter[tuple[str, str]] = Counter()
+    times: Counter[tuple[str, str]] = Counter()
+    for steps, sign in zip(STEPS, (-1, 1), strict=True):
+        case = replace(trial.case, steps=steps)
+        how = trial.how
+        facts = bench.run(case, how.backend, seed=seed, **how.options)
+        for why, place, count, milliseconds in facts[0]["waits"]:
+            key = why, place if whole else place_in_memascend(place)
+            counts[key] += sign * count
+            times[key] += sign * milliseconds
+    per_step = STEPS[1] - STEPS[0]
+    rows = [(*key, counts[key] / per_step, times[key] / per_step) for key in counts if counts[key]]
+    return sorted(rows, key=lambda row: -row[3])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", choices=VARIANTS, default="bf16")
+    parser.add_argument("--mode", choices=MODES | SECTION_MODES, default="no limit")
+    parser.add_argument("--seed", type=int, default=2, help="of random delays; 0 has none")
+    parser.add_argument("--whole", action="store_true", help="show the callers, too")
+    arguments = parser.parse_args()
+    trial = Trial(arguments.variant, arguments.mode)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), "tests.device.worker")
+        try:
+            rows = waits_per_step(bench, trial, arguments.seed, whole=arguments.whole)
+        finally:
+            bench.stop()
+    print(f"{trial.name}, seed {arguments.seed}; in a step the host waits")
+    for why, place, count, milliseconds in rows:
+        print(f"{count:8.1f} times {milliseconds:9.1f} ms  {why:16} {place}")
+
+
+if __name__ == "__main__":
+    main()
