@@ -10,58 +10,16 @@ the host waits, not how long it would on a GPU: delays are random, not by size.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
+from tests.device.emulator.drive import Wait
 from tests.device.trials import MODES, SECTION_MODES, VARIANTS, Trial
 from tests.parity.workers import Bench
 
-#: Why, where, how often, and how long in milliseconds.
-Wait = tuple[str, str, float, float]
-FRAMES_SHOWN = 3
 STEPS = (3, 5)
-
-
-def watch_drive(patch: pytest.MonkeyPatch) -> Callable[[], list[Wait]]:
-    """Time what waits for a ticket; return what tells it."""
-    from memascend import _core
-
-    found: dict[str, tuple[int, float]] = {}
-    original = _core.Ticket.wait
-
-    def wait(self: _core.Ticket) -> None:
-        start = time.monotonic()
-        try:
-            original(self)
-        finally:
-            place = _place()
-            count, milliseconds = found.get(place, (0, 0.0))
-            found[place] = count + 1, milliseconds + (time.monotonic() - start) * 1e3
-
-    patch.setattr(_core.Ticket, "wait", wait)
-    return lambda: [("drive", place, *counted) for place, counted in found.items()]
-
-
-def _place() -> str:
-    places = []
-    frame = sys._getframe(2)
-    while frame is not None and len(places) < FRAMES_SHOWN:
-        file = frame.f_code.co_filename
-        for root in ("/site-packages/", "/memascend/", "/tests/"):
-            at = file.rfind(root)
-            if at >= 0:
-                file = file[at + 1 :]
-                break
-        places.append(f"{file.removeprefix('site-packages/')}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(places)
 
 
 def place_in_memascend(place: str) -> str:

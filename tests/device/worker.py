@@ -58,8 +58,8 @@ def run_case(
         is_registered: The host memory of memascend is page-locked for the device.
         stock_blocks: A blocking copy from page-locked memory keeps the host, as CUDA's does.
     """
-    from tests.device import mistakes, waits
-    from tests.device.emulator import accelerator, torch_device
+    from tests.device import mistakes
+    from tests.device.emulator import accelerator, drive, torch_device
     from tests.parity import training
 
     core = torch_device.core
@@ -77,11 +77,12 @@ def run_case(
             accelerator.treat_as_cuda(patch)
         if mistake:
             mistakes.MISTAKES[mistake](patch)
-        drive = waits.watch_drive(patch)
+        drive.tell_of_transfers(patch)
+        drive_waits = drive.time_waits(patch)
         facts = training.run_case(case, config)
     core.synchronize()
     facts["findings"] = core.take_findings()
-    facts["waits"] = [*core.take_waits(), *drive()]
+    facts["waits"] = [*core.take_waits(), *drive_waits()]
     return facts
 
 

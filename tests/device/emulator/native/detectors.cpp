@@ -27,6 +27,18 @@ void check_locked(AccessLog& log, const Stream& on, const char* begin, const cha
   log.push_back(access);
 }
 
+void use_on_host(std::uintptr_t address, std::size_t nbytes, bool is_write,
+                 const std::string& what) {
+  const auto* begin = reinterpret_cast<const char*>(address);
+  const std::lock_guard lock(state_mutex);
+  for (const Access& old : host_log) {
+    const bool is_pending = old.clock > host_clock[old.stream];
+    const bool meets = old.begin < begin + nbytes && begin < old.end && (old.is_write || is_write);
+    if (is_pending && meets)
+      find_locked("host memory used by " + what + " before " + told(old) + " has passed");
+  }
+}
+
 bool overlaps_pending_locked(const char* begin, const char* end, bool only_writes) {
   return std::any_of(host_log.begin(), host_log.end(), [&](const Access& old) {
     const bool is_pending = old.clock > host_clock[old.stream];

@@ -18,8 +18,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_delays", &sim::set_delays, py::arg("seed"), py::arg("copy_us"), py::arg("kernel_us"),
         "Random delays before copies and kernels, at most so many microseconds.");
   m.def("set_pinned_copies_block", [](bool block) { sim::pinned_copies_block = block; });
+  m.def("site", &sim::site);
   m.def("take_waits", &sim::take_waits);
   m.def("take_findings", &sim::take_findings);
+  m.def("use_on_host", &sim::use_on_host, py::arg("address"), py::arg("nbytes"),
+        py::arg("is_write"), py::arg("what"));
   m.def("memory", &sim::memory_stats);
   m.def("share_free_blocks", &sim::share_free_blocks);
   m.def("reset_peak", &sim::reset_peak);

@@ -136,6 +136,9 @@ using AccessLog = std::vector<Access>;
 void check_locked(AccessLog& log, const Stream& on, const char* begin, const char* end,
                   bool is_write, const std::string& what, const char* place);
 inline AccessLog host_log;  // what asynchronous copies do with host memory
+/// Reports copies that the host has not waited for, when it is about to use the same bytes.
+void use_on_host(std::uintptr_t address, std::size_t nbytes, bool is_write,
+                 const std::string& what);
 bool overlaps_pending_locked(const char* begin, const char* end, bool only_writes);
 std::uint64_t checksum(const void* data, std::size_t nbytes);
 
