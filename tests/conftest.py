@@ -65,7 +65,7 @@ def _group_of(item: pytest.Item) -> str:
         return path
     values = item.callspec.params if hasattr(item, "callspec") else {}
     case = values["trial"].case if "trial" in values else values.get("case")
-    world = case.world if case is not None else values.get("world", 1)
+    world = values.get("world") or (case.world if case is not None else 1)
     return f"{path.split('/')[1]} {world}"
 
 

@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two ranks fp16": {"world": 2, "dtype": "fp16", "accumulation": 1, "scale_power": 12},
     "no overlap": {"overlap": False},
     "odd shapes": {"family": "odd", "checkpointing": "off"},
+    "odd shapes, two ranks": {"family": "odd", "checkpointing": "off", "world": 2},
     "a layer now and then": {"family": "alternating", "checkpointing": "off"},
     "changed by hand": {"accessors": "change", "modify_weights": True},
     "changed by hand, two ranks": {"accessors": "change", "modify_weights": True, "world": 2},
