@@ -128,7 +128,9 @@ def trials() -> list[Trial]:
     return found + [Trial(variant, mode) for variant in ("bf16", "fp16") for mode in SECTION_MODES]
 
 
-#: Always run: both ways of a slot, and every kind of number format and rank once.
+#: Wrong until the product is mended, and why.
+KNOWN = {"fp16 optimizer on the device": "overflow.scan knows the devices cpu and cuda alone"}
+#: Always run: slots and chunks, the drive and the device, bf16 and fp16.
 QUICK = (
     Trial("bf16", "large shards have no slot"),
     Trial("fp16 optimizer on the device", "no limit"),
@@ -136,7 +138,11 @@ QUICK = (
 
 
 def parameters() -> list[Any]:
-    return [
-        pytest.param(trial, marks=[] if trial in QUICK else pytest.mark.full, id=trial.name)
-        for trial in trials()
-    ]
+    return [pytest.param(trial, marks=_marks(trial), id=trial.name) for trial in trials()]
+
+
+def _marks(trial: Trial) -> list[pytest.MarkDecorator]:
+    marks = [] if trial in QUICK else [pytest.mark.full]
+    if trial.variant in KNOWN and trial.how.backend == "memascend":
+        marks.append(pytest.mark.xfail(reason=KNOWN[trial.variant], strict=True))
+    return marks
