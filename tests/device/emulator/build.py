@@ -7,6 +7,7 @@ goes: whoever looks for one finds it by its SONAME.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -31,22 +32,33 @@ def why_not() -> str | None:
 
 
 def build() -> Path:
-    """Compile what is not there yet; return the library."""
+    """Compile what is not there yet; return the library. Other processes wait for one that does."""
     library = folder() / f"{folder().name}.so"
-    if not library.exists():
-        from torch.utils import cpp_extension
-
-        library.parent.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("MAX_JOBS", "1")
-        cpp_extension.load(
-            name=library.stem,
-            sources=[str(NATIVE / "module.cpp")],
-            build_directory=str(library.parent),
-            extra_cflags=COMPILER_OPTIONS,
-            extra_ldflags=["-Wl,-soname,libcuda.so.1"],
-            is_python_module=False,
-        )
+    folder().mkdir(parents=True, exist_ok=True)
+    with (folder() / "building").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(library)
     return library
+
+
+def _compile(library: Path) -> None:
+    """Put the library in its place once it is whole."""
+    from torch.utils import cpp_extension
+
+    print("== compiling the emulated device (half a minute)", flush=True)
+    os.environ.setdefault("MAX_JOBS", "1")
+    made = library.parent / "made"
+    made.mkdir(exist_ok=True)
+    cpp_extension.load(
+        name=library.stem,
+        sources=[str(NATIVE / "module.cpp")],
+        build_directory=str(made),
+        extra_cflags=COMPILER_OPTIONS,
+        extra_ldflags=["-Wl,-soname,libcuda.so.1"],
+        is_python_module=False,
+    )
+    os.replace(made / library.name, library)
 
 
 def folder() -> Path:
@@ -68,6 +80,5 @@ def load() -> ModuleType:
 
 
 if __name__ == "__main__":
-    if why_not() is None and not (folder() / f"{folder().name}.so").exists():
-        print("== compiling the emulated device (half a minute)", flush=True)
+    if why_not() is None:
         build()
