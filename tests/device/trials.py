@@ -83,6 +83,10 @@ MODES: dict[str, Mode] = {
 #: Of the plain variant in bf16 and fp16 alone.
 SECTION_MODES: dict[str, Mode] = {
     **{f"no {off}": Mode({"sections": tuple(s for s in SECTIONS if s != off)}) for off in SECTIONS},
+    # Stock's pool serves then, and dies of reading ahead.
+    "no buffer_pool": Mode(
+        {"sections": tuple(s for s in SECTIONS if s != "buffer_pool"), "prefetch_numel": 0}
+    ),
     "no streams": Mode({"sections": WHOLE}),
     "threads": Mode({"engine": "threads"}),
     "libaio": Mode({"engine": "libaio"}),

@@ -20,6 +20,7 @@ from tests.device.trials import MODES, SECTION_MODES, VARIANTS, Trial
 from tests.parity.workers import Bench
 
 STEPS = (3, 5)
+SHOWN_MS_MIN = 0.1
 
 
 def place_in_memascend(place: str) -> str:
@@ -41,8 +42,8 @@ def waits_per_step(bench: Bench, trial: Trial, seed: int, *, whole: bool) -> lis
             counts[key] += sign * count
             times[key] += sign * milliseconds
     per_step = STEPS[1] - STEPS[0]
-    rows = [(*key, counts[key] / per_step, times[key] / per_step) for key in counts if counts[key]]
-    return sorted(rows, key=lambda row: -row[3])
+    rows = [(*key, counts[key] / per_step, times[key] / per_step) for key in counts]
+    return sorted((row for row in rows if row[3] >= SHOWN_MS_MIN), key=lambda row: -row[3])
 
 
 def main() -> None:
