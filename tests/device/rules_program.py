@@ -191,6 +191,21 @@ def a_copy_over_two_registrations_is_found() -> None:
 
 
 @rule
+def a_use_by_the_host_before_a_copy_was_waited_for_is_found() -> None:
+    host, event = pinned_ones(), torch_device.Event()
+    span = {"address": host.data_ptr(), "nbytes": host.nbytes, "what": "the drive"}
+    device = host.to("sim", non_blocking=True)
+    event.record()
+    core.use_on_host(**span, is_write=False)  # both read
+    core.use_on_host(**span, is_write=True)
+    event.synchronize()
+    core.use_on_host(**span, is_write=True)
+    found = core.take_findings()
+    assert list(found.values()) == [1], device[0]
+    assert "host memory used by the drive before read by h2d copy" in next(iter(found))
+
+
+@rule
 def an_error_on_a_stream_comes_up_at_the_next_wait() -> None:
     table, index = torch.ones(3, device="sim"), torch.tensor([7]).to("sim")
     table.index_select(0, index)
