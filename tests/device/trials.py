@@ -77,7 +77,8 @@ MODES: dict[str, Mode] = {
     "roomy": Mode({"limit_bytes": 96 * MIB}),
     "a part stays in memory": Mode({"limit_bytes": 225 * MIB}),
     "all stays in memory": Mode({"limit_bytes": 512 * MIB}),
-    "not registered": Mode(options={"is_registered": False}),
+    "registered by CUDA's driver": Mode(options={"registrar": "driver"}),
+    "not registered": Mode(options={"registrar": "nobody"}),
     "stock": Mode(backend="stock"),
 }
 #: Of the plain variant in bf16 and fp16 alone.
@@ -132,8 +133,6 @@ def trials() -> list[Trial]:
     return found + [Trial(variant, mode) for variant in ("bf16", "fp16") for mode in SECTION_MODES]
 
 
-#: Wrong until the product is mended, and why.
-KNOWN = {"fp16 optimizer on the device": "overflow.scan knows the devices cpu and cuda alone"}
 #: Always run: slots and chunks, the drive and the device, bf16 and fp16.
 QUICK = (
     Trial("bf16", "large shards have no slot"),
@@ -142,11 +141,7 @@ QUICK = (
 
 
 def parameters() -> list[Any]:
-    return [pytest.param(trial, marks=_marks(trial), id=trial.name) for trial in trials()]
-
-
-def _marks(trial: Trial) -> list[pytest.MarkDecorator]:
-    marks = [] if trial in QUICK else [pytest.mark.full]
-    if trial.variant in KNOWN and trial.how.backend == "memascend":
-        marks.append(pytest.mark.xfail(reason=KNOWN[trial.variant], strict=True))
-    return marks
+    return [
+        pytest.param(trial, marks=[] if trial in QUICK else pytest.mark.full, id=trial.name)
+        for trial in trials()
+    ]

@@ -45,7 +45,7 @@ def run_case(
     *,
     seed: int = 0,
     mistake: str = "",
-    is_registered: bool = True,
+    registrar: str = "accelerator",
     stock_blocks: bool = True,
 ) -> dict[str, Any]:
     """Run a case as parity does, with delays.
@@ -55,7 +55,7 @@ def run_case(
         config: In DeepSpeed's words.
         seed: Of random delays; 0 for none.
         mistake: One of mistakes.py.
-        is_registered: The host memory of memascend is page-locked for the device.
+        registrar: Who page-locks the host memory of memascend: accelerator, driver or nobody.
         stock_blocks: A blocking copy from page-locked memory keeps the host, as CUDA's does.
     """
     from tests.device import mistakes
@@ -73,8 +73,7 @@ def run_case(
     core.take_findings()
     core.take_waits()
     with pytest.MonkeyPatch.context() as patch:
-        if is_registered:
-            accelerator.treat_as_cuda(patch)
+        accelerator.register_through(registrar, patch)
         if mistake:
             mistakes.MISTAKES[mistake](patch)
         drive.tell_of_transfers(patch)

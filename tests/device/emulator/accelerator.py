@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,17 +131,14 @@ def install() -> Any:
     return core
 
 
-def treat_as_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Let memascend register host memory, as it does where the device is called "cuda"."""
-    from memascend.deepspeed.attach import attach
+def register_through(registrar: str, patch: pytest.MonkeyPatch) -> None:
+    """Have memascend register host memory with the accelerator, CUDA's driver, or nobody."""
+    if registrar == "driver":
+        from memascend.deepspeed.attach import attach
 
-    class Named:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(original(), name)
-
-        def device_name(self, device_index: int | None = None) -> str:
-            return "cuda"
-
-    original = attach.get_accelerator
-    patch.setattr(attach, "get_accelerator", Named)
-    patch.setattr(attach, "_pci_address", lambda: None)
+        device_of = attach.device_of
+        patch.setattr(attach, "device_of", lambda it: replace(device_of(it), registrar=None))
+    elif registrar == "nobody":
+        patch.setattr(SimAccelerator, "register_host_memory", lambda self, address, nbytes: False)
+    else:
+        assert registrar == "accelerator", registrar
