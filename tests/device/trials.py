@@ -94,7 +94,14 @@ SECTION_MODES: dict[str, Mode] = {
     "everything compared": Mode({"verify": "full"}),
 }
 #: Stock's own swapper dies or errs here: tests/parity/test_stock_parity.py.
-NOT_STOCK = ("a layer now and then", "changed by hand", "changed by hand, two ranks", "resumed")
+NOT_STOCK = (
+    "odd shapes",
+    "odd shapes, two ranks",
+    "a layer now and then",
+    "changed by hand",
+    "changed by hand, two ranks",
+    "resumed",
+)
 
 
 @dataclass(frozen=True)
