@@ -209,13 +209,16 @@ Allocator::Place Allocator::grow(std::uint64_t capacity_bytes, const std::string
   return {run->offset, fresh};
 }
 
-/// Adds a piece. Where the limit, the system or the addresses forbid it, free pieces go first.
+/// Adds a piece. Where the limit, the system or the addresses forbid it, free pieces go first, then
+/// what is free in others.
 Allocator::Place Allocator::grow_registered(std::uint64_t capacity_bytes,
                                             const std::string& component) {
-  try {
-    return add_piece(capacity_bytes, component);
-  } catch (const HostMemoryError&) {
-    if (!decommit_free(0, arena_.range_bytes())) throw;
+  for (const auto pieces : {Arena::Pieces::kWhole, Arena::Pieces::kCut}) {
+    try {
+      return add_piece(capacity_bytes, component);
+    } catch (const HostMemoryError&) {
+      decommit_free(0, arena_.range_bytes(), pieces);
+    }
   }
   return add_piece(capacity_bytes, component);
 }
@@ -276,19 +279,19 @@ void Allocator::drop_surplus(std::uint64_t end, std::uint64_t run_end) {
   }
 }
 
-/// Whether any memory went back.
-bool Allocator::decommit_free(std::uint64_t begin, std::uint64_t end) {
-  bool any = false;
+void Allocator::decommit_free(std::uint64_t begin, std::uint64_t end, Arena::Pieces pieces) {
   for (const FreeRun& hole : free_.pieces(begin, end, true)) {
-    if (!arena_.decommit(hole.offset, hole.nbytes)) continue;
+    if (!arena_.decommit(hole.offset, hole.nbytes, pieces)) continue;
     free_.mark(hole.offset, hole.nbytes, false);
-    // A neighbouring piece may still need the boundary.
     for (const std::uint64_t offset : {hole.offset, hole.offset + hole.nbytes}) {
-      if (!arena_.is_boundary(offset)) free_.remove_boundary(offset);
+      // Of a neighbouring piece, or of what is left of this one.
+      if (arena_.is_boundary(offset)) {
+        free_.add_boundary(offset);
+      } else {
+        free_.remove_boundary(offset);
+      }
     }
-    any = true;
   }
-  return any;
 }
 
 void Allocator::throw_limit(std::uint64_t needed_bytes, const std::string& component) const {

@@ -5,10 +5,10 @@
 // most the bytes asked for by live blocks, plus one page per live block, plus the tail of the last
 // piece (less than 2 MiB). It keeps the promise by giving the memory of free holes back to the
 // system before it grows, since a hole's addresses can be backed again wherever a later block fits.
-// The promise does not hold where holes cannot be given back: explicit huge pages, and memory
-// registered with a device. That comes in pieces which go back whole, once nothing in them is in
-// use, and only on trim() or where memory would be refused otherwise: registering costs time. Other
-// holes stay and are reused.
+// The promise does not hold for explicit huge pages, which cannot be given back in part, and for
+// memory registered with a device. That comes in pieces which go back whole, once nothing in them
+// is in use, and only on trim() or where memory would be refused otherwise: registering costs time.
+// Where that is not enough, the holes in other pieces go back and the rest is registered anew.
 //
 // Knows nothing of slots, tensors or devices. Thread-safe; growing holds the lock. Freeing never
 // waits for it: a registrar may need what a thread that frees holds (Python's lock), or may free
@@ -118,7 +118,8 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
                              const std::string& component) const;
   void commit(std::uint64_t begin, std::uint64_t end);
   void drop_surplus(std::uint64_t end, std::uint64_t run_end);
-  bool decommit_free(std::uint64_t begin, std::uint64_t end);
+  void decommit_free(std::uint64_t begin, std::uint64_t end,
+                     Arena::Pieces pieces = Arena::Pieces::kWhole);
   [[noreturn]] void throw_limit(std::uint64_t needed_bytes, const std::string& component) const;
   bool is_valid_locked() const;
   bool are_pieces_valid() const;

@@ -62,20 +62,34 @@ void Arena::commit(std::uint64_t offset, std::uint64_t nbytes) {
   register_missing(offset);
 }
 
-bool Arena::decommit(std::uint64_t offset, std::uint64_t nbytes) {
+bool Arena::decommit(std::uint64_t offset, std::uint64_t nbytes, Pieces pieces) {
   if (is_hugetlb(offset, nbytes)) return false;
-  if (registers()) {
-    const auto found = pieces_.find(offset);
-    if (found == pieces_.end() || found->second.nbytes != nbytes) return false;
-    if (!unregister_piece(offset, found->second)) return false;
+  if (!registers()) {
+    if (!discard_pages(memory(offset, nbytes), notes_)) return false;
+    reserved_bytes_ -= nbytes;
+    return true;
   }
+  const auto found = std::prev(pieces_.upper_bound(offset));
+  auto& [begin, piece] = *found;
+  const std::uint64_t end = begin + piece.nbytes;
+  if (pieces == Pieces::kWhole && (begin != offset || piece.nbytes != nbytes)) return false;
+  if (!unregister_piece(begin, piece)) return false;
   if (!discard_pages(memory(offset, nbytes), notes_)) {
-    if (registers()) register_piece(offset, pieces_.at(offset));
+    register_piece(begin, piece);
     return false;
   }
-  pieces_.erase(offset);
   reserved_bytes_ -= nbytes;
+  const std::uint64_t first = begin;
+  pieces_.erase(found);
+  add_piece(first, offset);
+  add_piece(offset + nbytes, end);
   return true;
+}
+
+void Arena::add_piece(std::uint64_t offset, std::uint64_t end) {
+  if (offset == end) return;
+  register_piece(offset,
+                 pieces_.emplace(offset, CommittedPiece{end - offset, false}).first->second);
 }
 
 bool Arena::is_boundary(std::uint64_t offset) const {

@@ -67,10 +67,13 @@ class Arena {
   /// Puts zeroed memory behind [offset, offset + nbytes), which has none. Both page multiples.
   /// Throws HostMemoryError, and then nothing has changed.
   void commit(std::uint64_t offset, std::uint64_t nbytes);
+  enum class Pieces { kWhole, kCut };
   /// Gives the memory behind the range back. False when it must stay: not exactly one piece when
   /// registers(), made of explicit huge pages (which cannot be given back in part), or refused by
-  /// the driver or the kernel, with a note. Then it is what it was.
-  bool decommit(std::uint64_t offset, std::uint64_t nbytes);
+  /// the driver or the kernel, with a note. Then it is what it was. With kCut a part of a piece
+  /// goes back too, and what is left of it is registered anew: that takes time. Pre: the range is
+  /// in one piece.
+  bool decommit(std::uint64_t offset, std::uint64_t nbytes, Pieces pieces = Pieces::kWhole);
   /// As decommit, for bytes that were never counted as committed but that a huge page may have
   /// brought along behind a neighbour.
   void drop_surplus(std::uint64_t offset, std::uint64_t nbytes);
@@ -85,6 +88,7 @@ class Arena {
   bool is_hugetlb(std::uint64_t offset, std::uint64_t nbytes) const;
   bool register_piece(std::uint64_t offset, CommittedPiece& piece);
   void register_missing(std::uint64_t newest);
+  void add_piece(std::uint64_t offset, std::uint64_t end);
   bool unregister_piece(std::uint64_t offset, CommittedPiece& piece);
 
   ArenaOptions options_;

@@ -58,7 +58,8 @@ class RegisteringAllocatorAgainstModel(RuleBasedStateMachine):
             block = self.core.allocate(nbytes=nbytes, component="weights", zero=zero)
         except HostMemoryError:
             if not self.refuses:
-                self.everything_free_has_gone_back()
+                used = sum(block.capacity_bytes for block, _ in self.live)
+                assert self.core.stats().reserved_bytes == used
             capacity_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
             assert self.core.stats().reserved_bytes + capacity_bytes > self.limit_bytes
             return
@@ -209,6 +210,26 @@ def test_what_was_refused_for_its_size_alone_keeps_nothing_else_from_being_regis
     core.trim()
     assert core.stats().reserved_bytes == core.stats().registered_bytes == 0
     assert fake_cuda.registrations() == []
+
+
+def test_a_hole_in_a_piece_goes_back_rather_than_that_memory_is_refused(
+    fake_cuda: FakeCuda,
+) -> None:
+    fake_cuda.library.fake_reset(0, 1)
+    core = make_core(fake_cuda, limit_bytes=12 * MIB)
+    whole = core.allocate(nbytes=8 * MIB, component="building")
+    del whole
+    kept = core.allocate(nbytes=3 * MIB, component="weights")
+    memoryview(kept)[:] = bytes([7]) * kept.nbytes
+    assert core.stats().reserved_bytes == 8 * MIB
+    block = core.allocate(nbytes=9 * MIB, component="scratch")
+    assert core.stats().reserved_bytes == core.stats().registered_bytes == 12 * MIB
+    assert sum(map(len, fake_cuda.registrations())) == 12 * MIB
+    assert bytes(memoryview(kept)) == bytes([7]) * kept.nbytes
+    with pytest.raises(HostMemoryError):
+        core.allocate(nbytes=1, component="more")
+    del block
+    core.allocate(nbytes=9 * MIB, component="scratch")
 
 
 def test_without_any_library_no_memory_is_kept_in_pieces() -> None:
