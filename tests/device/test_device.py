@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.device.trials import Trial, parameters, trials
+from tests.device.trials import MODES, SECTION_MODES, VARIANTS, Trial, chosen, parameters, trials
 from tests.parity.workers import Bench, differences
 from tests.support.parity_cases import assert_memascend_did_it
 
@@ -29,3 +29,8 @@ def test_training_gives_the_bits_of_cpu_offload_whatever_the_delays(
 def test_every_trial_has_a_name_of_its_own() -> None:
     names = [trial.name for trial in trials()]
     assert len(names) == len(set(names))
+
+
+def test_what_make_test_all_runs_has_each_variant_and_each_mode() -> None:
+    assert {trial.variant for trial in chosen()} == set(VARIANTS)
+    assert {trial.mode for trial in chosen()} == {*MODES, *SECTION_MODES}

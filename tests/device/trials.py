@@ -147,8 +147,22 @@ QUICK = (
 )
 
 
+def chosen() -> set[Trial]:
+    """Return what stands for the rest: the plain variant in every mode, each other one in one."""
+    found = set(QUICK) | {trial for trial in trials() if trial.variant == "bf16"}
+    for place, variant in enumerate(VARIANTS):
+        possible = [t for t in trials() if t.variant == variant and t.mode in MODES]
+        found.add(possible[place % len(possible)])
+    return found
+
+
 def parameters() -> list[Any]:
-    return [
-        pytest.param(trial, marks=[] if trial in QUICK else pytest.mark.full, id=trial.name)
-        for trial in trials()
-    ]
+    """Return all trials for pytest, marked by where they run."""
+    stand_for_the_rest = chosen()
+    found = []
+    for trial in trials():
+        marks = [] if trial in QUICK else [pytest.mark.full]
+        if trial not in stand_for_the_rest:
+            marks.append(pytest.mark.matrix)
+        found.append(pytest.param(trial, marks=marks, id=trial.name))
+    return found
