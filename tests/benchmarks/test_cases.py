@@ -1,0 +1,130 @@
+"""Programs with cases: what is run, what is left for the next time, and what a child leaves."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+sys.path.insert(0, str(BENCHMARKS))
+import cases  # noqa: E402
+
+#: Answers, fails, or never ends; every child notes that it ran.
+PROGRAM = """
+import os, subprocess, sys, time
+from pathlib import Path
+sys.path.insert(0, {benchmarks!r})
+import cases
+options = cases.parser("a program", out="out").parse_args()
+with Path({ran!r}).open("a") as file:
+    print(options.child, options.variant, file=file)
+if options.child == "fails":
+    sys.exit("the reason")
+if options.child == "hangs":
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path({pid!r}).write_text(str(helper.pid))
+    time.sleep(600)
+(options.nvme_path / "left behind").touch()
+cases.answer({{"variant": options.variant, "arguments": sys.argv[1:3]}})
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    ran, pid = str(tmp_path / "ran"), str(tmp_path / "pid")
+    path.write_text(PROGRAM.format(benchmarks=str(BENCHMARKS), ran=ran, pid=pid))
+    return path
+
+
+def run(program: Path, *some: cases.Case, arguments: tuple[str, ...] = ()) -> bool:
+    folder = program.parent
+    words = ["--out", str(folder / "out"), "--nvme-path", str(folder), *arguments]
+    options = cases.parser("a program", out="out").parse_args(words)
+    return cases.run(some, program, options, {"gpus": 1})
+
+
+def record(program: Path, case: cases.Case) -> dict[str, Any]:
+    found = cases.load(case, program.parent / "out")
+    assert found is not None
+    return found
+
+
+def ran(program: Path) -> list[str]:
+    return [line.strip() for line in (program.parent / "ran").read_text().splitlines()]
+
+
+def test_every_variant_is_answered_by_a_child_of_its_own(program: Path) -> None:
+    case = cases.Case("a/b", variants=("whole", "broken"))
+    assert run(program, case)
+    found = record(program, case)
+    assert found["state"] == cases.DONE
+    assert found["machine"] == {"gpus": 1}
+    assert [one["variant"] for one in found["answers"].values()] == ["whole", "broken"]
+    assert ran(program) == ["a/b whole", "a/b broken"]
+    assert sorted(path.name for path in program.parent.iterdir()) == ["out", "program.py", "ran"]
+
+
+def test_what_is_done_or_failed_is_not_run_again_unless_asked(program: Path) -> None:
+    both = (cases.Case("fine"), cases.Case("fails"))
+    for _ in range(2):
+        assert run(program, *both)
+        assert ran(program) == ["fine", "fails"]
+    assert "the reason" in record(program, both[1])["why"]
+    assert run(program, *both, arguments=("--again",))
+    assert ran(program) == ["fine", "fails"] * 2
+
+
+def test_what_a_machine_lacked_is_looked_at_again(program: Path) -> None:
+    assert run(program, cases.Case("later", "needs 2 devices"))
+    assert record(program, cases.Case("later"))["state"] == cases.NOT_HERE
+    assert run(program, cases.Case("later"))
+    assert record(program, cases.Case("later"))["state"] == cases.DONE
+
+
+def test_a_case_that_had_all_the_time_fails_and_nothing_of_it_lives_on(program: Path) -> None:
+    case = cases.Case("hangs")
+    assert run(program, case, cases.Case("next"), arguments=("--minutes", "0.05")) is False
+    assert record(program, case)["state"] == cases.FAILED
+    assert not (program.parent / "out" / "next.json").exists()
+    pid = int((program.parent / "pid").read_text())
+    deadline = time.monotonic() + 30
+    while (status := Path(f"/proc/{pid}/stat")).exists() and " Z " not in status.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_case_that_is_cut_off_is_left_for_the_next_time(program: Path) -> None:
+    both = (cases.Case("fine"), cases.Case("hangs"))
+    assert run(program, *both, arguments=("--minutes", "0.1")) is False
+    assert record(program, both[0])["state"] == cases.DONE
+    assert not both[1].file(program.parent / "out").exists()
+
+
+def test_names_choose_with_signs_as_in_a_shell_and_unknown_ones_are_refused() -> None:
+    all_of_them = [cases.Case(name) for name in ("a/x", "a/y", "b/x")]
+    assert cases.chosen(all_of_them, []) == all_of_them
+    assert [one.name for one in cases.chosen(all_of_them, ["b/x", "a/*"])] == ["a/x", "a/y", "b/x"]
+    with pytest.raises(SystemExit, match="'c'"):
+        cases.chosen(all_of_them, ["a/*", "c"])
+
+
+def test_a_list_says_where_each_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    some = [cases.Case("done"), cases.Case("open"), cases.Case("not", "needs 2 devices")]
+    some[0].file(tmp_path).write_text(json.dumps({"state": cases.DONE}))
+    cases.show(some, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["done: done", "open: to do", "not: not here: needs 2 devices"]
+
+
+@pytest.mark.parametrize(
+    ("is_all", "is_well", "expected"), [(True, True, 0), (False, True, 75), (False, False, 1)]
+)
+def test_a_failure_is_told_before_what_is_left(is_all: bool, is_well: bool, expected: int) -> None:
+    assert cases.status(is_all=is_all, is_well=is_well) == expected
