@@ -1,6 +1,6 @@
 """A training run that does one step at a time, on command: the child of the benches that train.
 
-Started by `trainee.py`, which says how. Reads one command per line ("step", "quit") and answers
+Started by `trainee.py`, which says how. Reads one command per line (`obey`, "quit") and answers
 with one JSON object on a line that begins with MARK; the lines between them are other people's
 logs. It knows nothing of what is compared: the DeepSpeed JSON says what runs.
 """
@@ -8,6 +8,7 @@ logs. It knows nothing of what is compared: the DeepSpeed JSON says what runs.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -22,6 +23,8 @@ import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
 from device_bytes import DeviceBytes
+from device_trace import OPTIMIZER, STEP
+from on_device import OnDevice, crowded, race, traced
 from transformers.integrations import HfDeepSpeedConfig
 
 from memascend.system.memory import process_status
@@ -53,16 +56,18 @@ def answer(event: str, **figures: Any) -> None:
 
 
 def join_group() -> None:
-    """Joins a group of one; the parent has chosen the port."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    """Joins the group that the parent describes: one rank unless it says otherwise."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     deepspeed.init_distributed(auto_mpi_discovery=False)
-    get_accelerator().set_device(0)
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
 
-def build_model(shape: dict[str, Any]) -> Any:
-    """A Llama of random weights; with ZeRO-3 configured, transformers partitions it as it grows."""
-    config = transformers.LlamaConfig(**shape, use_cache=False)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+def build_model(shape: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A model of random weights; with ZeRO-3 configured, transformers partitions it as it grows."""
+    config = transformers.AutoConfig.for_model(**{"model_type": "llama", **shape}, use_cache=False)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def read_io() -> dict[str, int]:
@@ -88,43 +93,131 @@ def components(engine: Any) -> dict[str, int] | None:
     return dict(sorted(found.items())) | {"all, held": ledger.held_bytes_peak}
 
 
-def step(engine: Any, ids: torch.Tensor, high_water: HighWater, device: DeviceBytes | None) -> None:
-    """One training step: figures of the whole, and of the optimizer step in it."""
-    started = (time.perf_counter(), cpu_s(), read_io())
-    loss = engine(input_ids=ids, labels=ids).loss
-    engine.backward(loss)
-    stepping = (time.perf_counter(), cpu_s(), read_io())
-    engine.step()
-    ended = (time.perf_counter(), cpu_s(), read_io())
+class Training:
+    """An engine and its batches: one for each micro-step, the same ones in every step."""
 
-    def between(begin: tuple[float, float, dict[str, int]]) -> dict[str, float]:
-        return {
-            "wall_s": ended[0] - begin[0],
-            "cpu_s": ended[1] - begin[1],
-            "read_bytes": ended[2]["read"] - begin[2]["read"],
-            "written_bytes": ended[2]["written"] - begin[2]["written"],
-        }
+    def __init__(self, engine: Any, options: argparse.Namespace, high_water: HighWater) -> None:
+        self.engine = engine
+        self._kept = options.loss_tokens
+        self._high_water = high_water
+        self._counted = DeviceBytes(engine) if options.device_bytes else None
+        self._device = OnDevice()
+        count = engine.gradient_accumulation_steps()
+        shape = (count, options.sequences, options.tokens)
+        generator = torch.Generator().manual_seed(SEED + deepspeed.comm.get_rank())
+        ids = torch.randint(options.shape["vocab_size"], shape, generator=generator)
+        self._batches = ids.to(engine.device)
 
-    answer(
-        "step",
-        loss=repr(loss.item()),
-        training=between(started),
-        optimizer=between(stepping),
-        peak_bytes=high_water.take_bytes(),
-        device_bytes=None if device is None else device.take_peaks(),
-        components=components(engine),
-    )
+    def step(self, **more: Any) -> None:
+        """One step of the optimizer: figures of the whole, and of the optimizer's part in it."""
+        started = (time.perf_counter(), cpu_s(), read_io())
+        losses = []
+        with torch.profiler.record_function(STEP):
+            for ids in self._batches:
+                loss = self._loss(ids)
+                self.engine.backward(loss)
+                stepping = (time.perf_counter(), cpu_s(), read_io())
+                with torch.profiler.record_function(OPTIMIZER):
+                    self.engine.step()
+                losses.append(loss.detach())
+            get_accelerator().synchronize()
+        ended = (time.perf_counter(), cpu_s(), read_io())
+
+        def between(begin: tuple[float, float, dict[str, int]]) -> dict[str, float]:
+            return {
+                "wall_s": ended[0] - begin[0],
+                "cpu_s": ended[1] - begin[1],
+                "read_bytes": ended[2]["read"] - begin[2]["read"],
+                "written_bytes": ended[2]["written"] - begin[2]["written"],
+            }
+
+        answer(
+            "step",
+            loss=",".join(repr(loss.item()) for loss in losses),
+            training=between(started),
+            optimizer=between(stepping),
+            peak_bytes=self._high_water.take_bytes(),
+            device_bytes=None if self._counted is None else self._counted.take_peaks(),
+            on_device=self._device.take_peaks(),
+            components=components(self.engine),
+            **more,
+        )
+
+    def one_pass(self) -> None:
+        """Forward and backward of the first micro-step."""
+        self.engine.backward(self._loss(self._batches[0]))
+
+    def facts(self) -> None:
+        """What can be asked of a run at any time: its weights, and its host memory."""
+        answer(
+            "facts",
+            weights=digest(self.engine.module),
+            arena=arena(self.engine),
+            cached_bytes=self._device.cached_bytes(),
+        )
+
+    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+        if not self._kept:
+            loss: torch.Tensor = self.engine(input_ids=ids, labels=ids).loss
+            return loss
+        logits = self.engine(input_ids=ids, logits_to_keep=self._kept + 1).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), ids[:, -self._kept :].flatten()
+        )
+
+
+def digest(module: torch.nn.Module) -> str:
+    """A SHA-256 of all weights, gathered one at a time."""
+    total = hashlib.sha256()
+    for parameter in module.parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            total.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def arena(engine: Any) -> dict[str, Any] | None:
+    """What memascend's host memory is; None in a stock run."""
+    attachment = getattr(engine, "memascend", None)
+    if attachment is None:
+        return None
+    allocator = attachment.runtime.arena
+    report = allocator.core.report()
+    return {
+        "reserved_bytes": report.reserved_bytes,
+        "registered_bytes": report.registered_bytes,
+        "is_pinned": allocator.tensor(1024, torch.uint8, component="probe").is_pinned(),
+        "notes": list(allocator.core.notes()),
+    }
+
+
+def be_deterministic() -> None:
+    """Switches every source of chance off that torch has, so that runs can be compared."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would hide reads of garbage
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=json.loads, required=True, help="DeepSpeed's JSON")
+    parser.add_argument("--shape", type=json.loads, required=True, help="of the model's config")
+    parser.add_argument("--tokens", type=int, required=True, help="of a sequence")
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-step")
+    parser.add_argument("--loss-tokens", type=int, help="last ones of a sequence that have a loss")
+    parser.add_argument("--checkpointing", action="store_true", help="of activations")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--device-bytes", action="store_true", help="account for device memory")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=json.loads, required=True, help="DeepSpeed's JSON")
-    parser.add_argument("--shape", type=json.loads, required=True, help="of LlamaConfig")
-    parser.add_argument("--tokens", type=int, required=True, help="of the one sequence per step")
-    parser.add_argument("--device-bytes", action="store_true", help="account for device memory")
-    options = parser.parse_args()
+    options = arguments()
     # DeepSpeed calls collectives under names that recent torch announces to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if options.deterministic:
+        be_deterministic()
     join_group()
     transformers.set_seed(SEED)
     _ = transformers.LlamaForCausalLM  # imported when first named
@@ -133,7 +226,10 @@ def main() -> None:
     answer("baseline", rss_bytes=baseline_bytes)
     # transformers looks this object up while it builds the model, so it has to stay alive.
     hf_config = HfDeepSpeedConfig(options.config)
-    model = build_model(options.shape)
+    is_fp16 = options.config.get("fp16", {}).get("enabled", False)
+    model = build_model(options.shape, torch.float16 if is_fp16 else torch.bfloat16)
+    if options.checkpointing:
+        model.gradient_checkpointing_enable()
     answer("built", peak_bytes=high_water.take_bytes())
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=options.config
@@ -141,17 +237,33 @@ def main() -> None:
     del hf_config
     numel = sum(parameter.ds_numel for parameter in model.parameters())
     answer("initialized", peak_bytes=high_water.take_bytes(), parameters=numel)
-    device = DeviceBytes(engine) if options.device_bytes else None
-    ids = torch.randint(options.shape["vocab_size"], (1, options.tokens))
+    training = Training(engine, options, high_water)
     for line in sys.stdin:
-        if line.strip() == "quit":
+        command, _, argument = line.strip().partition(" ")
+        if command == "quit":
             break
-        step(engine, ids, high_water, device)
+        obey(training, command, argument)
     engine.destroy()
     deepspeed.comm.destroy_process_group()
     # gloo's threads take the GIL to free the tensors of the last collective; a Python that is
     # finalizing by then kills them, and torch aborts.
     time.sleep(0.5)
+
+
+def obey(training: Training, command: str, argument: str) -> None:
+    """One line of the parent's: each is answered once."""
+    if command == "step":
+        training.step()
+    elif command == "trace":  # a step, and its trace in a file
+        traced(training.step, Path(argument), stock=components(training.engine) is None)
+    elif command == "crowded":  # a step after a pass that found no device memory
+        training.step(refusals=crowded(training.one_pass))
+    elif command == "race":
+        answer("race", value=race())
+    elif command == "facts":
+        training.facts()
+    else:
+        raise ValueError(f"{command!r} is no command of this program")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 PROGRAM = Path(__file__).parent / "train_program.py"
 MARK = "@@"  # as in the program, which imports torch
@@ -33,6 +34,14 @@ QUIT_TIMEOUT_S = 60.0
 HIDDEN, FFN, HEADS, KEY_VALUE_HEADS = 1024, 2048, 16, 8
 VOCABULARY = 4096
 TOKENS = 8
+
+
+class Shaped(Protocol):
+    """A model, as far as a run needs to know it."""
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Arguments of its configuration class; of a Llama, unless model_type says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,9 @@ def deepspeed_config(
 
 @dataclass(slots=True)
 class Trainee:
-    """One run. `start` it, let it `step`, `end` it; also after an error.
+    """One run of one or more ranks. `start` it, let it `step`, `end` it; also after an error.
+
+    Every rank gets every command; rank 0 answers.
 
     Attributes:
         name: What the report calls it.
@@ -123,19 +134,27 @@ class Trainee:
         directory: On the drive; it gets a folder there, which goes with the run.
         block: The memascend block, or None for stock.
         counts_device_bytes: Whether steps come with `device_bytes`.
-        tokens: Of the one sequence that every step trains on.
+        tokens: Of a sequence; there is one, unless `options` say otherwise.
+        options: More of the program's.
+        accelerator: What DeepSpeed trains on: "cpu" or "cuda".
+        world: Ranks.
+        environment: Variables besides.
         events: What the program has answered but for steps, by name.
     """
 
     name: str
     config: dict[str, Any]
-    model: Model
+    model: Shaped
     directory: Path
     block: Mapping[str, Any] | None = None
     counts_device_bytes: bool = False
     tokens: int = TOKENS
+    options: Sequence[str] = ()
+    accelerator: str = "cpu"
+    world: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _process: subprocess.Popen[str] | None = None
+    _processes: list[subprocess.Popen[str]] = field(default_factory=list)
     _folder: Path | None = None
     _log: list[str] = field(default_factory=list)
     _port: int = 0
@@ -155,25 +174,21 @@ class Trainee:
         self._port = free_port()
         command = [sys.executable, str(PROGRAM), "--config", json.dumps(self.config)]
         command += ["--shape", json.dumps(self.model.shape), "--tokens", str(self.tokens)]
-        command += ["--device-bytes"] * self.counts_device_bytes
-        root = str(PROGRAM.parent.parent)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-            "MASTER_PORT": str(self._port),
-            "DS_ACCELERATOR": "cpu",
-            "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES),
-        }
-        for variable in ("MEMASCEND_CONFIG", "MEMASCEND_DISABLE"):
-            environment.pop(variable, None)
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        command += ["--device-bytes"] * self.counts_device_bytes + list(self.options)
+        for rank in range(self.world):
+            with ExitStack() as stack:
+                output = stack.enter_context(self._log_of(rank).open("w")) if rank else None
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=self._environment(rank),
+                        stdin=subprocess.PIPE,
+                        stdout=output or subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                        errors="replace",
+                    )
+                )
         for event in ("baseline", "built", "initialized"):
             self.events[event] = self._answer(event)
 
@@ -183,18 +198,32 @@ class Trainee:
         Raises:
             RuntimeError: The process ended instead.
         """
-        process = self._running()
-        assert process.stdin is not None
-        process.stdin.write("step\n")
-        process.stdin.flush()
-        return self._answer("step")
+        return self.ask("step", "step")
+
+    def ask(self, command: str, event: str) -> dict[str, Any]:
+        """Gives every rank a command; rank 0's answer.
+
+        Raises:
+            RuntimeError: The process ended instead.
+        """
+        self._running()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(command + "\n")
+            process.stdin.flush()
+        return self._answer(event)
 
     def end(self) -> None:
         """Ends the process and removes what it left on the drive and in shared memory."""
-        process, self._process = self._process, None
-        if process is not None:
+        processes, self._processes = self._processes, []
+        for process in processes:  # all at once: they leave the group together
+            with suppress(BrokenPipeError):
+                assert process.stdin is not None
+                process.stdin.write("quit\n")
+                process.stdin.flush()
+        for process in processes:
             try:
-                process.communicate("quit\n", timeout=QUIT_TIMEOUT_S)
+                process.communicate(timeout=QUIT_TIMEOUT_S)
             except (subprocess.TimeoutExpired, BrokenPipeError):
                 process.terminate()
                 process.wait()
@@ -215,10 +244,36 @@ class Trainee:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    @property
+    def printed(self) -> list[str]:
+        """The lines that rank 0 has printed besides answers."""
+        return list(self._log)
+
     def _running(self) -> subprocess.Popen[str]:
-        if self._process is None:
+        if not self._processes:
             raise AssertionError(f"{self.name} was not started")
-        return self._process
+        return self._processes[0]
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        root = str(PROGRAM.parent.parent)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+            "MASTER_PORT": str(self._port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.world),
+            "DS_ACCELERATOR": self.accelerator,
+        }
+        if self.accelerator == "cpu":
+            environment["MALLOC_MMAP_THRESHOLD_"] = str(MALLOC_MMAP_THRESHOLD_BYTES)
+        for variable in ("MEMASCEND_CONFIG", "MEMASCEND_DISABLE"):
+            environment.pop(variable, None)
+        return environment | dict(self.environment)
+
+    def _log_of(self, rank: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"rank-{rank}.log"
 
     def _answer(self, event: str) -> dict[str, Any]:
         process = self._running()
@@ -231,7 +286,9 @@ class Trainee:
                 return answer
             self._log.append(line.rstrip())
         status = process.wait()
-        last = "\n".join(self._log[-LOG_LINES_MAX:])
+        logs = [self._log_of(rank) for rank in range(1, self.world)]
+        others = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+        last = "\n".join([*others[-LOG_LINES_MAX:], *self._log[-LOG_LINES_MAX:]])
         raise RuntimeError(
             f"the training run {self.name!r} of {self.model} ended with status {status} while it "
             f"was waited for {event!r}. It printed last:\n{last}"

@@ -1,0 +1,121 @@
+"""What the training program does on an accelerator alone: peaks, traces, and things that go wrong.
+
+On the CPU there is nothing to count, and a trace has no device in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from device_trace import DRIVE
+
+#: What is tried in turn to fill a device, until none of a size is left.
+BALLAST_BYTES = (1 << 30, 64 << 20, 20 << 20)
+#: Methods of DeepSpeed's aio_handle that return when the drive has done something.
+AIO_WAITS = ("wait", "read", "write", "sync_pread", "sync_pwrite")
+
+
+class OnDevice:
+    """Device memory of this process."""
+
+    def __init__(self) -> None:
+        self._accelerator = get_accelerator()
+        self._is_host = self._accelerator.is_synchronized_device()
+
+    def take_peaks(self) -> dict[str, int] | None:
+        """The most since the last call: in tensors, and with what torch keeps for more."""
+        if self._is_host:
+            return None
+        peaks = {
+            "allocated_bytes": self._accelerator.max_memory_allocated(),
+            "reserved_bytes": self._accelerator.max_memory_reserved(),
+        }
+        self._accelerator.reset_peak_memory_stats()
+        return peaks
+
+    def cached_bytes(self) -> int:
+        """What torch's caching allocator holds; none where that is switched off."""
+        return 0 if self._is_host else int(self._accelerator.memory_reserved())
+
+
+def traced(step: Callable[[], None], path: Path, *, stock: bool) -> None:
+    """One step under the profiler, with waits for the drive marked; rank 0 writes its trace."""
+    _mark_waits(stock)
+    with torch.profiler.profile() as profiler:
+        step()
+    if deepspeed.comm.get_rank() == 0:
+        profiler.export_chrome_trace(str(path))
+
+
+def _mark_waits(stock: bool) -> None:
+    if stock:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        handle = AsyncIOBuilder().load().aio_handle
+        names = [name for name in AIO_WAITS if hasattr(handle, name)]
+    else:
+        from memascend._core import Ticket as handle
+
+        names = ["wait"]
+    for name in names:
+        original = getattr(handle, name)
+        if not getattr(original, "is_marked", False):
+            setattr(handle, name, _marked(original))
+
+
+def _marked(original: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*positional: Any, **named: Any) -> Any:
+        with torch.profiler.record_function(DRIVE):
+            return original(*positional, **named)
+
+    marked.is_marked = True  # type: ignore[attr-defined]
+    return marked
+
+
+def crowded(run: Callable[[], object]) -> int:
+    """Runs what needs device memory while there is none; how often that was refused.
+
+    Whoever calls this trains on afterwards: the numbers must be those of a run without it.
+
+    Raises:
+        AssertionError: It found room, and whatever it did is done.
+    """
+    accelerator = get_accelerator()
+    accelerator.empty_cache()
+    ballast = _ballast()
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        return 1
+    finally:
+        ballast.clear()
+        accelerator.empty_cache()
+    raise AssertionError("a pass found room on a device that was full")
+
+
+def _ballast() -> list[torch.Tensor]:
+    ballast = []
+    device = get_accelerator().current_device_name()
+    for nbytes in BALLAST_BYTES:
+        while True:
+            try:
+                ballast.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+            except torch.OutOfMemoryError:
+                break
+    return ballast
+
+
+def race() -> float:
+    """Uses one tensor on two streams without an order: what the sanitizer must notice."""
+    accelerator = get_accelerator()
+    tensor = torch.ones(1 << 20, device=accelerator.current_device_name())
+    accelerator.synchronize()
+    with accelerator.stream(accelerator.Stream()):
+        tensor.mul_(2)
+    tensor.add_(1)
+    return float(tensor[0].item())
