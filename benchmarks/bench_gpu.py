@@ -1,0 +1,244 @@
+"""What does a training step take on a GPU: host and device memory, tokens per second, waiting?
+
+Random models in the shapes of public ones, at two sizes of a step and two divisions of it, trained
+by stock and by memascend: one process after the other, as two of them would share the device.
+Which cases run is chosen by what the machine has; --list says why one does not. What the device
+waits for is found in a profiler's trace of one more step, whose own time does not count.
+
+Every row is a file in --out; the table is made of those files, here or on any other machine.
+Exit statuses: 0 all is done, 1 a run failed, 75 more is to do: start it again, 77 no CUDA device.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cases
+import device_trace
+import gpu_machine
+import harness
+from gpu_machine import Machine
+from gpu_runs import (
+    LOSS_TOKENS,
+    MODELS,
+    RUNS,
+    STEP_TOKENS,
+    TUNED,
+    TUNED_VARIABLES,
+    Run,
+    config_of,
+    why_not,
+)
+from trainee import Trainee
+
+from memascend.system.memory import memory_available
+
+BEGIN = "<!-- table of GPU runs: written by benchmarks/bench_gpu.py -->"
+END = "<!-- end of table of GPU runs -->"
+WARMUPS, STEPS = 2, 3
+#: No more steps begin after so long; the trace is still made.
+STEPS_S = 300.0
+OUT = "gpu-bench-out"
+
+
+# -- one run -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def least_available(interval_s: float = 0.05) -> Iterator[list[int]]:
+    """Watches the machine's free memory: yields a list whose only number is the least so far.
+
+    Page-locked memory of a driver is in no process's resident memory, but it is missing here.
+    """
+    least = [memory_available()]
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(interval_s):
+            least[0] = min(least[0], memory_available())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield least
+    finally:
+        ended.set()
+        thread.join()
+
+
+def measure(
+    run: Run, machine: Machine, folder: Path, *, accelerator: str = "cuda"
+) -> dict[str, Any]:
+    """Trains, and gives the figures of a row; or why there are none."""
+    options = ["--sequences", str(run.sequences), "--checkpointing"]
+    options += ["--loss-tokens", str(min(LOSS_TOKENS, run.sequence_tokens - 1))]
+    started_s = time.monotonic()
+    available = memory_available()
+    steps: list[dict[str, Any]] = []
+    trace = folder / "trace.json"
+    trainee = Trainee(
+        run.name,
+        config_of(run, machine),
+        MODELS[run.model],
+        folder,
+        tokens=run.sequence_tokens,
+        options=options,
+        accelerator=accelerator,
+        world=machine.gpus,
+        environment=TUNED_VARIABLES if run.contender == TUNED else {},
+    )
+    with least_available() as least:
+        try:
+            with trainee:
+                while len(steps) < WARMUPS + STEPS:
+                    if len(steps) > WARMUPS and time.monotonic() - started_s > STEPS_S:
+                        break
+                    steps.append(trainee.step())
+                trainee.ask(f"trace {trace.absolute()}", "step")
+        except RuntimeError as error:
+            if "OutOfMemoryError" not in str(error) and "out of memory" not in str(error):
+                raise
+            return {"problem": "out of memory", "text": str(error)}
+    begun = [event["peak_bytes"] for name, event in trainee.events.items() if name != "baseline"]
+    figures = figures_of(run, steps, world=machine.gpus)
+    figures["rss_bytes"] = max(begun + [step["peak_bytes"] for step in steps])
+    figures["taken_bytes"] = available - least[0]
+    if accelerator != "cpu":
+        figures["trace"] = device_trace.read(trace)
+    return figures
+
+
+def figures_of(run: Run, steps: Sequence[Mapping[str, Any]], *, world: int) -> dict[str, Any]:
+    """The figures of a run's steps but the first ones."""
+    counted = steps[WARMUPS:]
+    seconds = harness.spread([step["training"]["wall_s"] for step in counted])
+    moved = [
+        sum(step["training"][way] for way in ("read_bytes", "written_bytes")) for step in counted
+    ]
+    device = [step["on_device"] for step in steps if step["on_device"] is not None]
+    return {
+        "step_s": [seconds.p20, seconds.p50, seconds.p80],
+        "optimizer_s": harness.spread([step["optimizer"]["wall_s"] for step in counted]).p50,
+        "tokens_per_s": world * STEP_TOKENS[run.tokens] / seconds.p50,
+        "drive_bytes": harness.spread(moved).p50,
+        "device_bytes": max((one["allocated_bytes"] for one in device), default=None),
+        "device_reserved_bytes": max((one["reserved_bytes"] for one in device), default=None),
+        "steps": len(counted),
+        "losses": [step["loss"] for step in steps],
+    }
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+HEADER = (
+    "| model | tokens | divided | contender | peak RSS | taken of the host | device peak "
+    "| tokens/s | step, s | device waits | for |\n" + "|---" * 11 + "|"
+)
+
+
+def table(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """All finished rows as Markdown, GB of 10^9 bytes; the machine above them.
+
+    Args:
+        records: By the name of the case.
+    """
+    known = [(run, records[run.name]) for run in RUNS if run.name in records]
+    machines = list(dict.fromkeys(gpu_machine.describe(record["machine"]) for _, record in known))
+    return "\n".join([*machines, "", HEADER, *(_row(run, record) for run, record in known)])
+
+
+def _row(run: Run, record: Mapping[str, Any]) -> str:
+    start = [run.model, run.tokens, f"x{run.accumulation}", run.contender]
+    if record["state"] != cases.DONE:
+        return _cells([*start, f"{record['state']}: {record['why'].splitlines()[0]}", *[""] * 6])
+    figures = record["answers"][""]
+    if "problem" in figures:
+        return _cells([*start, figures["problem"], *[""] * 6])
+    trace = figures["trace"]
+    causes = [f"{cause} {share:.0%}" for cause, share in trace["waits"].items() if share >= 0.01]
+    p20, p50, p80 = figures["step_s"]
+    return _cells(
+        [
+            *start,
+            *(
+                f"{figures[name] / 1e9:.1f}"
+                for name in ("rss_bytes", "taken_bytes", "device_bytes")
+            ),
+            f"{figures['tokens_per_s']:.0f}",
+            f"{p50:.2f} ({p20:.2f} - {p80:.2f})",
+            f"{trace['waiting_share']:.0%}",
+            ", ".join(causes),
+        ]
+    )
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def written_into(document: str, text: str) -> str:
+    """A document with the table between its two marks exchanged.
+
+    Raises:
+        ValueError: It does not have the marks.
+    """
+    if document.count(BEGIN) != 1 or document.count(END) != 1:
+        raise ValueError(f"the document has not both of {BEGIN!r} and {END!r}, once")
+    head, rest = document.split(BEGIN)
+    return f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def report(options: Any) -> bool:
+    """Writes table.md, and the table into a document if asked; False when a run failed."""
+    found = {case.name: cases.load(case, options.out) for case in map(case_of, RUNS)}
+    records = {name: record for name, record in found.items() if record is not None}
+    text = table(records)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    if options.document is not None:
+        document = options.document.read_text(encoding="utf-8")
+        options.document.write_text(written_into(document, text), encoding="utf-8")
+    return all(record["state"] != cases.FAILED for record in records.values())
+
+
+def case_of(run: Run, machine: Machine | None = None) -> cases.Case:
+    """A run as a case, judged by what a machine has."""
+    return cases.Case(run.name, why_not(run, machine) if machine is not None else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = cases.parser(__doc__ or "", out=OUT)
+    parser.add_argument("--gpus", type=int, help="ranks (default: 1)", default=1)
+    parser.add_argument("--document", type=Path, help="put the table there, between its marks")
+    options = parser.parse_args(arguments)
+    if options.render:
+        return cases.status(is_all=True, is_well=report(options))
+    machine = gpu_machine.look(options.nvme_path, gpus=options.gpus)
+    if options.child is not None:
+        (run,) = (run for run in RUNS if run.name == options.child)
+        cases.answer(measure(run, machine, options.nvme_path))
+        return cases.STATUS_OK
+    wanted = cases.chosen([case_of(run, machine) for run in RUNS], options.names)
+    if options.list:
+        cases.show(wanted, options.out)
+        return cases.STATUS_OK
+    if machine.gpus == 0:
+        print(cases.NO_DEVICE, file=sys.stderr)
+        return cases.STATUS_NO_DEVICE
+    facts = gpu_machine.facts(options.nvme_path, machine)
+    is_all = cases.run(
+        wanted, Path(__file__), options, facts, child_arguments=["--gpus", str(machine.gpus)]
+    )
+    is_well = report(options)
+    return cases.status(is_all=is_all, is_well=is_well)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

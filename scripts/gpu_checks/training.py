@@ -1,0 +1,274 @@
+"""Whole training runs on the device: the program of the benchmarks, each run in fresh processes.
+
+What is compared is what the program tells: the losses of every micro-step with all their digits,
+and a digest of the final weights. The model is small, in the production path all the same: ZeRO-3
+from zero.Init on, parameters, gradients and optimizer on the drive, two micro-steps for each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import device_trace
+from trainee import Model, Trainee, deepspeed_config
+
+from . import Check, Figures
+
+STEPS = 4
+MODEL, TOKENS = Model(2), 64
+#: Large enough that kernels last, so that copies could run beside them.
+LONG_MODEL, LONG_TOKENS = Model(8, vocabulary=32768), 2048
+#: Of the time of copies, the part in which kernels run.
+OVERLAP_MIN = 0.1
+LEARNING_RATE = 1e-4
+#: Of the learning rate; a step that is wrong by so little has to be seen.
+MISTAKE = 1e-2
+ACCELERATOR = "cuda"
+RACE = "CSAN detected"
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def start(
+    folder: Path,
+    *,
+    offload: str = "nvme",
+    dtype: str = "bf16",
+    world: int = 1,
+    model: Model = MODEL,
+    tokens: int = TOKENS,
+    mistake: float = 0.0,
+    pinned: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Trainee:
+    """A run that is not started yet: DeepSpeed's CPU offload, or memascend on the drive."""
+    on_drive = offload == "nvme"
+    config = deepspeed_config(
+        directory=folder,
+        zero={"stage3_param_persistence_threshold": 7680, "stage3_prefetch_bucket_size": 1 << 20},
+        parameters={"device": offload, "pin_memory": pinned},
+        optimizer={"device": offload, "pin_memory": pinned},
+    )
+    config["gradient_accumulation_steps"] = 2
+    config["optimizer"]["params"]["lr"] = LEARNING_RATE * (1 + mistake)
+    if dtype == "fp16":
+        config["bf16"] = {"enabled": False}
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    return Trainee(
+        f"{offload} {dtype}",
+        config,
+        model,
+        folder,
+        block={} if on_drive else None,
+        tokens=tokens,
+        options=["--deterministic"],
+        accelerator=ACCELERATOR,
+        world=world,
+        environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(environment or {})},
+    )
+
+
+def result(run: Trainee, commands: Sequence[str] = ("step",) * STEPS) -> dict[str, Any]:
+    """Losses and facts of a run, from its start to its end."""
+    with run:
+        answers = [run.ask(command, "step") for command in commands]
+        facts = run.ask("facts", "facts")
+    return {
+        "losses": [one["loss"] for one in answers],
+        "refusals": sum(one.get("refusals", 0) for one in answers),
+        **{name: facts[name] for name in ("weights", "arena", "cached_bytes")},
+    }
+
+
+# -- the same numbers ----------------------------------------------------------------------------
+
+
+def measure_parity(folder: Path, broken: bool, *, dtype: str, world: int = 1) -> dict[str, Any]:
+    """The numbers of CPU offload, of memascend, and whether CPU offload repeats its own."""
+    oracle = partial(start, folder, offload="cpu", dtype=dtype, world=world)
+    ours = start(folder, dtype=dtype, world=world, mistake=MISTAKE if broken else 0.0)
+    return {"oracle": result(oracle()), "again": result(oracle()), "ours": result(ours)}
+
+
+def judge_parity(figures: Figures) -> list[str]:
+    """Wants equal losses and weights of an oracle that repeats, and memascend at work."""
+    return [
+        *_differences("CPU offload does not repeat", figures["oracle"], figures["again"]),
+        *_differences("memascend differs", figures["oracle"], figures["ours"]),
+        *([] if figures["ours"]["arena"] else ["memascend had no part in its run"]),
+    ]
+
+
+def _differences(what: str, one: Figures, other: Figures) -> list[str]:
+    losses = [[float(loss) for loss in ",".join(run["losses"]).split(",")] for run in (one, other)]
+    problems = []
+    if len(losses[0]) < STEPS or not all(math.isfinite(loss) for loss in losses[0]):
+        problems.append(f"no {STEPS} steps of finite losses: {one['losses']}")
+    if one["losses"] != other["losses"]:
+        problems.append(f"{what}: losses {one['losses']} and {other['losses']}")
+    if one["weights"] != other["weights"]:
+        problems.append(f"{what}: other final weights")
+    return problems
+
+
+# -- registration --------------------------------------------------------------------------------
+
+
+def measure_registration(folder: Path, broken: bool) -> dict[str, Any]:
+    """The arena of a fresh process in which zero.Init is the first to use the device."""
+    return result(start(folder, pinned=not broken))
+
+
+def judge_registration(figures: Figures) -> list[str]:
+    """Wants every byte registered, and torch to know it."""
+    arena = figures["arena"]
+    if not arena:
+        return ["memascend had no part in its run"]
+    problems = []
+    if not 0 < arena["reserved_bytes"] == arena["registered_bytes"]:
+        problems.append(f"not all of the arena is registered: {arena}")
+    if not arena["is_pinned"]:
+        problems.append("torch does not take a tensor of the arena for pinned memory")
+    return problems
+
+
+# -- torch's own switches ------------------------------------------------------------------------
+
+
+def measure_sanitizer(folder: Path, broken: bool) -> dict[str, Any]:
+    """A run under torch's sanitizer of streams, which ends a run at a race.
+
+    Raises:
+        RuntimeError: It ended for another reason.
+    """
+    run = start(folder, environment={"TORCH_CUDA_SANITIZER": "1"})
+    try:
+        with run:
+            for _ in range(STEPS):
+                run.step()
+            if broken:
+                run.ask("race", "race")
+    except RuntimeError:
+        if not _races(run):
+            raise
+    return {"races": _races(run)}
+
+
+def _races(run: Trainee) -> list[str]:
+    return list(dict.fromkeys(line for line in run.printed if RACE in line))
+
+
+def judge_sanitizer(figures: Figures) -> list[str]:
+    """Wants no race."""
+    return [*figures["races"]]
+
+
+def measure_uncached(folder: Path, broken: bool) -> dict[str, Any]:
+    """A run in which device memory that is freed is gone at once, and one in which it is kept."""
+    variable = {} if broken else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return {"ours": result(start(folder, environment=variable)), "oracle": result(start(folder))}
+
+
+def judge_uncached(figures: Figures) -> list[str]:
+    """Wants the same numbers, and nothing cached."""
+    problems = _differences("without the cache", figures["oracle"], figures["ours"])
+    if figures["ours"]["cached_bytes"]:
+        problems.append(f"{figures['ours']['cached_bytes']} bytes were cached: it was not off")
+    return problems
+
+
+def measure_oom(folder: Path, broken: bool) -> dict[str, Any]:
+    """A run with a pass that finds a full device in the middle, and a run without."""
+    second = "step" if broken else "crowded"
+    ours = result(start(folder), ["step", "step", second, "step"])
+    return {"ours": ours, "oracle": result(start(folder))}
+
+
+def judge_oom(figures: Figures) -> list[str]:
+    """Wants a refusal, and the numbers of a run without one."""
+    problems = _differences("after a full device", figures["oracle"], figures["ours"])
+    if figures["ours"]["refusals"] < 1:
+        problems.append("no pass was refused device memory")
+    return problems
+
+
+# -- a trace at steady state ---------------------------------------------------------------------
+
+
+def measure_profile(folder: Path, broken: bool) -> dict[str, Any]:
+    """The profiler's account of a step, after some."""
+    trace = folder.absolute() / "trace.json"
+    run = start(folder, model=LONG_MODEL, tokens=LONG_TOKENS, pinned=not broken)
+    with run:
+        for _ in range(STEPS):
+            run.step()
+        run.ask(f"trace {trace}", "step")
+    return {"least_bytes": LONG_MODEL.numel, **device_trace.read(trace)}
+
+
+def judge_profile(figures: Figures) -> list[str]:
+    """Wants copies of all parameters, none of pageable memory, beside kernels."""
+    problems = [f"{name} of {nbytes} bytes" for name, nbytes in figures["pageable"]]
+    if figures["copied_bytes"]["HtoD"] < figures["least_bytes"]:
+        problems.append(f"less than half of the parameters was copied: {figures['copied_bytes']}")
+    if figures["overlap_share"] < OVERLAP_MIN:
+        problems.append(f"kernels run during {figures['overlap_share']:.0%} of the copies' time")
+    return problems
+
+
+def _parity(name: str, promise: str, gpus: int = 1, *, dtype: str = "bf16") -> Check:
+    return Check(
+        name,
+        promise,
+        partial(measure_parity, dtype=dtype, world=gpus),
+        judge_parity,
+        f"a learning rate that is wrong by {MISTAKE:.0%}",
+        gpus,
+    )
+
+
+CHECKS = (
+    Check(
+        "registration",
+        "the arena of a fresh process is registered, with zero.Init first",
+        measure_registration,
+        judge_registration,
+        "pin_memory is off, so that nothing is registered",
+    ),
+    _parity("parity-bf16", "losses and weights are those of CPU offload, in bf16"),
+    _parity("parity-fp16", "losses and weights are those of CPU offload, in fp16", dtype="fp16"),
+    _parity("nccl", "the same with 2 devices and NCCL", gpus=2),
+    Check(
+        "sanitizer",
+        "TORCH_CUDA_SANITIZER=1 finds no race of streams",
+        measure_sanitizer,
+        judge_sanitizer,
+        "a tensor is used on two streams without order",
+    ),
+    Check(
+        "no-caching",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING=1: the same numbers when freed memory is gone",
+        measure_uncached,
+        judge_uncached,
+        "the variable is not set",
+    ),
+    Check(
+        "oom",
+        "a pass that finds the device full can be made again, with the same numbers",
+        measure_oom,
+        judge_oom,
+        "the device is not full",
+    ),
+    Check(
+        "profile",
+        "no copy of a step is of pageable memory, and kernels run meanwhile",
+        measure_profile,
+        judge_profile,
+        "pin_memory is off, so that copies are of pageable memory",
+    ),
+)
