@@ -222,6 +222,16 @@ def test_every_run_is_listed_with_what_it_lacks() -> None:
     assert all("device's memory" in line for line in lines)
 
 
+def test_a_child_measures_the_run_that_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_gpu, "measure", lambda run, machine, folder: {"run": run.name})
+    name = "llama-3.2-1b/64k/x8/stock-tuned"
+    assert bench_gpu.main(["--child", name, "--nvme-path", str(tmp_path), "--gpus", "1"]) == 0
+    answer = capsys.readouterr().out.removeprefix(bench_gpu.cases.MARK)
+    assert json.loads(answer) == {"run": name}
+
+
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_a_run_is_measured_without_a_device_but_for_the_trace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -327,3 +328,34 @@ def test_an_unknown_check_is_refused() -> None:
     done = run_script("bandwith")
     assert done.returncode not in (0, 77)
     assert "bandwith" in done.stderr
+
+
+def test_a_device_that_cannot_be_used_fails_every_check_and_is_told(
+    smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a device here")
+    machine = smoke.gpu_machine.Machine(1, 1 << 33, 1 << 33, 1 << 33, 1 << 33)
+    monkeypatch.setattr(smoke.gpu_machine, "look", lambda path: machine)
+    out = tmp_path / "out"
+    arguments = ["kernels", "--out", str(out), "--nvme-path", str(tmp_path)]
+    assert smoke.main(arguments) == 1
+    (found,) = json.loads((out / "gpu_smoke.json").read_text())["checks"]
+    assert (found["check"], found["result"]) == ("kernels", "FAILED")
+    assert "CUDA" in found["why"][0]  # what torch said in the child
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_child_measures_the_variant_that_it_is_asked_for(
+    smoke: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check = smoke.CHECKS["kernels"]
+    told = dataclasses.replace(check, measure=lambda folder, broken: {"broken": broken})
+    monkeypatch.setitem(smoke.CHECKS, "kernels", told)
+    for variant in (smoke.WHOLE, smoke.BROKEN):
+        smoke.main(["--child", "kernels", "--variant", variant, "--nvme-path", str(tmp_path)])
+        answer = capsys.readouterr().out.removeprefix(smoke.cases.MARK)
+        assert json.loads(answer) == {"broken": variant == smoke.BROKEN}

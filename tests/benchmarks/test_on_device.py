@@ -1,0 +1,79 @@
+"""What the training program does on a device, as far as it can be tried without one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+sys.path.insert(0, str(BENCHMARKS))
+import gpu_machine  # noqa: E402
+import on_device  # noqa: E402
+
+
+@pytest.fixture
+def ballast(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What fills the device; that of a host cannot be filled."""
+    filled = [torch.zeros(1)]
+    monkeypatch.setattr(on_device, "_ballast", lambda: filled)
+    return filled
+
+
+def refuse() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_refusal_is_counted_and_the_device_is_empty_afterwards(
+    ballast: list[torch.Tensor],
+) -> None:
+    assert on_device.crowded(refuse) == 1
+    assert ballast == []
+
+
+def test_a_pass_that_found_room_is_no_trial(ballast: list[torch.Tensor]) -> None:
+    with pytest.raises(AssertionError, match="full"):
+        on_device.crowded(lambda: None)
+    assert ballast == []
+
+
+def test_other_errors_are_not_taken_for_a_refusal(ballast: list[torch.Tensor]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        on_device.crowded(lambda: 1 // 0)
+    assert ballast == []
+
+
+def test_a_device_is_filled_in_ever_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = [(1 << 30) + (65 << 20) + (1 << 10)]
+
+    def empty(nbytes: int, **_: object) -> int:
+        if nbytes > room[0]:
+            refuse()
+        room[0] -= nbytes
+        return nbytes
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert on_device._ballast() == [1 << 30, 64 << 20]
+    assert room[0] < min(on_device.BALLAST_BYTES)
+
+
+def test_more_devices_than_there_are_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match="3"):
+        gpu_machine.look(tmp_path, gpus=3)
+
+
+def test_a_machine_without_devices_is_told_as_one(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a device here")
+    machine = gpu_machine.look(tmp_path, gpus=1)
+    assert (machine.gpus, machine.device_bytes) == (0, 0)
+    assert machine.drive_bytes > 0
+    assert 0 < machine.host_bytes <= machine.total_bytes
