@@ -135,6 +135,8 @@ def config_of(run: Run, machine: Machine) -> dict[str, Any]:
     config["gradient_accumulation_steps"] = run.accumulation
     config["train_micro_batch_size_per_gpu"] = run.sequences
     parameters = zero["offload_param"]
+    # Else stock keeps a model in its buffers, which are five, as soon as it is small enough.
+    zero["stage3_max_reuse_distance"] = 0
     parameters["buffer_size"] = max(largest_numel, parameters["buffer_size"])
     if run.contender == TUNED:
         # The least that runs: buffers of the largest tensor, small sub-groups, nothing kept.

@@ -26,6 +26,7 @@ class Check:
             folder on the drive and whether to break it, and runs in a fresh process.
         verdict: What is wrong with figures; nothing if all is well.
         control: What is broken in the control.
+        noticed_min: How many things are wrong in the control: each has to be noticed.
         gpus: How many devices it needs.
     """
 
@@ -34,11 +35,13 @@ class Check:
     measure: Callable[[Path, bool], dict[str, Any]]
     verdict: Callable[[Figures], list[str]]
     control: str
+    noticed_min: int = 1
     gpus: int = 1
 
     def problems(self, whole: Figures, broken: Figures) -> list[str]:
         """Why it has not passed: what is wrong, or that the control was not noticed."""
         found = self.verdict(whole)
-        if not self.verdict(broken):
-            found.append(f"the control was not noticed: {self.control}")
+        noticed = self.verdict(broken)
+        if len(noticed) < self.noticed_min:
+            found.append(f"the control was not noticed: {self.control}: only {noticed}")
         return found

@@ -220,6 +220,7 @@ CHECKS = (
         measure_refusals,
         judge_refusals,
         "nothing is refused",
+        noticed_min=3,
     ),
     Check(
         "bandwidth",
@@ -227,6 +228,7 @@ CHECKS = (
         measure_bandwidth,
         judge_bandwidth,
         "leases of pageable memory",
+        noticed_min=3,
     ),
     Check(
         "kernels",

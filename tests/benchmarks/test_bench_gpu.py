@@ -19,6 +19,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 sys.path.insert(0, str(BENCHMARKS))
 import bench_gpu  # noqa: E402
+import device_trace  # noqa: E402
 import gpu_runs  # noqa: E402
 from gpu_machine import Machine  # noqa: E402
 
@@ -234,8 +235,9 @@ def test_a_child_measures_the_run_that_it_is_asked_for(
 
 @pytest.mark.deepspeed
 @pytest.mark.full
-def test_a_run_is_measured_without_a_device_but_for_the_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("contender", ["stock-tuned", "memascend"])
+def test_a_run_is_measured_without_a_device_but_for_what_a_device_waits_for(
+    contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = gpu_runs.MODELS["qwen2.5-0.5b"].shape | {
         "vocab_size": 1024,
@@ -246,9 +248,11 @@ def test_a_run_is_measured_without_a_device_but_for_the_trace(
     }
     monkeypatch.setitem(gpu_runs.MODELS, "qwen2.5-0.5b", gpu_runs.Public(shape))
     monkeypatch.setitem(gpu_runs.STEP_TOKENS, "4k", 256)
-    run = run_of("qwen2.5-0.5b/4k/x8/memascend")
+    run = run_of(f"qwen2.5-0.5b/4k/x8/{contender}")
     found = bench_gpu.measure(run, LARGE, tmp_path, accelerator="cpu")
     assert found["steps"] == bench_gpu.STEPS
     assert found["rss_bytes"] > 0
     assert found["tokens_per_s"] > 0
-    assert (tmp_path / "trace.json").exists()
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"] if "name" in event}
+    assert {device_trace.STEP, device_trace.OPTIMIZER, device_trace.DRIVE} <= names

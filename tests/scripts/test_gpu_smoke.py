@@ -97,17 +97,36 @@ FIGURES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         TRACE,
         [
             {"pageable": [["Memcpy HtoD (Pageable -> Device)", 1 << 20]]},
-            {"overlap_share": 0.0},
             {"copied_bytes": {"HtoD": 99, "DtoH": 0}},
         ],
     ),
 }
+FIGURES["overlap"] = (TRACE, [{"overlap_share": 0.0}])
 FIGURES |= dict.fromkeys(("parity-fp16", "nccl"), FIGURES["parity-bf16"])
+
+#: What controls change where that is more than the first of these.
+CONTROLS: dict[str, dict[str, Any]] = {
+    "refusals": {
+        "without a context": REGISTERED | {"registered_bytes": 8, "notes": []},
+        "registered twice": {"code": 0, "intact": True},
+        "taken back twice": {"code": 0, "held_bytes": 0, "notes": []},
+    },
+    "bandwidth": dict.fromkeys(BANDWIDTH, FAST | {"ratio": 0.5}),
+    "registration": {"arena": RUN["arena"] | {"registered_bytes": 0, "is_pinned": False}},
+}
 
 
 @pytest.fixture(scope="module")
 def smoke() -> ModuleType:
     return load_script("gpu_smoke")
+
+
+WRONG_RUN = RUN | {"losses": [*RUN["losses"][:3], "7.7,7.6"], "weights": "0"}
+CONTROLS |= {name: {"ours": WRONG_RUN} for name in ("parity-bf16", "parity-fp16", "nccl")}
+
+
+def control_of(name: str) -> dict[str, Any]:
+    return CONTROLS.get(name, FIGURES[name][1][0])
 
 
 # -- verdicts ------------------------------------------------------------------------------------
@@ -128,11 +147,20 @@ def test_a_verdict_passes_what_is_well_and_nothing_else(smoke: ModuleType, name:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_check_whose_control_is_not_noticed_has_not_passed(smoke: ModuleType, name: str) -> None:
-    good, changes = FIGURES[name]
+    good = FIGURES[name][0]
     check = smoke.CHECKS[name]
-    assert check.problems(good, good | changes[0]) == []
+    assert check.problems(good, good | control_of(name)) == []
     (problem,) = check.problems(good, good)
     assert check.control in problem
+
+
+@pytest.mark.parametrize("name", ["refusals", "bandwidth", "registration", "parity-bf16"])
+def test_a_control_that_breaks_several_things_is_noticed_in_each(
+    smoke: ModuleType, name: str
+) -> None:
+    good, changes = FIGURES[name]
+    (problem,) = smoke.CHECKS[name].problems(good, good | changes[0])
+    assert "control" in problem
 
 
 # -- measurements that need no device, or an imitated one ----------------------------------------
@@ -257,8 +285,8 @@ def record(smoke: ModuleType, folder: Path, name: str, **content: Any) -> None:
 
 
 def answers(name: str, *, noticed: bool = True) -> dict[str, Any]:
-    good, changes = FIGURES[name]
-    broken = good | changes[0] if noticed else good
+    good = FIGURES[name][0]
+    broken = good | control_of(name) if noticed else good
     return {"state": "done", "answers": {"whole": good, "broken": broken}}
 
 
