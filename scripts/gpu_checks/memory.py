@@ -188,6 +188,8 @@ def measure_kernels(
     """Values planted in tensors, and sums of squares, by the Triton kernel and on the host."""
     from memascend.kernels import overflow, overflow_triton
 
+    if device == "cuda":
+        overflow_triton.try_on(device)  # else training does without the kernel, and so would this
     scanned, wrong = 0, []
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for numel in sizes:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memascend.base import waiting
 from memascend.base.units import MIB
 from memascend.memory.allocator import HostAllocator
 from memascend.memory.pool import Pool
@@ -43,13 +44,13 @@ class Device:
 
     def event(self) -> Any:
         """An event that is recorded."""
-        event = torch.cuda.Event()
+        event = self.new_event()
         event.record()
         return event
 
     def new_event(self) -> Any:
         """An event as the runtime makes them."""
-        return torch.cuda.Event()
+        return waiting.new_event(torch.cuda.Event)
 
     def start(self) -> None:
         """Brings the device into use, without which it registers nothing."""
