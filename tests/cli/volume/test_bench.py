@@ -158,7 +158,7 @@ def test_the_table_says_the_setting_and_the_block(
 def test_a_setting_that_is_the_default_needs_no_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: type[FakeBench]
 ) -> None:
-    words = ["--chunk", "1MiB", "--depth", "64", str(tmp_path)]
+    words = ["--chunk", "2MiB", "--depth", "64", str(tmp_path)]
     assert main(["volume", "bench", *QUICK, *words]) == 0
     assert '"memascend"' not in capsys.readouterr().out
 
