@@ -1,6 +1,9 @@
 // The device's memory: cached by stream, and poisoned in stream order when it is freed.
 #include <sys/mman.h>
 
+#include <chrono>
+#include <thread>
+
 #include "sim.hpp"
 
 namespace sim {
@@ -10,6 +13,8 @@ constexpr int kAnyStream = -1;
 constexpr std::size_t kSegmentBytes = std::size_t{64} << 20;
 
 std::int64_t allocated_bytes = 0, peak_bytes = 0, reserved_bytes = 0;
+std::int64_t recorded_bytes = 0, held_peak_bytes = 0;
+std::int64_t limit_bytes = 0;                                     // 0: none
 std::map<const char*, Block*> blocks;                             // by start; never deleted
 std::map<int, std::multimap<std::size_t, Block*>> free_blocks;    // by stream, size
 std::vector<std::pair<Block*, std::vector<MarkerPtr>>> recorded;  // freed, in use by other streams
@@ -36,6 +41,7 @@ void free_device(void* context) {
   if (markers.empty()) {
     put_free_locked(block);
   } else {
+    recorded_bytes += static_cast<std::int64_t>(block->size);
     recorded.emplace_back(block, std::move(markers));
   }
 }
@@ -47,9 +53,29 @@ void free_passed_locked() {
       if (!marker->query()) return false;
     }
     for (auto& marker : entry.second) merge(host_clock, marker->clock);
+    recorded_bytes -= static_cast<std::int64_t>(entry.first->size);
     put_free_locked(entry.first);
     return true;
   });
+}
+
+bool fits_locked(std::size_t size) {
+  return limit_bytes == 0 ||
+         allocated_bytes + recorded_bytes + static_cast<std::int64_t>(size) <= limit_bytes;
+}
+
+/// As CUDA's caching allocator before it gives up: waits for what other streams still use.
+void wait_for_room(std::size_t size) {
+  while (true) {
+    {
+      const std::lock_guard lock(state_mutex);
+      free_passed_locked();
+      if (fits_locked(size)) return;
+      TORCH_CHECK_WITH(OutOfMemoryError, !recorded.empty(), "sim: out of device memory: ", size,
+                       " bytes more than ", allocated_bytes, " of ", limit_bytes);
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
 }
 
 Block* carve_locked(std::size_t size) {
@@ -81,6 +107,7 @@ Block* take_free_locked(int stream, std::size_t size) {
 Block* allocate_block(std::size_t nbytes) {
   has_context = true;
   const std::size_t size = (nbytes + kGranuleBytes - 1) / kGranuleBytes * kGranuleBytes;
+  wait_for_room(size);
   const std::lock_guard lock(state_mutex);
   free_passed_locked();
   Block* block = take_free_locked(static_cast<int>(current_id), size);
@@ -89,6 +116,7 @@ Block* allocate_block(std::size_t nbytes) {
   block->stream = static_cast<int>(current_id);
   allocated_bytes += static_cast<std::int64_t>(block->size);
   peak_bytes = std::max(peak_bytes, allocated_bytes);
+  held_peak_bytes = std::max(held_peak_bytes, allocated_bytes + recorded_bytes);
   return block;
 }
 
@@ -141,11 +169,20 @@ void share_free_blocks() {
 void reset_peak() {
   const std::lock_guard lock(state_mutex);
   peak_bytes = allocated_bytes;
+  held_peak_bytes = allocated_bytes + recorded_bytes;
+}
+
+void set_limit(std::int64_t nbytes) {
+  const std::lock_guard lock(state_mutex);
+  limit_bytes = nbytes;
 }
 
 std::map<std::string, std::int64_t> memory_stats() {
   const std::lock_guard lock(state_mutex);
-  return {{"allocated", allocated_bytes}, {"peak", peak_bytes}, {"reserved", reserved_bytes}};
+  return {{"allocated", allocated_bytes},
+          {"peak", peak_bytes},
+          {"held_peak", held_peak_bytes},
+          {"reserved", reserved_bytes}};
 }
 
 }  // namespace sim

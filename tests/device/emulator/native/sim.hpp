@@ -155,6 +155,7 @@ Block* block_of_locked(const void* address);
 c10::DeviceAllocator& device_memory();
 void record_stream(at::Tensor& self, c10::Stream stream);
 void reset_peak();
+void set_limit(std::int64_t nbytes);
 /// Has any stream use what is free; when the host has waited for all of them.
 void share_free_blocks();
 std::map<std::string, std::int64_t> memory_stats();
