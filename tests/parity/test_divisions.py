@@ -95,7 +95,7 @@ def test_deepspeeds_script_and_ours_find_every_tensor(
 ) -> None:
     found = saved(world)
     expected = without_step(found.states)
-    assert len(expected) == 9 * 3
+    assert len(expected) == 10 * 3
     assert dict(universal_digests(Path(f"{found.tag}_universal"))) == expected
     main = ["-m", "memascend.cli.main", "checkpoint", "to-universal", found.tag]
     python(*main, "--output", tmp_path / "ours")
