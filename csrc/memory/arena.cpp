@@ -70,18 +70,17 @@ bool Arena::decommit(std::uint64_t offset, std::uint64_t nbytes, Pieces pieces) 
     return true;
   }
   const auto found = std::prev(pieces_.upper_bound(offset));
-  auto& [begin, piece] = *found;
-  const std::uint64_t end = begin + piece.nbytes;
-  if (pieces == Pieces::kWhole && (begin != offset || piece.nbytes != nbytes)) return false;
-  if (!unregister_piece(begin, piece)) return false;
+  const std::uint64_t begin = found->first;
+  const std::uint64_t end = begin + found->second.nbytes;
+  if (pieces == Pieces::kWhole && (begin != offset || end != offset + nbytes)) return false;
+  if (!unregister_piece(begin, found->second)) return false;
   if (!discard_pages(memory(offset, nbytes), notes_)) {
-    register_piece(begin, piece);
+    register_piece(begin, found->second);
     return false;
   }
   reserved_bytes_ -= nbytes;
-  const std::uint64_t first = begin;
   pieces_.erase(found);
-  add_piece(first, offset);
+  add_piece(begin, offset);
   add_piece(offset + nbytes, end);
   return true;
 }

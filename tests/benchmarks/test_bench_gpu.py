@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from memascend.base.units import GIB
+from tests.support.gpu_machine_facts import MACHINE
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -24,16 +25,6 @@ import gpu_runs  # noqa: E402
 from gpu_machine import Machine  # noqa: E402
 
 LARGE = Machine(1, 139 * GIB, 120 * GIB, 128 * GIB, 500 * GIB)
-MACHINE = {
-    "versions": {"torch": "2.13.0", "driver": "570.1"},
-    "gpu": "NVIDIA H200",
-    "gpus": 1,
-    "cpu": "EPYC",
-    "cpus_usable": 16,
-    "kernel": "6.18",
-    "memory_bytes": 128 << 30,
-    "filesystem": {"type": "ext4", "device": "/dev/nvme0n1"},
-}
 FIGURES = {
     "step_s": [1.0, 1.25, 1.5],
     "tokens_per_s": 3276.8,

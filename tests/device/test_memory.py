@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.device.emulator.build import why_not
-from tests.integration.programs import BLOCK, training_config
+from tests.integration.programs import BLOCK, retried_config
 from tests.support.program import RunProgram
 
 PROGRAM = Path(__file__).with_name("memory_program.py")
@@ -23,15 +22,7 @@ def test_a_step_that_does_not_fit_the_device_can_be_tried_again_with_less(
     """Wherever memory runs out: the numbers are those of a run with room, no slot is lost."""
     if reason := why_not():
         pytest.skip(reason)
-    (tmp_path / "drive").mkdir()
-    config = training_config(tmp_path / "drive", BLOCK | {"host_memory_limit": "200MiB"}, 1)
-    config["zero_optimization"] |= {
-        "stage3_max_reuse_distance": 0,  # gathers in backward too
-        "stage3_prefetch_bucket_size": 300_000,
-        "reduce_bucket_size": 300_000,
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path = retried_config(tmp_path, BLOCK | {"host_memory_limit": "200MiB"})
     undisturbed, *retried = run_program(str(PROGRAM), str(path), str(LIMIT_COUNT))
     assert len(retried) == LIMIT_COUNT
     failed = {one["where"] for one in retried}

@@ -77,6 +77,20 @@ def training_config(drive: Path, block: dict[str, Any] | None, world: int) -> di
     }
 
 
+def retried_config(folder: Path, block: dict[str, Any]) -> Path:
+    """Write a configuration of retry_program.py: there are gathers in backward."""
+    (folder / "drive").mkdir()
+    config = training_config(folder / "drive", block, 1)
+    config["zero_optimization"] |= {
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 300_000,
+        "reduce_bucket_size": 300_000,
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
 def run(
     command: list[str], *, cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .programs import BLOCK, REPOSITORY, free_port, run, training_config
+from .programs import BLOCK, REPOSITORY, free_port, retried_config, run
 
 pytestmark = pytest.mark.deepspeed
 
@@ -19,15 +19,7 @@ PROGRAM = REPOSITORY / "tests" / "integration" / "retry_program.py"
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
 def test_a_step_left_at_any_gather_can_be_tried_again_with_less(tmp_path: Path, every: int) -> None:
     """The numbers are those of a run in which nothing failed, and every slot has come back."""
-    (tmp_path / "drive").mkdir()
-    config = training_config(tmp_path / "drive", BLOCK, 1)
-    config["zero_optimization"] |= {
-        "stage3_max_reuse_distance": 0,  # gathers in backward too
-        "stage3_prefetch_bucket_size": 300_000,
-        "reduce_bucket_size": 300_000,
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path = retried_config(tmp_path, BLOCK)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     done = run(

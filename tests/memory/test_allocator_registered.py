@@ -25,7 +25,7 @@ from memascend import _core
 from memascend.base.units import MIB
 from memascend.errors import HostMemoryError
 from tests.support.examples import examples
-from tests.support.fake_cuda import FakeCuda, make_core
+from tests.support.fake_cuda import FakeCuda, make_core, registering_core
 
 PAGE_BYTES = 4096
 
@@ -137,14 +137,7 @@ class DictRegistrar:
         return self.refuses or self.unregister(address, nbytes)
 
     def core(self, *, limit_bytes: int = 0) -> _core.Allocator:
-        return _core.Allocator(
-            huge_pages="transparent",
-            lock=False,
-            register_device=True,
-            prefault_threads=1,
-            limit_bytes=limit_bytes,
-            registrar=self,
-        )
+        return registering_core(limit_bytes=limit_bytes, registrar=self)
 
 
 STATE_MACHINE = settings(

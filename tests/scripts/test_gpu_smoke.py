@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpu_machine_facts import MACHINE
 from tests.support.scripts import SCRIPTS, load_script
 
 RUN: dict[str, Any] = {
@@ -266,17 +267,6 @@ def test_parity_is_seen_and_so_is_a_wrong_step(
 
 # -- the report ----------------------------------------------------------------------------------
 
-MACHINE = {
-    "versions": {"torch": "2.13.0", "driver": "570.1"},
-    "gpu": "NVIDIA H200",
-    "gpus": 1,
-    "cpu": "EPYC",
-    "cpus_usable": 16,
-    "kernel": "6.18",
-    "memory_bytes": 128 << 30,
-    "filesystem": {"type": "ext4", "device": "/dev/nvme0n1"},
-}
-
 
 def record(smoke: ModuleType, folder: Path, name: str, **content: Any) -> None:
     case = smoke.case_of(smoke.CHECKS[name], 1)
@@ -353,9 +343,9 @@ def test_every_check_is_listed_with_what_it_lacks(smoke: ModuleType) -> None:
 
 
 def test_an_unknown_check_is_refused() -> None:
-    done = run_script("bandwith")
+    done = run_script("slot")
     assert done.returncode not in (0, 77)
-    assert "bandwith" in done.stderr
+    assert "'slot'" in done.stderr
 
 
 def test_a_device_that_cannot_be_used_fails_every_check_and_is_told(

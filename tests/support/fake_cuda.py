@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,11 +35,14 @@ class FakeCuda:
 
 
 def make_core(cuda: FakeCuda, *, limit_bytes: int = 0) -> _core.Allocator:
+    return registering_core(limit_bytes=limit_bytes, cuda_library=str(cuda.path))
+
+
+def registering_core(**options: Any) -> _core.Allocator:
     return _core.Allocator(
         huge_pages="transparent",
         lock=False,
         register_device=True,
         prefault_threads=1,
-        limit_bytes=limit_bytes,
-        cuda_library=str(cuda.path),
+        **options,
     )

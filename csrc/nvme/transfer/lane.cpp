@@ -216,7 +216,6 @@ bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   opened.operation = part->reading_back ? Operation::kRead : part->transfer->operation;
   opened.offset = cursor.next;
   opened.nbytes = std::min(options_.chunk_bytes, cursor.piece->end - cursor.next);
-  opened.serial = ++serial_;
   if (cursor.piece->bounced || part->reading_back) {
     if (!take_bounce(&opened)) return false;
     begin_bounced(&opened);
@@ -226,6 +225,7 @@ bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   Chunk& chunk = chunks_[free_chunks_.back()];
   free_chunks_.pop_back();
   chunk = opened;
+  chunk.serial = ++serial_;
   ++part->chunks_left;
   cursor.next += chunk.nbytes;
   if (cursor.next == cursor.piece->end) {

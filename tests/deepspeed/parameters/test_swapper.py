@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.streaming_fakes import CountedPool, FakeEvent, FakeStore
+from tests.support.streaming_fakes import CountedPool, FakeStore
 
 pytest.importorskip("deepspeed")
 
@@ -17,29 +17,14 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
 )
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from memascend.deepspeed.parameters import device as accelerated
 from memascend.deepspeed.parameters.swapper import TURN_BYTES, ParameterSwapper
 from memascend.errors import StoreError
 from memascend.streaming.parameters import ParameterStream
+from tests.support.swapped_parameters import NUMEL, on_device, parameter
 
-NUMEL = 2048
 ABSENT = PartitionedParamStatus.NOT_AVAILABLE
 READING = PartitionedParamStatus.INFLIGHT
 THERE = PartitionedParamStatus.AVAILABLE
-
-
-def parameter(ds_id: int, numel: int = NUMEL, location: str = "nvme") -> Any:
-    shard = torch.zeros(1, dtype=torch.bfloat16)
-    shard.ds_numel = numel  # type: ignore[attr-defined]
-    shard.status = ABSENT  # type: ignore[attr-defined]
-    shard.final_location = location  # type: ignore[attr-defined]
-    return SimpleNamespace(
-        ds_id=ds_id,
-        ds_tensor=shard,
-        ds_status=ZeroParamStatus.NOT_AVAILABLE,
-        dtype=torch.bfloat16,
-        data=torch.zeros(0, dtype=torch.bfloat16),
-    )
 
 
 class Bench:
@@ -252,36 +237,15 @@ def test_before_a_step_unused_copies_are_dropped(bench: Bench) -> None:
 # -- after a gather ------------------------------------------------------------------------------
 
 
-class Device:
-    """What after_gather asks of the accelerator."""
-
-    def __init__(self, *, synchronous: bool) -> None:
-        self._synchronous = synchronous
-        self.events: list[FakeEvent] = []
-
-    def is_synchronized_device(self) -> bool:
-        return self._synchronous
-
-    def Event(self) -> FakeEvent:
-        self.events.append(FakeEvent())
-        return self.events[-1]
-
-
-def on_device(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool) -> Device:
-    device = Device(synchronous=synchronous)
-    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
-    return device
-
-
 def test_on_a_device_slots_wait_for_one_event_behind_the_copies(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = on_device(monkeypatch, synchronous=False)
+    events = on_device(monkeypatch)
     params = bench.partitioned(2)
     bench.swapper.swap_in(params, async_op=False)
     free_before = bench.pool.free_count
     bench.swapper.after_gather(params)
-    (event,) = device.events
+    (event,) = events
     assert event.recorded
     assert statuses(params) == [ABSENT, ABSENT]
     assert bench.pool.free_count == free_before
@@ -296,9 +260,9 @@ def test_on_a_device_slots_wait_for_one_event_behind_the_copies(
 def test_on_a_device_parameters_kept_in_memory_make_no_event(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = on_device(monkeypatch, synchronous=False)
+    events = on_device(monkeypatch)
     bench.swapper.after_gather([parameter(50, location="cpu")])
-    assert device.events == []
+    assert events == []
 
 
 def test_an_alias_of_the_slot_becomes_a_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

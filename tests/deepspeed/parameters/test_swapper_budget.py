@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.streaming_fakes import FakeEvent, FakeMemory, FakeRangeStore
+from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 pytest.importorskip("deepspeed")
 
@@ -19,13 +19,13 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, NoGatherHandle, ZeroParamStatus
 
 from memascend.base.units import PAGE_BYTES
-from memascend.deepspeed.parameters import device as accelerated
 from memascend.deepspeed.parameters import swapper as param_swapper
 from memascend.deepspeed.parameters.gather import wrap_partition
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.memory.pool import Pool
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.staging import StagingSlots
+from tests.support.swapped_parameters import on_device
 
 BUDGET_BYTES = 16 * PAGE_BYTES
 SMALL, LARGE = (5, 7), (300, 101)  # a page holds 2048 elements, the largest slot 8192
@@ -215,8 +215,7 @@ def partitioned(bench: Rank, count: int, numel: int) -> list[Any]:
 
 def test_many_gathers_before_the_first_wait_do_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU a collective may read the slot until it is waited for."""
-    device = SimpleNamespace(is_synchronized_device=lambda: True)
-    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
+    on_device(monkeypatch, synchronous=True)
     bench = Rank(0, 2)
     params = partitioned(bench, 12, 2 * 8000)
     for param in params:
@@ -233,14 +232,7 @@ def test_many_gathers_before_the_first_wait_do_not_block(monkeypatch: pytest.Mon
 
 
 def test_on_a_device_slots_come_back_with_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[FakeEvent] = []
-
-    def new_event() -> FakeEvent:
-        events.append(FakeEvent())
-        return events[-1]
-
-    device = SimpleNamespace(is_synchronized_device=lambda: False, Event=new_event)
-    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
+    events = on_device(monkeypatch)
     bench = Rank(0, 2)
     params = partitioned(bench, 12, 2 * 8000)
     for param in params:
@@ -255,8 +247,7 @@ def test_on_a_device_slots_come_back_with_their_copies(monkeypatch: pytest.Monke
 def test_a_gather_of_several_ranks_finds_shards_on_their_way_to_the_device(
     monkeypatch: pytest.MonkeyPatch, world: int
 ) -> None:
-    device = SimpleNamespace(is_synchronized_device=lambda: False, Event=FakeEvent)
-    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
+    on_device(monkeypatch)
     copies: list[torch.Tensor] = []
 
     def start_copy(tensor: torch.Tensor) -> torch.Tensor:

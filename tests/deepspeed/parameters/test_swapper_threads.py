@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.streaming_fakes import CountedPool, FakeEvent, FakeMemory, FakeStore, FakeTicket
+from tests.support.streaming_fakes import CountedPool, FakeMemory, FakeStore, FakeTicket
 
 pytest.importorskip("deepspeed")
 
@@ -23,13 +23,12 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 import memascend
 from memascend.base.units import PAGE_BYTES
-from memascend.deepspeed.parameters import device as accelerated
 from memascend.deepspeed.parameters.swapper import RELEASED_BYTES_MAX, ParameterSwapper
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 from memascend.streaming.parameters import ParameterStream
+from tests.support.swapped_parameters import NUMEL, on_device, parameter
 
-NUMEL = 2048  # a page of them
 ABSENT, THERE = PartitionedParamStatus.NOT_AVAILABLE, PartitionedParamStatus.AVAILABLE
 PATIENCE_S = 60.0
 
@@ -80,7 +79,7 @@ class Bench:
 
     def partitioned(self, count: int) -> list[Any]:
         """Parameters whose shards were stored; number i is filled with i + 1."""
-        params = [self._parameter(ds_id) for ds_id in range(count)]
+        params = [parameter(ds_id) for ds_id in range(count)]
         for param in params:
             buffer = self.swapper.get_buffer(param, NUMEL)
             param.ds_tensor.data = buffer.fill_(param.ds_id + 1).data
@@ -88,18 +87,6 @@ class Bench:
             self.swapper.swap_out_and_release([param])
         self.store.tickets.clear()
         return params
-
-    @staticmethod
-    def _parameter(ds_id: int) -> Any:
-        shard: Any = torch.zeros(1, dtype=torch.bfloat16)
-        shard.ds_numel, shard.status, shard.final_location = NUMEL, ABSENT, "nvme"
-        return SimpleNamespace(
-            ds_id=ds_id,
-            ds_tensor=shard,
-            ds_status=ZeroParamStatus.NOT_AVAILABLE,
-            dtype=torch.bfloat16,
-            data=torch.zeros(0, dtype=torch.bfloat16),
-        )
 
 
 def bounded() -> Pool:
@@ -193,19 +180,6 @@ def test_two_threads_at_once_get_their_own_bytes() -> None:
 
 
 # -- a device --------------------------------------------------------------------------------------
-
-
-def on_device(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool) -> list[FakeEvent]:
-    """Have the accelerator be such a device, and return the list of its events."""
-    events: list[FakeEvent] = []
-
-    def new_event() -> FakeEvent:
-        events.append(FakeEvent())
-        return events[-1]
-
-    device = SimpleNamespace(is_synchronized_device=lambda: synchronous, Event=new_event)
-    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
-    return events
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
