@@ -1,8 +1,8 @@
 // Python surface of csrc/nvme/: Store, Ticket, MemoryFaults.
 //
 // Lock order: nobody waits for the store's mutex with the interpreter's lock in hand. Calls give
-// the latter up before they enter the store, and the store drops holds (Python objects) after it
-// has left its own. It takes the interpreter's lock under its mutex in one place: where memory for
+// the latter up before they wait, and the store drops holds (Python objects) after it has left its
+// own. It takes the interpreter's lock under its mutex in one place: where memory for
 // checksums makes an arena grow that registers through Python.
 #include <pybind11/stl.h>
 
@@ -100,21 +100,37 @@ std::shared_ptr<Store> open_store(
           }};
 }
 
+// Calls `start` with the interpreter's lock in hand while the store has nothing else to do: what is
+// given up is had again only when other Python threads let go of it, milliseconds later.
+template <typename Start>
+StoreTicket start_transfer(const std::shared_ptr<Store>& store, const Start& start) {
+  std::shared_ptr<Ticket> ticket = start(Store::Busy::kReturn);
+  if (ticket == nullptr) {
+    const py::gil_scoped_release release;
+    ticket = start(Store::Busy::kWait);
+  }
+  return {store, std::move(ticket)};
+}
+
 StoreTicket start_write(const std::shared_ptr<Store>& store, const std::string& key,
                         std::uintptr_t address, std::uint64_t nbytes,
                         std::optional<std::uint64_t> offset, std::uint64_t capacity,
                         const py::object& hold) {
-  Store::Memory source{as_pointer(address), capacity, hold_object(hold)};
-  const py::gil_scoped_release release;
-  return {store, store->write(key, nbytes, std::move(source), offset)};
+  const Store::Memory source{as_pointer(address), capacity, hold_object(hold)};
+  if (!offset) {  // room may have to be found
+    const py::gil_scoped_release release;
+    return {store, store->write(key, nbytes, source)};
+  }
+  return start_transfer(
+      store, [&](Store::Busy busy) { return store->write(key, nbytes, source, offset, busy); });
 }
 
 StoreTicket start_read(const std::shared_ptr<Store>& store, const std::string& key,
                        std::uintptr_t address, std::uint64_t nbytes, std::uint64_t offset,
                        std::uint64_t capacity, const py::object& hold) {
-  Store::Memory target{as_pointer(address), capacity, hold_object(hold)};
-  const py::gil_scoped_release release;
-  return {store, store->read(key, nbytes, std::move(target), offset)};
+  const Store::Memory target{as_pointer(address), capacity, hold_object(hold)};
+  return start_transfer(
+      store, [&](Store::Busy busy) { return store->read(key, nbytes, target, offset, busy); });
 }
 
 using FaultsClass = py::class_<MemoryFaults, std::shared_ptr<MemoryFaults>>;
@@ -253,6 +269,7 @@ void bind_ticket(py::module_& module) {
   py::class_<StoreTicket>(module, "Ticket", "What to wait on for one read or write.")
       .def("wait",
            [](const StoreTicket& ticket) {
+             if (ticket.store->ended_well(*ticket.ticket)) return;
              const py::gil_scoped_release release;
              ticket.store->wait(*ticket.ticket);
            })

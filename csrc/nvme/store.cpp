@@ -172,8 +172,9 @@ void Store::reserve_locked(SpaceCall& space, const std::string& key, std::uint64
 }
 
 std::shared_ptr<Ticket> Store::write(const std::string& key, std::uint64_t nbytes, Memory source,
-                                     std::optional<std::uint64_t> offset) {
-  LockedCall call(*this);
+                                     std::optional<std::uint64_t> offset, Busy busy) {
+  LockedCall call(*this, busy);
+  if (!call.entered()) return nullptr;
   call.expect_open();
   SpaceCall space(*this, call);  // until the transfer has begun: nobody discards the key before
   if (!offset) reserve_locked(space, key, nbytes);
@@ -185,8 +186,9 @@ std::shared_ptr<Ticket> Store::write(const std::string& key, std::uint64_t nbyte
 }
 
 std::shared_ptr<Ticket> Store::read(const std::string& key, std::uint64_t nbytes, Memory target,
-                                    std::uint64_t offset) {
-  LockedCall call(*this);
+                                    std::uint64_t offset, Busy busy) {
+  const LockedCall call(*this, busy);
+  if (!call.entered()) return nullptr;
   call.expect_open();
   Entry& entry = find(key);
   const bool rewritten = std::any_of(entry.jobs.begin(), entry.jobs.end(), [](const auto& job) {
@@ -288,6 +290,12 @@ bool Store::wait(Ticket& ticket, std::chrono::milliseconds timeout) {
     throw_store_error(describe(ticket.operation_, *ticket.error_, recovery_), *ticket.error_);
   }
   return done;
+}
+
+bool Store::ended_well(const Ticket& ticket) {
+  if (!ticket.done() || ticket.error_) return false;
+  const LockedCall call(*this, Busy::kReturn);  // drops the hold
+  return call.entered();
 }
 
 // Lets what somebody waits for go first, with all that it has to follow.

@@ -94,6 +94,9 @@ class Store {
     std::shared_ptr<void> hold;
   };
 
+  /// What a call does when another one is in the store: they are in there for microseconds.
+  enum class Busy { kWait, kReturn };
+
   /// Throws SystemCallError (directory), EngineUnavailableError, std::invalid_argument (options).
   static std::shared_ptr<Store> open(StoreOptions options);
   ~Store();
@@ -106,14 +109,18 @@ class Store {
   void reserve(const std::string& key, std::uint64_t nbytes);
   /// Starts writing. Without `offset` the bytes become the whole key, which is reserved as by
   /// reserve(); with one they go into a key that is there. Follows earlier transfers that overlap.
+  /// With Busy::kReturn and an `offset` it waits for nobody: nullptr, and nothing has changed.
   std::shared_ptr<Ticket> write(const std::string& key, std::uint64_t nbytes, Memory source,
-                                std::optional<std::uint64_t> offset = std::nullopt);
-  /// Starts reading. Sees every write started before.
+                                std::optional<std::uint64_t> offset = std::nullopt,
+                                Busy busy = Busy::kWait);
+  /// Starts reading. Sees every write started before. Busy::kReturn as in write().
   std::shared_ptr<Ticket> read(const std::string& key, std::uint64_t nbytes, Memory target,
-                               std::uint64_t offset = 0);
+                               std::uint64_t offset = 0, Busy busy = Busy::kWait);
   /// Waits for one transfer; false when it is not over within `timeout`. Throws StoreError, as
   /// often as asked, when it failed.
   bool wait(Ticket& ticket, std::chrono::milliseconds timeout = kForever);
+  /// Returns whether wait() would do nothing; waits for nobody. May be false for a moment more.
+  bool ended_well(const Ticket& ticket);
   /// Waits until nothing is in flight. Tickets keep their errors.
   void wait_all();
 

@@ -15,22 +15,29 @@
 
 namespace memascend {
 
-/// Holds the mutex. On leaving, drops the holds of finished transfers after unlocking: what they
-/// own may take other locks (Python's) in its destructor.
+/// Holds the mutex, once it has entered. On leaving, drops the holds of finished transfers after
+/// unlocking: what they own may take other locks (Python's) in its destructor.
 class Store::LockedCall {
  public:
-  explicit LockedCall(Store& store) : store_(store) {
+  explicit LockedCall(Store& store, Busy busy = Busy::kWait) : store_(store) {
     MA_EXPECT(::getpid() == store.owner_process_, "a store belongs to the process that opened it (",
               store.owner_process_, "); open another in this child");
-    lock_ = std::unique_lock(store.mutex_);
+    lock_ = std::unique_lock(store.mutex_, std::defer_lock);
+    if (busy == Busy::kWait) {
+      lock_.lock();
+    } else {
+      static_cast<void>(lock_.try_lock());
+    }
   }
   ~LockedCall() {
+    if (!entered()) return;
     std::vector<std::shared_ptr<void>> released;
     released.swap(store_.retired_holds_);
     lock_.unlock();
   }
   LockedCall(const LockedCall&) = delete;
   LockedCall& operator=(const LockedCall&) = delete;
+  bool entered() const noexcept { return lock_.owns_lock(); }
   void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
   /// Waits until `condition()`, and no longer than `timeout`; returns the condition then. Accounts
   /// the time. Throws what StoreOptions::while_waiting throws.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import threading
+import time
 import weakref
 
 import pytest
 
+from memascend import _core
 from memascend.errors import StoreError, StoreFullError
 from tests.support.nvme_memory import PageMemory, open_store, read, refusal, write
 
@@ -245,3 +248,42 @@ def test_two_stores_on_one_directory_do_not_see_each_other(tmp_path):
     assert os.listdir(tmp_path) == []
     first.close()
     assert read(second, "k", 5) == b"other"
+
+
+def test_a_start_keeps_the_interpreter_while_the_store_is_free():
+    """Else another Python thread has it, for milliseconds per transfer."""
+    faults = _core.MemoryFaults()
+    store = open_store("(memory)", "memory", faults=faults)
+    store.reserve(key="k", nbytes=64 * 4096)
+    memory = PageMemory(64 * 4096)
+    turns = 0
+    stopping = False
+
+    def take_turns():
+        nonlocal turns
+        while not stopping:
+            turns += 1
+            time.sleep(0)  # gives the interpreter back
+
+    interval = sys.getswitchinterval()
+    other = threading.Thread(target=take_turns)
+    sys.setswitchinterval(100)  # seconds: a turn is had only where it is given
+    try:
+        other.start()
+        faults.paused = True  # nothing ends, so that nobody else is in the store
+        before = turns
+        tickets = [
+            store.write(
+                key="k", address=memory.address, nbytes=4096, offset=block * 4096, hold=memory
+            )
+            for block in range(64)
+        ]
+        during = turns - before
+    finally:
+        stopping = True
+        sys.setswitchinterval(interval)
+        other.join()
+        faults.paused = False
+    for ticket in tickets:
+        ticket.wait()
+    assert during == 0

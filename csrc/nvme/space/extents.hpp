@@ -10,6 +10,7 @@ struct Extent {
   int volume_index;
   std::uint64_t offset;
   std::uint64_t nbytes;
+  std::uint64_t key_offset = 0;  // of its first byte in the key that has it
 };
 
 }  // namespace memascend

@@ -83,6 +83,11 @@ std::vector<Extent> Space::take(const std::string& key, std::uint64_t nbytes) {
     if (extents.empty()) extents = take_striped(rounded);
   }
   if (extents.empty()) throw full(key, nbytes, rounded);
+  std::uint64_t key_offset = 0;
+  for (Extent& extent : extents) {
+    extent.key_offset = key_offset;
+    key_offset += extent.nbytes;
+  }
   if (checksums_ == nullptr) return extents;
   try {
     checksums_->take(extents);

@@ -64,25 +64,25 @@ std::vector<Piece> cut(const KeyRange& range, std::span<const Extent> extents,
                        const Alignment& alignment) {
   MA_INVARIANT(range.capacity_bytes >= range.nbytes);
   const std::uint64_t range_end = range.offset + range.nbytes;
+  // A key of many gigabytes on several volumes has thousands of extents.
+  const auto first = std::upper_bound(
+      extents.begin(), extents.end(), range.offset,
+      [](std::uint64_t offset, const Extent& extent) { return offset < extent.key_offset; });
   std::vector<Piece> pieces;
-  std::uint64_t extent_start = 0;  // in the key
-  for (const Extent& extent : extents) {
-    const std::uint64_t extent_end = extent_start + extent.nbytes;
-    const std::uint64_t start = std::max(range.offset, extent_start);
-    const std::uint64_t end = std::min(range_end, extent_end);
-    if (start < end) {
-      Piece whole{};
-      whole.volume_index = extent.volume_index;
-      whole.keeps_tail = end != range.key_nbytes;  // behind the key's end lies only padding
-      whole.wanted_offset = extent.offset + (start - extent_start);
-      whole.wanted_end = extent.offset + (end - extent_start);
-      whole.data = range.data + (start - range.offset);
-      const std::uint64_t slack_bytes = end == range_end ? range.capacity_bytes - range.nbytes : 0;
-      cut_one(whole, slack_bytes, range.operation == Operation::kRead, alignment, &pieces);
-    }
-    extent_start = extent_end;
+  std::uint64_t start = range.offset;
+  for (auto extent = std::prev(first); start < range_end; ++extent) {
+    MA_INVARIANT(extent != extents.end());
+    const std::uint64_t end = std::min(range_end, extent->key_offset + extent->nbytes);
+    Piece whole{};
+    whole.volume_index = extent->volume_index;
+    whole.keeps_tail = end != range.key_nbytes;  // behind the key's end lies only padding
+    whole.wanted_offset = extent->offset + (start - extent->key_offset);
+    whole.wanted_end = extent->offset + (end - extent->key_offset);
+    whole.data = range.data + (start - range.offset);
+    const std::uint64_t slack_bytes = end == range_end ? range.capacity_bytes - range.nbytes : 0;
+    cut_one(whole, slack_bytes, range.operation == Operation::kRead, alignment, &pieces);
+    start = end;
   }
-  MA_INVARIANT(extent_start >= range_end);
   return pieces;
 }
 

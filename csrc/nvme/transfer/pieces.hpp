@@ -47,7 +47,8 @@ struct KeyRange {
 };
 
 /// Cuts `range` of a key that lies on `extents` (whose offsets and sizes are multiples of
-/// `alignment.offset_bytes`). Pre: offset + nbytes <= key_nbytes <= sum of the extents.
+/// `alignment.offset_bytes`). Pre: offset + nbytes <= key_nbytes <= sum of the extents, which know
+/// where they begin in the key.
 std::vector<Piece> cut(const KeyRange& range, std::span<const Extent> extents,
                        const Alignment& alignment);
 

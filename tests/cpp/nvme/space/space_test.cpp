@@ -28,7 +28,10 @@ Space make_space(const std::vector<std::uint64_t>& capacities, std::vector<doubl
 
 std::vector<std::uint64_t> shares(const std::vector<Extent>& extents, std::size_t volume_count) {
   std::vector<std::uint64_t> result(volume_count, 0);
+  std::uint64_t key_offset = 0;
   for (const Extent& extent : extents) {
+    MA_INVARIANT(extent.key_offset == key_offset);
+    key_offset += extent.nbytes;
     result[static_cast<std::size_t>(extent.volume_index)] += extent.nbytes;
   }
   return result;

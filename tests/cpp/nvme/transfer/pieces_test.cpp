@@ -13,7 +13,7 @@ namespace {
 
 constexpr Alignment kAlignment{8, 4};  // small, so that all cases can be tried
 constexpr std::uint64_t kKeyBytes = 37;
-const std::vector<Extent> kExtents{{0, 64, 16}, {1, 8, 8}, {0, 0, 16}};
+const std::vector<Extent> kExtents{{0, 64, 16, 0}, {1, 8, 8, 16}, {0, 0, 16, 24}};
 
 // The place on the volumes of a byte of the key.
 std::pair<int, std::uint64_t> place_of(std::uint64_t at) {

@@ -217,7 +217,7 @@ void the_first_error_is_the_one_reported() {
   Transfer transfer;
   transfer.key = "k";
   transfer.pieces = cut({Operation::kRead, 2 * kChunk, 0, 2 * kChunk, memory, 2 * kChunk},
-                        std::vector<Extent>{{0, 0, kChunk}, {1, 0, kChunk}}, alignment);
+                        std::vector<Extent>{{0, 0, kChunk, 0}, {1, 0, kChunk, kChunk}}, alignment);
   queue.submit(&transfer);
   finished.get_future().get();
   MA_INVARIANT(transfer.error && transfer.error->code == ENODEV);
