@@ -39,8 +39,7 @@ struct StoreOptions {
   Checksums::MemorySource checksum_memory;  // empty: the process's own
   TransferOptions transfer;
   std::shared_ptr<void> bounce_hold;  // owner of transfer.bounce, kept as long as the store
-  /// Called now and then on a thread that waits, without a lock. What it throws ends the wait; what
-  /// was waited for goes on.
+  /// Called now and then on a thread that waits, without a lock. It may throw, which ends the wait.
   std::function<void()> while_waiting;
 };
 
