@@ -32,7 +32,7 @@ export TRITON_INTERPRET ?= 1
 endif
 
 .PHONY: help all environment demo test test-all test-root lint type test-cpp bench bench-memory bench-step
-.PHONY: bench-volumes kill-test soak fuzz clean device test-device
+.PHONY: bench-overlap bench-volumes kill-test soak fuzz clean device test-device
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -82,6 +82,9 @@ bench-memory: environment ## peak memory of training as the model grows, against
 
 bench-step: environment ## time and drive traffic of training steps, against stock
 	$(BIN)/python benchmarks/bench_step.py $(BENCH_ARGS)
+
+bench-overlap: environment ## what of a step overlaps: compute of a stated time beside the drive
+	$(BIN)/python benchmarks/bench_overlap.py $(BENCH_ARGS)
 
 bench-volumes: environment ## two drives of unlike speed, striped (root: loop devices)
 	$(BIN)/python benchmarks/bench_volumes.py $(BENCH_ARGS)

@@ -25,12 +25,15 @@ from deepspeed.accelerator import get_accelerator
 from device_bytes import DeviceBytes
 from device_trace import OPTIMIZER, STEP
 from on_device import OnDevice, crowded, race, traced
+from sleeping_model import SleepingModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from memascend.system.memory import process_status
 
 MARK = "@@"
 SEED = 42
+#: The model type of a SleepingModel; any other is one of transformers'.
+SLEEPING = "sleeping"
 
 
 class HighWater:
@@ -64,23 +67,35 @@ def join_group() -> None:
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
 
-def build_model(shape: dict[str, Any], dtype: torch.dtype) -> Any:
+def build_model(shape: dict[str, Any], dtype: torch.dtype, deepspeed_config: Any) -> Any:
     """A model of random weights; with ZeRO-3 configured, transformers partitions it as it grows."""
+    if shape.get("model_type") == SLEEPING:
+        sizes = {name: shape[name] for name in ("layers", "width", "forward_s", "backward_s")}
+        with deepspeed.zero.Init(config_dict_or_path=deepspeed_config):
+            return SleepingModel(**sizes)
     config = transformers.AutoConfig.for_model(**{"model_type": "llama", **shape}, use_cache=False)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def read_io() -> dict[str, int]:
-    """Bytes this process moved to and from storage, and those memascend's store says it moved."""
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
-    return {"read": counts["read_bytes"], "written": counts["write_bytes"]}
+class Moment:
+    """What this process has used until now: time, CPU of all its threads, bytes of storage."""
 
+    def __init__(self) -> None:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+        counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self.wall_s = time.perf_counter()
+        self._cpu_s = usage.ru_utime + usage.ru_stime
+        self._read_bytes, self._written_bytes = counts["read_bytes"], counts["write_bytes"]
 
-def cpu_s() -> float:
-    """Seconds of all threads, in user and kernel mode."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    def since(self, begin: Moment) -> dict[str, float]:
+        """What was used since an earlier moment."""
+        return {
+            "wall_s": self.wall_s - begin.wall_s,
+            "cpu_s": self._cpu_s - begin._cpu_s,
+            "read_bytes": self._read_bytes - begin._read_bytes,
+            "written_bytes": self._written_bytes - begin._written_bytes,
+        }
 
 
 def components(engine: Any) -> dict[str, int] | None:
@@ -109,33 +124,34 @@ class Training:
         self._batches = ids.to(engine.device)
 
     def step(self, **more: Any) -> None:
-        """One step of the optimizer: figures of the whole, and of the optimizer's part in it."""
-        started = (time.perf_counter(), cpu_s(), read_io())
+        """One step of the optimizer: figures of the whole, and of its phases.
+
+        Forward and backward are those of all micro-steps, the optimizer's is that of the last.
+        """
+        started = Moment()
         losses = []
+        forward_s = backward_s = 0.0
         with torch.profiler.record_function(STEP):
             for ids in self._batches:
+                begin_s = time.perf_counter()
                 loss = self._loss(ids)
+                computed_s = time.perf_counter()
                 self.engine.backward(loss)
-                stepping = (time.perf_counter(), cpu_s(), read_io())
+                stepping = Moment()
+                forward_s += computed_s - begin_s
+                backward_s += stepping.wall_s - computed_s
                 with torch.profiler.record_function(OPTIMIZER):
                     self.engine.step()
                 losses.append(loss.detach())
             get_accelerator().synchronize()
-        ended = (time.perf_counter(), cpu_s(), read_io())
-
-        def between(begin: tuple[float, float, dict[str, int]]) -> dict[str, float]:
-            return {
-                "wall_s": ended[0] - begin[0],
-                "cpu_s": ended[1] - begin[1],
-                "read_bytes": ended[2]["read"] - begin[2]["read"],
-                "written_bytes": ended[2]["written"] - begin[2]["written"],
-            }
-
+        ended = Moment()
         answer(
             "step",
             loss=",".join(repr(loss.item()) for loss in losses),
-            training=between(started),
-            optimizer=between(stepping),
+            training=ended.since(started),
+            optimizer=ended.since(stepping),
+            forward={"wall_s": forward_s},
+            backward={"wall_s": backward_s},
             peak_bytes=self._high_water.take_bytes(),
             device_bytes=None if self._counted is None else self._counted.take_peaks(),
             on_device=self._device.take_peaks(),
@@ -227,7 +243,8 @@ def main() -> None:
     # transformers looks this object up while it builds the model, so it has to stay alive.
     hf_config = HfDeepSpeedConfig(options.config)
     is_fp16 = options.config.get("fp16", {}).get("enabled", False)
-    model = build_model(options.shape, torch.float16 if is_fp16 else torch.bfloat16)
+    dtype = torch.float16 if is_fp16 else torch.bfloat16
+    model = build_model(options.shape, dtype, options.config)
     if options.checkpointing:
         model.gradient_checkpointing_enable()
     answer("built", peak_bytes=high_water.take_bytes())

@@ -1,13 +1,15 @@
-"""What an optimizer step moves, and nothing else: the least time that a drive needs for it.
+"""What a phase of a training step moves, and nothing else: the least time of a drive for it.
 
-The transfers of memascend's tiled step in their order, three tiles in flight: master weights, two
-states and gradients are read, all but the gradients are written back and the parameters with them.
-No arithmetic, no Python of DeepSpeed's, nothing that waits for a value. Knows the store alone.
+In tiles, three of them in flight. The optimizer's are the transfers of memascend's tiled step in
+their order: master weights, two states and gradients are read, all but the gradients are written
+back and the parameters with them. No arithmetic, no Python of DeepSpeed's, nothing that waits for a
+value. Knows the store alone.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,7 +26,7 @@ ELEMENT_BYTES = READ | WRITTEN
 
 
 class Transfers:
-    """Tensors of a model's optimizer step on the drive. `run` moves them; `close` it."""
+    """Tensors of a model's training step on the drive. `run` moves them; `close` it."""
 
     def __init__(self, numel: int, directory: Path) -> None:
         """Writes all of it once.
@@ -55,8 +57,8 @@ class Transfers:
         for begin in self._begins():
             _wait(self._start("write", ELEMENT_BYTES, begin, self._tiles[0]))
 
-    def run(self) -> None:
-        """Moves what one step moves."""
+    def run(self, read: Mapping[str, int] = READ, written: Mapping[str, int] = WRITTEN) -> None:
+        """Moves what one phase moves: bytes of each element, by key."""
         begins = list(self._begins())
         reading: list[list[Ticket]] = []
         writing: list[list[Ticket]] = [[] for _ in range(TILE_COUNT)]
@@ -64,10 +66,10 @@ class Transfers:
             for ahead in range(len(reading), min(index + TILE_COUNT - 1, len(begins))):
                 tile = ahead % TILE_COUNT
                 _wait(writing[tile])
-                reading.append(self._start("read", READ, begins[ahead], self._tiles[tile]))
+                reading.append(self._start("read", read, begins[ahead], self._tiles[tile]))
             tile = index % TILE_COUNT
             _wait(reading[index])
-            writing[tile] = self._start("write", WRITTEN, begins[index], self._tiles[tile])
+            writing[tile] = self._start("write", written, begins[index], self._tiles[tile])
         for tickets in writing:
             _wait(tickets)
 
@@ -89,7 +91,7 @@ class Transfers:
         return range(0, self._numel, TILE_NUMEL)
 
     def _start(
-        self, kind: str, keys: dict[str, int], begin: int, tile: dict[str, torch.Tensor]
+        self, kind: str, keys: Mapping[str, int], begin: int, tile: dict[str, torch.Tensor]
     ) -> list[Ticket]:
         count = min(TILE_NUMEL, self._numel - begin)
         tickets = []

@@ -1,0 +1,228 @@
+"""Does the drive work while layers compute, and layers while the drive works?
+
+The layers of `sleeping_model.py` compute for a stated time without any CPU, so that what overlaps
+shows on any machine. First the drive is timed with what each phase of a step moves, and nothing
+else (`transfers.py`); then models train whose layers compute for a part, all, or a multiple of that
+time. Stock as DeepSpeed's documentation configures it, stock pipelined, and memascend with an empty
+block are alive side by side and take turns, one step each.
+
+The bound of a phase is the longer one of its compute and its drive time; that of the whole step the
+longer one of all compute and all drive time. Ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import harness
+from bench_step import CONTENDERS, STOCK, WARMUPS, training_config
+from trainee import Trainee
+from transfers import READ, WRITTEN, Transfers
+
+QUESTION = "Overlap: phases of a step beside compute and drive"
+BOUND = "bound"
+PHASES = ("forward", "backward", "optimizer")
+#: What each phase reads and writes: bytes of each element, by key.
+MOVED: dict[str, tuple[Mapping[str, int], Mapping[str, int]]] = {
+    "forward": ({"parameter": 2}, {}),
+    "backward": ({"parameter": 2}, {"gradient": 2}),
+    "optimizer": (READ, WRITTEN),
+}
+#: Compute of forward and backward, as a multiple of the drive's time for them.
+COMPUTE = {"small": (1.0,), "large": (0.3, 1.0, 3.0)}
+SIZES = {"small": (3, 1024), "large": (12, 4096)}  # layers, width
+ROUNDS = {"small": 1, "large": 5}
+CLIPPING = (1.0, 0.0)
+#: Times of the drive alone, of which the middle one counts.
+DRIVE_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sleeping:
+    """A SleepingModel.
+
+    Attributes:
+        layers: Square matrices.
+        width: Of each.
+        forward_s: Compute of one layer in forward.
+        backward_s: The same in backward.
+    """
+
+    layers: int
+    width: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the program builds it of."""
+        return {
+            "model_type": "sleeping",
+            "vocab_size": 2,
+            "layers": self.layers,
+            "width": self.width,
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+        }
+
+    @property
+    def numel(self) -> int:
+        """Parameters of all."""
+        return self.layers * self.largest_numel
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest tensor."""
+        return self.width * self.width
+
+    def compute_s(self, phase: str) -> float:
+        """What all layers compute in a phase."""
+        return self.layers * {"forward": self.forward_s, "backward": self.backward_s}.get(phase, 0)
+
+
+def run(options: argparse.Namespace) -> Iterator[harness.Row]:
+    """Trains each model with all contenders, in turns."""
+    size = "small" if options.small else "large"
+    idle = Sleeping(*(options.size or SIZES[size]))
+    circumstances = harness.machine(options.directory)
+    drive_s = time_drive(idle, options.directory)
+    for name, model in models(idle, drive_s, options.layer_ms, COMPUTE[size]).items():
+        bounds = bounds_of(model, drive_s)
+        for clipping in CLIPPING:
+            steps = take_steps(model, clipping, options.directory, ROUNDS[size])
+            losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
+            case = f"{name}, clip {clipping:g}"
+            yield harness.Row("overlap", case, BOUND, {f"{p}_s": bounds[p] for p in bounds})
+            config = {
+                "model": model.shape,
+                "clipping": clipping,
+                "drive_s": drive_s,
+                "losses_equal": len(losses) == 1,
+            }
+            for contender, taken in steps.items():
+                found = figures(taken, steps[STOCK], bounds)
+                yield harness.Row("overlap", case, contender, found, config, circumstances)
+
+
+def models(
+    idle: Sleeping,
+    drive_s: Mapping[str, float],
+    layer_ms: Sequence[float] | None,
+    multiples: Sequence[float],
+) -> dict[str, Sleeping]:
+    """The models by name: of the stated compute, or of multiples of the drive's time."""
+    if layer_ms is not None:
+        forward_ms, backward_ms = layer_ms
+        name = f"{forward_ms:g}+{backward_ms:g} ms"
+        return {name: replace(idle, forward_s=forward_ms / 1e3, backward_s=backward_ms / 1e3)}
+    forward_s, backward_s = (drive_s[phase] / idle.layers for phase in PHASES[:2])
+    return {
+        f"{m:g}x": replace(idle, forward_s=m * forward_s, backward_s=m * backward_s)
+        for m in multiples
+    }
+
+
+def time_drive(model: Sleeping, directory: Path) -> dict[str, float]:
+    """Seconds that the drive needs for what each phase moves."""
+    found = {}
+    with Transfers(model.numel, directory) as transfers:
+        for phase, (read, written) in MOVED.items():
+            move = functools.partial(transfers.run, read, written)
+            samples = [harness.measure(move) for _ in range(DRIVE_ROUNDS)]
+            found[phase] = harness.spread([sample.wall_s for sample in samples]).p50
+    return found
+
+
+def bounds_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
+    """The least time of each phase, and of the whole step."""
+    bounds = {phase: max(drive_s[phase], model.compute_s(phase)) for phase in PHASES}
+    whole = max(sum(drive_s.values()), sum(model.compute_s(phase) for phase in PHASES))
+    return bounds | {"training": whole}
+
+
+def take_steps(
+    model: Sleeping, clipping: float, directory: Path, rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """The steps of each contender but the first ones; they start in rotating order."""
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    with ExitStack() as stack:
+        runs = []
+        for name, contender in CONTENDERS.items():
+            config = training_config(model, contender.optimizer, directory)
+            config["gradient_clipping"] = clipping
+            run = Trainee(name, config, model, directory, block=contender.block)
+            runs.append(stack.enter_context(run))
+        for index in range(WARMUPS + rounds):
+            first = index % len(runs)
+            for one in (*runs[first:], *runs[:first]):
+                step = one.step()
+                if index >= WARMUPS:
+                    taken[one.name].append(step)
+    return taken
+
+
+def figures(
+    ours: Sequence[Mapping[str, Any]],
+    stock: Sequence[Mapping[str, Any]],
+    bounds: Mapping[str, float],
+) -> dict[str, Any]:
+    """Seconds of each phase, how often its bound that is, and the whole beside stock's."""
+    found: dict[str, Any] = {}
+    for part in (*PHASES, "training"):
+        walls = [step[part]["wall_s"] for step in ours]
+        found[f"{part}_s"] = harness.spread(walls)
+        if bounds[part] > 0:
+            found[f"{part}_to_bound"] = harness.spread([wall / bounds[part] for wall in walls])
+    pairs = zip(ours, stock, strict=True)
+    found["to_stock"] = harness.spread(
+        [our["training"]["wall_s"] / their["training"]["wall_s"] for our, their in pairs]
+    )
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = harness.parser(QUESTION)
+    parser.add_argument(
+        "--layer-ms",
+        type=float,
+        nargs=2,
+        metavar=("FORWARD", "BACKWARD"),
+        help="compute of a layer (default: 0.3, 1 and 3 times the drive's time)",
+    )
+    parser.add_argument(
+        "--size", type=int, nargs=2, metavar=("LAYERS", "WIDTH"), help="of the model"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    rows = harness.collect(run(options))
+    for part in (*PHASES, "training"):
+        harness.report("overlap", f"{QUESTION}: {part}", table_rows(rows, part), None)
+    harness.write("overlap", rows, options.out)
+
+
+def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
+    """The same rows with the figures of one part alone, so that a table fits a screen."""
+    names = (f"{part}_s", f"{part}_to_bound", *(["to_stock"] if part == "training" else []))
+    return [
+        harness.Row(
+            row.bench,
+            row.case,
+            row.contender,
+            {name: row.figures[name] for name in names if name in row.figures},
+        )
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The overlap bench: its arithmetic, its model, and that it runs at its smallest size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+sys.path.insert(0, str(BENCHMARKS))
+import bench_overlap  # noqa: E402
+import sleeping_model  # noqa: E402
+
+DRIVE_S = {"forward": 2.0, "backward": 4.0, "optimizer": 8.0}
+
+
+def step_of(**seconds: float) -> dict[str, Any]:
+    whole = sum(seconds.values())
+    return {phase: {"wall_s": s} for phase, s in seconds.items()} | {"training": {"wall_s": whole}}
+
+
+def test_a_bound_is_the_longer_one_of_compute_and_drive() -> None:
+    model = bench_overlap.Sleeping(10, 4, forward_s=0.1, backward_s=0.5)
+    bounds = bench_overlap.bounds_of(model, DRIVE_S)
+    assert bounds == {"forward": 2.0, "backward": 5.0, "optimizer": 8.0, "training": 14.0}
+
+
+def test_the_whole_is_bound_by_all_compute_where_that_is_longer() -> None:
+    model = bench_overlap.Sleeping(10, 4, forward_s=1.0, backward_s=2.0)
+    assert bench_overlap.bounds_of(model, DRIVE_S)["training"] == 30.0
+
+
+def test_compute_is_a_multiple_of_the_drives_time_or_what_was_stated() -> None:
+    idle = bench_overlap.Sleeping(4, 8)
+    found = bench_overlap.models(idle, DRIVE_S, None, (0.3, 3.0))
+    assert list(found) == ["0.3x", "3x"]
+    assert found["3x"].compute_s("forward") == pytest.approx(6.0)
+    assert found["0.3x"].compute_s("backward") == pytest.approx(1.2)
+    stated = bench_overlap.models(idle, DRIVE_S, (40.0, 80.0), (0.3, 3.0))
+    assert [m.compute_s("backward") for m in stated.values()] == [pytest.approx(0.32)]
+
+
+def test_ratios_are_to_the_bound_and_within_a_round_to_stock() -> None:
+    ours = [step_of(forward=3.0, backward=5.0, optimizer=8.0)] * 2
+    stock = [step_of(forward=8.0, backward=8.0, optimizer=16.0)] * 2
+    bounds = {"forward": 2.0, "backward": 5.0, "optimizer": 8.0, "training": 14.0}
+    found = bench_overlap.figures(ours, stock, bounds)
+    assert found["forward_to_bound"].p50 == 1.5
+    assert found["backward_to_bound"].p50 == 1.0
+    assert found["to_stock"].p20 == found["to_stock"].p80 == 0.5
+
+
+def test_a_layer_sleeps_both_ways_and_has_a_gradient() -> None:
+    model = sleeping_model.SleepingModel(layers=2, width=8, forward_s=0.02, backward_s=0.04)
+    begin = time.perf_counter()
+    loss = model(torch.zeros(1, 3, dtype=torch.long), None).loss
+    middle = time.perf_counter()
+    loss.backward()
+    assert middle - begin >= 0.04
+    assert time.perf_counter() - middle >= 0.08
+    assert all((layer.weight.grad != 0).all() for layer in model.layers)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+def test_it_runs_and_all_train_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench_overlap.py"), "--small"]
+    command += ["--out", str(tmp_path), "--directory", str(tmp_path)]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "overlap.json").read_text())
+    trained = [row for row in rows if row["contender"] != bench_overlap.BOUND]
+    assert len(trained) == 2 * len(bench_overlap.CONTENDERS)
+    for row in trained:
+        assert row["config"]["losses_equal"]
+        assert row["figures"]["forward_to_bound"]["p50"] > 0
