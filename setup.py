@@ -18,6 +18,9 @@ WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
 if os.environ.get("MEMASCEND_WERROR") == "1":
     WARNINGS.append("-Werror")
 
+# The Adam step says itself which operations are fused.
+ROUNDING = ["-ffp-contract=off"]
+
 # As system headers pybind11's own are exempt from our warnings.
 SYSTEM_HEADERS = ["-isystem", pybind11.get_include()]
 
@@ -31,7 +34,7 @@ setup(
             depends=HEADERS,
             include_dirs=["csrc"],
             cxx_std=20,
-            extra_compile_args=["-O2", "-g1", "-pthread", *SYSTEM_HEADERS, *WARNINGS],
+            extra_compile_args=["-O2", "-g1", "-pthread", *ROUNDING, *SYSTEM_HEADERS, *WARNINGS],
             extra_link_args=["-pthread"],
         )
     ],

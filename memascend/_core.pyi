@@ -298,4 +298,38 @@ def overflow_scan(
     threads: int = 0,
     isa: str = "auto",
 ) -> ScanResult: ...
-def overflow_isas() -> list[str]: ...
+def kernel_isas() -> list[str]: ...
+
+class AdamCoefficients:
+    """Numbers of one Adam step, the same for every element; all are rounded to fp32."""
+
+    def __init__(
+        self,
+        *,
+        factor: float,
+        beta1: float,
+        beta2: float,
+        take1: float,
+        take2: float,
+        root_scale: float,
+        epsilon: float,
+        step_size: float,
+        gradient_decay: float | None = None,
+        weight_decay: float | None = None,
+    ) -> None: ...
+
+def adam_update(
+    *,
+    gradient: int,
+    gradient_dtype: str,
+    weight: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    output: int = 0,
+    output_dtype: str | None = None,
+    numel: int,
+    coefficients: AdamCoefficients,
+    tail_numel: int = 0,
+    threads: int = 0,
+    isa: str = "auto",
+) -> None: ...

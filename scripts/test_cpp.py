@@ -31,6 +31,7 @@ FLAGS = [
     "-Itests/cpp",
     "-g",
     "-pthread",
+    "-ffp-contract=off",  # as in setup.py
     "-Wall",
     "-Wextra",
     "-Wshadow",

@@ -2,9 +2,12 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "bindings/bindings.hpp"
+#include "kernels/adam.hpp"
 #include "kernels/overflow.hpp"
 
 namespace py = pybind11;
@@ -16,17 +19,37 @@ namespace {
 overflow::ScanResult overflow_scan(std::uintptr_t address, std::size_t numel,
                                    const std::string& dtype, bool sum_squares, std::size_t threads,
                                    const std::string& isa) {
-  const overflow::Format format = overflow::parse_format(dtype);
-  const overflow::Isa chosen = overflow::parse_isa(isa);
+  const overflow::Format format = kernels::parse_format(dtype);
+  const overflow::Isa chosen = kernels::parse_isa(isa);
   const py::gil_scoped_release release;
   return overflow::scan(reinterpret_cast<const void*>(address), numel, format, chosen,
                         {.sum_squares = sum_squares, .threads = threads});
 }
 
-std::vector<std::string> overflow_isas() {
+void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std::uintptr_t weight,
+                 std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t output,
+                 const std::optional<std::string>& output_dtype, std::size_t numel,
+                 const adam::Coefficients& coefficients, std::size_t tail_numel,
+                 std::size_t threads, const std::string& isa) {
+  adam::Operands operands{
+      .gradient = reinterpret_cast<const void*>(gradient),
+      .gradient_format = kernels::parse_format(gradient_dtype),
+      .weight = reinterpret_cast<void*>(weight),
+      .exp_avg = reinterpret_cast<void*>(exp_avg),
+      .exp_avg_sq = reinterpret_cast<void*>(exp_avg_sq),
+      .output = reinterpret_cast<void*>(output),
+      .output_format = {},
+      .numel = numel,
+  };
+  if (output_dtype) operands.output_format = kernels::parse_format(*output_dtype);
+  const kernels::Isa chosen = kernels::parse_isa(isa);
+  const py::gil_scoped_release release;
+  adam::update(operands, coefficients, chosen, {.tail_numel = tail_numel, .threads = threads});
+}
+
+std::vector<std::string> kernel_isas() {
   std::vector<std::string> names;
-  for (const overflow::Isa isa : overflow::available_isas())
-    names.emplace_back(overflow::name(isa));
+  for (const kernels::Isa isa : kernels::available_isas()) names.emplace_back(kernels::name(isa));
   return names;
 }
 
@@ -44,7 +67,17 @@ void bind_kernels(py::module_& module) {
       });
   module.def("overflow_scan", &overflow_scan, py::kw_only(), "address"_a, "numel"_a, "dtype"_a,
              "sum_squares"_a = false, "threads"_a = 0, "isa"_a = "auto");
-  module.def("overflow_isas", &overflow_isas);
+  module.def("kernel_isas", &kernel_isas);
+
+  py::class_<adam::Coefficients>(module, "AdamCoefficients")
+      .def(py::init<float, float, float, float, float, float, float, float, std::optional<float>,
+                    std::optional<float>>(),
+           py::kw_only(), "factor"_a, "beta1"_a, "beta2"_a, "take1"_a, "take2"_a, "root_scale"_a,
+           "epsilon"_a, "step_size"_a, "gradient_decay"_a = py::none(),
+           "weight_decay"_a = py::none());
+  module.def("adam_update", &adam_update, py::kw_only(), "gradient"_a, "gradient_dtype"_a,
+             "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "output"_a = 0, "output_dtype"_a = py::none(),
+             "numel"_a, "coefficients"_a, "tail_numel"_a = 0, "threads"_a = 0, "isa"_a = "auto");
 }
 
 }  // namespace memascend

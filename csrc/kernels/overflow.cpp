@@ -6,16 +6,12 @@
 // one small array on the stack.
 #include "kernels/overflow.hpp"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <system_error>
-#include <thread>
 
 #include "base/check.hpp"
 #include "kernels/overflow_block.hpp"
@@ -57,7 +53,7 @@ class Scan {
   Scan(const std::byte* source, std::size_t numel, Format format, Kernels kernels, bool sum_squares)
       : source_(source),
         numel_(numel),
-        element_bytes_(element_bytes(format)),
+        element_bytes_(kernels::element_bytes(format)),
         kernels_(kernels),
         sum_squares_(sum_squares),
         block_numel_(kBlockBytes / element_bytes_) {
@@ -126,21 +122,10 @@ class Scan {
   std::array<double, kPartsMax> part_sums_{};
 };
 
-/// The CPUs the calling thread may run on: a rank bound to a few cores must not spill over the
-/// others'.
-std::size_t usable_cpus() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
-    return static_cast<std::size_t>(std::max(1, CPU_COUNT(&set)));
-  }
-  // More CPUs than the fixed-size set holds.
-  return std::max<std::size_t>(1, std::thread::hardware_concurrency());
-}
-
 std::size_t choose_threads(std::size_t asked, std::size_t nbytes) {
   if (asked != 0) return asked;
   if (nbytes < 2 * kThreadBytesMin) return 1;
-  return std::min({usable_cpus(), nbytes / kThreadBytesMin, kThreadsMax});
+  return std::min({kernels::usable_cpus(), nbytes / kThreadBytesMin, kThreadsMax});
 }
 
 Kernels kernels_of(Isa isa, Format format) {
@@ -148,7 +133,7 @@ Kernels kernels_of(Isa isa, Format format) {
   if (isa == Isa::kAvx512) return avx512_kernels(format);
   if (isa == Isa::kAvx2) return avx2_kernels(format);
 #endif
-  MA_EXPECT(isa == Isa::kScalar, "no ", name(isa), " kernel in this build");
+  MA_EXPECT(isa == Isa::kScalar, "no ", kernels::name(isa), " kernel in this build");
   return scalar_kernels(format);
 }
 
@@ -157,70 +142,16 @@ Kernels kernels_of(Isa isa, Format format) {
 ScanResult scan(const void* address, std::size_t numel, Format format, Isa isa,
                 const ScanOptions& options) {
   MA_EXPECT(address != nullptr || numel == 0, "cannot scan ", numel, " elements at address 0");
-  MA_EXPECT(numel <= std::numeric_limits<std::size_t>::max() / element_bytes(format),
+  MA_EXPECT(numel <= std::numeric_limits<std::size_t>::max() / kernels::element_bytes(format),
             "cannot scan ", numel, " elements: more bytes than an address space has");
   MA_EXPECT(options.threads <= kThreadsMax, "threads must be 0 (automatic) to ", kThreadsMax,
             ", got ", options.threads);
   Scan scan(static_cast<const std::byte*>(address), numel, format, kernels_of(isa, format),
             options.sum_squares);
-  const std::size_t threads =
-      std::min(choose_threads(options.threads, numel * element_bytes(format)), scan.part_count());
-  {
-    std::vector<std::jthread> helpers;
-    if (threads > 1) helpers.reserve(threads - 1);
-    try {
-      for (std::size_t index = 1; index < threads; ++index) {
-        helpers.emplace_back([&scan] { scan.work(); });
-      }
-    } catch (const std::system_error&) {
-      // The system has no more threads to give: the ones there are share all parts.
-    }
-    scan.work();
-  }
+  const std::size_t threads = std::min(
+      choose_threads(options.threads, numel * kernels::element_bytes(format)), scan.part_count());
+  kernels::run_on_threads(threads, [&scan] { scan.work(); });
   return scan.result();
 }
-
-std::vector<Isa> available_isas() {
-  std::vector<Isa> isas{Isa::kScalar};
-#if defined(__x86_64__)
-  if (has_avx2()) isas.push_back(Isa::kAvx2);
-  if (has_avx512()) isas.push_back(Isa::kAvx512);
-#endif
-  return isas;
-}
-
-std::string_view name(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx2:
-      return "avx2";
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kScalar:
-      break;
-  }
-  return "scalar";
-}
-
-Isa parse_isa(std::string_view text) {
-  const std::vector<Isa> isas = available_isas();
-  if (text == "auto") return isas.back();
-  std::string known = "auto";
-  for (const Isa isa : isas) {
-    if (text == name(isa)) return isa;
-    known += join(", ", name(isa));
-  }
-  throw std::invalid_argument(
-      join("isa=\"", text, "\" cannot run on this CPU; available: ", known));
-}
-
-Format parse_format(std::string_view text) {
-  if (text == "float32") return Format::kFloat32;
-  if (text == "float16") return Format::kFloat16;
-  if (text == "bfloat16") return Format::kBfloat16;
-  throw std::invalid_argument(
-      join("cannot scan dtype \"", text, "\"; known: float32, float16, bfloat16"));
-}
-
-std::size_t element_bytes(Format format) { return format == Format::kFloat32 ? 4 : 2; }
 
 }  // namespace memascend::overflow

@@ -7,15 +7,16 @@
 #pragma once
 
 #include <cstddef>
-#include <string_view>
-#include <vector>
+
+#include "kernels/format.hpp"
+#include "kernels/isa.hpp"
+#include "kernels/threads.hpp"
 
 namespace memascend::overflow {
 
-enum class Format { kFloat32, kFloat16, kBfloat16 };
-
-/// Instruction sets with a kernel of their own. All give the same bits.
-enum class Isa { kScalar, kAvx2, kAvx512 };
+using kernels::Format;
+using kernels::Isa;
+using kernels::kThreadsMax;
 
 struct ScanOptions {
   bool sum_squares = false;
@@ -29,7 +30,6 @@ struct ScanResult {
   double sum_squares = 0.0;
 };
 
-inline constexpr std::size_t kThreadsMax = 256;
 /// A thread costs some 30 us to start and join, so it must find about 0.3 ms of reading to do.
 /// Memory below twice this size is scanned by the calling thread alone.
 inline constexpr std::size_t kThreadBytesMin = std::size_t{4} << 20;
@@ -43,22 +43,9 @@ inline constexpr std::size_t kThreadBytesMin = std::size_t{4} << 20;
 /// them.
 ///
 /// Without a finding every element is read once; with one, the rest is left unread.
-/// `isa` must be one of available_isas(). Throws std::invalid_argument on a caller's mistake.
+/// `isa` must be one of kernels::available_isas(). Throws std::invalid_argument on a caller's
+/// mistake.
 ScanResult scan(const void* address, std::size_t numel, Format format, Isa isa,
                 const ScanOptions& options);
-
-/// The instruction sets this CPU and operating system run, slowest first. Never empty.
-std::vector<Isa> available_isas();
-
-std::string_view name(Isa isa);
-
-/// "auto" is the fastest available. Throws std::invalid_argument for an unknown or unavailable
-/// name.
-Isa parse_isa(std::string_view text);
-
-/// "float32", "float16" or "bfloat16". Throws std::invalid_argument for anything else.
-Format parse_format(std::string_view text);
-
-std::size_t element_bytes(Format format);
 
 }  // namespace memascend::overflow

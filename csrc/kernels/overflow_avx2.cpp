@@ -1,10 +1,8 @@
 // The overflow check with AVX2, FMA and F16C (Haswell, Zen and later).
 //
-// Compiled into every x86-64 build by function attributes; nothing here may run before has_avx2()
-// said yes.
+// Compiled into every x86-64 build by function attributes; nothing here may run before
+// kernels::available_isas() named it.
 #if defined(__x86_64__)
-
-#include <cpuid.h>
 
 #define MA_TARGET __attribute__((target("avx2,fma,f16c")))
 #include "kernels/overflow_vector.hpp"
@@ -53,16 +51,6 @@ struct Avx2 {
 };
 
 }  // namespace
-
-bool has_avx2() {
-  // Not every compiler's __builtin_cpu_supports knows f16c, so that bit is read from cpuid itself.
-  unsigned eax = 0;
-  unsigned ebx = 0;
-  unsigned ecx = 0;
-  unsigned edx = 0;
-  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-  return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
 
 Kernels avx2_kernels(Format format) { return choose_kernels<VectorKernels<Avx2>>(format); }
 

@@ -1,7 +1,7 @@
 // The overflow check with AVX-512 F and BW (Skylake-SP, Zen 4 and later).
 //
-// Compiled into every x86-64 build by function attributes; nothing here may run before has_avx512()
-// said yes. The same as overflow_avx2.cpp with vectors twice as wide.
+// Compiled into every x86-64 build by function attributes; nothing here may run before
+// kernels::available_isas() named it. The same as overflow_avx2.cpp with vectors twice as wide.
 #if defined(__x86_64__)
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -46,10 +46,6 @@ struct Avx512 {
 };
 
 }  // namespace
-
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && has_avx2();
-}
 
 Kernels avx512_kernels(Format format) { return choose_kernels<VectorKernels<Avx512>>(format); }
 

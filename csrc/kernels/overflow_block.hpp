@@ -32,9 +32,7 @@ struct Kernels {
 
 Kernels scalar_kernels(Format format);
 #if defined(__x86_64__)
-bool has_avx2();
 Kernels avx2_kernels(Format format);
-bool has_avx512();
 Kernels avx512_kernels(Format format);
 #endif
 

@@ -18,7 +18,7 @@ from memascend.kernels import overflow
 from tests.support.examples import examples
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ISAS = _core.overflow_isas()
+ISAS = _core.kernel_isas()
 BLOCK_BYTES = 64 * 1024
 
 # Bits of: +inf, -inf, quiet and signalling nans of both signs, smallest and largest payloads.

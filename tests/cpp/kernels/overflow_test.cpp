@@ -1,4 +1,4 @@
-// sources: csrc/kernels/overflow*.cpp
+// sources: csrc/kernels/overflow*.cpp csrc/kernels/isa.cpp csrc/kernels/threads.cpp
 //
 // Every kernel of this CPU at every offset and length around its loop, on memory whose exact bounds
 // a sanitizer watches, and many threads on one scan.
@@ -16,8 +16,8 @@
 namespace {
 
 using namespace memascend;
-using overflow::Format;
-using overflow::Isa;
+using kernels::Format;
+using kernels::Isa;
 
 int failures = 0;
 
@@ -25,7 +25,7 @@ void check(bool holds, const char* what, Isa isa, Format format, std::size_t num
   if (holds) return;
   ++failures;
   std::printf("FAILED %s: isa %s, format %d, numel %zu\n", what,
-              std::string(overflow::name(isa)).c_str(), static_cast<int>(format), numel);
+              std::string(kernels::name(isa)).c_str(), static_cast<int>(format), numel);
 }
 
 constexpr Format kFormats[] = {Format::kFloat32, Format::kFloat16, Format::kBfloat16};
@@ -41,12 +41,12 @@ std::uint32_t infinity(Format format) {
 }
 
 void put(std::byte* memory, Format format, std::size_t index, std::uint32_t bits) {
-  const std::size_t width = overflow::element_bytes(format);
+  const std::size_t width = kernels::element_bytes(format);
   std::memcpy(memory + index * width, &bits, width);  // x86 and Arm Linux are little-endian
 }
 
 void test_every_length_and_offset(Isa isa, Format format) {
-  const std::size_t width = overflow::element_bytes(format);
+  const std::size_t width = kernels::element_bytes(format);
   for (std::size_t offset = 0; offset < 9; ++offset) {
     for (std::size_t numel = 0; numel < 300; ++numel) {
       // Ends exactly where the elements end: a read beyond is a sanitizer's finding.
@@ -69,7 +69,7 @@ void test_every_length_and_offset(Isa isa, Format format) {
 
 void test_threads_agree_and_find(Isa isa, Format format) {
   const std::size_t numel = (std::size_t{9} << 20) + 3;
-  std::vector<std::byte> memory(numel * overflow::element_bytes(format));
+  std::vector<std::byte> memory(numel * kernels::element_bytes(format));
   for (std::size_t index = 0; index < numel; index += 7) {
     put(memory.data(), format, index, two(format));
   }
@@ -108,17 +108,17 @@ void test_mistakes_are_refused() {
   };
   const float value = 1.0f;
   check_refused("address 0", [&] { scan(nullptr, 1, 0); });
-  check_refused("too many threads", [&] { scan(&value, 1, overflow::kThreadsMax + 1); });
+  check_refused("too many threads", [&] { scan(&value, 1, kernels::kThreadsMax + 1); });
   check_refused("more bytes than there are",
                 [&] { scan(&value, std::numeric_limits<std::size_t>::max(), 0); });
-  check_refused("an unknown isa", [] { overflow::parse_isa("mmx"); });
-  check_refused("an unknown format", [] { overflow::parse_format("float64"); });
+  check_refused("an unknown isa", [] { kernels::parse_isa("mmx"); });
+  check_refused("an unknown format", [] { kernels::parse_format("float64"); });
 }
 
 }  // namespace
 
 int main() {
-  for (const Isa isa : overflow::available_isas()) {
+  for (const Isa isa : kernels::available_isas()) {
     for (const Format format : kFormats) {
       test_every_length_and_offset(isa, format);
       test_threads_agree_and_find(isa, format);

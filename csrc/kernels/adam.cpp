@@ -1,0 +1,104 @@
+// Dispatch, partition and threads of the Adam step. The arithmetic is in adam_block.hpp, in the
+// instructions of adam_<isa>.cpp.
+#include "kernels/adam.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "base/check.hpp"
+#include "kernels/adam_block.hpp"
+#include "kernels/threads.hpp"
+
+namespace memascend::adam {
+namespace {
+
+Kernels kernels_of(Isa isa, const Operands& operands) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return avx512_kernels(operands.gradient_format, operands.output_format);
+  if (isa == Isa::kAvx2) return avx2_kernels(operands.gradient_format, operands.output_format);
+#endif
+  MA_EXPECT(isa == Isa::kScalar, "no ", kernels::name(isa), " kernel in this build");
+  return scalar_kernels(operands.gradient_format, operands.output_format);
+}
+
+/// One step of a tile; `work` is run by every thread, the caller's included.
+class Step {
+ public:
+  Step(const Operands& operands, const Coefficients& coefficients, Kernels kernels,
+       std::size_t tail_numel)
+      : operands_(operands),
+        coefficients_(coefficients),
+        kernels_(kernels),
+        body_numel_(operands.numel - tail_numel) {}
+
+  void work() {
+    for (;;) {
+      const std::size_t first = next_.fetch_add(kBlockNumel, std::memory_order_relaxed);
+      if (first >= operands_.numel) return;
+      const std::size_t limit = std::min(operands_.numel, first + kBlockNumel);
+      const std::size_t split = std::clamp(body_numel_, first, limit);
+      if (split > first) kernels_.body(block(first, split), coefficients_);
+      if (limit > split) kernels_.tail(block(split, limit), coefficients_);
+    }
+  }
+
+ private:
+  Block block(std::size_t first, std::size_t limit) const {
+    const std::size_t offset = first * sizeof(float);
+    const auto at = [](void* start, std::size_t nbytes) {
+      return static_cast<std::byte*>(start) + nbytes;
+    };
+    const std::size_t gradient_width = kernels::element_bytes(operands_.gradient_format);
+    std::byte* output = nullptr;
+    if (operands_.output_format) {
+      output = at(operands_.output, first * kernels::element_bytes(*operands_.output_format));
+    }
+    return {.gradient = static_cast<const std::byte*>(operands_.gradient) + first * gradient_width,
+            .weight = at(operands_.weight, offset),
+            .exp_avg = at(operands_.exp_avg, offset),
+            .exp_avg_sq = at(operands_.exp_avg_sq, offset),
+            .output = output,
+            .numel = limit - first};
+  }
+
+  const Operands& operands_;
+  const Coefficients& coefficients_;
+  Kernels kernels_;
+  std::size_t body_numel_;
+  std::atomic<std::size_t> next_{0};
+};
+
+void check(const Operands& operands, const Options& options) {
+  const std::size_t numel = operands.numel;
+  const bool has_all = operands.gradient != nullptr && operands.weight != nullptr &&
+                       operands.exp_avg != nullptr && operands.exp_avg_sq != nullptr;
+  MA_EXPECT(has_all || numel == 0, "cannot step ", numel, " elements at address 0");
+  MA_EXPECT(!operands.output_format || operands.output != nullptr || numel == 0, "cannot write ",
+            numel, " weights to address 0");
+  MA_EXPECT(operands.output_format != Format::kFloat32,
+            "the output of the step is 16 bits wide; the weights themselves are fp32");
+  // Threads add kBlockNumel once more each when all is taken.
+  constexpr std::size_t kNumelMax = std::numeric_limits<std::size_t>::max() / 8;
+  MA_EXPECT(numel <= kNumelMax, "cannot step ", numel,
+            " elements: more bytes than an address space has");
+  MA_EXPECT(options.tail_numel <= numel, "tail_numel must be at most numel=", numel, ", got ",
+            options.tail_numel);
+  MA_EXPECT(options.threads <= kernels::kThreadsMax, "threads must be 0 (automatic) to ",
+            kernels::kThreadsMax, ", got ", options.threads);
+}
+
+}  // namespace
+
+void update(const Operands& operands, const Coefficients& coefficients, Isa isa,
+            const Options& options) {
+  check(operands, options);
+  Step step(operands, coefficients, kernels_of(isa, operands), options.tail_numel);
+  const std::size_t blocks = (operands.numel + kBlockNumel - 1) / kBlockNumel;
+  const std::size_t asked = options.threads != 0
+                                ? options.threads
+                                : std::min(kernels::usable_cpus(), kernels::kThreadsMax);
+  kernels::run_on_threads(std::min(asked, blocks), [&step] { step.work(); });
+}
+
+}  // namespace memascend::adam

@@ -1,0 +1,69 @@
+// The Adam step with AVX2, FMA and F16C (Haswell, Zen and later).
+//
+// Compiled into every x86-64 build by function attributes; nothing here may run before
+// kernels::available_isas() named it.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#define MA_TARGET __attribute__((target("avx2,fma,f16c")))
+#include "kernels/adam_block.hpp"
+
+namespace memascend::adam {
+namespace {
+
+struct Avx2 {
+  using Lanes = __m256;
+  static constexpr std::size_t kWidth = 8;
+
+  MA_TARGET static Lanes load(const std::byte* source) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(source));
+  }
+  MA_TARGET static void store(std::byte* target, Lanes values) {
+    _mm256_storeu_ps(reinterpret_cast<float*>(target), values);
+  }
+
+  template <typename F>
+  MA_TARGET static Lanes load(const std::byte* source) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+    if constexpr (std::is_same_v<F, Float16>) return _mm256_cvtph_ps(bits);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+
+  template <typename F>
+  MA_TARGET static void store(std::byte* target, Lanes values) {
+    __m128i narrow;
+    if constexpr (std::is_same_v<F, Float16>) {
+      narrow = _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+    } else {
+      const __m256i bits = _mm256_castps_si256(values);
+      const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+      const __m256i bias = _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff));
+      const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+      const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+      const __m256i wide = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(Bfloat16::kNan), is_nan);
+      // Both halves are packed on their own; 0x08 brings them side by side.
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
+      narrow = _mm256_castsi256_si128(packed);
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), narrow);
+  }
+
+  MA_TARGET static Lanes spread(float value) { return _mm256_set1_ps(value); }
+  MA_TARGET static Lanes mul(Lanes left, Lanes right) { return _mm256_mul_ps(left, right); }
+  MA_TARGET static Lanes div(Lanes left, Lanes right) { return _mm256_div_ps(left, right); }
+  MA_TARGET static Lanes fma(Lanes left, Lanes right, Lanes addend) {
+    return _mm256_fmadd_ps(left, right, addend);
+  }
+  MA_TARGET static Lanes root(Lanes values) { return _mm256_sqrt_ps(values); }
+};
+
+}  // namespace
+
+Kernels avx2_kernels(Format gradient, std::optional<Format> output) {
+  return Loops<Avx2>::choose(gradient, output);
+}
+
+}  // namespace memascend::adam
+
+#endif  // defined(__x86_64__)

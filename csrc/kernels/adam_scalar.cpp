@@ -1,0 +1,11 @@
+// The Adam step in plain C++: the reference the vector kernels are tested against, and the kernel
+// of CPUs that have neither AVX2 nor AVX-512.
+#include "kernels/adam_block.hpp"
+
+namespace memascend::adam {
+
+Kernels scalar_kernels(Format gradient, std::optional<Format> output) {
+  return Loops<One>::choose(gradient, output);
+}
+
+}  // namespace memascend::adam
