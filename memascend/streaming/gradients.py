@@ -195,6 +195,22 @@ class GradientSpool:
             if part.value.dtype == raw.dtype
         ]
 
+    def complete(self, group: str, begin: int, raw: torch.Tensor) -> bool:
+        """Make what `start_read` has read the whole gradient, if only zeros are missing.
+
+        Returns:
+            Whether it is; else it takes `load`: something is of another dtype, or to be multiplied.
+        """
+        parts = sorted(self._seen_in(group, begin, raw.numel()), key=lambda part: part.begin)
+        if any(part.shard.factors or part.value.dtype != raw.dtype for part in parts):
+            return False
+        end = 0
+        for part in parts:
+            raw.narrow(0, end, part.begin - end).zero_()
+            end = part.begin + part.count
+        raw.narrow(0, end, raw.numel() - end).zero_()
+        return True
+
     def load(self, group: str, begin: int, raw: torch.Tensor, gradient: torch.Tensor) -> None:
         """Make gradients of what `start_read` has read; `gradient` may be `raw` itself."""
         end = 0

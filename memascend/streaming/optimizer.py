@@ -7,7 +7,9 @@ are in flight, also from one sub-group to the next, so that reads, arithmetic an
 
 The optimizer itself is the caller's: the parameter it knows (a tensor that is empty between steps)
 is pointed at one tile after the other. Scalar states (`step`) are put back before every tile, so
-that a sub-group counts as one parameter, as it does when it is stepped whole.
+that a sub-group counts as one parameter, as it does when it is stepped whole. Where the caller has
+one, a fused update does all of it in one pass: it takes the gradient as it is stored, and gives the
+new weights in the parameters' own dtype besides.
 """
 
 from __future__ import annotations
@@ -15,13 +17,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from memascend.streaming.gradients import Factor, GradientSpool
 from memascend.streaming.sub_groups import Member, State, SubGroup, SubGroups, make_anew
 from memascend.streaming.tiles import Tile, Tiles
+
+
+class FusedUpdate(Protocol):
+    """One step of an optimizer on a tile."""
+
+    def __call__(
+        self,
+        *,
+        gradient: torch.Tensor,
+        factor: float,
+        weight: torch.Tensor,
+        values: State,
+        output: torch.Tensor | None,
+    ) -> None:
+        """Step in place.
+
+        Args:
+            gradient: In whatever dtype it is stored; may be overwritten.
+            factor: What it is multiplied by first.
+            weight: The master weights.
+            values: The optimizer's state, which is brought forward.
+            output: Becomes the new weights in its own dtype.
+        """
 
 
 class OptimizerStream:
@@ -63,6 +88,7 @@ class OptimizerStream:
         update: Callable[[], None],
         factor: Factor,
         members: Sequence[Member],
+        fused: FusedUpdate | None = None,
     ) -> None:
         """Step the next sub-group of the walk.
 
@@ -73,6 +99,7 @@ class OptimizerStream:
             update: One step of the optimizer on `parameter` and its `grad`.
             factor: What gradients are multiplied by first (unscaling and clipping).
             members: Its parameters; each gets its new value.
+            fused: Taken instead of `update` by a sub-group that has all of its states.
 
         Raises:
             StoreError: The drive failed.
@@ -83,21 +110,25 @@ class OptimizerStream:
         try:
             for begin in self._tiles.begins(group.numel):
                 with self._due(group, begin) as tile:
-                    gradient = self._tiles.gradient(tile)
-                    self._spool.load(name, begin, tile.raw.narrow(0, 0, tile.numel), gradient)
-                    gradient.mul_(factor)
-                    parameter.data = tile.master.narrow(0, 0, tile.numel)
-                    parameter.grad = gradient
                     values = states[parameter]
                     if makes_states:
                         values.clear()
                     values.update(_clone(scalars))
                     if not makes_states:
                         self._point_states(tile, group, values)
+                    if fused is not None and not makes_states:
+                        self._step_fused(tile, fused, values, factor)
+                        self._write_back(tile, group, members, is_cast=True)
+                        continue
+                    gradient = self._tiles.gradient(tile)
+                    self._spool.load(name, begin, tile.raw.narrow(0, 0, tile.numel), gradient)
+                    gradient.mul_(factor)
+                    parameter.data = tile.master.narrow(0, 0, tile.numel)
+                    parameter.grad = gradient
                     self._groups.integrity.note_change()
                     update()
                     self._collect_states(tile, group, states[parameter])
-                    self._write_back(tile, group, members)
+                    self._write_back(tile, group, members, is_cast=False)
         except BaseException:
             self._stop()
             raise
@@ -120,7 +151,7 @@ class OptimizerStream:
             try:
                 self._tiles.read(tile, group.key(), tile.master)
                 tile.wait()
-                self._give_to_members(tile, members)
+                self._give_to_members(tile, members, is_cast=False)
             finally:
                 self._tiles.retire(tile)
 
@@ -184,6 +215,24 @@ class OptimizerStream:
             else:
                 values[name] = block
 
+    def _step_fused(self, tile: Tile, fused: FusedUpdate, values: State, factor: Factor) -> None:
+        """Step a tile in one pass, of its gradient as it is stored where that is all of it."""
+        gradient = tile.raw.narrow(0, 0, tile.numel)
+        multiplier = _as_number(factor)
+        if not self._spool.complete(tile.owner, tile.begin, gradient) or multiplier is None:
+            raw, gradient = gradient, self._tiles.gradient(tile)
+            self._spool.load(tile.owner, tile.begin, raw, gradient)
+            gradient.mul_(factor)
+            multiplier = 1.0
+        self._groups.integrity.note_change()
+        fused(
+            gradient=gradient,
+            factor=multiplier,
+            weight=tile.master.narrow(0, 0, tile.numel),
+            values=values,
+            output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
+        )
+
     def _collect_states(self, tile: Tile, group: SubGroup, values: State) -> None:
         """Put states that the optimizer made, or put elsewhere, into the tile."""
         for name, value in values.items():
@@ -197,18 +246,23 @@ class OptimizerStream:
                 block.copy_(value)
                 value.data = block
 
-    def _write_back(self, tile: Tile, group: SubGroup, members: Sequence[Member]) -> None:
+    def _write_back(
+        self, tile: Tile, group: SubGroup, members: Sequence[Member], *, is_cast: bool
+    ) -> None:
         self._tiles.write(tile, group.key(), tile.master)
         for number, (name, dtype) in enumerate(group.states.items()):
             self._tiles.write(tile, group.key(name), self._tiles.state(tile, number, dtype))
-        self._give_to_members(tile, members)
+        self._give_to_members(tile, members, is_cast=is_cast)
 
-    def _give_to_members(self, tile: Tile, members: Sequence[Member]) -> None:
+    def _give_to_members(self, tile: Tile, members: Sequence[Member], *, is_cast: bool) -> None:
+        """Give members the tile's weights; with `is_cast` it has them in 16 bits too."""
         for member in members:
             first, count = member.overlap(tile.begin, tile.numel)
             if count <= 0:
                 continue
             source = tile.master.narrow(0, first - tile.begin, count)
+            if is_cast and tile.cast is not None and member.dtype == tile.cast.dtype:
+                source = tile.cast.narrow(0, first - tile.begin, count)
             is_in_host = member.tensor is not None and member.tensor.device.type == "cpu"
             if member.dtype != source.dtype and not is_in_host:
                 # A copy to a device that casts would make a host temporary of its own.
@@ -222,6 +276,13 @@ class OptimizerStream:
                 raise AssertionError(f"a member at {member.offset} lives nowhere")
             offset_bytes = (first - member.offset) * source.element_size()
             self._tiles.write_part(tile, member.key, source, offset_bytes)
+
+
+def _as_number(factor: Factor) -> float | None:
+    """Return a factor that fp32 is multiplied by as fp32; None for a tensor that may promote it."""
+    if not isinstance(factor, torch.Tensor):
+        return float(factor)
+    return None if factor.dim() or factor.device.type != "cpu" else float(factor)
 
 
 def _is_state_tensor(name: str, value: object, numel: int) -> bool:

@@ -7,6 +7,7 @@ notes values, what comes after has nothing left to do.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.base.units import format_nbytes
+from memascend.deepspeed.optimizer.fused_adam import FusedAdam, fused_adam
 from memascend.deepspeed.optimizer.steps import Steps
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.parameters.gather import swapper_of
@@ -24,7 +26,7 @@ from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.errors import StoreError
 from memascend.plan.knobs import tile_sizes
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.optimizer import FusedUpdate, OptimizerStream
 from memascend.streaming.sub_groups import Member, SubGroups
 from memascend.streaming.tiles import Tiles, TileShape
 
@@ -39,6 +41,8 @@ class TiledSteps(Steps):
     spool: GradientSpool
     groups: SubGroups
     stream: OptimizerStream
+    # One pass over a tile; None: the optimizer's own step.
+    _fused: FusedAdam | None = None
     _factor: Any = 1.0
     # Stores again what an accessor gave out.
     _put_back: Callable[[], None] | None = None
@@ -59,6 +63,7 @@ class TiledSteps(Steps):
             store=runtime.io, slots=runtime.staging, tiles=tiles, integrity=self.integrity
         )
         self.stream = OptimizerStream(groups=self.groups, tiles=tiles, spool=self.spool)
+        self._fused = fused_adam(self.optimizer, tiles.shape)
         self.optimizer_swapper = StreamedSwapper(groups=self.groups, spool=self.spool)
 
     def _tile_shape(self) -> TileShape:
@@ -147,15 +152,31 @@ class TiledSteps(Steps):
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
-        step_whole = super()._optimizer_step
+        step_whole = functools.partial(super()._optimizer_step, sub_group_id)
         self.stream.step(
             parameter.ds_id,
             parameter=parameter,
             states=self.optimizer.state,
-            update=lambda: step_whole(sub_group_id),
+            update=step_whole,
             factor=self._factor,
             members=self._members(sub_group_id),
+            fused=self._fused_update(sub_group_id, step_whole),
         )
+
+    def _fused_update(self, sub_group_id: int, note_call: Callable[[], None]) -> FusedUpdate | None:
+        """Return the fused update of a sub-group, if it may be taken.
+
+        Never again after a step of the optimizer's own: its running powers are not known then.
+        """
+        if self._fused is None:
+            return None
+        parameter = self.fp32_partitioned_groups_flat[sub_group_id]
+        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
+        states = self.groups.group(parameter.ds_id).states
+        update = self._fused.of(group, self.optimizer.state[parameter], states, note_call)
+        if update is None:
+            self._fused = None
+        return update
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if self.fp16_partitioned_groups_flat[sub_group_id] is not None:

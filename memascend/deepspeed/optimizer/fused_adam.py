@@ -1,0 +1,347 @@
+"""DeepSpeedCPUAdam's step in one pass, where it gives the same bits.
+
+What is one pass here is four in its own step: the gradient is widened and multiplied, the step is
+made, and the new weight is rounded to 16 bits. Its numbers are computed as its C++ code does, in
+fp32 (`csrc/includes/cpu_adam.h`). Whether the bits are equal is tried at the start, with the
+operator that DeepSpeed has compiled on this machine: compilers differ in how they fuse the loop
+over what no vector holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from deepspeed import comm as dist
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from memascend.kernels.adam import AdamCoefficients, update
+from memascend.streaming.optimizer import FusedUpdate
+from memascend.streaming.tiles import TileShape
+
+log = logging.getLogger(__name__)
+
+#: Elements of a vector in DeepSpeed's operator: AVX2, AVX-512, NEON, fused alike everywhere, none.
+TAIL_WIDTHS = (8, 16, 4, 1, 1 << 62)
+_DTYPES_16_BIT = (torch.float16, torch.bfloat16)
+_MOMENTS = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+
+class Operator(Protocol):
+    """DeepSpeed's compiled cpu_adam."""
+
+    def create_adam(self, *arguments: Any) -> int:
+        """Make an optimizer of a number."""
+
+    def adam_update(self, *arguments: Any) -> int:
+        """Step one."""
+
+    def destroy_adam(self, number: int) -> int:
+        """Forget one."""
+
+
+def fp32(value: float) -> float:
+    """Round to fp32; beyond its range is infinity, as in C."""
+    return ctypes.c_float(value).value
+
+
+@dataclass(slots=True)
+class BetaPowers:
+    """The powers that DeepSpeed's optimizer carries from step to step, with their rounding.
+
+    They are multiplied up while steps follow each other, and computed anew after a jump.
+    """
+
+    beta1: float
+    beta2: float
+    power1: float = 1.0
+    power2: float = 1.0
+    step: int = 0
+
+    @classmethod
+    def at_start(cls, betas: tuple[float, float]) -> BetaPowers:
+        """Begin as an optimizer that has just been made."""
+        return cls(fp32(betas[0]), fp32(betas[1]))
+
+    def advance(self, step: int, betas: tuple[float, float]) -> None:
+        """Go to a step; the next, the same, or any other."""
+        beta1, beta2 = fp32(betas[0]), fp32(betas[1])
+        has_new_betas = (beta1, beta2) != (self.beta1, self.beta2)
+        if not has_new_betas and step == self.step:
+            return
+        if not has_new_betas and step == self.step + 1:
+            self.power1 = fp32(self.power1 * beta1)
+            self.power2 = fp32(self.power2 * beta2)
+        else:
+            self.power1 = fp32(math.pow(beta1, step))
+            self.power2 = fp32(math.pow(beta2, step))
+        self.beta1, self.beta2, self.step = beta1, beta2, step
+
+    def coefficients(
+        self, group: Mapping[str, Any], factor: float, *, adamw: bool
+    ) -> AdamCoefficients:
+        """Return the numbers of this step; betas are below 1."""
+        rate, decay = fp32(group["lr"]), fp32(group["weight_decay"])
+        correction1 = root_scale = 1.0
+        if group["bias_correction"]:
+            correction1 = fp32(1.0 - self.power1)
+            root_scale = fp32(1.0 / fp32(math.sqrt(fp32(1.0 - self.power2))))
+        decays = decay > 0
+        return AdamCoefficients(
+            factor=factor,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            take1=fp32(1.0 - self.beta1),
+            take2=fp32(1.0 - self.beta2),
+            root_scale=root_scale,
+            epsilon=group["eps"],
+            step_size=-rate / correction1,
+            gradient_decay=decay if decays and not adamw else None,
+            weight_decay=-rate * decay if decays and adamw else None,
+        )
+
+
+class FusedAdam:
+    """The steps of one DeepSpeedCPUAdam, and its running powers."""
+
+    def __init__(self, optimizer: Any, tail_width: int) -> None:
+        """Begin where the optimizer is, which has not made a step yet."""
+        self._optimizer = optimizer
+        self._tail_width = tail_width
+        self._powers = BetaPowers.at_start(optimizer.defaults["betas"])
+        self._nothing = [torch.empty(0) for _ in range(4)]
+
+    def of(
+        self,
+        group: Mapping[str, Any],
+        values: Mapping[str, Any],
+        states: Mapping[str, torch.dtype],
+        note_call: Callable[[], None],
+    ) -> FusedUpdate | None:
+        """Return the update of a sub-group's tiles; None for what the optimizer must do itself.
+
+        Args:
+            group: Its hyperparameters.
+            values: The optimizer's state of it.
+            states: Dtypes of its state tensors.
+            note_call: Calls the optimizer's step() without any gradient: schedulers count calls.
+        """
+        has_moments = states == _MOMENTS and type(values.get("step")) is int
+        if has_moments and _has_plain_numbers(group) and _has_plain_step(self._optimizer):
+            return partial(self._update, group, note_call)
+        return None
+
+    def _update(
+        self,
+        group: Mapping[str, Any],
+        note_call: Callable[[], None],
+        *,
+        gradient: torch.Tensor,
+        factor: float,
+        weight: torch.Tensor,
+        values: MutableMapping[str, Any],
+        output: torch.Tensor | None,
+    ) -> None:
+        values["step"] += 1
+        step, betas = values["step"], group["betas"]
+        self._powers.advance(step, betas)
+        optimizer = self._optimizer
+        # Steps nothing, but goes to this step too: a later step may be its own.
+        _step_stock(optimizer.ds_opt_adam, optimizer.opt_id, step, group, self._nothing)
+        update(
+            gradient=gradient,
+            weight=weight,
+            exp_avg=values["exp_avg"],
+            exp_avg_sq=values["exp_avg_sq"],
+            output=output,
+            coefficients=self._powers.coefficients(group, factor, adamw=optimizer.adam_w_mode),
+            tail_numel=gradient.numel() % self._tail_width,
+        )
+        note_call()
+
+
+def fused_adam(optimizer: Any, shape: TileShape) -> FusedAdam | None:
+    """Return the fused steps of an optimizer; None where its own are to be taken.
+
+    Args:
+        optimizer: Any; one that has not made a step yet.
+        shape: Dtypes of its tiles.
+    """
+    kind = type(optimizer)
+    if (kind.__module__, kind.__name__) != ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"):
+        return None
+    reason = ""
+    tail_width = None
+    if optimizer.state:
+        reason = "it has made steps before"
+    elif not all(map(_has_plain_numbers, optimizer.param_groups)):
+        reason = "its hyperparameters are tensors, or out of range"
+    elif not _has_kernel(shape):
+        reason = f"there is no kernel for weights of {shape.master_dtype}"
+    else:
+        tail_width = find_tail_width(optimizer, shape)
+        if tail_width is None:
+            reason = "on this machine DeepSpeed's operator gives other bits"
+    if tail_width is not None:
+        return FusedAdam(optimizer, tail_width)
+    if dist.get_rank() == 0:
+        log.info("memascend: the optimizer's own step is used, not the fused one: %s", reason)
+    return None
+
+
+def _has_plain_numbers(group: Mapping[str, Any]) -> bool:
+    """Return whether a step's numbers can be computed; betas from 1 on would divide by zero."""
+    numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
+    are_plain = all(isinstance(number, (int, float)) for number in numbers)
+    return are_plain and all(0 <= fp32(beta) < 1 for beta in group["betas"])
+
+
+def _has_plain_step(optimizer: Any) -> bool:
+    """Return whether step() is the class's own, without hooks that see gradients or weights."""
+    step = vars(optimizer).get("step")
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    is_own = step is None or getattr(step, "_wrapped_by_lr_sched", False)
+    return is_own and not any(hooks)
+
+
+def _has_kernel(shape: TileShape) -> bool:
+    narrow = (torch.float32, *_DTYPES_16_BIT)
+    return (
+        shape.master_dtype == torch.float32
+        and shape.gradient_dtype in narrow
+        and shape.parameter_dtype in narrow
+    )
+
+
+# -- the check -----------------------------------------------------------------------------------
+
+#: Whole vectors of every width in TAIL_WIDTHS, and a tail of every width.
+_NUMEL = 5 * 64 + 15
+#: One after the other, the same again, and a jump, as after a checkpoint.
+_STEPS = (1, 2, 2, 3, 1000, 1001)
+
+
+def find_tail_width(optimizer: Any, shape: TileShape) -> int | None:
+    """Return the width with which fused steps give the bits of DeepSpeed's operator, if any does.
+
+    Args:
+        optimizer: A DeepSpeedCPUAdam; not stepped.
+        shape: Dtypes of its tiles.
+    """
+    for width in TAIL_WIDTHS:
+        if all(
+            _are_equal(ours, theirs)
+            for group in _groups_to_try(optimizer)
+            for ours, theirs in _steps_of_both(optimizer, group, shape, width)
+        ):
+            return width
+    return None
+
+
+def _groups_to_try(optimizer: Any) -> Iterator[dict[str, Any]]:
+    """Yield the optimizer's own hyperparameters, and some that a scheduler may come to."""
+    for group in optimizer.param_groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        yield own
+        for decay, correction in product((0.0, 0.1), (True, False)):
+            changed = {"lr": 1e-2, "weight_decay": decay, "bias_correction": correction}
+            yield own | changed
+
+
+def _steps_of_both(
+    optimizer: Any, group: dict[str, Any], shape: TileShape, tail_width: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Step the same values both ways; yield what must be equal, step by step."""
+    kind = type(optimizer)
+    operator: Operator = optimizer.ds_opt_adam
+    number = kind.optimizer_id
+    kind.optimizer_id += 1
+    operator.create_adam(
+        number,
+        group["lr"],
+        *group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        optimizer.adam_w_mode,
+        False,  # no line in the log
+    )
+    powers = BetaPowers.at_start(group["betas"])
+    generator = torch.Generator().manual_seed(_NUMEL)
+    weight = _values(generator, torch.float32)
+    ours = [weight, torch.zeros(_NUMEL), torch.zeros(_NUMEL)]
+    theirs = [tensor.clone() for tensor in ours]
+    output = None
+    if shape.parameter_dtype in _DTYPES_16_BIT:
+        output = torch.empty(_NUMEL, dtype=shape.parameter_dtype)
+    try:
+        for step in _STEPS:
+            gradient, factor = _values(generator, shape.gradient_dtype), 1 / (3 * step)
+            wide = gradient.float() if gradient.dtype in _DTYPES_16_BIT else gradient.clone()
+            tensors = [theirs[0], wide.mul_(factor), *theirs[1:]]
+            _step_stock(operator, number, step, group, tensors)
+            powers.advance(step, group["betas"])
+            update(
+                gradient=gradient,
+                weight=ours[0],
+                exp_avg=ours[1],
+                exp_avg_sq=ours[2],
+                output=output,
+                coefficients=powers.coefficients(group, factor, adamw=optimizer.adam_w_mode),
+                tail_numel=_NUMEL % tail_width,
+            )
+            yield from zip(ours, theirs, strict=True)
+            if output is not None:
+                yield output, theirs[0].to(output.dtype)
+    finally:
+        operator.destroy_adam(number)
+
+
+def _step_stock(
+    operator: Operator,
+    number: int,
+    step: int,
+    group: Mapping[str, Any],
+    tensors: list[torch.Tensor],
+) -> None:
+    """Call DeepSpeed's operator as DeepSpeedCPUAdam.step does."""
+    operator.adam_update(
+        number,
+        step,
+        group["lr"],
+        *group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        group["bias_correction"],
+        *tensors,
+    )
+
+
+def _values(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers of usual sizes, and among them some of any bits: NaN, infinity, denormals."""
+    usual = torch.randn(_NUMEL, generator=generator).to(dtype)
+    integers = torch.int32 if dtype.itemsize == 4 else torch.int16
+    limits = torch.iinfo(integers)
+    bits = torch.randint(
+        limits.min, limits.max, (_NUMEL,), generator=generator, dtype=torch.int64
+    ).to(integers)
+    is_usual = torch.rand(_NUMEL, generator=generator) < 0.75
+    return torch.where(is_usual, usual, bits.view(dtype))
+
+
+def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Compare bits; of a NaN only that it is one."""
+    integers = torch.int32 if left.element_size() == 4 else torch.int16
+    both_nan = left.isnan() & right.isnan()
+    return bool((both_nan | (left.view(integers) == right.view(integers))).all())

@@ -1,0 +1,344 @@
+"""The fused step against DeepSpeedCPUAdam's own, bit by bit, and when it is not taken."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from memascend import _core
+from memascend.deepspeed.optimizer import fused_adam as module
+from memascend.deepspeed.optimizer.fused_adam import BetaPowers, FusedAdam, fp32, fused_adam
+from memascend.kernels.adam import update
+from memascend.streaming.tiles import TileShape
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ISAS = _core.kernel_isas()
+BF16 = torch.bfloat16
+MODES = [
+    pytest.param(adamw, decay, correction, id=f"{adamw=}-{decay=}-{correction=}")
+    for adamw in (True, False)
+    for decay in (0.0, 0.1)
+    for correction in (True, False)
+]
+STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+
+def shape(gradient: torch.dtype = BF16, parameter: torch.dtype = BF16) -> TileShape:
+    return TileShape(
+        numel=4096,
+        count=1,
+        state_count=2,
+        master_dtype=torch.float32,
+        gradient_dtype=gradient,
+        parameter_dtype=parameter,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+
+
+@functools.cache
+def operator() -> Any:
+    return adam().ds_opt_adam
+
+
+def adam(**options: Any) -> DeepSpeedCPUAdam:
+    return DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], **options)
+
+
+def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """NaN, infinity and denormals among numbers of all sizes."""
+    nbytes = numel * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def unaligned(value: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy whose address is no multiple of a vector's."""
+    memory = torch.empty(value.numel() + offset, dtype=value.dtype)
+    return memory.narrow(0, offset, value.numel()).copy_(value)
+
+
+def assert_equal(left: torch.Tensor, right: torch.Tensor, *what: object) -> None:
+    assert module._are_equal(left, right), what
+
+
+@pytest.fixture(scope="module")
+def tail_width() -> int:
+    found = module.find_tail_width(adam(), shape())
+    assert found is not None, "DeepSpeed's operator on this machine gives other bits"
+    return found
+
+
+class Both:
+    """The same values stepped by DeepSpeed's operator and by the fused kernel."""
+
+    NUMBER = 10_000
+
+    def __init__(self, weight: torch.Tensor, group: dict[str, Any], *, adamw: bool) -> None:
+        self.group, self.adamw = group, adamw
+        numel = weight.numel()
+        self.stock = [weight.clone(), torch.zeros(numel), torch.zeros(numel)]
+        self.ours = [unaligned(tensor, 1 + index) for index, tensor in enumerate(self.stock)]
+        self.powers = BetaPowers.at_start(group["betas"])
+        rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        operator().create_adam(self.NUMBER, *rates, adamw, False)
+
+    def step(
+        self, number: int, gradient: torch.Tensor, factor: Any, width: int, **options: Any
+    ) -> None:
+        wide = gradient.float() if gradient.dtype != torch.float32 else gradient.clone()
+        tensors = [self.stock[0], wide.mul_(factor), *self.stock[1:]]
+        module._step_stock(operator(), self.NUMBER, number, self.group, tensors)
+        self.powers.advance(number, self.group["betas"])
+        output = torch.empty(gradient.numel() + 1, dtype=BF16).narrow(0, 1, gradient.numel())
+        update(
+            gradient=unaligned(gradient, 3),
+            weight=self.ours[0],
+            exp_avg=self.ours[1],
+            exp_avg_sq=self.ours[2],
+            output=output,
+            coefficients=self.powers.coefficients(self.group, float(factor), adamw=self.adamw),
+            tail_numel=gradient.numel() % width,
+            **options,
+        )
+        for ours, theirs in zip(self.ours, self.stock, strict=True):
+            assert_equal(ours, theirs, number, gradient.numel())
+        assert_equal(output, self.stock[0].to(BF16), number, gradient.numel())
+
+
+def group_of(decay: float = 0.1, correction: bool = True, lr: float = 1e-2) -> dict[str, Any]:
+    return {
+        "lr": lr,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": decay,
+        "bias_correction": correction,
+    }
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("adamw", "decay", "correction"), MODES)
+def test_every_length_steps_as_deepspeeds_operator_does(
+    adamw: bool, decay: float, correction: bool, isa: str, tail_width: int
+) -> None:
+    group = group_of(decay, correction)
+    for numel in range(4 * max(tail_width % 64, 16) + 2):
+        both = Both(torch.randn(numel), group, adamw=adamw)
+        for number in (1, 2, 3):
+            gradient = torch.randn(numel).to(DTYPES[(numel + number) % 3])
+            both.step(number, gradient, 1.0 if number == 1 else 1 / 3, tail_width, isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adamw", [True, False])
+def test_any_bits_step_as_deepspeeds_operator_does(
+    adamw: bool, dtype: torch.dtype, isa: str, tail_width: int
+) -> None:
+    numel = 3 * 32_768 + 77  # several blocks
+    both = Both(random_bits(numel, torch.float32, 1), group_of(), adamw=adamw)
+    # One after the other, the same again, and after a jump.
+    for number in (1, 2, 2, 3, 500, 501):
+        gradient = random_bits(numel, dtype, number)
+        both.step(number, gradient, 2.0**-number, tail_width, isa=isa, threads=1 + number % 3)
+
+
+def test_a_tail_is_not_stepped_as_the_rest(tail_width: int) -> None:
+    """If this fails, the operator fuses alike everywhere, and the tails above show nothing."""
+    if tail_width == 1:
+        pytest.skip("this machine's operator fuses alike everywhere")
+    both = Both(torch.randn(4096), group_of(), adamw=True)
+    both.step(1, torch.randn(4096), 1 / 3, tail_width)
+    with pytest.raises(AssertionError):
+        both.step(2, torch.randn(4096), 1 / 3, 1 << 62 if tail_width <= 64 else 1)
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        1 / 3,
+        torch.tensor(1 / 3),
+        torch.tensor(1 / 3, dtype=torch.float64),
+        torch.tensor(0.3).half(),
+    ],
+)
+def test_factors_round_as_torch_multiplies(factor: Any, tail_width: int) -> None:
+    both = Both(torch.randn(1000), group_of(), adamw=True)
+    both.step(1, torch.randn(1000), factor, tail_width)
+
+
+# -- running powers ------------------------------------------------------------------------------
+
+
+def test_powers_follow_betas_that_change(tail_width: int) -> None:
+    group = group_of()
+    both = Both(torch.randn(100), group, adamw=True)
+    for number, betas in enumerate(((0.9, 0.999), (0.8, 0.99), (0.8, 0.99), (0.9, 0.999)), 1):
+        group["betas"] = betas
+        both.step(number, torch.randn(100), 1.0, tail_width)
+
+
+def test_powers_are_multiplied_up_and_computed_anew_after_a_jump() -> None:
+    powers, jumped = BetaPowers.at_start((0.9, 0.999)), BetaPowers.at_start((0.9, 0.999))
+    for step in range(1, 101):
+        powers.advance(step, (0.9, 0.999))
+        powers.advance(step, (0.9, 0.999))  # the next sub-group
+    jumped.advance(100, (0.9, 0.999))
+    assert jumped.power1 == fp32(fp32(0.9) ** 100)
+    assert powers.power2 == pytest.approx(jumped.power2, rel=1e-5)
+    assert powers.power2 != jumped.power2
+
+
+# -- when it is taken ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def optimizer() -> DeepSpeedCPUAdam:
+    return adam(lr=1e-3, weight_decay=0.1)
+
+
+def fused_of(optimizer: Any) -> FusedAdam:
+    fused = fused_adam(optimizer, shape())
+    assert fused is not None
+    return fused
+
+
+def served(optimizer: Any, fused: FusedAdam, **values: Any) -> bool:
+    group = optimizer.param_groups[0]
+    return fused.of(group, {"step": 1} | values, STATES, lambda: None) is not None
+
+
+def test_deepspeeds_cpu_adam_is_fused_and_others_are_not(optimizer: DeepSpeedCPUAdam) -> None:
+    assert served(optimizer, fused_of(optimizer))
+    params = [torch.nn.Parameter(torch.zeros(1))]
+
+    class Own(DeepSpeedCPUAdam):
+        pass
+
+    for other in (torch.optim.Adam(params), torch.optim.AdamW(params, fused=True), Own(params)):
+        assert fused_adam(other, shape()) is None
+
+
+def test_a_learning_rate_of_zero_hides_no_difference(optimizer: DeepSpeedCPUAdam) -> None:
+    optimizer.param_groups[0]["lr"] = 0.0  # as at the start of a warm-up
+    assert any(group["lr"] > 0 for group in module._groups_to_try(optimizer))
+
+
+def unlike(optimizer: Any, change: Callable[[list[torch.Tensor]], None]) -> Any:
+    """The optimizer with another operator, which changes what the step has made."""
+    theirs = optimizer.ds_opt_adam
+
+    def adam_update(*arguments: Any) -> int:
+        theirs.adam_update(*arguments)
+        change(list(arguments[-4:]))
+        return 0
+
+    optimizer.ds_opt_adam = SimpleNamespace(
+        create_adam=theirs.create_adam, destroy_adam=theirs.destroy_adam, adam_update=adam_update
+    )
+    return optimizer
+
+
+@pytest.mark.parametrize("index", [0, 2, 3])
+def test_an_operator_that_differs_in_one_bit_is_left_to_itself(
+    optimizer: DeepSpeedCPUAdam, index: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(tensors: list[torch.Tensor]) -> None:
+        tensors[index].view(torch.int32)[-1:] ^= 1
+
+    with caplog.at_level("INFO"):
+        assert fused_adam(unlike(optimizer, change), shape()) is None
+    assert any("fused" in record.message for record in caplog.records)
+
+
+def test_the_check_leaves_the_optimizer_as_it_was(optimizer: DeepSpeedCPUAdam) -> None:
+    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    fused_of(optimizer)
+    after = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    assert after == before
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"betas": (1.0, 0.999)}, {"lr": torch.tensor(1e-3)}, {"betas": (0.9, 0.999_999_999_9)}],
+)
+def test_numbers_that_cannot_be_computed_are_left_to_the_optimizer(
+    optimizer: DeepSpeedCPUAdam, changed: dict[str, Any]
+) -> None:
+    fused = fused_of(optimizer)
+    optimizer.param_groups[0].update(changed)
+    assert not served(optimizer, fused)
+    assert fused_adam(optimizer, shape()) is None
+
+
+def test_steps_that_somebody_watches_are_left_to_the_optimizer(
+    optimizer: DeepSpeedCPUAdam,
+) -> None:
+    fused = fused_of(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert not served(optimizer, fused)
+    handle.remove()
+    assert served(optimizer, fused)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    assert served(optimizer, fused)
+    optimizer.step = lambda: None
+    assert not served(optimizer, fused)
+
+
+def test_states_of_other_kinds_are_left_to_the_optimizer(optimizer: DeepSpeedCPUAdam) -> None:
+    fused = fused_of(optimizer)
+    assert not served(optimizer, fused, step=torch.tensor(1.0))
+    group = optimizer.param_groups[0]
+    for states in ({}, {"exp_avg": BF16, "exp_avg_sq": BF16}):
+        assert fused.of(group, {"step": 1}, states, lambda: None) is None
+
+
+def test_tiles_that_no_kernel_reads_are_left_to_the_optimizer(optimizer: DeepSpeedCPUAdam) -> None:
+    assert fused_adam(optimizer, shape(gradient=torch.float64)) is None
+    assert fused_adam(optimizer, shape(parameter=torch.float32)) is not None
+
+
+def test_an_optimizer_that_has_stepped_is_left_to_itself(optimizer: DeepSpeedCPUAdam) -> None:
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    optimizer.step()
+    assert fused_adam(optimizer, shape()) is None
+
+
+def test_the_optimizer_may_take_over_after_any_step(optimizer: DeepSpeedCPUAdam) -> None:
+    """Its own running powers are where ours are."""
+    expected = adam(lr=1e-3, weight_decay=0.1)
+    parameters = [opt.param_groups[0]["params"][0] for opt in (optimizer, expected)]
+    for parameter in parameters:
+        parameter.data = torch.arange(100).float()
+    group = optimizer.param_groups[0]
+    values: dict[str, Any] = {"step": 0}
+    values |= {name: torch.zeros(100) for name in STATES}
+    fused = fused_of(optimizer)
+    for step in range(1, 40):
+        gradient = torch.randn(100, generator=torch.Generator().manual_seed(step))
+        parameters[1].grad = gradient
+        expected.step()
+        if step < 30:
+            note = fused.of(group, values, STATES, optimizer.step)
+            assert note is not None
+            weight = parameters[0].data
+            note(gradient=gradient, factor=1.0, weight=weight, values=values, output=None)
+        else:
+            optimizer.state[parameters[0]] = values
+            parameters[0].grad = gradient
+            optimizer.step()
+        assert_equal(parameters[0].data, parameters[1].data, step)
+    assert values["step"] == 39
