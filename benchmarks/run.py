@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bench_adam
 import bench_allocator
 import bench_lanes
 import bench_nvme
@@ -11,6 +12,7 @@ import harness
 
 BENCHES = {
     "overflow": bench_overflow,
+    "adam": bench_adam,
     "allocator": bench_allocator,
     "nvme": bench_nvme,
     "verify": bench_verify,

@@ -7,7 +7,7 @@
 #include <immintrin.h>
 
 #define MA_TARGET __attribute__((target("avx2,fma,f16c")))
-#include "kernels/adam_block.hpp"
+#include "kernels/adam_loops.hpp"
 
 namespace memascend::adam {
 namespace {

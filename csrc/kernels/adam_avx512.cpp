@@ -13,7 +13,7 @@
 #include <immintrin.h>
 
 #define MA_TARGET __attribute__((target("avx512f,avx512bw,avx2,fma,f16c")))
-#include "kernels/adam_block.hpp"
+#include "kernels/adam_loops.hpp"
 
 namespace memascend::adam {
 namespace {

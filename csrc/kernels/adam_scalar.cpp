@@ -1,6 +1,6 @@
 // The Adam step in plain C++: the reference the vector kernels are tested against, and the kernel
 // of CPUs that have neither AVX2 nor AVX-512.
-#include "kernels/adam_block.hpp"
+#include "kernels/adam_loops.hpp"
 
 namespace memascend::adam {
 

@@ -220,7 +220,7 @@ class GradientSpool:
             target = gradient.narrow(0, part.begin, part.count)
             if part.value.dtype != raw.dtype:
                 self._read(part, target)
-            elif gradient is not raw:
+            elif gradient.data_ptr() != raw.data_ptr():
                 target.copy_(raw.narrow(0, part.begin, part.count))
             for factor in part.shard.factors:
                 target.mul_(factor)

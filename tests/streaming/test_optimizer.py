@@ -109,6 +109,113 @@ def test_an_error_of_the_drive_is_raised_and_nothing_hangs() -> None:
         train()
 
 
+# -- a fused update --------------------------------------------------------------------------------
+
+
+class Halving:
+    """Takes half of the gradient from the weight, and counts; torch's SGD would do the same."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[torch.dtype, float]] = []
+
+    def __call__(
+        self,
+        *,
+        gradient: torch.Tensor,
+        factor: float,
+        weight: torch.Tensor,
+        values: Any,
+        output: torch.Tensor | None,
+    ) -> None:
+        self.given.append((gradient.dtype, factor))
+        values["step"] += 1
+        weight.add_(gradient.float() * factor, alpha=-0.5)
+        values["exp_avg"].add_(weight)
+        assert output is not None
+        output.copy_(weight)
+
+
+def halving_training(dtype: torch.dtype = torch.bfloat16) -> Training:
+    training = Training(torch.optim.AdamW, gradient_dtype=dtype)
+    for name, parameter in training.parameters.items():
+        training.groups.add_state(name, "exp_avg", torch.float32, 0.0)
+        training.optimizer.state[parameter] = {"step": 0, "exp_avg": torch.empty(0)}
+    return training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_update_gets_gradients_as_stored_and_gives_the_members_their_dtype(
+    dtype: torch.dtype,
+) -> None:
+    training, fused = halving_training(dtype), Halving()
+    expected = {name: value.clone() for name, value in training.initial.items()}
+    moments = {name: torch.zeros(numel) for name, numel in SIZES.items()}
+    for step, factor in enumerate(FACTORS):
+        values = gradients(step, dtype)
+        training.step(values, factor, fused)
+        for name, value in values.items():
+            expected[name].add_(value.float() * factor, alpha=-0.5)
+            moments[name] += expected[name]
+    for name in SIZES:
+        parameter = training.parameters[name]
+        assert torch.equal(training.master(name), expected[name])
+        assert torch.equal(training.master(name, "exp_avg"), moments[name])
+        assert torch.equal(training.parameter(name), expected[name].bfloat16())
+        assert training.optimizer.state[parameter]["step"] == len(FACTORS)  # not of tiles
+        assert training.optimizer.state[parameter]["exp_avg"].numel() == 0
+        assert parameter.numel() == 0
+    assert {given for given, _ in fused.given} == {dtype}
+    assert {factor for _, factor in fused.given} == set(FACTORS)
+
+
+def test_a_fused_update_gets_products_where_earlier_factors_are_due() -> None:
+    """Without a new gradient it is the old one, times what finished steps multiplied it by."""
+    training, fused = halving_training(), Halving()
+    values = gradients(0, torch.bfloat16)
+    training.step(values, 0.25, fused)
+    fused.given.clear()
+    training.step({}, 0.5, fused)
+    assert set(fused.given) == {(torch.float32, 1.0)}
+    for name, value in values.items():
+        wide = value.float()
+        expected = training.initial[name] - 0.5 * (wide * 0.25) - 0.5 * (wide * 0.25 * 0.5)
+        assert torch.equal(training.master(name), expected)
+
+
+def test_a_fused_update_reads_zeros_where_no_gradient_came() -> None:
+    training, fused = halving_training(), Halving()
+    part = torch.ones(5000).bfloat16()
+    training.spool.put("0_3", 4000, part)
+    training.step({}, 1.0, fused)
+    expected = training.initial["0_3"].clone()
+    expected[4000:9000] -= 0.5
+    assert torch.equal(training.master("0_3"), expected)
+    assert torch.equal(training.master("4_4"), training.initial["4_4"])
+
+
+@pytest.mark.parametrize(
+    ("factor", "given"),
+    [
+        (torch.tensor(0.5), (torch.bfloat16, 0.5)),
+        (torch.tensor(1 / 3, dtype=torch.float64), (torch.bfloat16, 1 / 3)),
+        (torch.tensor([0.5]), (torch.float32, 1.0)),  # may promote: torch multiplies
+    ],
+)
+def test_a_fused_update_multiplies_by_numbers_alone(
+    factor: torch.Tensor, given: tuple[torch.dtype, float]
+) -> None:
+    training, fused = halving_training(), Halving()
+    training.step(gradients(0, torch.bfloat16), factor, fused)
+    assert set(fused.given) == {given}
+
+
+def test_states_are_made_by_the_optimizer_before_a_fused_update_is_taken() -> None:
+    training, fused = Training(torch.optim.AdamW), Halving()
+    training.step(gradients(0, torch.bfloat16), 1.0, fused)
+    assert not fused.given
+    assert list(training.groups.group("0_3").states) == ["exp_avg", "exp_avg_sq"]
+
+
 # -- half a step -----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import torch
 
 from memascend.nvme.store import TensorStore
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.optimizer import FusedUpdate, OptimizerStream
 from memascend.streaming.sub_groups import Member, StepIntegrity, SubGroups
 from memascend.streaming.tiles import Tiles, TileShape
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
@@ -78,7 +78,12 @@ class Training:
                 members.append(Member(begin, count, torch.bfloat16, tensor=tensor))
         return members
 
-    def step(self, gradients: dict[str, torch.Tensor], factor: float) -> None:
+    def step(
+        self,
+        gradients: dict[str, torch.Tensor],
+        factor: float | torch.Tensor,
+        fused: FusedUpdate | None = None,
+    ) -> None:
         for name, gradient in gradients.items():
             self.spool.put(name, 0, gradient)
         self.stream.begin(list(SIZES))
@@ -97,6 +102,7 @@ class Training:
                 update=update,
                 factor=factor,
                 members=self.members[name],
+                fused=fused,
             )
         self.stream.drain()
 

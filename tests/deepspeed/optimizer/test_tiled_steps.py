@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stock
 
 from memascend.checkpoint.source import LoadedTensor
 from memascend.deepspeed.optimizer import tiled_steps
+from memascend.deepspeed.optimizer.fused_adam import fused_adam
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.errors import StoreError, TornStepError
 from memascend.plan.knobs import TILE_NUMEL_STEP
@@ -300,6 +301,43 @@ def test_a_plan_says_what_a_tile_holds(optimizer: Optimizer) -> None:
     optimizer.runtime.plan = SimpleNamespace(tile_numel=2 * TILE_NUMEL_STEP, tile_count=5)
     shape = optimizer._tile_shape()
     assert (shape.numel, shape.count) == (2 * TILE_NUMEL_STEP, 5)
+
+
+def test_deepspeeds_cpu_adam_is_fused_and_gives_the_bits_of_its_own_step() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    both = [Optimizer(lambda params: DeepSpeedCPUAdam(params, weight_decay=0.1)) for _ in range(2)]
+    fused = both[0]._fused = fused_adam(both[0].optimizer, both[0].training.tiles.shape)
+    assert fused is not None
+    for step in range(3):
+        for optimizer in both:
+            optimizer.clip_grad = float(step)
+            optimizer.walk(gradients(step, BF16), norm=10.0)
+    assert both[0]._fused is fused
+    for index, name in enumerate(NAMES):
+        parameters = [optimizer.fp32_partitioned_groups_flat[index] for optimizer in both]
+        for state in (None, "exp_avg", "exp_avg_sq"):
+            ours, theirs = (optimizer.training.master(name, state) for optimizer in both)
+            assert torch.equal(ours, theirs), (name, state)
+        assert torch.equal(both[0].parameter(index), both[1].parameter(index))
+        states = [
+            optimizer.optimizer.state[parameter]
+            for optimizer, parameter in zip(both, parameters, strict=True)
+        ]
+        assert list(states[0]) == list(states[1])
+        assert states[0]["step"] == states[1]["step"] == 3
+
+
+def test_after_a_step_of_its_own_an_optimizer_is_never_fused_again() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer = Optimizer(DeepSpeedCPUAdam)
+    optimizer._fused = fused_adam(optimizer.optimizer, optimizer.training.tiles.shape)
+    assert optimizer._fused is not None
+    handle = optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.walk(gradients(0, BF16))
+    handle.remove()
+    assert optimizer._fused is None
 
 
 @pytest.mark.parametrize(("rank", "is_said"), [(0, True), (1, False)])

@@ -1,0 +1,167 @@
+"""How much faster is the fused Adam step on a tile, against the four passes that it replaces?
+
+Those are what memascend did before, and does for any other optimizer: the gradient is widened,
+multiplied, stepped with by DeepSpeedCPUAdam, and the new weights are rounded to bf16. Both ways end
+with the same bits, which is compared. Bytes for a parameter are counted, not measured: what each
+pass reads and writes of memory, as if nothing of a tile stayed in a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import torch
+
+from memascend.plan.knobs import TILE_NUMEL
+from memascend.streaming.tiles import TileShape
+
+QUESTION = "Adam step of a tile: one pass against widening, multiplying, stepping and rounding"
+NUMEL = {"small": 1 << 16, "large": TILE_NUMEL}
+ROUNDS = {"small": 3, "large": 15}
+FACTOR = 1 / 3
+FP32, BF16 = torch.float32, torch.bfloat16
+WIDE, NARROW = FP32.itemsize, BF16.itemsize
+
+
+class Tile:
+    """Memory of a tile, and an optimizer that knows it."""
+
+    def __init__(self, numel: int, gradient_dtype: torch.dtype) -> None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        generator = torch.Generator().manual_seed(numel)
+        self.raw = torch.randn(numel, generator=generator).to(gradient_dtype)
+        self.parameter = torch.nn.Parameter(torch.randn(numel, generator=generator))
+        self.gradient = torch.empty(numel)
+        self.cast = torch.empty(numel, dtype=BF16)
+        self.optimizer = DeepSpeedCPUAdam([self.parameter], lr=1e-3, weight_decay=0.1)
+        self.shape = TileShape(
+            numel=numel,
+            count=1,
+            state_count=2,
+            master_dtype=FP32,
+            gradient_dtype=gradient_dtype,
+            parameter_dtype=BF16,
+        )
+
+    def results(self) -> list[torch.Tensor]:
+        """Gives what both ways must leave the same."""
+        state = self.optimizer.state[self.parameter]
+        return [self.parameter.data, state["exp_avg"], state["exp_avg_sq"], self.cast]
+
+
+def four_passes(tile: Tile) -> Callable[[], None]:
+    """As OptimizerStream steps a tile without a fused update; fp32 gradients need no widening."""
+
+    def step() -> None:
+        gradient = tile.raw
+        if gradient.dtype != FP32:
+            gradient = tile.gradient.copy_(tile.raw)
+        tile.parameter.grad = gradient.mul_(FACTOR)
+        tile.optimizer.step()
+        tile.cast.copy_(tile.parameter.data)
+
+    return step
+
+
+def one_pass(tile: Tile) -> Callable[[], None]:
+    """As OptimizerStream steps a tile with one."""
+    from memascend.deepspeed.optimizer.fused_adam import FusedAdam, find_tail_width
+
+    width = find_tail_width(tile.optimizer, tile.shape)
+    if width is None:
+        raise SystemExit("DeepSpeed's operator on this machine gives other bits: nothing is fused")
+    fused = FusedAdam(tile.optimizer, width)
+    numel = tile.shape.numel
+    values: dict[str, Any] = {
+        "step": 0,
+        "exp_avg": torch.zeros(numel),
+        "exp_avg_sq": torch.zeros(numel),
+    }
+    tile.optimizer.state[tile.parameter] = values
+    (group,) = tile.optimizer.param_groups
+    states = {"exp_avg": FP32, "exp_avg_sq": FP32}
+    update = fused.of(group, values, states, tile.optimizer.step)
+    assert update is not None
+
+    def step() -> None:
+        update(
+            gradient=tile.raw,
+            factor=FACTOR,
+            weight=tile.parameter.data,
+            values=values,
+            output=tile.cast,
+        )
+
+    return step
+
+
+def passes_bytes(gradient_itemsize: int) -> int:
+    """Bytes for a parameter of widening, multiplying, stepping and rounding."""
+    widening = gradient_itemsize + WIDE if gradient_itemsize != WIDE else 0
+    multiplying = 2 * WIDE
+    stepping = 4 * WIDE + 3 * WIDE
+    rounding = WIDE + NARROW
+    return widening + multiplying + stepping + rounding
+
+
+def pass_bytes(gradient_itemsize: int) -> int:
+    """Bytes for a parameter of one pass: gradient, weight and moments in, all but the first out."""
+    return gradient_itemsize + 3 * WIDE + 3 * WIDE + NARROW
+
+
+def run(*, small: bool) -> list[harness.Row]:
+    """Measures each dtype of gradients and gives one row for each contender."""
+    size = "small" if small else "large"
+    circumstances = harness.machine()
+    return [
+        row
+        for dtype in (BF16, FP32)
+        for row in _run_dtype(dtype, NUMEL[size], ROUNDS[size], circumstances)
+    ]
+
+
+def _run_dtype(
+    dtype: torch.dtype, numel: int, rounds: int, circumstances: dict[str, object]
+) -> list[harness.Row]:
+    ours, theirs = Tile(numel, dtype), Tile(numel, dtype)
+    # Multiplying in place makes them smaller from round to round, so each begins with the same.
+    raw = ours.raw.clone()
+    contenders = [
+        harness.Contender("one pass", one_pass(ours), lambda: ours.raw.copy_(raw)),
+        harness.Contender("four passes", four_passes(theirs), lambda: theirs.raw.copy_(raw)),
+    ]
+    counted = {
+        "one pass": pass_bytes(dtype.itemsize),
+        "four passes": passes_bytes(dtype.itemsize),
+    }
+    samples = harness.interleave(contenders, rounds=rounds)
+    for left, right in zip(ours.results(), theirs.results(), strict=True):
+        if not torch.equal(left, right):
+            raise SystemExit("the two ways have not made the same bits")
+    rows = []
+    for name, taken in samples.items():
+        figures = {
+            "wall_ms": harness.spread([sample.wall_s * 1e3 for sample in taken]),
+            "ns_per_parameter": harness.spread([sample.wall_s / numel * 1e9 for sample in taken]),
+            "bytes_per_parameter": counted[name],
+            "one_pass_speedup": harness.speedup(samples["one pass"], taken),
+        }
+        config = {"numel": numel, "rounds": rounds, "torch_threads": torch.get_num_threads()}
+        case = f"{str(dtype).removeprefix('torch.')} gradients"
+        rows.append(harness.Row("adam", case, name, figures, config, circumstances))
+    return rows
+
+
+def run_and_report(options: argparse.Namespace) -> None:
+    if options.without_deepspeed:
+        return
+    rows = run(small=options.small)
+    harness.report("adam", QUESTION, rows, options.out)
+
+
+if __name__ == "__main__":
+    run_and_report(harness.parser(QUESTION).parse_args())
