@@ -96,6 +96,9 @@ class OptimizerStreamConfig(Section):
         le=1 << 30,
         description="fp32 weights of one tile; left out: from the plan",
     )
+    fused: bool = Field(
+        True, description="off: DeepSpeedCPUAdam steps a tile itself, with passes before and after"
+    )
 
 
 class ParameterStreamConfig(Section):

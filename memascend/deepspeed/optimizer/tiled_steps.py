@@ -63,7 +63,8 @@ class TiledSteps(Steps):
             store=runtime.io, slots=runtime.staging, tiles=tiles, integrity=self.integrity
         )
         self.stream = OptimizerStream(groups=self.groups, tiles=tiles, spool=self.spool)
-        self._fused = fused_adam(self.optimizer, tiles.shape)
+        if runtime.config.streaming.optimizer.fused:
+            self._fused = fused_adam(self.optimizer, tiles.shape)
         self.optimizer_swapper = StreamedSwapper(groups=self.groups, spool=self.spool)
 
     def _tile_shape(self) -> TileShape:

@@ -14,6 +14,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stock
 
 from memascend.checkpoint.source import LoadedTensor
+from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer import tiled_steps
 from memascend.deepspeed.optimizer.fused_adam import fused_adam
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
@@ -326,6 +327,16 @@ def test_deepspeeds_cpu_adam_is_fused_and_gives_the_bits_of_its_own_step() -> No
         ]
         assert list(states[0]) == list(states[1])
         assert states[0]["step"] == states[1]["step"] == 3
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_block_may_turn_fusing_off(is_on: bool) -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer = Optimizer(DeepSpeedCPUAdam)
+    optimizer.runtime.config = parse_block({"streaming": {"optimizer": {"fused": is_on}}})
+    optimizer._configure_tensor_swapping(None, None)
+    assert (optimizer._fused is not None) == is_on
 
 
 def test_after_a_step_of_its_own_an_optimizer_is_never_fused_again() -> None:
