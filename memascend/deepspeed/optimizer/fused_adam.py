@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from memascend.kernels.adam import AdamCoefficients, update
@@ -118,6 +119,10 @@ class FusedAdam:
         self._powers = BetaPowers.at_start(optimizer.defaults["betas"])
         self._nothing = [torch.empty(0) for _ in range(4)]
 
+    def advance(self, step: int, betas: tuple[float, float]) -> None:
+        """Follow the optimizer's operator to a step that somebody else has called it for."""
+        self._powers.advance(step, betas)
+
     def of(
         self,
         group: Mapping[str, Any],
@@ -151,7 +156,7 @@ class FusedAdam:
     ) -> None:
         values["step"] += 1
         step, betas = values["step"], group["betas"]
-        self._powers.advance(step, betas)
+        self.advance(step, betas)
         optimizer = self._optimizer
         # Steps nothing, but goes to this step too: a later step may be its own.
         _step_stock(optimizer.ds_opt_adam, optimizer.opt_id, step, group, self._nothing)
@@ -174,8 +179,7 @@ def fused_adam(optimizer: Any, shape: TileShape) -> FusedAdam | None:
         optimizer: Any; one that has not made a step yet.
         shape: Dtypes of its tiles.
     """
-    kind = type(optimizer)
-    if (kind.__module__, kind.__name__) != ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"):
+    if type(optimizer) is not DeepSpeedCPUAdam:
         return None
     reason = ""
     tail_width = None
@@ -264,10 +268,9 @@ def _steps_of_both(
     optimizer: Any, group: dict[str, Any], shape: TileShape, tail_width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Step the same values both ways; yield what must be equal, step by step."""
-    kind = type(optimizer)
     operator: Operator = optimizer.ds_opt_adam
-    number = kind.optimizer_id
-    kind.optimizer_id += 1
+    number = DeepSpeedCPUAdam.optimizer_id
+    DeepSpeedCPUAdam.optimizer_id += 1
     operator.create_adam(
         number,
         group["lr"],

@@ -7,7 +7,7 @@ exchanged, since both describe their tensors in the same terms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -110,15 +110,23 @@ def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedT
         optimizer.load_tensor(tensor)
         tensor.reader.close()
     if state_dict:
-        replay_beta_powers(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
+        parameters = optimizer.fp32_partitioned_groups_flat
+        replay_beta_powers(optimizer.optimizer, parameters, optimizer.note_replayed)
 
 
-def replay_beta_powers(optimizer: Any, parameters: list[torch.Tensor]) -> None:
+def replay_beta_powers(
+    optimizer: Any, parameters: list[torch.Tensor], note: Callable[[int, tuple[float, float]], None]
+) -> None:
     """Bring what DeepSpeed's Adam knows beside its states to where the saved run had it.
 
     It multiplies the powers of its betas up in fp32, a factor a step. One that begins at a later
     step takes them from pow(), which rounds differently after a few steps, and so do the weights.
     Steps on one element that nobody uses, at a few microseconds each, give the same powers.
+
+    Args:
+        optimizer: Nothing is done for any but DeepSpeedCPUAdam.
+        parameters: Those it has states of.
+        note: Called with each step and its betas: who else carries such powers replays it too.
     """
     if type(optimizer) is not DeepSpeedCPUAdam:
         return
@@ -135,3 +143,4 @@ def replay_beta_powers(optimizer: Any, parameters: list[torch.Tensor]) -> None:
             optimizer.ds_opt_adam.adam_update(
                 optimizer.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *scratch
             )
+            note(step, (beta1, beta2))

@@ -40,6 +40,9 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().step(closure)
         self.integrity.mend()
 
+    def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
+        """Note a step that DeepSpeed's Adam was brought through after a load."""
+
     def _gradient_factor(self, total_norm: torch.Tensor) -> Any:
         """Return what upstream's unscale_and_clip_grads multiplies gradients by."""
         scale = self.loss_scale

@@ -294,6 +294,11 @@ class TiledSteps(Steps):
         """Drop every state; master weights stay."""
         self.groups.forget_states()
 
+    def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
+        """Bring the fused step's running powers through it, too."""
+        if self._fused is not None:
+            self._fused.advance(step, betas)
+
     def load_tensor(self, tensor: Any) -> None:
         """Take over a LoadedTensor: the master weights of a sub-group, or one of its states."""
         parameter = self.fp32_partitioned_groups_flat[tensor.sub_group]

@@ -92,6 +92,9 @@ class Restored:
     def _clear_fp32_optimizer_param_groups(self) -> None:
         self._note("no groups")
 
+    def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
+        raise AssertionError("the base optimizer is not Adam")
+
     def load_tensor(self, tensor: Any) -> None:
         self._note(f"tensor_{tensor.sub_group}")
 
@@ -161,7 +164,11 @@ class Adam:
 
 def replayed(monkeypatch: pytest.MonkeyPatch, optimizer: Adam, kind: type) -> list[Any]:
     monkeypatch.setattr(restoring, "DeepSpeedCPUAdam", kind)
-    replay_beta_powers(optimizer, optimizer.parameters)
+    noted: list[Any] = []
+    replay_beta_powers(
+        optimizer, optimizer.parameters, lambda step, betas: noted.append((step, *betas))
+    )
+    assert noted == optimizer.seen
     return optimizer.seen
 
 

@@ -17,6 +17,7 @@ from memascend.checkpoint.source import LoadedTensor
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer import tiled_steps
 from memascend.deepspeed.optimizer.fused_adam import fused_adam
+from memascend.deepspeed.optimizer.restore import replay_beta_powers
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.errors import StoreError, TornStepError
 from memascend.plan.knobs import TILE_NUMEL_STEP
@@ -337,6 +338,25 @@ def test_the_block_may_turn_fusing_off(is_on: bool) -> None:
     optimizer.runtime.config = parse_block({"streaming": {"optimizer": {"fused": is_on}}})
     optimizer._configure_tensor_swapping(None, None)
     assert (optimizer._fused is not None) == is_on
+
+
+def test_what_is_replayed_after_a_load_is_replayed_for_the_fused_step_too() -> None:
+    """Powers that are multiplied up differ from those of pow(): a resumed run would show it."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    both = [Optimizer(lambda params: DeepSpeedCPUAdam(params, weight_decay=0.1)) for _ in range(2)]
+    both[0]._fused = fused_adam(both[0].optimizer, both[0].training.tiles.shape)
+    for optimizer in both:
+        optimizer.walk(gradients(0, BF16))
+        for parameter in optimizer.fp32_partitioned_groups_flat:
+            optimizer.optimizer.state[parameter]["step"] = 100
+        replay_beta_powers(
+            optimizer.optimizer, optimizer.fp32_partitioned_groups_flat, optimizer.note_replayed
+        )
+        optimizer.walk(gradients(1, BF16))
+    for name in NAMES:
+        ours, theirs = (optimizer.training.master(name) for optimizer in both)
+        assert torch.equal(ours, theirs), name
 
 
 def test_after_a_step_of_its_own_an_optimizer_is_never_fused_again() -> None:
