@@ -233,6 +233,8 @@ def _has_kernel(shape: TileShape) -> bool:
 
 #: Whole vectors of every width in TAIL_WIDTHS, and a tail of every width.
 _NUMEL = 5 * 64 + 15
+#: DeepSpeed numbers its own from 0 on.
+_TRIAL_NUMBER = -1
 #: One after the other, the same again, and a jump, as after a checkpoint.
 _STEPS = (1, 2, 2, 3, 1000, 1001)
 
@@ -269,10 +271,8 @@ def _steps_of_both(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Step the same values both ways; yield what must be equal, step by step."""
     operator: Operator = optimizer.ds_opt_adam
-    number = DeepSpeedCPUAdam.optimizer_id
-    DeepSpeedCPUAdam.optimizer_id += 1
     operator.create_adam(
-        number,
+        _TRIAL_NUMBER,
         group["lr"],
         *group["betas"],
         group["eps"],
@@ -293,7 +293,7 @@ def _steps_of_both(
             gradient, factor = _values(generator, shape.gradient_dtype), 1 / (3 * step)
             wide = gradient.float() if gradient.dtype in _DTYPES_16_BIT else gradient.clone()
             tensors = [theirs[0], wide.mul_(factor), *theirs[1:]]
-            _step_stock(operator, number, step, group, tensors)
+            _step_stock(operator, _TRIAL_NUMBER, step, group, tensors)
             powers.advance(step, group["betas"])
             update(
                 gradient=gradient,
@@ -308,7 +308,7 @@ def _steps_of_both(
             if output is not None:
                 yield output, theirs[0].to(output.dtype)
     finally:
-        operator.destroy_adam(number)
+        operator.destroy_adam(_TRIAL_NUMBER)
 
 
 def _step_stock(
