@@ -86,6 +86,7 @@ class Runtime:
         stock: StockParts,
         registrar: Registrar | None = None,
         new_event: Callable[..., Event] | None = None,
+        wait_idle: Callable[[], object] | None = None,
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
         limit_bytes: int | None = None,
@@ -101,6 +102,7 @@ class Runtime:
             stock: For the sections that are off.
             registrar: Who registers it; None for CUDA's driver.
             new_event: The device's class of events; None when the device is the CPU.
+            wait_idle: Waits until the device has nothing to do; None when it is the CPU.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
@@ -131,14 +133,10 @@ class Runtime:
             self.store = _make_store(config, directory, memory, self.arena)
         self._io = self.store or stock.store
         self._new_event = None if new_event is None else partial(waiting.new_event, new_event)
+        self._wait_idle = wait_idle
         self._staging: StagingSlots | None = None
         self._staging_slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
-        budget_bytes = parameter_budget_bytes or PARAMETER_BUDGET_BYTES
-        self.pool = Pool(
-            memory=stock.slot_memory or memory,
-            component=PARAMETER_SLOTS,
-            budget_bytes=budget_bytes if streams_parameters(config) else None,
-        )
+        self.pool = _make_pool(config, stock.slot_memory or memory, parameter_budget_bytes)
         self.overflow_check = _make_overflow_check(config)
         self.wear = WearMeter(
             endurance_bytes=config.wear.endurance,
@@ -163,6 +161,7 @@ class Runtime:
                 slot_bytes=self._staging_slot_bytes,
                 slot_count=STAGING_SLOT_COUNT,
                 new_event=self._new_event,
+                wait_idle=self._wait_idle,
             )
         return self._staging
 
@@ -339,6 +338,15 @@ def _make_store(
         )
     store.core.set_recovery(describe_recovery(None))
     return ResidentStore(store, stream_of=stream_of)
+
+
+def _make_pool(config: MemAscendConfig, memory: HostMemory, budget_bytes: int | None) -> Pool:
+    is_bounded = streams_parameters(config)
+    return Pool(
+        memory=memory,
+        component=PARAMETER_SLOTS,
+        budget_bytes=(budget_bytes or PARAMETER_BUDGET_BYTES) if is_bounded else None,
+    )
 
 
 def _make_overflow_check(config: MemAscendConfig) -> Callable[[torch.Tensor], bool] | None:

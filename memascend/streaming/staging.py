@@ -4,20 +4,22 @@ Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one sl
 working on some slots while the device copies others. On a device with its own streams an event
 behind each copy says when a slot may go on; a synchronous device (the CPU) needs none. One thread
 at a time may call.
+
+Ctrl-C may come between any two lines: see lent_slots.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.waiting import Ended
+from memascend.streaming.lent_slots import LentSlots
 
 SLOT_COUNT_MIN = 2
 
@@ -45,6 +47,7 @@ class StagingSlots:
         slot_bytes: int,
         slot_count: int,
         new_event: Callable[[], Event] | None = None,
+        wait_idle: Callable[[], object] | None = None,
     ) -> None:
         """Take `slot_count` slots of `slot_bytes` from `memory` now.
 
@@ -54,6 +57,7 @@ class StagingSlots:
             slot_bytes: A multiple of the page size.
             slot_count: At least SLOT_COUNT_MIN: one fills while another empties.
             new_event: Makes an event of the device; None when the device is the CPU.
+            wait_idle: Waits until the device has nothing to do; None when it is the CPU.
 
         Raises:
             ValueError: Too few slots, or none with room for anything.
@@ -65,21 +69,13 @@ class StagingSlots:
             raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
         self.store = store
         self._new_event = new_event
-        self._memory = memory
         self.slot_bytes = slot_bytes
-        self._free: deque[torch.Tensor] = deque()
-        self._slots: dict[int, torch.Tensor] = {}
-        self._take_memory(slot_count)
+        self._slots = LentSlots(memory=memory, wait_idle=wait_idle)
+        self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
         self._writes: deque[_Write] = deque()  # oldest first
         self._reads: deque[tuple[Event, torch.Tensor]] = deque()  # copied out, oldest first
         self._write_error: Exception | None = None  # the first since wait_writes
         self._failed: set[str] = set()  # keys of which a write failed
-
-    def _take_memory(self, slot_count: int) -> None:
-        for _ in range(slot_count):
-            slot = self._memory.tensor(self.slot_bytes, torch.uint8, component=STAGING_SLOTS)
-            self._free.append(slot)
-            self._slots[slot.data_ptr()] = slot
 
     def resize(self, *, slot_bytes: int, slot_count: int) -> None:
         """Exchange the slots for others, once nothing is in flight.
@@ -92,13 +88,12 @@ class StagingSlots:
         self.wait_writes()
         while self._reads:
             self._wait_copied_out()
-        if len(self._free) != len(self._slots):
-            taken = len(self._slots) - len(self._free)
+        self._find_lost()
+        taken = len(self._slots) - self._slots.free_count
+        if taken:
             raise ValueError(f"cannot resize the staging slots: {taken} are taken")
-        self._free.clear()
-        self._slots.clear()
         self.slot_bytes = slot_bytes
-        self._take_memory(slot_count)
+        self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
 
     # -- whole transfers -------------------------------------------------------------------------
 
@@ -186,7 +181,7 @@ class StagingSlots:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Take a free slot as `numel` elements: the next one that write-backs or copies let go.
 
-        What is taken ends with `submit` or `give_back`.
+        What is taken ends with `submit` or `give_back`; until then the caller keeps this tensor.
 
         Raises:
             ValueError: So many elements do not fit a slot, or there are none.
@@ -197,19 +192,18 @@ class StagingSlots:
                 f"{dtype}; cut the tensor with chunks()"
             )
         self._reclaim()
-        while not self._free:
+        while not (self._slots.free_count or self._find_lost()):
             if self._writes:
                 self._finish_write()
             elif self._reads:
                 self._wait_copied_out()
             else:
                 raise AssertionError("every staging slot is taken and none was given back")
-        slot = self._free.popleft()
-        return slot[: numel * dtype.itemsize].view(dtype)
+        return self._slots.lend(numel, dtype)
 
     def submit(self, key: str, staged: torch.Tensor, offset_bytes: int) -> None:
         """Store a taken slot once the copy into it, issued before this call, has happened."""
-        write = _Write(self._slot_of(staged), self._event(), key, staged, offset_bytes)
+        write = _Write(self._slots.slot_of(staged), self._event(), key, staged, offset_bytes)
         self._writes.append(write)
         self._submit_filled()
 
@@ -222,18 +216,13 @@ class StagingSlots:
         """Free a taken slot, once the copies out of it that were issued so far have happened."""
         event = self._event()
         if event is None:
-            self._free.append(self._slot_of(staged))
+            self._slots.free(self._slots.slot_of(staged))
         else:
-            self._reads.append((event, self._slot_of(staged)))
+            self._reads.append((event, self._slots.slot_of(staged)))
 
-    @contextmanager
-    def given_back_on_error(self, staged: torch.Tensor) -> Iterator[None]:
+    def given_back_on_error(self, staged: torch.Tensor) -> GivenBackOnError:
         """Give a taken slot back when an error leaves the block, whoever raised it."""
-        try:
-            yield
-        except BaseException:
-            self.give_back(staged)
-            raise
+        return GivenBackOnError(self, staged)
 
     def read_chunk(
         self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int
@@ -249,7 +238,7 @@ class StagingSlots:
         try:
             ticket.wait()
         except BaseException:
-            _settle(ticket)  # a second Ctrl-C leaves here: the slot is lost, and never reused
+            _settle(ticket)
             self.give_back(staged)
             raise
         return staged
@@ -271,7 +260,8 @@ class StagingSlots:
                         break
                     staged = self.take(count, torch.uint8)
                     with self.given_back_on_error(staged):
-                        ahead.append((staged, self._read(key, staged, begin)))
+                        ticket = self._read(key, staged, begin)
+                    ahead.append((staged, ticket))
                 if not ahead:
                     return
                 ahead[0][1].wait()
@@ -320,7 +310,7 @@ class StagingSlots:
         event, slot = self._reads[0]
         event.synchronize()
         self._reads.popleft()
-        self._free.append(slot)
+        self._slots.free(slot)
 
     def _event(self) -> Event | None:
         if self._new_event is None:
@@ -366,7 +356,7 @@ class StagingSlots:
             self._failed.add(write.key)
         # Not behind Ctrl-C: then the drive still reads the slot.
         self._writes.popleft()
-        self._free.append(write.slot)
+        self._slots.free(write.slot)
 
     def _reclaim(self) -> bool:
         """Free what has passed, without waiting; return whether a slot is free now."""
@@ -374,11 +364,33 @@ class StagingSlots:
         while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
             self._finish_write()
         while self._reads and self._reads[0][0].query():
-            self._free.append(self._reads.popleft()[1])
-        return bool(self._free)
+            self._slots.free(self._reads.popleft()[1])
+        return self._slots.free_count > 0
 
-    def _slot_of(self, staged: torch.Tensor) -> torch.Tensor:
-        return self._slots[staged.data_ptr()]
+    def _find_lost(self) -> bool:
+        """Free what Ctrl-C has left in no list; return whether there was anything."""
+        return self._slots.find_lost(
+            [write.slot for write in self._writes] + [slot for _, slot in self._reads]
+        )
+
+
+class GivenBackOnError:
+    """A block that gives a taken slot back when an error leaves it.
+
+    Not behind Ctrl-C: a transfer may have begun of which nobody has the ticket.
+    """
+
+    def __init__(self, slots: StagingSlots, staged: torch.Tensor) -> None:
+        self._slots = slots
+        self._staged = staged
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the slot back if an error left the block."""
+        if kind is not None and issubclass(kind, Exception):
+            self._slots.give_back(self._staged)
 
 
 def _settle(ticket: Ticket) -> None:

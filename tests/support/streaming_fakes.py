@@ -174,12 +174,15 @@ class FakeRangeTicket(_Ticket):
         self, store: FakeRangeStore, kind: str, key: str, memory: torch.Tensor, offset_bytes: int
     ) -> None:
         super().__init__(store, kind, key)
-        self._memory, self._offset_bytes = memory, offset_bytes
+        self._memory: torch.Tensor | None = memory
+        self._offset_bytes = offset_bytes
 
     def _move(self) -> None:
+        assert self._memory is not None
         begin = self._offset_bytes
         part = self._store.content[self.key][begin : begin + self._memory.nbytes]
         memory = self._memory.view(torch.uint8)
+        self._memory = None  # as the real one lets its holds go
         source, target = (part, memory) if self.kind == "read" else (memory, part)
         if self._fails:
             target.fill_(0xEE)
@@ -259,7 +262,9 @@ class LateTensor(torch.Tensor):
         late = next(one for one in args if isinstance(one, LateTensor))
         plain = [one.plain() if isinstance(one, LateTensor) else one for one in args]
         if function is torch.Tensor.copy_:
-            late.device_of.issue(lambda: plain[0].copy_(plain[1]))
+            # A device keeps no tensor of the host, just its address.
+            target, source = (one.data for one in plain[:2])
+            late.device_of.issue(lambda: target.copy_(source))
             return args[0]
         result = function(*plain, **(kwargs or {}))
         if function is torch.Tensor.narrow:

@@ -61,6 +61,7 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
         pci_address=device.pci_address,
         stock=_stock_parts(config, ds_config, directory),
         new_event=device.new_event,
+        wait_idle=device.wait_idle,
         limit_bytes=limit_bytes,
         **building_sizes(limit_bytes),
     )

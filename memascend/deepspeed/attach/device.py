@@ -25,12 +25,14 @@ class Device:
         registrar: Who registers memory; None for CUDA's driver.
         pci_address: For the choice of a NUMA node; None where it is not known.
         new_event: Makes an event of it; None where copies are over on return.
+        wait_idle: Waits until it has nothing to do; None where copies are over on return.
     """
 
     registers: bool = False
     registrar: Registrar | None = None
     pci_address: str | None = None
     new_event: Callable[[], Event] | None = None
+    wait_idle: Callable[[], object] | None = None
 
 
 def device_of(accelerator: Any) -> Device:
@@ -47,6 +49,7 @@ def device_of(accelerator: Any) -> Device:
         registrar=None if has_driver else AcceleratorRegistrar(accelerator),
         pci_address=_pci_address(first.device),
         new_event=accelerator.Event,
+        wait_idle=accelerator.synchronize,
     )
 
 

@@ -39,6 +39,7 @@ def test_an_accelerator_is_asked_what_it_can_do_and_not_its_name() -> None:
     assert device.registers
     assert isinstance(device.registrar, AcceleratorRegistrar)
     assert device.new_event is accelerator.Event
+    assert device.wait_idle == accelerator.synchronize
     assert device.pci_address is None
 
 

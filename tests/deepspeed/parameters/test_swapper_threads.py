@@ -7,8 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +20,12 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-import memascend
 from memascend.base.units import PAGE_BYTES
 from memascend.deepspeed.parameters.swapper import RELEASED_BYTES_MAX, ParameterSwapper
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 from memascend.streaming.parameters import ParameterStream
+from tests.support.ctrl_c import interrupted
 from tests.support.swapped_parameters import NUMEL, on_device, parameter
 
 ABSENT, THERE = PartitionedParamStatus.NOT_AVAILABLE, PartitionedParamStatus.AVAILABLE
@@ -224,43 +223,6 @@ def test_what_a_failed_gather_has_begun_is_absent_again_and_holds_no_slot(
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
-
-OURS = str(Path(memascend.__file__).parent)
-#: Only takes and gives back the lock: the interpreter runs handlers behind calls and in loops, not
-#: between `with` and its block as a tracer would.
-LOCKING = "alone"
-
-
-class _Interrupt:
-    """Raises KeyboardInterrupt at one line of ours, as a signal's handler would."""
-
-    def __init__(self, at_line: int) -> None:
-        self.left = at_line
-        self.where = ""
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name == LOCKING:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left < 0:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted(at_line: int, work: Callable[[], object]) -> str | None:
-    """Do work until Ctrl-C at so many lines of ours; return where, None when it ended before."""
-    interrupt = _Interrupt(at_line)
-    sys.settrace(interrupt)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return interrupt.where
-    finally:
-        sys.settrace(None)
-    return None
 
 
 def use(bench: Bench, params: list[Any]) -> None:

@@ -1,0 +1,182 @@
+"""Ctrl-C at any line of the staging slots: none is lost, and none is used while it is in flight."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+
+from memascend.errors import StoreError
+from memascend.streaming.staging import StagingSlots
+from tests.support.ctrl_c import interrupted
+from tests.support.streaming_fakes import (
+    FakeMemory,
+    FakeRangeStore,
+    FakeRangeTicket,
+    LateDevice,
+    LateTensor,
+)
+
+SLOT_BYTES = 4096
+SLOT_COUNT = 3
+NUMEL = 5 * SLOT_BYTES // 4
+
+
+def make(store: FakeRangeStore, device: LateDevice | None = None) -> StagingSlots:
+    return StagingSlots(
+        store=store,
+        memory=FakeMemory(),
+        slot_bytes=SLOT_BYTES,
+        slot_count=SLOT_COUNT,
+        new_event=None if device is None else device.new_event,
+        wait_idle=None if device is None else device.synchronize,
+    )
+
+
+def all_slots_are_free(staging: StagingSlots) -> bool:
+    taken = [staging.take(1, torch.uint8) for _ in range(SLOT_COUNT)]
+    for slot in taken:
+        staging.give_back(slot)
+    return len({slot.data_ptr() for slot in taken}) == SLOT_COUNT
+
+
+def fill_with(value: int, begin: int, staged: torch.Tensor) -> None:
+    staged.fill_(value)
+
+
+class Work:
+    """Every way through the slots, and what comes of it."""
+
+    def __init__(self, staging: StagingSlots, store: FakeRangeStore, device: LateDevice) -> None:
+        self.staging, self.store, self.device = staging, store, device
+        for key in ("written", "chunk", "filled"):
+            store.reserve(key=key, nbytes=NUMEL * 4)
+
+    def do(self, value: int) -> None:
+        staging, device = self.staging, self.device
+        staging.write(key="written", source=device.tensor(torch.full((NUMEL,), float(value))))
+        staging.fill(key="filled", nbytes=NUMEL * 4, source=functools.partial(fill_with, value))
+        chunk = staging.read_chunk(key="chunk", numel=8, dtype=torch.float32, offset_bytes=0)
+        chunk.fill_(value)
+        staging.submit("chunk", chunk, 0)
+        target = device.tensor(torch.zeros(NUMEL))
+        staging.read(key="written", target=target)
+        streamed = [part.clone() for part in staging.stream(key="filled", nbytes=NUMEL * 4)]
+        staging.wait_writes()
+        device.synchronize()
+        self.done = (target, torch.cat(streamed))
+
+    def check(self, value: int) -> None:
+        target, streamed = self.done
+        assert isinstance(target, LateTensor)
+        assert torch.equal(target.plain(), torch.full((NUMEL,), float(value)))
+        assert torch.equal(streamed, torch.full((NUMEL * 4,), value, dtype=torch.uint8))
+        assert self.store.value("chunk", torch.float32)[:8].tolist() == [value] * 8
+
+
+def interrupt_each_line(work_on: Callable[[FakeRangeStore], Work]) -> int:
+    """Interrupt a pass at each line, and make two more; return how many lines there are."""
+    for at_line in itertools.count():
+        store = FakeRangeStore()
+        work = work_on(store)
+        work.do(1)
+        where = interrupted(at_line, functools.partial(work.do, 2))
+        for value in (3, 4):
+            work.do(value)
+            work.check(value)
+        for ticket in store.tickets:
+            ticket.finish()  # those that nobody waits for any more
+        assert all_slots_are_free(work.staging), where
+        if where is None:
+            return at_line
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+def test_after_ctrl_c_at_any_line_all_slots_serve_again(late: bool) -> None:
+    def work_on(store: FakeRangeStore) -> Work:
+        device = LateDevice()
+        return Work(make(store, device if late else None), store, device)
+
+    if late:
+        assert interrupt_each_line(work_on) > 300
+    else:
+        with pytest.MonkeyPatch.context() as patch:  # copies are over on return
+            patch.setattr(LateDevice, "issue", lambda device, copy: copy())
+            assert interrupt_each_line(work_on) > 300
+
+
+def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = FakeRangeStore()
+    staging = make(store)
+    store.content["a"] = torch.arange(16.0).view(torch.uint8)
+
+    def interrupt(ticket: FakeRangeTicket) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeRangeTicket, "wait", interrupt)
+    with suppress(KeyboardInterrupt):  # pytest.raises would keep the frames, and they the slot
+        staging.read_chunk(key="a", numel=16, dtype=torch.float32, offset_bytes=0)
+    others = [staging.take(16, torch.float32).fill_(7) for _ in range(SLOT_COUNT - 1)]
+    with pytest.raises(AssertionError, match="every staging slot is taken"):
+        staging.take(16, torch.float32)
+    [late] = store.tickets
+    late.finish()  # the drive answers after all
+    assert all(torch.equal(other, torch.full((16,), 7.0)) for other in others)
+    staging.take(16, torch.float32)
+
+
+def test_ctrl_c_behind_the_start_of_a_read_leaves_its_slot_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interpreter looks for signals when a call returns: nobody has got the ticket."""
+    store = FakeRangeStore()
+    staging = make(store)
+    store.content["a"] = torch.arange(16.0).view(torch.uint8)
+    read = store.read
+
+    def interrupted_read(**arguments: object) -> None:
+        read(**arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "read", interrupted_read)
+    for ask in (
+        lambda: staging.read_chunk(key="a", numel=16, dtype=torch.float32, offset_bytes=0),
+        lambda: staging.read(key="a", target=torch.zeros(16)),
+        lambda: list(staging.stream(key="a", nbytes=64)),
+    ):
+        with suppress(KeyboardInterrupt):
+            ask()
+        others = [staging.take(16, torch.float32).fill_(7) for _ in range(SLOT_COUNT - 1)]
+        store.tickets[-1].finish()
+        assert all(torch.equal(other, torch.full((16,), 7.0)) for other in others)
+        for other in others:
+            staging.give_back(other)
+        assert all_slots_are_free(staging)
+
+
+def test_what_ctrl_c_has_left_goes_before_the_slots_are_exchanged() -> None:
+    store, device = FakeRangeStore(), LateDevice()
+    staging = make(store, device)
+    with device:
+        staged = staging.take(16, torch.float32)
+        device.tensor(staged).copy_(torch.ones(16))
+        with pytest.raises(ValueError, match="1 are taken"):
+            staging.resize(slot_bytes=SLOT_BYTES, slot_count=2)
+        del staged  # as by Ctrl-C
+        staging.resize(slot_bytes=SLOT_BYTES, slot_count=2)
+        assert not device._waiting
+
+
+def test_an_error_in_a_block_gives_the_slot_back_and_ctrl_c_does_not() -> None:
+    staging = make(FakeRangeStore())
+    for error, free_count in ((StoreError(5, "no"), SLOT_COUNT), (KeyboardInterrupt(), 2)):
+        staged = staging.take(1, torch.uint8)
+        with pytest.raises(type(error)), staging.given_back_on_error(staged):
+            raise error
+        assert staging._slots.free_count == free_count
