@@ -70,9 +70,9 @@ def _group_of(item: pytest.Item) -> str:
 
 
 def _place_of(group: str) -> int:
-    """Order by how long it takes: parity, more so of two ranks, then what starts programs."""
+    """Order by how long it takes: parity, more so of several ranks, then what starts programs."""
     beginnings = (
-        *("parity 2", "device 2", "parity 1", "device 1"),
+        *("parity 2", "device 4", "device 2", "parity 1", "device 1"),
         *("tests/parity/", "tests/integration/", "root", "tests/"),
     )
     return next(place for place, text in enumerate(beginnings) if group.startswith(text))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.device.trials import MODES, SECTION_MODES, VARIANTS, Trial, chosen, parameters, trials
+from tests.parity.models import maker
 from tests.parity.workers import Bench, differences
 from tests.support.parity_cases import assert_memascend_did_it
 
@@ -34,3 +36,11 @@ def test_every_trial_has_a_name_of_its_own() -> None:
 def test_what_make_test_all_runs_has_each_variant_and_each_mode() -> None:
     assert {trial.variant for trial in chosen()} == set(VARIANTS)
     assert {trial.mode for trial in chosen()} == {*MODES, *SECTION_MODES}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_some_ranks_have_nothing_of_a_tensor(ranks: int) -> None:
+    families = {trial.case.family for trial in chosen() if trial.case.world == ranks}
+    assert "odd" in families
+    with torch.device("meta"):
+        assert min(one.numel() for one in maker("odd")().parameters()) < ranks

@@ -51,6 +51,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"optimizer": "none", "optimizer_type": "TorchAdamW"},
         **{"dtype": "fp16", "scale_power": 12},
     },
+    "four ranks": {"world": 4},
+    # Three of four have nothing of a tensor.
+    "odd shapes, four ranks": {
+        **{"family": "odd", "checkpointing": "off", "world": 4},
+        "persistence_numel": 0,
+    },
 }
 #: A limit is refused with these.
 WITHOUT_LIMIT = (
@@ -81,6 +87,8 @@ MODES: dict[str, Mode] = {
     "not registered": Mode(options={"registrar": "nobody"}),
     "stock": Mode(backend="stock"),
 }
+#: Of four ranks, which take their time, these alone.
+MODES_OF_FOUR = ("no limit", "slots are reused at once")
 #: Of the plain variant in bf16 and fp16 alone.
 SECTION_MODES: dict[str, Mode] = {
     **{f"no {off}": Mode({"sections": tuple(s for s in SECTIONS if s != off)}) for off in SECTIONS},
@@ -136,6 +144,7 @@ def trials() -> list[Trial]:
         for mode in MODES
         if not ("limit_bytes" in MODES[mode].changes and variant in WITHOUT_LIMIT)
         if not (mode == "stock" and variant in NOT_STOCK)
+        if not (mode not in MODES_OF_FOUR and VARIANTS[variant].get("world") == 4)
     ]
     return found + [Trial(variant, mode) for variant in ("bf16", "fp16") for mode in SECTION_MODES]
 
