@@ -1,4 +1,4 @@
-"""A step that does not fit the device is tried again with a smaller batch."""
+"""What a step takes of the device's memory, and what becomes of one that does not fit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from tests.support.program import RunProgram
 
 PROGRAM = Path(__file__).with_name("memory_program.py")
 LIMIT_COUNT = 8
+PEAK_PROGRAM = Path(__file__).with_name("peak_program.py")
+RELEASED_COUNT = 4
+#: In use, gathered ahead of use, and let go without being counted yet.
+LIVE_COUNT_MAX = 9
+NO_LIMIT = 1 << 40
+PARAMETER_BYTES = 512 << 10  # of the program's layers
 
 
 @pytest.mark.deepspeed
@@ -32,3 +38,23 @@ def test_a_step_that_does_not_fit_the_device_can_be_tried_again_with_less(
         assert one["where"] != "", "nothing failed"
         assert one["numbers"] == undisturbed["numbers"], one["where"]
         assert (one["lost"], one["findings"]) == (0, {}), one["where"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+def test_a_host_ahead_of_a_slow_device_does_not_take_its_memory_for_the_whole_model(
+    tmp_path: Path, run_program: RunProgram
+) -> None:
+    """All parameters are in host memory: nothing but the bound keeps the host."""
+    if reason := why_not():
+        pytest.skip(reason)
+    path = retried_config(tmp_path, BLOCK | {"host_memory_limit": "600MiB"})
+    limit = RELEASED_COUNT * PARAMETER_BYTES
+    found = run_program(str(PEAK_PROGRAM), str(path), str(limit), str(NO_LIMIT))
+    assert found["parameter"] == PARAMETER_BYTES
+    bounded, unbounded = found["peaks"]
+    for phase in ("forward", "backward"):
+        at_most = (RELEASED_COUNT + LIVE_COUNT_MAX) * PARAMETER_BYTES
+        assert bounded[phase] <= at_most, phase
+        # The device was slow enough to tell.
+        assert unbounded[phase] > 1.5 * at_most, phase
