@@ -3,6 +3,8 @@
 The drives are the memory engine's, so that nothing but the lanes is measured. First each takes a
 stated time for a request, one after the other: are two of them twice as fast as one? Then one of
 two is silent: how long do reads of the other take, against a store without it?
+
+With `--ranks` it is one drive, a real one, and several processes: see ranks.py.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import ranks
 import torch
 
 from memascend import _core
-from memascend.base.units import KIB, MIB
+from memascend.base.units import GIB, KIB, MIB
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 
+RANKS_QUESTION = "lanes: several ranks on one drive"
 QUESTION = "lanes: two drives against one, and a drive beside a silent one"
 SERVICE_MILLISECONDS = 4
 REQUEST_BYTES = MIB
@@ -29,6 +33,8 @@ READ_BYTES = 64 * KIB
 REQUEST_COUNT = {"small": 16, "large": 64}
 READ_COUNT = {"small": 100, "large": 3000}
 ROUNDS = {"small": 2, "large": 9}
+RANK_COUNTS = (2, 4)
+RANK_BYTES = {"small": 32 * MIB, "large": GIB}
 
 
 def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
@@ -132,10 +138,27 @@ def _beside_silence(
         yield name, {"p99_us": harness.spread(taken), "to_alone": harness.spread(ratios)}
 
 
+def run_ranks(*, small: bool, directory: Path) -> Iterator[harness.Row]:
+    """Measures reads and writes of each number of ranks; yields a row for each."""
+    size = "small" if small else "large"
+    circumstances = harness.machine(directory)
+    config = {"nbytes": RANK_BYTES[size], "rounds": ROUNDS[size]}
+    for count in RANK_COUNTS:
+        found = ranks.measure(directory, count=count, nbytes=RANK_BYTES[size], rounds=ROUNDS[size])
+        for verb, figures in found:
+            yield harness.Row("lanes", f"{count} ranks", verb, figures, config, circumstances)
+
+
 def run_and_report(options: argparse.Namespace) -> None:
+    if getattr(options, "ranks", False):  # benchmarks/run.py knows no such option
+        rows = harness.collect(run_ranks(small=options.small, directory=options.directory))
+        harness.report("lanes-ranks", RANKS_QUESTION, rows, options.out)
+        return
     rows = run(small=options.small, directory=options.directory)
     harness.report("lanes", QUESTION, list(rows), options.out)
 
 
 if __name__ == "__main__":
-    run_and_report(harness.parser(QUESTION).parse_args())
+    arguments = harness.parser(QUESTION)
+    arguments.add_argument("--ranks", action="store_true", help=RANKS_QUESTION)
+    run_and_report(arguments.parse_args())
