@@ -298,10 +298,9 @@ class GradientSpool:
             return self._reserve(shard, shard.latest.place, gradient, anew=anew)
         if shard.seen is not None and self._give_memory_to is not None:
             # The sum is read and written by every micro-step; what is seen, most often never again.
-            self._slots.submit_all()
-            self._give_memory_to(
-                key=shard.key(free[0]), nbytes=gradient.nbytes, over=shard.seen.key
-            )
+            new, seen = shard.key(free[0]), shard.seen.key
+            self._slots.submit_all(new, seen)
+            self._give_memory_to(key=new, nbytes=gradient.nbytes, over=seen)
         return self._reserve(shard, free[0], gradient, anew=anew)
 
     def _reserve(
@@ -310,7 +309,7 @@ class GradientSpool:
         key = shard.key(place)
         if anew and self._slots.forget_failure(key):
             # All of it is about to be written: a new place forgets what was lost in the old one.
-            self._slots.submit_all()
+            self._slots.submit_all(key)
             self._store.discard(key=key)
         self._store.reserve(key=key, nbytes=like.nbytes)
         return StoredGradient(key=key, place=place, numel=like.numel(), dtype=like.dtype)
@@ -334,7 +333,7 @@ class GradientSpool:
         old, shard.seen = shard.seen, value
         shard.factors.clear()
         if old is not None and old.place == _SET_PLACE and (value is None or old.key != value.key):
-            self._slots.submit_all()
+            self._slots.submit_all(old.key)
             self._store.discard(key=old.key)
 
     def _multiply(self, shard: GradientShard, seen: StoredGradient, dtype: torch.dtype) -> None:

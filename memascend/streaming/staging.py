@@ -207,9 +207,12 @@ class StagingSlots:
         self._writes.append(write)
         self._submit_filled()
 
-    def submit_all(self) -> None:
-        """Hand every submitted slot to the store: its later reads of those keys see them."""
-        while any(write.ticket is None for write in self._writes):
+    def submit_all(self, *keys: str) -> None:
+        """Hand every submitted slot, or all of some keys, to the store, whose later reads see them.
+
+        The device is waited for only where such a slot's copy has not happened.
+        """
+        while any(one.ticket is None and (not keys or one.key in keys) for one in self._writes):
             self._submit_next()
 
     def give_back(self, staged: torch.Tensor) -> None:
@@ -293,9 +296,7 @@ class StagingSlots:
     # -- inner -----------------------------------------------------------------------------------
 
     def _read(self, key: str, staged: torch.Tensor, offset_bytes: int) -> Ticket:
-        # The store sees only what was handed to it.
-        while any(write.ticket is None and write.key == key for write in self._writes):
-            self._submit_next()
+        self.submit_all(key)
         return self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
 
     def _copy_out(self, target: torch.Tensor, staged: torch.Tensor, ticket: Ticket) -> None:
