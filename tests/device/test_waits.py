@@ -1,0 +1,44 @@
+"""Where the host waits for the device while gradients come: where all staging slots are full."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from memascend.streaming.staging import StagingSlots
+from tests.device.trials import Trial
+from tests.device.waits import (
+    device_waits_of_gradients,
+    functions_of,
+    place_in_memascend,
+    waits_per_step,
+)
+from tests.parity.workers import Bench
+
+#: A slot is free once its copy has passed and the drive has written it: bounded memory.
+FULL = "staging._submit_next < staging._finish_write < staging.take"
+TAKING = {f"{FULL} < gradients._start_chunk", f"{FULL} < staging.read_chunk"}
+
+
+def test_a_place_is_told_by_functions_which_outlive_line_numbers() -> None:
+    line = inspect.getsourcelines(StagingSlots.take)[1] + 1
+    place = f"memascend/streaming/staging.py:{line} < deepspeed/runtime/engine.py:7"
+    assert functions_of(place) == ["staging.take"]
+    assert place_in_memascend(f"torch/x.py:1 < {place}") == f"memascend/streaming/staging.py:{line}"
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 2])
+def test_at_default_sizes_a_gradient_waits_for_a_free_slot_alone(
+    device_bench: Bench, seed: int
+) -> None:
+    trial = Trial("bf16", "no limit")
+    rows = waits_per_step(device_bench, trial, seed, whole=True)
+    waits = device_waits_of_gradients(rows)
+    assert set(waits) <= TAKING, waits
+    # One slot each: at most once for a tensor and micro-step.
+    tensors = 21
+    assert sum(waits.values()) <= trial.case.accumulation * tensors, waits
