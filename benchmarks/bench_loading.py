@@ -27,7 +27,7 @@ from typing import Any
 import harness
 from bench_memory import slope
 from trainee import (
-    MALLOC_MMAP_THRESHOLD_BYTES,
+    GIVES_BACK,
     MARK,
     SHARED_MEMORY,
     Model,
@@ -152,7 +152,7 @@ def _ranks(command: list[str], world: int) -> Iterator[list[subprocess.Popen[str
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "DS_ACCELERATOR": "cpu",
-        "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES),
+        **GIVES_BACK,
     }
     for variable in ("MEMASCEND_CONFIG", "MEMASCEND_DISABLE"):
         common.pop(variable, None)

@@ -3,8 +3,9 @@
 The same Llama at growing depth takes a few bf16 steps, each run in a process of its own. Counted is
 the peak of the resident memory, from zero.Init to the last step, above what the process held once
 it had imported everything and joined its group. Stock gets the fewest and smallest buffers it runs
-with. On the CPU the device's memory is host memory as well; what would lie on a device is counted
-apart (`device_bytes.py`), is the same for both, and is part of both peaks.
+with, and a malloc that gives back what is freed, which memascend sees to by itself. On the CPU the
+device's memory is host memory as well; what would lie on a device is counted apart
+(`device_bytes.py`), is the same for both, and is part of both peaks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from trainee import Model, Trainee, deepspeed_config, model_of
+from trainee import GIVES_BACK, Model, Trainee, deepspeed_config, model_of
 
 from memascend.base.units import MIB
 
@@ -84,7 +85,15 @@ def train(case: str, contender: str, model: Model, directory: Path, steps: int) 
     """One run and its figures."""
     config = training_config(model, directory)
     block = BLOCK if contender == OURS else None
-    run = Trainee(contender, config, model, directory, block=block, counts_device_bytes=True)
+    run = Trainee(
+        contender,
+        config,
+        model,
+        directory,
+        block=block,
+        counts_device_bytes=True,
+        environment=GIVES_BACK if contender == STOCK else {},
+    )
     with run:
         taken = [run.step() for _ in range(steps)]
         baseline_bytes = run.events["baseline"]["rss_bytes"]

@@ -7,6 +7,9 @@ bypass the page cache. Ratios are to stock, within a round.
 
 In every round the drive is also timed with what memascend's optimizer step moves and nothing else
 (`transfers.py`): no step that moves these bytes can take less.
+
+With --heap the runs are memascend's own and differ in what malloc gives back (`heap` of the block):
+what does that save at the peak, and what do its page faults cost? Ratios are to malloc left alone.
 """
 
 from __future__ import annotations
@@ -55,6 +58,15 @@ CONTENDERS = {
     OURS: Contender({}, block={}),
 }
 
+#: With --heap.
+HEAPS = {
+    "heap left alone": Contender({}, block={"heap": {"enabled": False}}),
+    **{
+        f"heap {size}": Contender({}, block={"heap": {"mapped_bytes_min": size}})
+        for size in ("64KiB", "256KiB", "1MiB", "4MiB")
+    },
+}
+
 
 def training_config(model: Model, optimizer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """The repository's own CPU configuration, with buffers as large as this model's tensors."""
@@ -73,12 +85,15 @@ def training_config(model: Model, optimizer: Mapping[str, Any], directory: Path)
     )
 
 
-def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
-    """Trains every size with all three, in turns."""
+def run(
+    *, small: bool, directory: Path, contenders: Mapping[str, Contender] = CONTENDERS
+) -> Iterator[harness.Row]:
+    """Trains every size with all of them, in turns; ratios are to the first."""
+    base = next(iter(contenders))
     circumstances = harness.machine(directory)
     for numel, rounds in CASES["small" if small else "large"].items():
         model = model_of(numel)
-        steps = take_steps(model, directory, rounds)
+        steps = take_steps(model, directory, rounds, contenders)
         case = f"{round(model.numel / 1e6)}M"
         losses = {
             tuple(step["loss"] for step in taken) for name, taken in steps.items() if name != DRIVE
@@ -89,18 +104,23 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
                 config |= {"element_bytes": ELEMENT_BYTES}
             else:
                 config |= {
-                    **training_config(model, CONTENDERS[name].optimizer, directory),
+                    **training_config(model, contenders[name].optimizer, directory),
                     "tokens": TOKENS,
                     "losses_equal": len(losses) == 1,
                 }
             yield harness.Row(
-                "step", case, name, figures(taken, steps[STOCK], model), config, circumstances
+                "step", case, name, figures(taken, steps[base], model), config, circumstances
             )
 
 
-def take_steps(model: Model, directory: Path, rounds: int) -> dict[str, list[dict[str, Any]]]:
+def take_steps(
+    model: Model,
+    directory: Path,
+    rounds: int,
+    contenders: Mapping[str, Contender] = CONTENDERS,
+) -> dict[str, list[dict[str, Any]]]:
     """The figures of each contender's steps but the first ones; they start in rotating order."""
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (*CONTENDERS, DRIVE)}
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (*contenders, DRIVE)}
     with ExitStack() as stack:
         runs = [
             stack.enter_context(
@@ -113,13 +133,16 @@ def take_steps(model: Model, directory: Path, rounds: int) -> dict[str, list[dic
                     tokens=TOKENS,
                 )
             )
-            for name, contender in CONTENDERS.items()
+            for name, contender in contenders.items()
         ]
         transfers = stack.enter_context(Transfers(model.numel, directory))
         for index in range(WARMUPS + rounds):
             first = index % len(runs)
             for one in (*runs[first:], *runs[:first]):
                 step = one.step()
+                step["above_imports_bytes"] = (
+                    step["peak_bytes"] - one.events["baseline"]["rss_bytes"]
+                )
                 if index >= WARMUPS:
                     taken[one.name].append(step)
             part = move(transfers, model)
@@ -144,6 +167,9 @@ def figures(
 ) -> dict[str, Any]:
     """Spreads of one contender's steps, and of their ratios to stock's, round by round."""
     found: dict[str, Any] = {}
+    if "above_imports_bytes" in ours[0]:
+        found["memory_peak_mb"] = max(step["above_imports_bytes"] for step in ours) / 1e6
+        found["memory_faults"] = harness.spread([step["training"]["minor_faults"] for step in ours])
     for part in [part for part in ("training", "optimizer") if part in ours[0]]:
         nbytes = [moved_bytes(step[part]) for step in ours]
         found[f"{part}_bytes_per_parameter"] = harness.spread(nbytes).p50 / model.numel
@@ -187,11 +213,14 @@ def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
 
 def run_and_report(options: argparse.Namespace) -> None:
     """What the command line asks for."""
-    rows = list(run(small=options.small, directory=options.directory))
-    for part in ("training", "optimizer"):
+    contenders = HEAPS if options.heap else CONTENDERS
+    rows = list(run(small=options.small, directory=options.directory, contenders=contenders))
+    for part in ("training", "optimizer", "memory"):
         harness.report("step", f"{QUESTION}: {part} step", table_rows(rows, part), None)
     harness.write("step", rows, options.out)
 
 
 if __name__ == "__main__":
-    run_and_report(harness.parser(QUESTION).parse_args())
+    arguments = harness.parser(QUESTION)
+    arguments.add_argument("--heap", action="store_true", help="what malloc gives back, not stock")
+    run_and_report(arguments.parse_args())

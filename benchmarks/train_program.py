@@ -78,7 +78,7 @@ def build_model(shape: dict[str, Any], dtype: torch.dtype, deepspeed_config: Any
 
 
 class Moment:
-    """What this process has used until now: time, CPU of all its threads, bytes of storage."""
+    """What this process has used until now: time, CPU of all its threads, pages, bytes of storage."""
 
     def __init__(self) -> None:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
@@ -86,6 +86,7 @@ class Moment:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self.wall_s = time.perf_counter()
         self._cpu_s = usage.ru_utime + usage.ru_stime
+        self._minor_faults = usage.ru_minflt
         self._read_bytes, self._written_bytes = counts["read_bytes"], counts["write_bytes"]
 
     def since(self, begin: Moment) -> dict[str, float]:
@@ -93,6 +94,7 @@ class Moment:
         return {
             "wall_s": self.wall_s - begin.wall_s,
             "cpu_s": self._cpu_s - begin._cpu_s,
+            "minor_faults": self._minor_faults - begin._minor_faults,
             "read_bytes": self._read_bytes - begin._read_bytes,
             "written_bytes": self._written_bytes - begin._written_bytes,
         }

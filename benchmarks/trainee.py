@@ -23,9 +23,10 @@ PROGRAM = Path(__file__).parent / "train_program.py"
 MARK = "@@"  # as in the program, which imports torch
 SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES_MAX = 15
-#: Freed memory of this size goes back to the system at once. By default glibc keeps up to 32 MiB of
-#: what a CPU run frees where a GPU run frees device memory, and it stays torn in pieces.
-MALLOC_MMAP_THRESHOLD_BYTES = 1 << 18
+#: Of stock at its best: freed memory of this size goes back to the system at once, which memascend
+#: sees to by itself. Else glibc keeps up to 32 MiB of what a CPU run frees where a GPU run frees
+#: device memory, torn in pieces.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
 #: A child that is not through by then is stuck.
 QUIT_TIMEOUT_S = 60.0
 
@@ -265,8 +266,6 @@ class Trainee:
             "LOCAL_WORLD_SIZE": str(self.world),
             "DS_ACCELERATOR": self.accelerator,
         }
-        if self.accelerator == "cpu":
-            environment["MALLOC_MMAP_THRESHOLD_"] = str(MALLOC_MMAP_THRESHOLD_BYTES)
         for variable in ("MEMASCEND_CONFIG", "MEMASCEND_DISABLE"):
             environment.pop(variable, None)
         return environment | dict(self.environment)

@@ -30,8 +30,9 @@ from rich.text import Text
 
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, format_nbytes
-from memascend.config.environment import DISABLE_VARIABLE, is_disabled
+from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
+from memascend.system.heap import examine_heap
 from memascend.system.memory import group_limit
 from memascend.system.mounts import (
     COPY_ON_WRITE_FIX,
@@ -104,6 +105,7 @@ def examine(path: Path) -> list[Check]:
         _page_lock_limit(),
         _huge_pages(),
         _memory_limit(),
+        _heap(),
         _libaio(),
         _device(),
     ]
@@ -210,6 +212,17 @@ def _memory_limit() -> Check:
         return Check("host memory", "ok", f"{format_nbytes(total_bytes)}, no lower cgroup limit")
     found = f"{format_nbytes(limit)} by cgroup, {format_nbytes(total_bytes)} in the machine"
     return Check("host memory", "ok", found)
+
+
+def _heap() -> Check:
+    settings = malloc_settings()
+    heap = examine_heap(settings)
+    if not heap.why_left:
+        return Check("heap", "ok", f"{heap.allocator}: a run has it give freed memory back")
+    fix = "run with glibc's malloc (LD_PRELOAD), or see to it that this one gives memory back"
+    if settings and heap.is_glibc:
+        fix = f"unset {' and '.join(settings)}, unless it gives back more than memascend's own"
+    return Check("heap", "note", heap.describe(), fix)
 
 
 def _libaio() -> Check:

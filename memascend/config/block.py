@@ -115,6 +115,18 @@ class StreamingConfig(Section):
     parameters: ParameterStreamConfig = ParameterStreamConfig()
 
 
+class HeapConfig(Section):
+    """Tensors that torch and DeepSpeed have freed: with glibc's malloc their memory goes back."""
+
+    enabled: bool = Field(True, description="off: malloc keeps what it is used to keep")
+    mapped_bytes_min: Nbytes = Field(
+        64 << 10,
+        ge=16 << 10,
+        le=32 << 20,
+        description="allocations from this size on go back to the system when they are freed",
+    )
+
+
 class WearConfig(Section):
     """Limits on what all ranks of this machine together write to the drives."""
 
@@ -162,6 +174,7 @@ class MemAscendConfig(Section):
     )
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
     streaming: StreamingConfig = StreamingConfig()
+    heap: HeapConfig = HeapConfig()
     wear: WearConfig = WearConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     verify: Literal["off", "reads", "full"] = Field(

@@ -11,6 +11,15 @@ from pathlib import Path
 DISABLE_VARIABLE = "MEMASCEND_DISABLE"
 CONFIG_VARIABLE = "MEMASCEND_CONFIG"
 
+#: With which glibc is told what malloc gives back; each is also a tunable, by the other name.
+_MALLOC_VARIABLES = {
+    "MALLOC_MMAP_THRESHOLD_": "glibc.malloc.mmap_threshold",
+    "MALLOC_MMAP_MAX_": "glibc.malloc.mmap_max",
+    "MALLOC_TRIM_THRESHOLD_": "glibc.malloc.trim_threshold",
+}
+_TUNABLES_VARIABLE = "GLIBC_TUNABLES"
+_TUNABLES = (*_MALLOC_VARIABLES.values(), "glibc.malloc.hugetlb")
+
 
 def is_disabled() -> bool:
     """Check if MEMASCEND_DISABLE asks for stock DeepSpeed, whatever the configuration says."""
@@ -20,6 +29,13 @@ def is_disabled() -> bool:
 def block_text() -> str:
     """Return the block that MEMASCEND_CONFIG holds, as text; empty when it holds none."""
     return os.environ.get(CONFIG_VARIABLE, "").strip()
+
+
+def malloc_settings() -> list[str]:
+    """Return the variables and tunables with which the user says what malloc gives back."""
+    found = [name for name in _MALLOC_VARIABLES if os.environ.get(name)]
+    names = (part.partition("=")[0] for part in os.environ.get(_TUNABLES_VARIABLE, "").split(":"))
+    return found + [f"{_TUNABLES_VARIABLE} ({name})" for name in names if name in _TUNABLES]
 
 
 def local_rank() -> int:

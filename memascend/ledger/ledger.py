@@ -47,6 +47,7 @@ class Ledger:
         wear: What was written by all ranks here; None without a store.
         volumes: What each volume moved, and how fast; empty without a store.
         drives: The wear of the drives below the volumes, from their SMART data; empty without any.
+        heap: What serves malloc, and what was set; empty where nobody looked.
     """
 
     rows: Sequence[LedgerRow]
@@ -60,6 +61,7 @@ class Ledger:
     wear: Wear | None = None
     volumes: Sequence[VolumeTraffic] = ()
     drives: Sequence[DriveWear] = ()
+    heap: str = ""
 
     @property
     def planned_bytes(self) -> int:
@@ -132,6 +134,8 @@ class Ledger:
             )
             for line in lines
         ]
+        if self.heap:
+            table.append(f"  {self.heap}")
         if self.unregistered_bytes:
             held, missing = format_nbytes(self.held_bytes), format_nbytes(self.unregistered_bytes)
             table.append(f"  NOT registered with the device: {missing} of {held}; its copies block")

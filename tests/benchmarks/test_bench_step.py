@@ -19,6 +19,8 @@ import bench_step  # noqa: E402
 import trainee  # noqa: E402
 import transfers  # noqa: E402
 
+from memascend.config.block import parse_block  # noqa: E402
+
 
 def step_of(wall_s: float, moved_bytes: int) -> dict[str, Any]:
     part = {
@@ -50,9 +52,12 @@ def test_every_run_starts_a_round_in_its_turn(
 
     def step(self: trainee.Trainee) -> dict[str, Any]:
         order.append(self.name)
-        return step_of(1.0, 2)
+        return step_of(1.0, 2) | {"peak_bytes": 30}
 
-    monkeypatch.setattr(trainee.Trainee, "start", lambda self: None)
+    def start(self: trainee.Trainee) -> None:
+        self.events["baseline"] = {"rss_bytes": 20}
+
+    monkeypatch.setattr(trainee.Trainee, "start", start)
     monkeypatch.setattr(trainee.Trainee, "step", step)
     taken = bench_step.take_steps(trainee.Model(1), tmp_path, rounds=1)
     names = list(bench_step.CONTENDERS)
@@ -60,6 +65,19 @@ def test_every_run_starts_a_round_in_its_turn(
     assert order[3:6] == [*names[1:], names[0]]
     expected = dict.fromkeys([*names, bench_step.DRIVE], 1)
     assert {name: len(steps) for name, steps in taken.items()} == expected
+    assert taken[names[0]][0]["above_imports_bytes"] == 10
+
+
+def test_the_heap_is_compared_with_one_that_is_left_alone() -> None:
+    first, *others = bench_step.HEAPS.values()
+    assert first.block == {"heap": {"enabled": False}}
+    assert all(parse_block(other.block or {}).heap.enabled for other in others)
+    model = trainee.Model(1)
+    part = {"wall_s": 1.0, "cpu_s": 1.0, "minor_faults": 7, "read_bytes": 2, "written_bytes": 2}
+    steps = [{"training": part, "above_imports_bytes": nbytes} for nbytes in (3e6, 5e6)]
+    found = bench_step.figures(steps, steps, model)
+    assert found["memory_peak_mb"] == 5
+    assert found["memory_faults"].p50 == 7
 
 
 def test_the_drive_alone_moves_what_a_step_moves(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from memascend.cli import doctor
 from memascend.cli.doctor import Check
 from memascend.cli.main import main
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, DriveReport, DriveWear
+from memascend.system.heap import Heap
 from memascend.system.mounts import filesystem_of
 
 CHECKS = ["system", "torch", "deepspeed", "activation", "io_uring", "page lock", "huge pages"]
-CHECKS += ["host memory", "libaio", "device"]
+CHECKS += ["host memory", "heap", "libaio", "device"]
 
 
 def diagnose(
@@ -75,6 +76,25 @@ def test_the_table_has_every_finding_as_it_is_and_only_problems_fail(
     printed = capsys.readouterr().out
     for part in ("first", "[red] found", "last", state, "values", "[do] this"):
         assert part in printed
+
+
+@pytest.mark.parametrize(
+    ("heap", "settings", "state", "fix"),
+    [
+        (Heap("glibc 2.36"), [], "ok", ""),
+        (Heap("glibc 2.36", "set"), ["MALLOC_MMAP_MAX_"], "note", "unset MALLOC_MMAP_MAX_"),
+        (Heap("libjemalloc.so.2", "other"), ["MALLOC_MMAP_MAX_"], "note", "LD_PRELOAD"),
+    ],
+)
+def test_the_heap_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, heap: Heap, settings: list[str], state: str, fix: str
+) -> None:
+    monkeypatch.setattr(doctor, "malloc_settings", lambda: settings)
+    monkeypatch.setattr(doctor, "examine_heap", lambda settings: heap)
+    check = doctor._heap()
+    assert (check.name, check.state) == ("heap", state)
+    assert heap.allocator in check.found
+    assert fix in check.fix
 
 
 # -- the trial -------------------------------------------------------------------------------------

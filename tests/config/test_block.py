@@ -51,6 +51,19 @@ def test_a_size_without_a_known_unit_is_refused() -> None:
         config.parse_block({"buffer_pool": {"prefetch_bytes": "64 parsecs"}})
 
 
+@pytest.mark.parametrize("size", [0, 1 << 10, 33 << 20])
+def test_a_size_out_of_bounds_is_refused_with_key_value_and_bounds(size: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse_block({"heap": {"mapped_bytes_min": size}})
+    for part in ("memascend.heap.mapped_bytes_min", str(size), str(16 << 10), str(32 << 20)):
+        assert part in str(caught.value)
+
+
+def test_the_heap_alone_activates_nothing() -> None:
+    block = turned_off(*SECTIONS) | {"heap": {"enabled": True}}
+    assert config.active_config({"memascend": block}) is None
+
+
 def test_a_block_that_is_not_an_object_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be a JSON object"):
         config.find_block({"memascend": True})

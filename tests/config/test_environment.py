@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from memascend.config import block, environment
@@ -47,3 +49,29 @@ def test_the_launcher_states_how_many_ranks_the_machine_has(
     assert environment.local_world_size() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert environment.local_world_size() == 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, []),
+        ({"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, []),
+        ({"MALLOC_TRIM_THRESHOLD_": "", "MALLOC_MMAP_MAX_": "9"}, ["MALLOC_MMAP_MAX_"]),
+        (
+            {
+                "MALLOC_MMAP_THRESHOLD_": "65536",
+                "GLIBC_TUNABLES": "glibc.rtld.nns=4:glibc.malloc.hugetlb=1",
+            },
+            ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES (glibc.malloc.hugetlb)"],
+        ),
+    ],
+)
+def test_what_the_user_told_malloc_to_give_back_is_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: list[str]
+) -> None:
+    for name in [*os.environ]:
+        if name.startswith(("MALLOC_", "GLIBC_")):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.malloc_settings() == found

@@ -63,6 +63,13 @@ def test_memory_that_the_device_does_not_know_has_a_line_of_its_own() -> None:
     assert ledger.as_dict()["unregistered_bytes"] == 5 * MIB
 
 
+def test_the_heap_has_a_line_where_somebody_looked() -> None:
+    assert "heap" not in LEDGER.describe()
+    ledger = replace(LEDGER, heap="heap of glibc 2.36")
+    assert "  heap of glibc 2.36" in ledger.describe().splitlines()
+    assert ledger.as_dict()["heap"] == "heap of glibc 2.36"
+
+
 def test_faults_that_were_survived_are_told_by_kind_and_others_not_mentioned() -> None:
     drive = {"bytes_read": 7, "eio_retries": 3, "retries": 0, "slow_spells": 1}
     last = replace(LEDGER, drive=drive).describe().splitlines()[-1]

@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from memascend.base.units import format_nbytes
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed_json import flag, section, whole
-from memascend.config.environment import local_world_size
+from memascend.config.environment import local_world_size, malloc_settings
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.attach.device import device_of
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
@@ -27,6 +28,7 @@ from memascend.ledger.drives import DriveWatch
 from memascend.plan.request import check_limit_can_be_kept
 from memascend.runtime import Runtime, StockParts
 from memascend.system.files import is_replaceable
+from memascend.system.heap import Heap, examine_heap, give_back_freed
 from memascend.system.memory import memory_total
 from memascend.version import __version__
 from memascend.volumes.directory import provide_directory
@@ -51,6 +53,7 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
     provide_directory(directory)
     _show_log_lines()
     _warn_of_memory(config, limit_bytes)
+    heap = _set_heap(config)
     device = device_of(get_accelerator())
     runtime = Runtime(
         config=config,
@@ -65,8 +68,17 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
         limit_bytes=limit_bytes,
         **building_sizes(limit_bytes),
     )
-    _log_armed(config, ds_config, runtime)
-    return Attachment(runtime, _watch_drives(config, directory) if dist.get_rank() == 0 else None)
+    _log_armed(config, ds_config, runtime, heap)
+    drives = _watch_drives(config, directory) if dist.get_rank() == 0 else None
+    return Attachment(runtime, drives, heap)
+
+
+def _set_heap(config: MemAscendConfig) -> Heap:
+    if not config.heap.enabled:
+        return replace(examine_heap(), why_left="memascend.heap.enabled is false")
+    return give_back_freed(
+        mapped_bytes_min=config.heap.mapped_bytes_min, settings=malloc_settings()
+    )
 
 
 def _watch_drives(config: MemAscendConfig, directory: str) -> DriveWatch:
@@ -168,15 +180,18 @@ _IDLE_KEYS = {
 }
 
 
-def _log_armed(config: MemAscendConfig, ds_config: Mapping[str, Any], runtime: Runtime) -> None:
+def _log_armed(
+    config: MemAscendConfig, ds_config: Mapping[str, Any], runtime: Runtime, heap: Heap
+) -> None:
     if dist.get_rank() != 0:
         return
     log.log(
         logging.WARNING if runtime.unregistered_bytes else logging.INFO,
-        "memascend %s armed: %s; %s; torch %s",
+        "memascend %s armed: %s; %s; %s; torch %s",
         __version__,
         ", ".join(config.sections_enabled),
         runtime.describe(),
+        heap.describe(),
         torch.__version__,
     )
     zero = section(ds_config, "zero_optimization")

@@ -19,6 +19,7 @@ from memascend.ledger.drives import DriveWatch
 from memascend.ledger.ledger import Ledger, describe_plan
 from memascend.plan.derive import Plan
 from memascend.runtime import Runtime
+from memascend.system.heap import Heap
 from memascend.volumes.directory import provide_directory
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,11 @@ log = logging.getLogger(__name__)
 class Attachment:
     """A runtime together with the DeepSpeed side it serves. Parameters and optimizer share one."""
 
-    def __init__(self, runtime: Runtime, drives: DriveWatch | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, drives: DriveWatch | None = None, heap: Heap | None = None
+    ) -> None:
         self.runtime = runtime
+        self._heap = heap
         self._drives = drives
         self._rank = dist.get_rank()
         self._is_finished = False
@@ -38,8 +42,11 @@ class Attachment:
 
     def ledger(self) -> Ledger:
         """Return every host byte of ours by component, planned and measured."""
-        found = self.runtime.ledger()
-        return found if self._drives is None else replace(found, drives=self._drives.drives)
+        return replace(
+            self.runtime.ledger(),
+            drives=() if self._drives is None else self._drives.drives,
+            heap="" if self._heap is None else self._heap.describe(),
+        )
 
     def adopt(self, plan: Plan) -> None:
         """Have the runtime take the memory that the plan says, and log the plan on rank 0."""

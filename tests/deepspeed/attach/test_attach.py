@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from memascend.base.units import GIB
 from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
+from memascend.system import heap
 from tests.support.deepspeed_json import WORKING
 from tests.support.fake_accelerator import FakeAccelerator
 from tests.support.small_runtime import LIGHT
@@ -83,6 +85,41 @@ def test_memory_that_is_not_registered_is_loud_in_the_armed_line_and_the_ledger(
     (record,) = [r for r in caplog.records if ARMED_LINE.search(r.getMessage())]
     assert record.levelno == logging.WARNING
     assert "ONLY 0 % registered with the device" in record.getMessage()
+    attachment.runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("block", "settings", "sets", "says"),
+    [
+        ({}, [], True, "512.00 KiB"),
+        ({}, ["MALLOC_MMAP_THRESHOLD_"], False, "MALLOC_MMAP_THRESHOLD_"),
+        ({"enabled": False}, [], False, "memascend.heap.enabled"),
+    ],
+    ids=["set", "set by the user", "off"],
+)
+def test_the_heap_is_set_unless_somebody_says_otherwise(
+    attach: Attach,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    block: dict[str, Any],
+    settings: list[str],
+    sets: bool,
+    says: str,
+) -> None:
+    calls: list[int] = []
+
+    def mallopt(setting: int, value: int) -> int:
+        calls.append(value)
+        return 1
+
+    monkeypatch.setattr(heap, "_glibc", lambda: SimpleNamespace(mallopt=mallopt))
+    monkeypatch.setattr(heap, "_is_serving", lambda libc: True)
+    monkeypatch.setattr(activation, "malloc_settings", lambda: settings)
+    attachment = attach(heap={"mapped_bytes_min": "512KiB", **block})
+    assert (512 << 10 in calls) == bool(calls) == sets
+    for text in (armed(caplog)[0], attachment.ledger().heap):
+        assert "heap of glibc" in text
+        assert says in text
     attachment.runtime.close()
 
 

@@ -1,0 +1,176 @@
+"""The heap: what serves malloc in this process, and how it is made to give freed memory back.
+
+glibc keeps what is freed for the next who asks. Where tensors of many sizes come and go, as layers
+do on a device that is the CPU, it keeps pieces of all of them. An allocation that is mapped by
+itself goes back to the system when it is freed, so glibc is told to map from a smaller size on.
+Its settings are the process's, cannot be asked for, and stay until it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memascend.base.units import MIB, format_nbytes
+from memascend.system.mounts import PROC, read_line
+
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+
+_GLIBC = "glibc"
+#: A process may have so many mappings unless the system says otherwise; and glibc as many.
+_MAP_COUNT_MAX = 65530
+#: Of those, what the heap may take: one quarter. Beyond it glibc takes memory as before.
+_HEAP_SHARE = 4
+_PROBE_BYTES = MIB
+_PROBE_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Heap:
+    """What serves malloc in this process.
+
+    Attributes:
+        allocator: Such as "glibc 2.36"; of others the file's name.
+        why_left: Why it is left as it is; empty where glibc's may be set.
+        mapped_bytes_min: Allocations are mapped from this size on; None before it was set.
+    """
+
+    allocator: str
+    why_left: str = ""
+    mapped_bytes_min: int | None = None
+
+    @property
+    def is_glibc(self) -> bool:
+        """Whether glibc's malloc serves."""
+        return self.allocator.startswith(_GLIBC)
+
+    def describe(self) -> str:
+        """Return who serves and what was set, for the log."""
+        if self.mapped_bytes_min is not None:
+            nbytes = format_nbytes(self.mapped_bytes_min)
+            return f"heap of {self.allocator}, what is freed goes back from {nbytes} on"
+        return f"heap of {self.allocator}" + (self.why_left and f", left alone: {self.why_left}")
+
+
+def examine_heap(settings: Sequence[str] = ()) -> Heap:
+    """Return what serves malloc, and whether it may be set.
+
+    Args:
+        settings: Variables with which the user has set it.
+    """
+    libc = _glibc()
+    if libc is None or not _is_serving(libc):
+        return Heap(_file_of_malloc(), "it is not glibc's")
+    return Heap(_glibc_version(), f"set by {', '.join(settings)}" if settings else "")
+
+
+def give_back_freed(
+    *, mapped_bytes_min: int, settings: Sequence[str] = (), proc: Path = PROC
+) -> Heap:
+    """Have glibc map allocations from a size on; leave another's heap, and the user's, alone.
+
+    Args:
+        mapped_bytes_min: The size.
+        settings: Variables with which the user has set it.
+        proc: Where procfs is; tests give a folder of their own.
+    """
+    heap = examine_heap(settings)
+    libc = _glibc()
+    if heap.why_left or libc is None:
+        return heap
+    values = {
+        # Every mapping of the heap counts for the kernel, unless it happens to merge it with its
+        # neighbour. At the kernel's maximum nobody can map, nor unmap a part, any more.
+        _M_MMAP_MAX: _map_count_max(proc) // _HEAP_SHARE,
+        _M_MMAP_THRESHOLD: mapped_bytes_min,
+        # The end of the heap: any of the three settings ends glibc's habit of adapting it.
+        _M_TRIM_THRESHOLD: mapped_bytes_min,
+    }
+    if not all([libc.mallopt(setting, value) for setting, value in values.items()]):
+        return replace(heap, why_left=f"it refuses {mapped_bytes_min} bytes")
+    return replace(heap, mapped_bytes_min=mapped_bytes_min)
+
+
+_ACCOUNT = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
+
+class _Account(ctypes.Structure):
+    """The whole numbers of glibc's `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _ACCOUNT]
+
+
+class _OldAccount(ctypes.Structure):
+    """The same before glibc 2.33, modulo two to the power of 32."""
+
+    _fields_ = [(name, ctypes.c_uint) for name in _ACCOUNT]
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
+    return libc
+
+
+def _glibc_version() -> str:
+    return os.confstr("CS_GNU_LIBC_VERSION") or _GLIBC
+
+
+def _is_serving(libc: ctypes.CDLL) -> bool:
+    """Take memory from malloc and look if glibc has it in its account.
+
+    Where malloc is defined does not tell: in a program at a fixed address, as some Pythons are, it
+    seems to be the program's own.
+    """
+    process = ctypes.CDLL(None)
+    process.malloc.restype, process.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    process.free.argtypes = [ctypes.c_void_p]
+    for _ in range(_PROBE_TRIES):  # other threads free memory meanwhile
+        before = _in_use(libc)
+        address = process.malloc(_PROBE_BYTES)
+        grown = (_in_use(libc) - before) % (1 << 32)
+        process.free(address)
+        if _PROBE_BYTES // 2 <= grown < 1 << 31:
+            return True
+    return False
+
+
+def _in_use(libc: ctypes.CDLL) -> int:
+    kind = _Account if hasattr(libc, "mallinfo2") else _OldAccount
+    ask = libc.mallinfo2 if kind is _Account else libc.mallinfo
+    ask.restype = kind
+    account = ask()
+    return int(account.uordblks) + int(account.hblkhd)
+
+
+class _Symbol(ctypes.Structure):
+    """The `Dl_info` of dladdr."""
+
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+def _file_of_malloc() -> str:
+    process, symbol = ctypes.CDLL(None), _Symbol()
+    address = ctypes.cast(process.malloc, ctypes.c_void_p)
+    if not process.dladdr(address, ctypes.byref(symbol)) or not symbol.file:
+        return "an unknown library"
+    return os.path.basename(os.fsdecode(symbol.file))
+
+
+def _map_count_max(proc: Path) -> int:
+    text = read_line(proc / "sys/vm/max_map_count")
+    return min(int(text), _MAP_COUNT_MAX) if text.isdigit() else _MAP_COUNT_MAX
