@@ -27,7 +27,7 @@ from typing import Any
 import harness
 from bench_memory import slope
 from trainee import (
-    GIVES_BACK,
+    MALLOC_MMAP_THRESHOLD_BYTES,
     MARK,
     SHARED_MEMORY,
     Model,
@@ -152,7 +152,7 @@ def _ranks(command: list[str], world: int) -> Iterator[list[subprocess.Popen[str
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "DS_ACCELERATOR": "cpu",
-        **GIVES_BACK,
+        "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES),
     }
     for variable in ("MEMASCEND_CONFIG", "MEMASCEND_DISABLE"):
         common.pop(variable, None)

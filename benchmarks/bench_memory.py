@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from trainee import GIVES_BACK, Model, Trainee, deepspeed_config, model_of
+from trainee import MALLOC_MMAP_THRESHOLD_BYTES, Model, Trainee, deepspeed_config, model_of
 
 from memascend.base.units import MIB
 
@@ -36,6 +36,7 @@ BLOCK = {
     "streaming": {"optimizer": {"tile_bytes": "1MiB"}},
 }
 STOCK, OURS = "stock", "memascend"
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES)}
 
 
 def training_config(model: Model, directory: Path) -> dict[str, Any]:

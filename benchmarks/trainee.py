@@ -23,10 +23,10 @@ PROGRAM = Path(__file__).parent / "train_program.py"
 MARK = "@@"  # as in the program, which imports torch
 SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES_MAX = 15
-#: Of stock at its best: freed memory of this size goes back to the system at once, which memascend
-#: sees to by itself. Else glibc keeps up to 32 MiB of what a CPU run frees where a GPU run frees
-#: device memory, torn in pieces.
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
+#: For stock at its best, as memascend sets it by itself: freed memory of this size goes back to the
+#: system at once. By default glibc keeps up to 32 MiB of what a CPU run frees where a GPU run frees
+#: device memory, and it stays torn in pieces.
+MALLOC_MMAP_THRESHOLD_BYTES = 1 << 18
 #: A child that is not through by then is stuck.
 QUIT_TIMEOUT_S = 60.0
 

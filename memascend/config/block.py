@@ -120,7 +120,7 @@ class HeapConfig(Section):
 
     enabled: bool = Field(True, description="off: malloc keeps what it is used to keep")
     mapped_bytes_min: Nbytes = Field(
-        64 << 10,
+        256 << 10,
         ge=16 << 10,
         le=32 << 20,
         description="allocations from this size on go back to the system when they are freed",
