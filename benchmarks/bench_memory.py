@@ -35,7 +35,13 @@ BLOCK = {
     # Left to the limit, tiles shrink to what keeps the drive busy with tiny requests.
     "streaming": {"optimizer": {"tile_bytes": "1MiB"}},
 }
-STOCK, OURS = "stock", "memascend"
+STOCK, OURS, HEAP_LEFT = "stock", "memascend", "memascend, heap left alone"
+#: Each with its memascend block.
+CONTENDERS: dict[str, dict[str, Any] | None] = {
+    STOCK: None,
+    OURS: BLOCK,
+    HEAP_LEFT: BLOCK | {"heap": {"enabled": False}},
+}
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES)}
 
 
@@ -59,20 +65,20 @@ def training_config(model: Model, directory: Path) -> dict[str, Any]:
 
 
 def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
-    """Trains every size with both, then gives the slopes over the sizes."""
+    """Trains every size with all of them, then gives the slopes over the sizes."""
     size = "small" if small else "large"
     models = {label(numel): model_of(numel) for numel in SIZES[size]}
     first = model_of(SIZES[size][0])
     wide = Model(first.layers, VOCABULARY_FACTOR * first.vocabulary)
     models[f"{next(iter(models))}, vocabulary x{VOCABULARY_FACTOR}"] = wide
-    measured: dict[str, list[tuple[int, int]]] = {STOCK: [], OURS: []}
+    measured: dict[str, list[tuple[int, int]]] = {contender: [] for contender in CONTENDERS}
     for case, model in models.items():
         peaks: dict[str, int] = {}
-        for contender in (STOCK, OURS):
+        for contender in CONTENDERS:
             row = train(case, contender, model, directory, STEPS)
             peaks[contender] = row.figures["peak_mb"]
-            if contender == OURS:
-                row.figures["of_stock"] = peaks[OURS] / peaks[STOCK]
+            if contender != STOCK:
+                row.figures["of_stock"] = peaks[contender] / peaks[STOCK]
             if model is not wide:
                 measured[contender].append((model.numel, round(row.figures["peak_mb"] * 1e6)))
             yield row
@@ -85,13 +91,12 @@ def run(*, small: bool, directory: Path) -> Iterator[harness.Row]:
 def train(case: str, contender: str, model: Model, directory: Path, steps: int) -> harness.Row:
     """One run and its figures."""
     config = training_config(model, directory)
-    block = BLOCK if contender == OURS else None
     run = Trainee(
         contender,
         config,
         model,
         directory,
-        block=block,
+        block=CONTENDERS[contender],
         counts_device_bytes=True,
         environment=GIVES_BACK if contender == STOCK else {},
     )
@@ -110,6 +115,7 @@ def train(case: str, contender: str, model: Model, directory: Path, steps: int) 
         "parameters_m": run.events["initialized"]["parameters"] / 1e6,
         "peak_mb": max(above.values()),
         "own_mb": own["all, held"] / 1e6 if own else None,
+        "faults": taken[-1]["training"]["minor_faults"],
         "device_mb": max(step["device_bytes"]["all at once"] for step in taken) / 1e6,
     }
     config |= {
@@ -143,7 +149,7 @@ def label(numel: int) -> str:
 
 def components(rows: Sequence[harness.Row]) -> list[harness.Row]:
     """A row for each component of memascend's own memory, with a figure for each case."""
-    ours = [row for row in rows if row.config.get("own_bytes")]
+    ours = [row for row in rows if row.contender == OURS and row.config.get("own_bytes")]
     names = list(dict.fromkeys(name for row in ours for name in row.config["own_bytes"]))
     return [
         harness.Row(

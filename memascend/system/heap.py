@@ -52,7 +52,7 @@ class Heap:
         """Return who serves and what was set, for the log."""
         if self.mapped_bytes_min is not None:
             nbytes = format_nbytes(self.mapped_bytes_min)
-            return f"heap of {self.allocator}, what is freed goes back from {nbytes} on"
+            return f"heap of {self.allocator}: what is freed goes back at once from {nbytes} on"
         return f"heap of {self.allocator}" + (self.why_left and f", left alone: {self.why_left}")
 
 

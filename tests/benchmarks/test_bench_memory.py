@@ -87,3 +87,4 @@ def test_memascend_takes_the_same_bytes_for_every_model(tmp_path: Path) -> None:
         if row["case"] == "slope"
     }
     assert slopes["memascend"] < BYTES_PER_PARAMETER_MAX < slopes["stock"]
+    assert slopes[bench_memory.HEAP_LEFT] > BYTES_PER_PARAMETER_MAX
