@@ -78,7 +78,7 @@ def build_model(shape: dict[str, Any], dtype: torch.dtype, deepspeed_config: Any
 
 
 class Moment:
-    """What this process has used until now: time and CPU of all threads, pages, bytes of storage."""
+    """What this process has used until now: time, CPU of all threads, pages, bytes of storage."""
 
     def __init__(self) -> None:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
