@@ -3,7 +3,8 @@
 glibc keeps what is freed for the next who asks. Where tensors of many sizes come and go, as layers
 do on a device that is the CPU, it keeps pieces of all of them. An allocation that is mapped by
 itself goes back to the system when it is freed, so glibc is told to map from a smaller size on.
-Its settings are the process's, cannot be asked for, and stay until it ends.
+What lies free in its heap by then is still used first. The settings are the process's, cannot be
+asked for, and stay until it ends.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Settings are the process's, so each test has a process of its own.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -117,6 +118,11 @@ def test_a_size_that_glibc_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     found = heap.give_back_freed(mapped_bytes_min=64 * MIB)
     assert found.mapped_bytes_min is None
     assert str(64 * MIB) in found.why_left
+
+
+def test_an_older_glibc_is_recognized_by_its_older_account() -> None:
+    old = SimpleNamespace(mallinfo=ctypes.CDLL("libc.so.6").mallinfo)
+    assert heap._is_serving(old)
 
 
 # -- what is left alone --------------------------------------------------------------------------
