@@ -26,6 +26,7 @@ from trainee import Model, Trainee, deepspeed_config, model_of
 from transfers import ELEMENT_BYTES, READ, WRITTEN, Transfers
 
 QUESTION = "Step: time and traffic of whole steps against stock"
+HEAP_QUESTION = "Heap: what freed memory that goes back saves and costs"
 # parameters: rounds
 CASES = {
     "small": {20_000_000: 2},
@@ -213,11 +214,13 @@ def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
 
 def run_and_report(options: argparse.Namespace) -> None:
     """What the command line asks for."""
-    contenders = HEAPS if options.heap else CONTENDERS
+    name, question, contenders = "step", QUESTION, CONTENDERS
+    if options.heap:
+        name, question, contenders = "heap", HEAP_QUESTION, HEAPS
     rows = list(run(small=options.small, directory=options.directory, contenders=contenders))
     for part in ("training", "optimizer", "memory"):
-        harness.report("step", f"{QUESTION}: {part} step", table_rows(rows, part), None)
-    harness.write("step", rows, options.out)
+        harness.report(name, f"{question}: {part} step", table_rows(rows, part), None)
+    harness.write(name, rows, options.out)
 
 
 if __name__ == "__main__":
