@@ -84,7 +84,7 @@ def one_pass(tile: Tile) -> Callable[[], None]:
     tile.optimizer.state[tile.parameter] = values
     (group,) = tile.optimizer.param_groups
     states = {"exp_avg": FP32, "exp_avg_sq": FP32}
-    update = fused.of(group, values, states, tile.optimizer.step)
+    update = fused.of(group, values, states)
     assert update is not None
 
     def step() -> None:

@@ -4,7 +4,8 @@ The layers of `sleeping_model.py` compute for a stated time without any CPU, so 
 shows on any machine. First the drive is timed with what each phase of a step moves, and nothing
 else (`transfers.py`); then models train whose layers compute for a part, all, or a multiple of that
 time. Stock as DeepSpeed's documentation configures it, stock pipelined, and memascend with an empty
-block are alive side by side and take turns, one step each.
+block are alive side by side and take turns of a few steps: what a step leaves to be done behind the
+next one is waited for at the end of a turn, and counts.
 
 The bound of a phase is the longer one of its compute and its drive time; that of the whole step the
 longer one of all compute and all drive time. Ratios are taken within a round.
@@ -39,6 +40,8 @@ COMPUTE = {"small": (1.0,), "large": (0.3, 1.0, 3.0)}
 SIZES = {"small": (3, 1024), "large": (12, 4096)}  # layers, width
 ROUNDS = {"small": 1, "large": 5}
 CLIPPING = (1.0, 0.0)
+#: Steps of a turn.
+IN_A_ROW = 4
 #: Times of the drive alone, of which the middle one counts.
 DRIVE_ROUNDS = 3
 
@@ -161,7 +164,7 @@ def take_steps(
         for index in range(WARMUPS + rounds):
             first = index % len(runs)
             for one in (*runs[first:], *runs[:first]):
-                step = one.step()
+                step = one.step(IN_A_ROW)
                 if index >= WARMUPS:
                     taken[one.name].append(step)
     return taken

@@ -125,41 +125,53 @@ class Training:
         ids = torch.randint(options.shape["vocab_size"], shape, generator=generator)
         self._batches = ids.to(engine.device)
 
-    def step(self, **more: Any) -> None:
-        """One step of the optimizer: figures of the whole, and of its phases.
+    def step(self, count: int = 1, **more: Any) -> None:
+        """Steps of the optimizer in a row: figures of the whole, and of its phases, for one step.
 
-        Forward and backward are those of all micro-steps, the optimizer's is that of the last.
+        What the last one leaves to be done is waited for, as a part of its optimizer's: it would
+        take its time beside somebody else's step. Forward and backward are those of all
+        micro-steps, the optimizer's is that of the last.
         """
         started = Moment()
-        losses = []
-        forward_s = backward_s = 0.0
-        with torch.profiler.record_function(STEP):
-            for ids in self._batches:
-                begin_s = time.perf_counter()
-                loss = self._loss(ids)
-                computed_s = time.perf_counter()
-                self.engine.backward(loss)
-                stepping = Moment()
-                forward_s += computed_s - begin_s
-                backward_s += stepping.wall_s - computed_s
-                with torch.profiler.record_function(OPTIMIZER):
-                    self.engine.step()
-                losses.append(loss.detach())
-            get_accelerator().synchronize()
-        ended = Moment()
+        losses: list[torch.Tensor] = []
+        phases = dict.fromkeys(("forward", "backward"), 0.0)
+        optimizer: dict[str, float] = {}
+        for left in reversed(range(count)):
+            with torch.profiler.record_function(STEP):
+                stepping = self._one_step(losses, phases)
+                if left == 0:
+                    getattr(self.engine.optimizer, "finish_walk", lambda: None)()
+                get_accelerator().synchronize()
+            for figure, value in Moment().since(stepping).items():
+                optimizer[figure] = optimizer.get(figure, 0.0) + value / count
+        training = Moment().since(started)
         answer(
             "step",
             loss=",".join(repr(loss.item()) for loss in losses),
-            training=ended.since(started),
-            optimizer=ended.since(stepping),
-            forward={"wall_s": forward_s},
-            backward={"wall_s": backward_s},
+            training={figure: value / count for figure, value in training.items()},
+            optimizer=optimizer,
+            **{phase: {"wall_s": seconds / count} for phase, seconds in phases.items()},
             peak_bytes=self._high_water.take_bytes(),
             device_bytes=None if self._counted is None else self._counted.take_peaks(),
             on_device=self._device.take_peaks(),
             components=components(self.engine),
             **more,
         )
+
+    def _one_step(self, losses: list[torch.Tensor], phases: dict[str, float]) -> Moment:
+        """One step; when its optimizer began."""
+        for ids in self._batches:
+            begin_s = time.perf_counter()
+            loss = self._loss(ids)
+            computed_s = time.perf_counter()
+            self.engine.backward(loss)
+            stepping = Moment()
+            phases["forward"] += computed_s - begin_s
+            phases["backward"] += stepping.wall_s - computed_s
+            with torch.profiler.record_function(OPTIMIZER):
+                self.engine.step()
+            losses.append(loss.detach())
+        return stepping
 
     def one_pass(self) -> None:
         """Forward and backward of the first micro-step."""
@@ -272,7 +284,7 @@ def main() -> None:
 def obey(training: Training, command: str, argument: str) -> None:
     """One line of the parent's: each is answered once."""
     if command == "step":
-        training.step()
+        training.step(int(argument or 1))
     elif command == "trace":  # a step, and its trace in a file
         traced(training.step, Path(argument), stock=components(training.engine) is None)
     elif command == "crowded":  # a step after a pass that found no device memory

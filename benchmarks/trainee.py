@@ -193,13 +193,13 @@ class Trainee:
         for event in ("baseline", "built", "initialized"):
             self.events[event] = self._answer(event)
 
-    def step(self) -> dict[str, Any]:
-        """One training step and its figures.
+    def step(self, count: int = 1) -> dict[str, Any]:
+        """Training steps in a row, and the figures of one.
 
         Raises:
             RuntimeError: The process ended instead.
         """
-        return self.ask("step", "step")
+        return self.ask(f"step {count}", "step")
 
     def ask(self, command: str, event: str) -> dict[str, Any]:
         """Gives every rank a command; rank 0's answer.
