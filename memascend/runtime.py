@@ -34,6 +34,7 @@ from memascend.plan.derive import Plan
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.plan.knobs import BOUNCE_BYTES, STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.streaming.staging import StagingSlots
+from memascend.streaming.walk import Walk
 from memascend.system.memory import resident_memory
 from memascend.system.numa import preferred_node
 from memascend.volumes.prepare import prepared, volume_paths
@@ -75,6 +76,8 @@ def streams_parameters(config: MemAscendConfig) -> bool:
 class Runtime:
     """Built once per model from the `memascend` block."""
 
+    plan: Plan | None = None
+
     def __init__(
         self,
         *,
@@ -110,9 +113,9 @@ class Runtime:
         """
         self.config = config
         self.directory = directory
+        self.walk = Walk()  # of the optimizer, behind its caller
         self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
         self.limit_bytes = limit_bytes
-        self.plan: Plan | None = None
         self.arena: HostAllocator | None = None
         self.store: ResidentStore | None = None
         if config.allocator.enabled:

@@ -90,6 +90,9 @@ class OptimizerStreamConfig(Section):
     """The optimizer step walks each sub-group in tiles; no whole-sub-group buffers."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's whole-sub-group buffers")
+    overlap: bool = Field(
+        True, description="the step goes on behind the next forward pass; off: it is over first"
+    )
     tile_bytes: Nbytes | None = Field(
         None,
         ge=64 << 10,

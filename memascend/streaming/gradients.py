@@ -179,12 +179,25 @@ class GradientSpool:
 
     # -- the step --------------------------------------------------------------------------------
 
+    def submit(self) -> None:
+        """Have the store know of everything that was put, for `start_read`."""
+        self._slots.submit_all()
+
+    def needs_slots(self, dtype: torch.dtype) -> bool:
+        """Return whether a step on gradients stored in `dtype` passes values through slots."""
+        return any(
+            len(shard.factors) >= FACTOR_COUNT_MAX or shard.seen.dtype != dtype
+            for shards in self._shards.values()
+            for shard in shards.values()
+            if shard.seen is not None
+        )
+
     def start_read(self, group: str, begin: int, raw: torch.Tensor) -> list[Ticket]:
         """Start reading a range as it is stored, for `load` once the tickets are done.
 
-        Values of another dtype than that of `raw` are left to `load`.
+        What was put must have been submitted. Values of another dtype than that of `raw` are left
+        to `load`.
         """
-        self._slots.submit_all()
         return [
             self._store.read(
                 key=part.value.key,

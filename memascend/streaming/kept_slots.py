@@ -1,4 +1,4 @@
-"""Slots of shards that were let go: copied from still, or whole still and worth keeping.
+"""Slots of shards: leased, and let go; copied from still, or whole still and worth keeping.
 
 A pass over the model is often followed by one in the opposite order: backward after forward, or the
 recomputation of a layer and then its backward. What was used last is then needed first, so slots
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from memascend.base.interfaces import Event
+from memascend.base.interfaces import Event, Ticket
 from memascend.memory.pool import Lease, Pool
 from memascend.streaming.shards import Shard, ShardState
 
@@ -55,6 +55,31 @@ class KeptSlots:
         while self._copying:
             self._wait_copy()
 
+    def acquire(self, nbytes: int, writes: deque[Ticket]) -> Lease | None:
+        """Lease a free slot, else one that is about to become free, else a new one if allowed.
+
+        None when only the caller could make room: then the shard does without a slot.
+
+        Args:
+            nbytes: Of the shard.
+            writes: Transfers out of slots, oldest first; those that are over are taken off.
+        """
+        if self._pool.slot_bytes(nbytes) == 0:
+            return None
+        while True:
+            self.free_passed()
+            while writes and writes[0].done():
+                writes.popleft().wait()
+            lease = self._pool.acquire(nbytes)
+            if lease is not None:
+                return lease
+            if self.free_oldest() or self._wait_for_one(nbytes):
+                continue
+            if writes:
+                writes.popleft().wait()
+            elif not self._pool.grow(nbytes):
+                return None
+
     def free_passed(self) -> None:
         """Free slots whose copies turn out to be over."""
         while self._copying and self._copying[0][0].query():
@@ -76,7 +101,7 @@ class KeptSlots:
                 self._wait_copy()
         return True
 
-    def wait_for_one(self, nbytes: int) -> bool:
+    def _wait_for_one(self, nbytes: int) -> bool:
         """Wait for the oldest copy if one is out of a slot that suits; False when none is."""
         if any(self._pool.suits(lease.slot_bytes, nbytes) for _, lease in self._copying):
             self._wait_copy()

@@ -73,6 +73,7 @@ class OptimizerStream:
             TornStepError: The last walk ended half-way.
         """
         self.drain()
+        self._spool.submit()
         self._groups.integrity.begin(len(names))
         groups = [self._groups.group(name) for name in names]
         self._coming = (
@@ -82,6 +83,7 @@ class OptimizerStream:
     def step(
         self,
         name: str,
+        reach: Callable[[int], None] = lambda end: None,
         *,
         parameter: torch.Tensor,
         states: Mapping[torch.Tensor, State],
@@ -94,6 +96,7 @@ class OptimizerStream:
 
         Args:
             name: The sub-group.
+            reach: Told which of its elements, from the first on, are new for whoever reads them.
             parameter: What the optimizer knows it as; empty again on return.
             states: The optimizer's state by parameter.
             update: One step of the optimizer on `parameter` and its `grad`.
@@ -116,19 +119,16 @@ class OptimizerStream:
                     values.update(_clone(scalars))
                     if not makes_states:
                         self._point_states(tile, group, values)
-                    if fused is not None and not makes_states:
+                    is_fused = fused is not None and not makes_states
+                    if fused is not None and is_fused:
                         self._step_fused(tile, fused, values, factor)
-                        self._write_back(tile, group, members, is_cast=True)
-                        continue
-                    gradient = self._tiles.gradient(tile)
-                    self._spool.load(name, begin, tile.raw.narrow(0, 0, tile.numel), gradient)
-                    gradient.mul_(factor)
-                    parameter.data = tile.master.narrow(0, 0, tile.numel)
-                    parameter.grad = gradient
-                    self._groups.integrity.note_change()
-                    update()
-                    self._collect_states(tile, group, states[parameter])
-                    self._write_back(tile, group, members, is_cast=False)
+                    else:
+                        self._load_gradient(tile, parameter, factor)
+                        self._groups.integrity.note_change()
+                        update()
+                        self._collect_states(tile, group, states[parameter])
+                    self._write_back(tile, group, members, is_cast=is_fused)
+                reach(min(begin + self._tiles.shape.numel, group.numel))
         except BaseException:
             self._stop()
             raise
@@ -232,6 +232,14 @@ class OptimizerStream:
             values=values,
             output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
         )
+
+    def _load_gradient(self, tile: Tile, parameter: torch.Tensor, factor: Factor) -> None:
+        """Point the optimizer's parameter at a tile and its gradient."""
+        gradient = self._tiles.gradient(tile)
+        self._spool.load(tile.owner, tile.begin, tile.raw.narrow(0, 0, tile.numel), gradient)
+        gradient.mul_(factor)
+        parameter.data = tile.master.narrow(0, 0, tile.numel)
+        parameter.grad = gradient
 
     def _collect_states(self, tile: Tile, group: SubGroup, values: State) -> None:
         """Put states that the optimizer made, or put elsewhere, into the tile."""

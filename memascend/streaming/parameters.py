@@ -26,11 +26,12 @@ import torch
 from memascend.base.interfaces import Event, TensorIO, Ticket
 from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
-from memascend.memory.pool import Lease, Pool
+from memascend.memory.pool import Pool
 from memascend.plan.knobs import PREFETCH_BYTES_MIN
 from memascend.streaming.kept_slots import KeptSlots
 from memascend.streaming.shards import Shard, Shards, ShardState
 from memascend.streaming.staging import StagingSlots
+from memascend.streaming.walk import Walk
 
 #: Casts of updated parameters that may wait for the drive; bounds the slots that writing back
 #: takes.
@@ -50,6 +51,7 @@ class ParameterStream:
         prefetch_bytes: int | None = None,
         staging: StagingSlots | None = None,
         device: torch.device | None = None,
+        walk: Walk | None = None,
     ) -> None:
         """Take no slot yet.
 
@@ -59,11 +61,13 @@ class ParameterStream:
             prefetch_bytes: Bytes that may be read ahead; None derives them from the sizes.
             staging: Through which shards travel that have no slot; needed with a budget.
             device: Where those are assembled.
+            walk: The optimizer's, which may still be writing shards.
         """
         self.pool = pool
         self._store = store
         self._prefetch_bytes = prefetch_bytes
         self._staging = staging
+        self.walk = walk or Walk()
         # Not torch.empty later: zero.Init replaces it by one that casts.
         self._on_device = None if staging is None else torch.empty(0, device=device)
         self._shards = Shards()
@@ -95,6 +99,9 @@ class ParameterStream:
         Stops at the first that does not fit, so that what is needed soonest is never overtaken. One
         that has no slot ever is passed over: it is read when it is needed.
         """
+        for shard in self._staged:
+            if shard.is_late and self.walk.has_passed(shard.key):
+                self._start_read(shard)
         room_bytes = self._prefetch_limit_bytes() - self._staged_bytes()
         for shard in shards:
             cost_bytes = self.pool.slot_bytes(shard.nbytes)
@@ -133,6 +140,7 @@ class ParameterStream:
 
     def read_into(self, shard: Shard, target: torch.Tensor) -> None:
         """Fill a flat tensor that is not a slot: of any device, at any address, of any length."""
+        self.walk.wait_for([shard.key])
         if self._staging is not None and target.device.type != "cpu":
             self._staging.read(key=shard.key, target=target)
         else:
@@ -266,23 +274,31 @@ class ParameterStream:
     # -- slots -----------------------------------------------------------------------------------
 
     def _read(self, shard: Shard) -> None:
-        """Start reading a shard; what is kept of it needs no read."""
+        """Start reading a shard; what is kept of it needs no read, what is still old waits."""
         is_kept = shard.state is ShardState.KEPT
         if is_kept:
             self._kept.take(shard)
         self._stage(shard)
         try:
-            if shard.lease is not None and shard.tensor is not None and not is_kept:
-                self._wait_chunks(shard)
-                shard.read = self._store.read(
-                    key=shard.key,
-                    target=shard.tensor,
-                    hold=shard.lease.hold(),
-                    capacity_bytes=shard.lease.slot_bytes,
-                )
+            if shard.lease is not None and not is_kept:
+                shard.is_late = True
+                if self.walk.has_passed(shard.key):
+                    self._start_read(shard)
         except BaseException:
             self.drop(shard)
             raise
+
+    def _start_read(self, shard: Shard) -> None:
+        assert shard.lease is not None
+        assert shard.tensor is not None
+        self._wait_chunks(shard)
+        shard.read = self._store.read(
+            key=shard.key,
+            target=shard.tensor,
+            hold=shard.lease.hold(),
+            capacity_bytes=shard.lease.slot_bytes,
+        )
+        shard.is_late = False
 
     def _wait(self, needed: Collection[Shard]) -> None:
         """Wait for the reads of these shards, and assemble those that have no slot."""
@@ -292,6 +308,10 @@ class ParameterStream:
             for shard in sorted(reading, key=lambda one: one.read is None):
                 if shard not in needed:
                     continue
+                if shard.read is None:
+                    self.walk.wait_for([shard.key])
+                if shard.is_late:
+                    self._start_read(shard)
                 ticket, shard.read = shard.read, None
                 if ticket is not None:
                     ticket.wait()
@@ -310,7 +330,7 @@ class ParameterStream:
         if shard.is_staged:
             raise AssertionError(f"{shard.key} is staged already")
         if shard.lease is None:
-            shard.lease = self._acquire(shard.nbytes)
+            shard.lease = self._kept.acquire(shard.nbytes, self._writes)
             if shard.lease is not None:
                 shard.tensor = shard.lease.view(shard.numel, shard.dtype)
         self._staged[shard] = None
@@ -319,36 +339,6 @@ class ParameterStream:
     def _note(self, shard: Shard, state: ShardState) -> None:
         shard.state = state
         self._changed[shard] = None
-
-    def _acquire(self, nbytes: int) -> Lease | None:
-        """Lease a free slot, else one that is about to become free, else a new one if allowed.
-
-        None when only the caller could make room: then the shard does without a slot.
-        """
-        if self.pool.slot_bytes(nbytes) == 0:
-            return None
-        while True:
-            self._release_passed()
-            lease = self.pool.acquire(nbytes)
-            if lease is not None:
-                return lease
-            is_freed = self._kept.free_oldest() or self._wait_for_one(nbytes)
-            if not is_freed and not self.pool.grow(nbytes):
-                return None
-
-    def _release_passed(self) -> None:
-        self._kept.free_passed()
-        while self._writes and self._writes[0].done():
-            self._writes.popleft().wait()
-
-    def _wait_for_one(self, nbytes: int) -> bool:
-        """Wait for the oldest copy or write that holds such a slot; False when there is none."""
-        if self._kept.wait_for_one(nbytes):
-            return True
-        if self._writes:
-            self._writes.popleft().wait()
-            return True
-        return False
 
     # -- without a slot --------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Shard:
         tensor: None while a shard without a slot waits to be needed.
         read: Its transfer from the drive while that is in flight.
         is_ahead: Whether it was read ahead and is not needed yet.
+        is_late: Whether its read waits until the optimizer has written it.
         equals_store: Whether it was read and nobody was asked to change it.
         copied: Passes when the last copy out of the slot is over; None when none is under way.
     """
@@ -50,6 +51,7 @@ class Shard:
     tensor: torch.Tensor | None = None
     read: Ticket | None = None
     is_ahead: bool = False
+    is_late: bool = False
     equals_store: bool = False
     copied: Event | None = None
 
@@ -67,7 +69,7 @@ class Shard:
         """End its stay."""
         self.state = ShardState.ABSENT
         self.lease = self.tensor = self.read = self.copied = None
-        self.is_ahead = self.equals_store = False
+        self.is_ahead = self.is_late = self.equals_store = False
 
 
 class Shards:

@@ -73,7 +73,9 @@ def run_case(case: Case, config: dict[str, Any], *, save_to: str | None = None) 
                 assert path is not None
                 # CPU offload would begin with powers of its betas that are rounded differently.
                 replay_beta_powers(
-                    engine.optimizer.optimizer, engine.optimizer.fp32_partitioned_groups_flat
+                    engine.optimizer.optimizer,
+                    engine.optimizer.fp32_partitioned_groups_flat,
+                    note=lambda *_: None,
                 )
                 facts["loaded"] = state_digests(engine)
             facts |= train(case, engine, config, first=case.resume_at or case.first_step)

@@ -10,6 +10,7 @@ import torch
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.streaming.walk import Walk
 from tests.support.tiled_training import SIZES, Training
 
 BF16 = torch.bfloat16
@@ -31,6 +32,7 @@ class Optimizer(TiledSteps):
 
     streams_gradients = True
     offload_optimizer = zenflow = False  # no second optimizer on the device
+    _param_swapper: Any = None
 
     def __init__(self, make: Any, **options: Any) -> None:
         self.training = training = Training(make, **options)
@@ -52,6 +54,8 @@ class Optimizer(TiledSteps):
             staging=training.slots,
             config=parse_block({}),
             plan=None,
+            store=training.store,
+            walk=Walk(),
         )
         self.attachment = SimpleNamespace(runtime=self.runtime)
         self.loss_scaler, self.custom_loss_scaler = SimpleNamespace(cur_scale=4.0), False

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -128,25 +128,22 @@ class FusedAdam:
         group: Mapping[str, Any],
         values: Mapping[str, Any],
         states: Mapping[str, torch.dtype],
-        note_call: Callable[[], None],
     ) -> FusedUpdate | None:
         """Return the update of a sub-group's tiles; None for what the optimizer must do itself.
 
         Args:
-            group: Its hyperparameters.
+            group: Its hyperparameters, as they are now.
             values: The optimizer's state of it.
             states: Dtypes of its state tensors.
-            note_call: Calls the optimizer's step() without any gradient: schedulers count calls.
         """
         has_moments = states == _MOMENTS and type(values.get("step")) is int
         if has_moments and _has_plain_numbers(group) and _has_plain_step(self._optimizer):
-            return partial(self._update, group, note_call)
+            return partial(self._update, dict(group))
         return None
 
     def _update(
         self,
         group: Mapping[str, Any],
-        note_call: Callable[[], None],
         *,
         gradient: torch.Tensor,
         factor: float,
@@ -169,7 +166,6 @@ class FusedAdam:
             coefficients=self._powers.coefficients(group, factor, adamw=optimizer.adam_w_mode),
             tail_numel=gradient.numel() % self._tail_width,
         )
-        note_call()
 
 
 def fused_adam(optimizer: Any, shape: TileShape) -> FusedAdam | None:

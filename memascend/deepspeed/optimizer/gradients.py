@@ -7,6 +7,7 @@ that the spool finds in passing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     streams_gradients = True
     streams_optimizer: bool
     spool: GradientSpool
+    finish_walk: Callable[[], None]
     offload_optimizer_pin_memory: bool
     grad_partitions_flat_buffer: torch.Tensor | None
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
@@ -61,7 +63,8 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
-        """Take the reduced gradients of a bucket."""
+        """Take the reduced gradients of a bucket; the last step has used those before."""
+        self.finish_walk()
         for param, grad_partition in zip(params_to_release, grad_partitions, strict=True):
             begin = param.partition_numel() * self._get_param_partition_rank(param)
             if begin < param.ds_numel:

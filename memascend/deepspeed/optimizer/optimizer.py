@@ -240,7 +240,16 @@ class ZeroOptimizer(CheckpointedOptimizer):
         """Destroy as upstream, and give the large host buffers back, which DeepSpeed never lets go.
 
         Parameters stay readable; they are the model's, not the optimizer's.
+
+        Raises:
+            StoreError: The last step failed behind its caller; all is given back nevertheless.
         """
+        try:
+            self.finish_walk()
+        finally:
+            self._destroy()
+
+    def _destroy(self) -> None:
         super().destroy()
         self.attachment.finish()
         self.grad_partitions_flat_buffer = None

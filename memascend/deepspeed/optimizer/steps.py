@@ -38,7 +38,9 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """
         self.integrity.check()
         super().step(closure)
-        self.integrity.mend()
+
+    def finish_walk(self) -> None:
+        """Return when the last step is over, wherever it goes on behind its caller."""
 
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
         """Note a step that DeepSpeed's Adam was brought through after a load."""
@@ -82,6 +84,11 @@ class WholeSteps(Steps):
     """Whole sub-groups in DeepSpeed's own swapper, or in memory."""
 
     streams_optimizer = False
+
+    def step(self, closure: Any = None) -> None:
+        """Step; all values then belong together."""
+        super().step(closure)
+        self.integrity.mend()
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         pipelined = offload_optimizer_config.pipeline

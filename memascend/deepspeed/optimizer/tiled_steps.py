@@ -17,8 +17,8 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.base.units import format_nbytes
+from memascend.deepspeed.optimizer.behind import StepsBehind
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, fused_adam
-from memascend.deepspeed.optimizer.steps import Steps
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.plan.optimizers import initial_state, is_elementwise, state_count
@@ -33,14 +33,12 @@ from memascend.streaming.tiles import Tiles, TileShape
 log = logging.getLogger(__name__)
 
 
-class TiledSteps(Steps):
+class TiledSteps(StepsBehind):
     """Sub-groups in the store, stepped by an OptimizerStream."""
 
-    streams_gradients: bool
     streams_optimizer = True
     spool: GradientSpool
     groups: SubGroups
-    stream: OptimizerStream
     # One pass over a tile; None: the optimizer's own step.
     _fused: FusedAdam | None = None
     _factor: Any = 1.0
@@ -126,6 +124,7 @@ class TiledSteps(Steps):
             # Reading ahead crosses sub-groups, so all states are known before the walk.
             for other in range(len(self.fp16_groups)):
                 self._make_state(other)
+            self._behind = [] if self._may_go_behind() else None
             self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat])
 
     def _make_state(self, sub_group_id: int) -> None:
@@ -154,17 +153,25 @@ class TiledSteps(Steps):
     def _optimizer_step(self, sub_group_id: int) -> None:
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         step_whole = functools.partial(super()._optimizer_step, sub_group_id)
-        self.stream.step(
+        fused = self._fused_update(sub_group_id)
+        step = functools.partial(
+            self.stream.step,
             parameter.ds_id,
             parameter=parameter,
             states=self.optimizer.state,
             update=step_whole,
             factor=self._factor,
             members=self._members(sub_group_id),
-            fused=self._fused_update(sub_group_id, step_whole),
+            fused=fused,
         )
+        if fused is not None:
+            step_whole()  # without any gradient: schedulers count calls
+        if self._behind is None:
+            step()
+        else:
+            self._behind.append(step)
 
-    def _fused_update(self, sub_group_id: int, note_call: Callable[[], None]) -> FusedUpdate | None:
+    def _fused_update(self, sub_group_id: int) -> FusedUpdate | None:
         """Return the fused update of a sub-group, if it may be taken.
 
         Never again after a step of the optimizer's own: its running powers are not known then.
@@ -174,10 +181,26 @@ class TiledSteps(Steps):
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
         states = self.groups.group(parameter.ds_id).states
-        update = self._fused.of(group, self.optimizer.state[parameter], states, note_call)
+        update = self._fused.of(group, self.optimizer.state[parameter], states)
         if update is None:
             self._fused = None
         return update
+
+    def _may_go_behind(self) -> bool:
+        """Return whether this one may, on this rank, until its values are needed.
+
+        Of what runs beside a forward pass it may use the store and its tiles alone: no optimizer
+        whose numbers the script changes, no staging slots, no device.
+        """
+        if not self._overlaps or self.attachment.runtime.store is None:
+            return False
+        count = len(self.fp16_groups)
+        if not all(self._fused_update(index) for index in range(count)):
+            return False
+        if self.spool.needs_slots(self.gradient_accumulation_dtype):
+            return False
+        tensors = [m.tensor for index in range(count) for m in self._members(index)]
+        return all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if self.fp16_partitioned_groups_flat[sub_group_id] is not None:
@@ -186,12 +209,9 @@ class TiledSteps(Steps):
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         """Release nothing: no sub-group was taken."""
 
-    def _post_step(self, timer_names: Any) -> None:
-        self.stream.drain()
-        super()._post_step(timer_names)
-
     def reset_swap_buffers(self) -> None:
         """Give parameters the values of their master weights, after a load."""
+        self.finish_walk()
         for sub_group_id, flat in enumerate(self.fp32_partitioned_groups_flat):
             self.stream.refresh(flat.ds_id, self._members(sub_group_id))
             self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
@@ -224,6 +244,7 @@ class TiledSteps(Steps):
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
+        self.finish_walk()
         group_index, offset, numel = self.grad_position[self.get_param_id(param)]
         flat = self.fp32_partitioned_groups_flat[group_index]
         gradient = torch.empty(numel, dtype=flat.dtype)
@@ -234,6 +255,7 @@ class TiledSteps(Steps):
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
+        self.finish_walk()
         group_index, offset, numel = self.grad_position[self.get_param_id(param)]
         flat = self.fp32_partitioned_groups_flat[group_index]
         dtype = flat.dtype
@@ -275,6 +297,7 @@ class TiledSteps(Steps):
         Raises:
             TornStepError: The last step or load ended half-way.
         """
+        self.finish_walk()
         self.groups.settle()
 
     def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
@@ -288,6 +311,7 @@ class TiledSteps(Steps):
         """Make ready for all values to be replaced; what failed until now does not matter."""
         self.integrity.note_change()
         with suppress(StoreError):
+            self.finish_walk()
             self.stream.drain()
 
     def forget_states(self) -> None:

@@ -117,6 +117,7 @@ def _in_turns(
         handles: list[Any] = []
         with _whole_or_not_at_all(swapper, absent, handles):
             for turn in swapper.turns(absent):
+                swapper.wait_for_updates(turn)
                 swapper.wait_for_released()
                 swapper.swap_in(turn, async_op=False)
                 if not async_op:  # else nobody would keep the copies until the gather is over
@@ -140,6 +141,7 @@ def _coalesced_in_turns(
         shards: list[Any] = []
         with _whole_or_not_at_all(swapper, listed, handles):
             for turn in swapper.turns(listed):
+                swapper.wait_for_updates(turn)
                 swapper.wait_for_released()
                 swapper.swap_in(turn, async_op=False)
                 swapper.start_copies(turn)

@@ -226,6 +226,16 @@ class ParameterSwapper:
         if event is not None:
             self._released.note(nbytes, event)
 
+    def wait_for_updates(self, params: Iterable[Parameter]) -> None:
+        """Return when the optimizer's walk has given these parameters their new values.
+
+        Of all ranks alike, and without the lock, which hooks of other threads want meanwhile.
+
+        Raises:
+            StoreError: The walk failed before.
+        """
+        self._stream.walk.wait_for([self.key(param) for param in params])
+
     @exclusive
     def wait_for_released(self) -> None:
         """Return when the device has caught up so far that more may be gathered."""

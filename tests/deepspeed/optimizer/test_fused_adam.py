@@ -217,7 +217,7 @@ def fused_of(optimizer: Any) -> FusedAdam:
 
 def served(optimizer: Any, fused: FusedAdam, **values: Any) -> bool:
     group = optimizer.param_groups[0]
-    return fused.of(group, {"step": 1} | values, STATES, lambda: None) is not None
+    return fused.of(group, {"step": 1} | values, STATES) is not None
 
 
 def test_deepspeeds_cpu_adam_is_fused_and_others_are_not(optimizer: DeepSpeedCPUAdam) -> None:
@@ -303,7 +303,7 @@ def test_states_of_other_kinds_are_left_to_the_optimizer(optimizer: DeepSpeedCPU
     assert not served(optimizer, fused, step=torch.tensor(1.0))
     group = optimizer.param_groups[0]
     for states in ({}, {"exp_avg": BF16, "exp_avg_sq": BF16}):
-        assert fused.of(group, {"step": 1}, states, lambda: None) is None
+        assert fused.of(group, {"step": 1}, states) is None
 
 
 def test_tiles_that_no_kernel_reads_are_left_to_the_optimizer(optimizer: DeepSpeedCPUAdam) -> None:
@@ -332,7 +332,7 @@ def test_the_optimizer_may_take_over_after_any_step(optimizer: DeepSpeedCPUAdam)
         parameters[1].grad = gradient
         expected.step()
         if step < 30:
-            note = fused.of(group, values, STATES, optimizer.step)
+            note = fused.of(group, values, STATES)
             assert note is not None
             weight = parameters[0].data
             note(gradient=gradient, factor=1.0, weight=weight, values=values, output=None)

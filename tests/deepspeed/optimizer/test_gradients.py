@@ -53,6 +53,7 @@ class Optimizer(StreamedGradients):
             sum_of_squares=lambda value: value.double().square().sum(),
         )
         self.attachment = SimpleNamespace(runtime=SimpleNamespace(lock=threading.RLock()))
+        self.finish_walk = lambda: None
         self.grad_position = {i: (*place, NUMELS[i]) for i, place in enumerate(PLACES)}
         self.gradient_accumulation_dtype = BF16
         self.master_weights_and_grads_dtype = FP32

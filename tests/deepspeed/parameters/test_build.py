@@ -21,6 +21,7 @@ from memascend.deepspeed.parameters import build
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.memory.pool import Pool
 from memascend.streaming.staging import StagingSlots
+from memascend.streaming.walk import Walk
 
 
 class AttachmentLike:
@@ -32,6 +33,7 @@ class AttachmentLike:
             io=store,
             pool=Pool(memory=memory, component="slots", budget_bytes=budget_bytes),
             lock=threading.RLock(),
+            walk=Walk(),
         )
         if budget_bytes is not None:
             self.runtime.staging = StagingSlots(

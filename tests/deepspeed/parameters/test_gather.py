@@ -25,6 +25,7 @@ class TwoAtATime(ParameterSwapper):
         self.calls: list[tuple[str, list[int]]] = []
         self.components: list[str | None] = []
         self.waits = 0
+        self.updated: list[list[int]] = []
         self.released: list[int] = []
         self.memascend_attachment = SimpleNamespace(host_buffers=self._host_buffers)  # type: ignore[assignment]
 
@@ -47,6 +48,9 @@ class TwoAtATime(ParameterSwapper):
 
     def after_gather(self, params: Any) -> None:
         self.note("let go", params)
+
+    def wait_for_updates(self, params: Any) -> None:
+        self.updated.append([param.ds_id for param in params])
 
     def wait_for_released(self) -> None:
         self.waits += 1
@@ -115,6 +119,7 @@ def test_a_list_is_read_gathered_and_let_go_turn_by_turn(swapper: TwoAtATime) ->
     handle = params[0].all_gather_coalesced(reversed(params), quantize=False)
     assert swapper.calls == TURNS_OF_THREE
     assert swapper.waits == 2  # for the device to catch up, before each turn
+    assert swapper.updated == [[0, 1], [2]]  # for the optimizer, behind its caller
     assert isinstance(handle.handle, MultipleAllGatherHandles)
     assert handle.handle.handles[0].keywords == {"quantize": False}
 

@@ -12,7 +12,14 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from memascend.deepspeed.optimizer import checkpoints, gradients, optimizer, steps, tiled_steps
+from memascend.deepspeed.optimizer import (
+    behind,
+    checkpoints,
+    gradients,
+    optimizer,
+    steps,
+    tiled_steps,
+)
 from memascend.deepspeed.seams import arm, fingerprints
 from memascend.deepspeed.seams.fingerprint import resolve
 from memascend.deepspeed.seams.table import SEAMS, WATCHED, Seam, relied_on
@@ -20,6 +27,7 @@ from memascend.deepspeed.stock.optimizer_swapper import PipelinedSwapper, Sequen
 
 STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 OURS = (
+    behind.StepsBehind,
     checkpoints.CheckpointedOptimizer,
     gradients.FlatGradients,
     gradients.StreamedGradients,

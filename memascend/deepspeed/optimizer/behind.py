@@ -1,0 +1,89 @@
+"""Steps of the ZeRO-3 optimizer that go on behind the caller of `step()`.
+
+What a step needs of all ranks, norm and verdict, is known when its first sub-group begins. The rest
+is each rank's own, and may go on while the next forward pass computes: a gather waits for its own
+parameters, and whoever looks at anything else waits for all of it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from memascend.deepspeed.optimizer.steps import Steps
+from memascend.errors import StoreError
+from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.walk import Place, Step
+
+
+class StepsBehind(Steps):
+    """Has the steps of sub-groups go on behind their caller, and waits for them."""
+
+    streams_gradients: bool
+    stream: OptimizerStream
+    persistent_parameters: list[Any]
+    _param_swapper: Any
+    # Steps of sub-groups that are to go on behind the caller; None: each is made at once.
+    _behind: list[Step] | None = None
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether steps may go on behind their caller; the same on every rank."""
+        wanted = self.attachment.runtime.config.streaming.optimizer.overlap
+        return wanted and self.streams_gradients and self._param_swapper is not None
+
+    def finish_walk(self) -> None:
+        """Have every value new that the last step makes.
+
+        Raises:
+            StoreError: The step failed; raised once, after which `integrity` says so.
+        """
+        walk = self.attachment.runtime.walk
+        if not walk.is_under_way:
+            return
+        try:
+            walk.finish()
+        except BaseException:
+            with suppress(StoreError):  # the first error is the one to raise
+                self.stream.drain()
+            raise
+        self.stream.drain()
+
+    def step(self, closure: Any = None) -> None:
+        """Step as upstream, once the step before is over."""
+        self.finish_walk()
+        super().step(closure)
+
+    def _post_step(self, timer_names: Any) -> None:
+        if self._behind is None:
+            self.stream.drain()
+        # Upstream gathers these now, and would wait for them; a forward pass gathers them, too.
+        # Ranks must do alike, and one may not go behind where another does.
+        persistent = self.persistent_parameters
+        self.persistent_parameters = [] if self._overlaps else persistent
+        try:
+            super()._post_step(timer_names)
+        finally:
+            self.persistent_parameters = persistent
+        steps, self._behind = self._behind, None
+        if steps is not None:
+            self.attachment.runtime.walk.start(steps, self._places())
+
+    def _places(self) -> dict[str, Place]:
+        """Return where in a walk each parameter has its new value."""
+        assert self._param_swapper is not None
+        places = {}
+        for index, group in enumerate(self.fp16_groups):
+            end = 0
+            for param in group:
+                end += param.ds_tensor.ds_numel
+                places[self._param_swapper.key(param)] = (index, end)
+        return places
+
+    def _rigid_state_dict(self) -> Any:
+        self.finish_walk()
+        return super()._rigid_state_dict()
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.finish_walk()
+        super()._restore_from_bit16_weights()

@@ -1,0 +1,165 @@
+"""Steps that go on behind their caller: the same values, and nobody sees a half of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from memascend.config.block import parse_block
+from memascend.deepspeed.optimizer.fused_adam import fused_adam
+from memascend.errors import StoreError, TornStepError
+from tests.support.tiled_optimizer import NAMES, Optimizer, Swapper
+from tests.support.tiled_training import SIZES, gradients
+
+pytestmark = pytest.mark.deepspeed
+
+BF16 = torch.bfloat16
+
+
+def make(*, overlap: bool = True) -> Any:
+    made: Any = Optimizer(lambda p: DeepSpeedCPUAdam(p, lr=1e-2), state_count=2)
+    made.runtime.config = parse_block({"streaming": {"optimizer": {"overlap": overlap}}})
+    made._param_swapper = Swapper()
+    made._fused = fused_adam(made.optimizer, made.training.tiles.shape)
+    # Every parameter is on the drive or in host memory on its own.
+    made.fp16_partitioned_groups_flat = [None] * len(NAMES)
+    made.fp16_groups = [made._params(name) for name in NAMES]
+    return made
+
+
+def step(optimizer: Any, number: int) -> None:
+    """As upstream steps, up to what it does last."""
+    optimizer.finish_walk()
+    for name, value in gradients(number, BF16).items():
+        optimizer.spool.put(name, 0, value)
+    for index in range(len(NAMES)):
+        optimizer._prepare_sub_group(index, None)
+        optimizer.unscale_and_clip_grads(index, torch.tensor(0.0))
+        optimizer._optimizer_step(index)
+    steps, optimizer._behind = optimizer._behind, None
+    if steps is not None:
+        optimizer.runtime.walk.start(steps, optimizer._places())
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An optimizer whose second sub-group waits until it is told to go on."""
+    optimizer = make()
+    may_go = optimizer.may_go = threading.Event()
+    stepped = optimizer.stream.step
+
+    def hold(name: str, *arguments: Any, **keywords: Any) -> None:
+        if name == NAMES[1]:
+            assert may_go.wait(30)
+        stepped(name, *arguments, **keywords)
+
+    monkeypatch.setattr(optimizer.stream, "step", hold)
+    yield optimizer
+    may_go.set()
+    optimizer.runtime.walk.finish()
+
+
+def values(optimizer: Any) -> list[torch.Tensor]:
+    optimizer.finish_walk()
+    found = []
+    for name in NAMES:
+        found.append(optimizer.training.parameter(name))
+        found += [optimizer.training.master(name, state) for state in (None, "exp_avg")]
+    return found
+
+
+def test_behind_the_caller_or_not_the_values_are_equal() -> None:
+    behind, at_once = make(), make(overlap=False)
+    for number in range(4):
+        rate = 1e-2 / (number + 1)
+        for optimizer in (behind, at_once):
+            optimizer.optimizer.param_groups[0]["lr"] = rate
+            step(optimizer, number)
+            assert optimizer.runtime.walk.is_under_way == (optimizer is behind)
+            optimizer.optimizer.param_groups[0]["lr"] = 1e9  # as a scheduler, before the next step
+    pairs = zip(values(behind), values(at_once), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_what_is_stepped_first_can_be_read_while_the_rest_goes_on(held: Any) -> None:
+    at_once = make(overlap=False)
+    step(at_once, 0)
+    step(held, 0)
+    walk = held.runtime.walk
+    walk.wait_for([f"param.{NAMES[0]}.0", f"param.{NAMES[0]}.1"])
+    assert not walk.has_passed(f"param.{NAMES[1]}.0")
+    parts = []
+    for member in held.training.members[NAMES[0]][:2]:
+        parts.append(torch.empty(member.numel, dtype=BF16))
+        held.training.store.read(key=member.key, target=parts[-1]).wait()
+    found = torch.cat(parts)
+    assert torch.equal(found, at_once.training.parameter(NAMES[0])[: found.numel()])
+    assert walk.is_under_way
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda optimizer: optimizer.settle(),
+        lambda optimizer: optimizer.begin_load(),
+        lambda optimizer: optimizer._get_fp32_opt_state_partition(None, False, "exp_avg"),
+        lambda optimizer: optimizer._get_fp32_grad_state_partition(None, False),
+        lambda optimizer: optimizer.reset_swap_buffers(),
+    ],
+)
+def test_who_looks_at_values_waits_for_all_of_them(held: Any, look: Any) -> None:
+    step(held, 0)
+    threading.Timer(0.05, held.may_go.set).start()
+    look(held)
+    assert not held.runtime.walk.is_under_way
+
+
+def test_an_error_comes_up_once_and_the_step_counts_as_torn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = make()
+    write_back = optimizer.stream._write_back
+    count = 0
+
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise StoreError(5, "the drive is gone")
+        write_back(*arguments, **keywords)
+
+    monkeypatch.setattr(optimizer.stream, "_write_back", fail)
+    step(optimizer, 0)
+    with pytest.raises(StoreError, match="the drive is gone"):
+        optimizer.runtime.walk.wait_for([f"param.{NAMES[-1]}.0"])
+    with pytest.raises(StoreError, match="the drive is gone"):
+        optimizer.finish_walk()
+    with pytest.raises(TornStepError):
+        optimizer.settle()
+
+
+def test_a_step_that_needs_more_than_tiles_is_over_first() -> None:
+    optimizer = make()
+    for name, numel in SIZES.items():  # set by the script, in fp32: goes through staging slots
+        optimizer.spool.set(name, 0, torch.ones(numel))
+    for index in range(len(NAMES)):
+        optimizer._prepare_sub_group(index, None)
+        optimizer.unscale_and_clip_grads(index, torch.tensor(0.0))
+        assert optimizer._behind is None
+        optimizer._optimizer_step(index)
+    optimizer.stream.drain()
+
+
+@pytest.mark.parametrize("attribute", ["streams_gradients", "_param_swapper", "_fused"])
+def test_where_others_keep_the_values_a_step_is_over_first(attribute: str) -> None:
+    optimizer = make()
+    for other in range(len(NAMES)):
+        optimizer._make_state(other)
+    assert optimizer._may_go_behind()
+    setattr(optimizer, attribute, None)
+    assert not optimizer._may_go_behind()

@@ -1,0 +1,132 @@
+"""A walk behind its caller: who waits for what, and where its errors come up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from memascend.errors import StoreError
+from memascend.streaming.walk import Walk
+
+#: Two steps; "a" is the first half of the first one.
+PLACES = {"a": (0, 5), "b": (0, 10), "c": (1, 10)}
+
+
+class Held:
+    """Steps that go on when they are told how far."""
+
+    def __init__(self) -> None:
+        self.may_go = [threading.Event() for _ in range(4)]
+        self.error: BaseException | None = None
+
+    @property
+    def steps(self) -> list[Callable[[Callable[[int], None]], None]]:
+        return [self._step(0), self._step(2)]
+
+    def _step(self, first: int) -> Callable[[Callable[[int], None]], None]:
+        def run(reach: Callable[[int], None]) -> None:
+            for index, end in ((first, 5), (first + 1, 10)):
+                assert self.may_go[index].wait(30)
+                if self.error is not None and index == 2:
+                    raise self.error
+                reach(end)
+
+        return run
+
+    def let_go(self, count: int) -> None:
+        for event in self.may_go[:count]:
+            event.set()
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    made = Held()
+    yield made
+    made.let_go(4)
+
+
+def waits(walk: Walk, name: str) -> threading.Thread:
+    thread = threading.Thread(target=walk.wait_for, args=([name],))
+    thread.start()
+    return thread
+
+
+def test_nothing_is_waited_for_without_a_walk() -> None:
+    walk = Walk()
+    assert walk.has_passed("a")
+    walk.wait_for(["a", "b"])
+    walk.finish()
+    assert not walk.is_under_way
+
+
+def test_a_value_is_waited_for_until_it_is_new_and_no_longer(held: Held) -> None:
+    walk = Walk()
+    walk.start(held.steps, PLACES)
+    assert not walk.has_passed("a")
+    assert walk.has_passed("no value of the walk")
+    waiting = waits(walk, "a")
+    held.let_go(1)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert walk.has_passed("a")
+    assert not walk.has_passed("b")
+    assert walk.is_under_way
+    held.let_go(4)
+    walk.finish()
+    assert walk.has_passed("c")
+
+
+def test_the_next_walk_begins_anew(held: Held) -> None:
+    walk = Walk()
+    walk.start([lambda reach: reach(10)], {"a": (0, 10)})
+    walk.finish()
+    walk.start(held.steps, PLACES)
+    assert not walk.has_passed("a")
+    held.let_go(4)
+    walk.finish()
+
+
+def test_a_walk_that_was_not_finished_is_not_forgotten() -> None:
+    walk = Walk()
+    walk.start([], {})
+    with pytest.raises(AssertionError):
+        walk.start([], {})
+    walk.finish()
+
+
+def test_an_error_reaches_who_waits_for_what_it_left_old_and_who_finishes(held: Held) -> None:
+    walk = Walk()
+    held.error = StoreError(5, "the drive is gone")
+    walk.start(held.steps, PLACES)
+    held.let_go(4)
+    walk.wait_for(["b"])  # new before it failed
+    for _ in range(2):
+        with pytest.raises(StoreError, match="the drive is gone"):
+            walk.wait_for(["c"])
+    with pytest.raises(StoreError, match="the drive is gone"):
+        walk.finish()
+    walk.finish()
+    assert walk.has_passed("c")  # nothing is under way
+
+
+def test_who_waits_when_it_fails_is_told(held: Held) -> None:
+    walk = Walk()
+    held.error = StoreError(5, "the drive is gone")
+    walk.start(held.steps, PLACES)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            walk.wait_for(["c"])
+        except StoreError as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    held.let_go(4)
+    waiting.join(30)
+    assert told == [held.error]
+    with pytest.raises(StoreError):
+        walk.finish()
