@@ -36,7 +36,8 @@ class Bench {
       volumes_.back().grow(1 << 20);
     }
     for (std::uint64_t grain = 0; grain < kRoundedBytes / kGrain; ++grain) {
-      extents_.push_back({static_cast<int>(grain % 2), (1 + grain) * kGrain, kGrain});
+      extents_.push_back(
+          {static_cast<int>(grain % 2), (1 + grain) * kGrain, kGrain, grain * kGrain});
     }
     checksums_.take(extents_);
     alignment_ = volumes_.front().alignment();
