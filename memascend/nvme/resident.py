@@ -12,8 +12,8 @@ part that never moves: the first keys that come get memory, and keep it until th
 until whoever uses them says that another is needed more (`give_memory_to`).
 
 Knows keys, bytes and the store; the caller names the stream of a key. Keys without memory
-may be used by any thread, as in the store; the others by one thread at a time, as everywhere on the
-data paths.
+may be used by any thread, as in the store. Of the others each may be used by one thread at a time,
+and made or discarded while no thread uses any.
 """
 
 from __future__ import annotations

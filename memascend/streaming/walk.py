@@ -7,9 +7,11 @@ new, and no longer; whoever changes what the walk works with waits for its end.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 
 #: One sub-group's part; calls back with the elements that are new so far, counted from its start.
 Step = Callable[[Callable[[int], None]], None]
@@ -17,39 +19,66 @@ Step = Callable[[Callable[[int], None]], None]
 Place = tuple[int, int]
 
 
+@dataclass(slots=True, eq=False)
+class _Course:
+    """One walk: where its values end, and how far it has come."""
+
+    places: Mapping[str, Place]
+    reached: Place = (0, 0)
+    is_over: bool = False
+    error: BaseException | None = None
+
+    def has_passed(self, name: str) -> bool:
+        place = self.places.get(name)
+        return place is None or place <= self.reached
+
+
 class Walk:
-    """Steps behind the caller, one walk at a time. Any thread may ask; one starts and finishes."""
+    """Steps behind the caller, one walk at a time. Any thread may ask and wait; one starts."""
 
     def __init__(self) -> None:
         """Begin with nothing to wait for."""
         self._changed = threading.Condition()
-        self._places: Mapping[str, Place] = {}  # of values that are not new before the walk's end
-        self._reached: Place = (0, 0)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._course: _Course | None = None
+        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def is_under_way(self) -> bool:
         """Whether `finish` has something to do."""
-        return self._thread is not None
+        return self._course is not None
 
-    def start(self, steps: Sequence[Step], places: Mapping[str, Place]) -> None:
+    def start(
+        self, steps: Sequence[Step], places: Mapping[str, Place], end: Callable[[], object]
+    ) -> None:
         """Begin a walk; the one before has been finished.
 
         Args:
             steps: In order.
             places: Of each value that becomes new, by name.
+            end: Called behind the last step, or the one that failed.
+
+        Raises:
+            RuntimeError: The system has no thread to give; nothing has begun.
         """
-        if self._thread is not None:
+        if self._course is not None:
             raise AssertionError("the walk before was not finished")
-        self._places, self._reached = places, (0, 0)
-        self._thread = threading.Thread(target=self._run, args=(steps,), name="memascend-optimizer")
-        self._thread.start()
+        if self._thread is None:
+            # One for all walks: each thread has a stack and OpenMP's helpers.
+            thread = ThreadPoolExecutor(1, "memascend-optimizer")
+            thread.submit(int).result()
+            self._thread = thread
+        course = _Course(places)
+        try:
+            self._course = course
+            self._thread.submit(self._run, course, steps, end)
+        except BaseException:  # Ctrl-C too: nobody is to wait for what may never begin
+            self._course = None
+            raise
 
     def has_passed(self, name: str) -> bool:
         """Return whether a value is new, or none of the walk's."""
-        place = self._places.get(name)
-        return place is None or place <= self._reached
+        course = self._course
+        return course is None or course.has_passed(name)
 
     def wait_for(self, names: Iterable[str]) -> None:
         """Return when all these values are new.
@@ -57,41 +86,58 @@ class Walk:
         Raises:
             StoreError: The walk ended before, or whatever else ended it.
         """
-        late = [name for name in names if not self.has_passed(name)]
+        course = self._course
+        if course is None:
+            return
+        late = [name for name in names if not course.has_passed(name)]
         if not late:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._error or all(map(self.has_passed, late)))
-        if self._error is not None and not all(map(self.has_passed, late)):
-            raise self._error
+            self._changed.wait_for(lambda: course.is_over or all(map(course.has_passed, late)))
+        if course.error is not None and not all(map(course.has_passed, late)):
+            raise course.error
 
     def finish(self) -> None:
-        """Return when the walk is over.
+        """Return when the walk is over; Ctrl-C ends the wait, not the walk.
 
         Raises:
             StoreError: It failed, or whatever else ended it; raised once.
         """
-        thread = self._thread
-        if thread is None:
+        course = self._course
+        if course is None:
             return
-        thread.join()
-        self._thread = None
-        self._places = {}
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        with self._changed:
+            self._changed.wait_for(lambda: course.is_over)
+            if self._course is not course:
+                return  # another thread has finished it
+            self._course = None
+        if course.error is not None:
+            raise course.error
 
-    def _run(self, steps: Sequence[Step]) -> None:
-        try:
-            for index, step in enumerate(steps):
-                step(functools.partial(self._reach, index))
-                self._reach(index + 1, 0)
-        except BaseException as error:  # whoever waits is to raise it
+    def close(self) -> None:
+        """Give the thread back, once nothing is under way."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
+
+    def _run(self, course: _Course, steps: Sequence[Step], end: Callable[[], object]) -> None:
+        def reach(place: Place) -> None:
             with self._changed:
-                self._error = error
+                course.reached = place
                 self._changed.notify_all()
 
-    def _reach(self, index: int, end: int) -> None:
-        with self._changed:
-            self._reached = (index, end)
-            self._changed.notify_all()
+        if self._course is not course:
+            return  # withdrawn
+        try:
+            for index, step in enumerate(steps):
+                step(lambda numel, index=index: reach((index, numel)))  # type: ignore[misc]
+                reach((index + 1, 0))
+            end()
+        except BaseException as error:  # whoever waits is to raise it
+            course.error = error
+            with suppress(Exception):  # the first error is the one to raise
+                end()
+        finally:
+            with self._changed:
+                course.is_over = True
+                self._changed.notify_all()

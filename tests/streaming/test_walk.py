@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,10 @@ class Held:
     def __init__(self) -> None:
         self.may_go = [threading.Event() for _ in range(4)]
         self.error: BaseException | None = None
+        self.ends = 0
+
+    def end(self) -> None:
+        self.ends += 1
 
     @property
     def steps(self) -> list[Callable[[Callable[[int], None]], None]]:
@@ -63,7 +68,7 @@ def test_nothing_is_waited_for_without_a_walk() -> None:
 
 def test_a_value_is_waited_for_until_it_is_new_and_no_longer(held: Held) -> None:
     walk = Walk()
-    walk.start(held.steps, PLACES)
+    walk.start(held.steps, PLACES, held.end)
     assert not walk.has_passed("a")
     assert walk.has_passed("no value of the walk")
     waiting = waits(walk, "a")
@@ -80,9 +85,9 @@ def test_a_value_is_waited_for_until_it_is_new_and_no_longer(held: Held) -> None
 
 def test_the_next_walk_begins_anew(held: Held) -> None:
     walk = Walk()
-    walk.start([lambda reach: reach(10)], {"a": (0, 10)})
+    walk.start([lambda reach: reach(10)], {"a": (0, 10)}, held.end)
     walk.finish()
-    walk.start(held.steps, PLACES)
+    walk.start(held.steps, PLACES, held.end)
     assert not walk.has_passed("a")
     held.let_go(4)
     walk.finish()
@@ -90,16 +95,16 @@ def test_the_next_walk_begins_anew(held: Held) -> None:
 
 def test_a_walk_that_was_not_finished_is_not_forgotten() -> None:
     walk = Walk()
-    walk.start([], {})
+    walk.start([], {}, lambda: None)
     with pytest.raises(AssertionError):
-        walk.start([], {})
+        walk.start([], {}, lambda: None)
     walk.finish()
 
 
 def test_an_error_reaches_who_waits_for_what_it_left_old_and_who_finishes(held: Held) -> None:
     walk = Walk()
     held.error = StoreError(5, "the drive is gone")
-    walk.start(held.steps, PLACES)
+    walk.start(held.steps, PLACES, held.end)
     held.let_go(4)
     walk.wait_for(["b"])  # new before it failed
     for _ in range(2):
@@ -107,6 +112,7 @@ def test_an_error_reaches_who_waits_for_what_it_left_old_and_who_finishes(held: 
             walk.wait_for(["c"])
     with pytest.raises(StoreError, match="the drive is gone"):
         walk.finish()
+    assert held.ends == 1
     walk.finish()
     assert walk.has_passed("c")  # nothing is under way
 
@@ -114,7 +120,7 @@ def test_an_error_reaches_who_waits_for_what_it_left_old_and_who_finishes(held: 
 def test_who_waits_when_it_fails_is_told(held: Held) -> None:
     walk = Walk()
     held.error = StoreError(5, "the drive is gone")
-    walk.start(held.steps, PLACES)
+    walk.start(held.steps, PLACES, held.end)
     told: list[BaseException] = []
 
     def wait() -> None:
@@ -130,3 +136,79 @@ def test_who_waits_when_it_fails_is_told(held: Held) -> None:
     assert told == [held.error]
     with pytest.raises(StoreError):
         walk.finish()
+
+
+def test_an_error_of_the_end_is_the_walks(held: Held) -> None:
+    walk = Walk()
+
+    def fail() -> None:
+        raise StoreError(28, "the drive is full")
+
+    walk.start(held.steps, PLACES, fail)
+    held.let_go(4)
+    with pytest.raises(StoreError, match="the drive is full"):
+        walk.finish()
+
+
+def test_ctrl_c_ends_the_wait_and_not_the_walk(held: Held) -> None:
+    walk = Walk()
+    walk.start(held.steps, PLACES, held.end)
+    main = threading.main_thread().ident
+    threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        walk.finish()
+    assert walk.is_under_way
+    assert not walk.has_passed("a")
+    held.let_go(4)
+    walk.finish()
+    assert held.ends == 1
+
+
+def test_several_threads_may_wait_for_the_end(held: Held) -> None:
+    walk = Walk()
+    held.error = StoreError(5, "the drive is gone")
+    walk.start(held.steps, PLACES, held.end)
+    outcomes: list[str] = []
+
+    def finish() -> None:
+        try:
+            walk.finish()
+        except StoreError:
+            outcomes.append("told")
+        else:
+            outcomes.append("over")
+
+    threads = [threading.Thread(target=finish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    held.let_go(4)
+    for thread in threads:
+        thread.join(30)
+    assert sorted(outcomes) == ["over", "over", "over", "told"]
+
+
+def test_without_a_thread_nothing_has_begun(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = Walk()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            walk.start(held.steps, PLACES, held.end)
+    assert not walk.is_under_way
+    walk.wait_for(["a"])
+    walk.start(held.steps, PLACES, held.end)
+    held.let_go(4)
+    walk.finish()
+
+
+def test_all_walks_have_one_thread_until_it_is_given_back(held: Held) -> None:
+    walk, seen = Walk(), set()
+    for _ in range(3):
+        walk.start([lambda reach: seen.add(threading.get_ident())], {}, held.end)
+        walk.finish()
+    assert len(seen) == 1
+    walk.close()
+    assert not seen & {thread.ident for thread in threading.enumerate()}

@@ -72,6 +72,7 @@ class Attachment:
 
     def finish(self) -> None:
         """Log and write what was measured, on rank 0, once."""
+        self._tell_what_failed_last()
         if self._is_finished or self._rank != 0:
             return
         self._is_finished = True
@@ -88,6 +89,17 @@ class Attachment:
                     self.runtime.config.report,
                     error.strerror or error,
                 )
+
+    def _tell_what_failed_last(self) -> None:
+        """Log an error of the last step that nobody has asked for, before the program ends."""
+        try:
+            self.runtime.walk.finish()
+        except Exception:
+            log.exception(
+                "memascend: rank %d: the last optimizer step failed. fix: go on from the last "
+                "checkpoint; nothing was saved since",
+                self._rank,
+            )
 
     def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
         """Return a context in which DeepSpeed's host buffers come from the arena; not with None."""

@@ -7,11 +7,9 @@ parameters, and whoever looks at anything else waits for all of it.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from memascend.deepspeed.optimizer.steps import Steps
-from memascend.errors import StoreError
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.walk import Place, Step
 
@@ -33,21 +31,12 @@ class StepsBehind(Steps):
         return wanted and self.streams_gradients and self._param_swapper is not None
 
     def finish_walk(self) -> None:
-        """Have every value new that the last step makes.
+        """Have every value new that the last step makes. Any thread may call.
 
         Raises:
-            StoreError: The step failed; raised once, after which `integrity` says so.
+            StoreError: The step failed; raised once. `integrity` says so from its start on.
         """
-        walk = self.attachment.runtime.walk
-        if not walk.is_under_way:
-            return
-        try:
-            walk.finish()
-        except BaseException:
-            with suppress(StoreError):  # the first error is the one to raise
-                self.stream.drain()
-            raise
-        self.stream.drain()
+        self.attachment.runtime.walk.finish()
 
     def step(self, closure: Any = None) -> None:
         """Step as upstream, once the step before is over."""
@@ -55,7 +44,7 @@ class StepsBehind(Steps):
         super().step(closure)
 
     def _post_step(self, timer_names: Any) -> None:
-        if self._behind is None:
+        if not self._behind:
             self.stream.drain()
         # Upstream gathers these now, and would wait for them; a forward pass gathers them, too.
         # Ranks must do alike, and one may not go behind where another does.
@@ -66,8 +55,9 @@ class StepsBehind(Steps):
         finally:
             self.persistent_parameters = persistent
         steps, self._behind = self._behind, None
-        if steps is not None:
-            self.attachment.runtime.walk.start(steps, self._places())
+        if steps:
+            self.integrity.note_change()  # until the last of them, whatever becomes of the first
+            self.attachment.runtime.walk.start(steps, self._places(), self.stream.drain)
 
     def _places(self) -> dict[str, Place]:
         """Return where in a walk each parameter has its new value."""

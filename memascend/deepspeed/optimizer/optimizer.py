@@ -225,6 +225,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
+        self.finish_walk()
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
         self._finish_writes()
         self.integrity.mend()
@@ -252,6 +253,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
     def _destroy(self) -> None:
         super().destroy()
         self.attachment.finish()
+        self.attachment.runtime.walk.close()
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
         self.param_groups_fp16_flat_cpu_memory = []

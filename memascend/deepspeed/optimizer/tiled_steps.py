@@ -23,7 +23,6 @@ from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.plan.optimizers import initial_state, is_elementwise, state_count
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
-from memascend.errors import StoreError
 from memascend.plan.knobs import tile_sizes
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.optimizer import FusedUpdate, OptimizerStream
@@ -41,6 +40,8 @@ class TiledSteps(StepsBehind):
     groups: SubGroups
     # One pass over a tile; None: the optimizer's own step.
     _fused: FusedAdam | None = None
+    # Those of the step under way, where it is to go on behind its caller.
+    _updates: list[FusedUpdate] | None = None
     _factor: Any = 1.0
     # Stores again what an accessor gave out.
     _put_back: Callable[[], None] | None = None
@@ -124,7 +125,8 @@ class TiledSteps(StepsBehind):
             # Reading ahead crosses sub-groups, so all states are known before the walk.
             for other in range(len(self.fp16_groups)):
                 self._make_state(other)
-            self._behind = [] if self._may_go_behind() else None
+            self._updates = self._updates_behind()
+            self._behind = None if self._updates is None else []
             self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat])
 
     def _make_state(self, sub_group_id: int) -> None:
@@ -153,7 +155,10 @@ class TiledSteps(StepsBehind):
     def _optimizer_step(self, sub_group_id: int) -> None:
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         step_whole = functools.partial(super()._optimizer_step, sub_group_id)
-        fused = self._fused_update(sub_group_id)
+        if self._updates is None:
+            fused = self._fused_update(sub_group_id)
+        else:
+            fused = self._updates[sub_group_id]
         step = functools.partial(
             self.stream.step,
             parameter.ds_id,
@@ -186,21 +191,23 @@ class TiledSteps(StepsBehind):
             self._fused = None
         return update
 
-    def _may_go_behind(self) -> bool:
-        """Return whether this one may, on this rank, until its values are needed.
+    def _updates_behind(self) -> list[FusedUpdate] | None:
+        """Return what steps each sub-group behind the caller; None where this step must not be.
 
         Of what runs beside a forward pass it may use the store and its tiles alone: no optimizer
         whose numbers the script changes, no staging slots, no device.
         """
         if not self._overlaps or self.attachment.runtime.store is None:
-            return False
-        count = len(self.fp16_groups)
-        if not all(self._fused_update(index) for index in range(count)):
-            return False
-        if self.spool.needs_slots(self.gradient_accumulation_dtype):
-            return False
-        tensors = [m.tensor for index in range(count) for m in self._members(index)]
-        return all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
+            return None
+        numbers = range(len(self.fp16_groups))
+        updates = [update for number in numbers if (update := self._fused_update(number))]
+        tensors = [m.tensor for number in numbers for m in self._members(number)]
+        is_possible = (
+            len(updates) == len(numbers)
+            and not self.spool.needs_slots(self.gradient_accumulation_dtype)
+            and all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
+        )
+        return updates if is_possible else None
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if self.fp16_partitioned_groups_flat[sub_group_id] is not None:
@@ -309,10 +316,11 @@ class TiledSteps(StepsBehind):
 
     def begin_load(self) -> None:
         """Make ready for all values to be replaced; what failed until now does not matter."""
-        self.integrity.note_change()
-        with suppress(StoreError):
+        with suppress(Exception):
             self.finish_walk()
+        with suppress(Exception):
             self.stream.drain()
+        self.integrity.note_change()
 
     def forget_states(self) -> None:
         """Drop every state; master weights stay."""

@@ -1,9 +1,9 @@
 """Wraps the gather and partition calls of zero.Init around our parameter swapper.
 
-Three things happen here: slots of gathered parameters go back early; a list larger than the pool is
-gathered in turns, each of which is read as a whole first; and what a gather has begun is given up
-when it fails, so that it can be tried again. Parameters of other swappers pass through to the stock
-functions untouched.
+Four things happen here: a gather waits until the optimizer has written what it reads; slots of
+gathered parameters go back early; a list larger than the pool is gathered in turns, each of which
+is read as a whole first; and what a gather has begun is given up when it fails, so that it can be
+tried again. Parameters of other swappers pass through to the stock functions untouched.
 """
 
 from __future__ import annotations

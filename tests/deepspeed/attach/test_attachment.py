@@ -20,10 +20,12 @@ from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attachment as attaching
 from memascend.deepspeed.attach.attachment import ENGINE_PROPERTY, Attachment, attachment_of
 from memascend.deepspeed.stock.aio_handle import AioHandle, wrap_builder
+from memascend.errors import StoreError
 from memascend.ledger.drives import DriveReport, DriveWatch, DriveWear
 from memascend.ledger.ledger import Ledger
 from memascend.ledger.wear import WearMeter
 from memascend.plan.derive import PlanRequest, derive
+from memascend.streaming.walk import Walk
 from tests.support.plan_models import decoder
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
@@ -40,6 +42,7 @@ class FakeRuntime:
         self.store = FakeRangeStore() if has_store else None
         self.adopted: list[Any] = []
         self.ledger_count = 0
+        self.walk = Walk()
         self._wear = WearMeter(budget_bytes=self.config.wear.write_budget)
         self._steps = 0
 
@@ -151,6 +154,21 @@ def test_a_report_that_cannot_be_written_any_more_is_logged(
     (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert f"memascend.report={report!r}: No such file or directory" in error.getMessage()
     assert "not ours: Python, torch, DeepSpeed" in caplog.text
+
+
+def test_an_error_of_the_last_step_that_nobody_asked_for_is_logged(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment = make()
+
+    def fail(_: Any) -> None:
+        raise StoreError(5, "the drive is gone")
+
+    attachment.runtime.walk.start([fail], {}, lambda: None)
+    attachment.finish()
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "checkpoint" in error.getMessage()
+    assert "the drive is gone" in caplog.text
 
 
 def test_drives_are_read_at_the_start_and_at_the_end(make: Make) -> None:

@@ -43,7 +43,8 @@ def step(optimizer: Any, number: int) -> None:
         optimizer._optimizer_step(index)
     steps, optimizer._behind = optimizer._behind, None
     if steps is not None:
-        optimizer.runtime.walk.start(steps, optimizer._places())
+        optimizer.integrity.note_change()
+        optimizer.runtime.walk.start(steps, optimizer._places(), optimizer.stream.drain)
 
 
 @pytest.fixture
@@ -143,6 +144,37 @@ def test_an_error_comes_up_once_and_the_step_counts_as_torn(
         optimizer.settle()
 
 
+def test_a_step_whose_first_read_fails_counts_as_torn_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = make()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise StoreError(5, "the drive is gone")
+
+    monkeypatch.setattr(optimizer.stream, "_due", fail)
+    step(optimizer, 0)
+    with pytest.raises(StoreError):
+        optimizer.finish_walk()
+    with pytest.raises(TornStepError):
+        optimizer.integrity.check()
+
+
+def test_a_load_takes_over_whatever_the_walk_failed_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = make()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not of the drive")
+
+    monkeypatch.setattr(optimizer.stream, "_write_back", fail)
+    step(optimizer, 0)
+    optimizer.begin_load()
+    assert optimizer.integrity.is_torn
+    assert not optimizer.runtime.walk.is_under_way
+
+
 def test_a_step_that_needs_more_than_tiles_is_over_first() -> None:
     optimizer = make()
     for name, numel in SIZES.items():  # set by the script, in fp32: goes through staging slots
@@ -160,6 +192,6 @@ def test_where_others_keep_the_values_a_step_is_over_first(attribute: str) -> No
     optimizer = make()
     for other in range(len(NAMES)):
         optimizer._make_state(other)
-    assert optimizer._may_go_behind()
+    assert optimizer._updates_behind() is not None
     setattr(optimizer, attribute, None)
-    assert not optimizer._may_go_behind()
+    assert optimizer._updates_behind() is None
