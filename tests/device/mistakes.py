@@ -36,7 +36,7 @@ def store_reads_unfilled_slot(patch: pytest.MonkeyPatch) -> None:
     from memascend.streaming.staging import StagingSlots, _Write
 
     def submit(self: Any, key: str, staged: Any, offset_bytes: int) -> None:
-        self._writes.append(_Write(self._slot_of(staged), None, key, staged, offset_bytes))
+        self._writes.append(_Write(self._slots.slot_of(staged), None, key, staged, offset_bytes))
         self._submit_filled()
 
     patch.setattr(StagingSlots, "submit", submit)
@@ -47,7 +47,7 @@ def slot_taken_before_copied_out(patch: pytest.MonkeyPatch) -> None:
     from memascend.streaming.staging import StagingSlots
 
     def give_back(self: Any, staged: Any) -> None:
-        self._free.append(self._slot_of(staged))
+        self._slots.free(self._slots.slot_of(staged))
 
     patch.setattr(StagingSlots, "give_back", give_back)
 
