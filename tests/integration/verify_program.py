@@ -54,6 +54,7 @@ class Volume:
 
 def go_on_with_a_turned_bit(engine: Any, drive: Path, stream: str) -> None:
     """Trains until the bit is found, then looks at what it would have changed."""
+    engine.optimizer.finish_walk()  # the last step may still be writing
     attachment = attachment_of(engine)
     assert attachment is not None
     store = attachment.runtime.store
