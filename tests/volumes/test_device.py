@@ -7,6 +7,7 @@ import fcntl
 import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
 import zlib
@@ -168,24 +169,19 @@ def test_a_device_in_use_waits_for_its_requests(raw):
 
 
 def test_a_child_that_outlives_a_run_leaves_its_device_free(raw):
-    release, child_end = os.pipe()
-    begun, child_begun = os.pipe()
+    here, there = socket.socketpair()
     with formatted(raw):
         child = os.fork()
         if child == 0:
-            os.close(child_end)
-            os.write(child_begun, b".")  # it has let the device go by now
-            os.read(release, 1)  # until the parent closes its end
-            os._exit(0)
-    os.read(begun, 1)
+            there.send(b".")  # it has let the device go by now
+            os._exit(0 if there.recv(1) else 1)
+    here.recv(1)
     try:
         with formatted(raw):
             pass
     finally:
-        os.close(child_end)
+        here.send(b".")
         assert os.waitpid(child, 0)[1] == 0
-        for descriptor in (release, begun, child_begun):
-            os.close(descriptor)
 
 
 def test_a_store_keeps_its_device_to_itself(raw):
