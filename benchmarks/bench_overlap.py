@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from bench_step import CONTENDERS, STOCK, WARMUPS, training_config
+from bench_step import CONTENDERS, STOCK, WARMUPS, table_rows, training_config
 from trainee import Trainee
 from transfers import READ, WRITTEN, Transfers
 
@@ -162,8 +162,7 @@ def take_steps(
             run = Trainee(name, config, model, directory, block=contender.block)
             runs.append(stack.enter_context(run))
         for index in range(WARMUPS + rounds):
-            first = index % len(runs)
-            for one in (*runs[first:], *runs[:first]):
+            for one in harness.in_turn(runs, index):
                 step = one.step(IN_A_ROW)
                 if index >= WARMUPS:
                     taken[one.name].append(step)
@@ -183,7 +182,7 @@ def figures(
         if bounds[part] > 0:
             found[f"{part}_to_bound"] = harness.spread([wall / bounds[part] for wall in walls])
     pairs = zip(ours, stock, strict=True)
-    found["to_stock"] = harness.spread(
+    found["training_to_stock"] = harness.spread(
         [our["training"]["wall_s"] / their["training"]["wall_s"] for our, their in pairs]
     )
     return found
@@ -211,20 +210,6 @@ def main() -> None:
     for part in (*PHASES, "training"):
         harness.report("overlap", f"{QUESTION}: {part}", table_rows(rows, part), None)
     harness.write("overlap", rows, options.out)
-
-
-def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
-    """The same rows with the figures of one part alone, so that a table fits a screen."""
-    names = (f"{part}_s", f"{part}_to_bound", *(["to_stock"] if part == "training" else []))
-    return [
-        harness.Row(
-            row.bench,
-            row.case,
-            row.contender,
-            {name: row.figures[name] for name in names if name in row.figures},
-        )
-        for row in rows
-    ]
 
 
 if __name__ == "__main__":

@@ -138,8 +138,7 @@ def take_steps(
         ]
         transfers = stack.enter_context(Transfers(model.numel, directory))
         for index in range(WARMUPS + rounds):
-            first = index % len(runs)
-            for one in (*runs[first:], *runs[:first]):
+            for one in harness.in_turn(runs, index):
                 step = one.step()
                 step["above_imports_bytes"] = (
                     step["peak_bytes"] - one.events["baseline"]["rss_bytes"]

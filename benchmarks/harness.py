@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from memascend.version import __version__
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,19 @@ def interleave(
     """Runs all contenders in turns and gives each one's samples, in order of the rounds."""
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     for index in range(warmups + rounds):
-        first = index % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
+        for contender in in_turn(contenders, index):
             contender.prepare()
             gc.collect()
             sample = measure(contender.run)
             if index >= warmups:
                 samples[contender.name].append(sample)
     return samples
+
+
+def in_turn(contenders: Sequence[T], index: int) -> Sequence[T]:
+    """The order of a round."""
+    first = index % len(contenders)
+    return (*contenders[first:], *contenders[:first])
 
 
 def measure(run: Callable[[], object]) -> Sample:

@@ -13,7 +13,7 @@ drive and never overwrites what is seen. The sum of squares is found while the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -214,22 +214,17 @@ class GradientSpool:
         Returns:
             Whether it is; else it takes `load`: something is of another dtype, or to be multiplied.
         """
-        parts = sorted(self._seen_in(group, begin, raw.numel()), key=lambda part: part.begin)
+        parts = list(self._seen_in(group, begin, raw.numel()))
         if any(part.shard.factors or part.value.dtype != raw.dtype for part in parts):
             return False
-        end = 0
-        for part in parts:
-            raw.narrow(0, end, part.begin - end).zero_()
-            end = part.begin + part.count
-        raw.narrow(0, end, raw.numel() - end).zero_()
+        _zero_between(parts, raw)
         return True
 
     def load(self, group: str, begin: int, raw: torch.Tensor, gradient: torch.Tensor) -> None:
         """Make gradients of what `start_read` has read; `gradient` may be `raw` itself."""
-        end = 0
-        for part in sorted(self._seen_in(group, begin, raw.numel()), key=lambda part: part.begin):
-            gradient.narrow(0, end, part.begin - end).zero_()
-            end = part.begin + part.count
+        parts = list(self._seen_in(group, begin, raw.numel()))
+        _zero_between(parts, gradient)
+        for part in parts:
             target = gradient.narrow(0, part.begin, part.count)
             if part.value.dtype != raw.dtype:
                 self._read(part, target)
@@ -237,7 +232,6 @@ class GradientSpool:
                 target.copy_(raw.narrow(0, part.begin, part.count))
             for factor in part.shard.factors:
                 target.mul_(factor)
-        gradient.narrow(0, end, raw.numel() - end).zero_()
 
     def note_factor(self, group: str, factor: Factor, dtype: torch.dtype) -> None:
         """Remember that a step has multiplied every gradient of a sub-group.
@@ -366,6 +360,15 @@ class GradientSpool:
         """Read a part chunk by chunk, converting to the target's dtype."""
         key, dtype = part.value.key, part.value.dtype
         self._slots.read(key=key, target=target, offset_bytes=part.offset_bytes, dtype=dtype)
+
+
+def _zero_between(parts: Iterable[_SeenPart], target: torch.Tensor) -> None:
+    """Make zero what no part of a range fills."""
+    end = 0
+    for part in sorted(parts, key=lambda part: part.begin):
+        target.narrow(0, end, part.begin - end).zero_()
+        end = part.begin + part.count
+    target.narrow(0, end, target.numel() - end).zero_()
 
 
 def _fill(staged: torch.Tensor, piece: torch.Tensor, *, accumulate: bool) -> torch.Tensor:

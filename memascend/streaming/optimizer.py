@@ -109,6 +109,8 @@ class OptimizerStream:
         """
         group = self._groups.group(name)
         makes_states = not group.states
+        if makes_states:
+            fused = None
         scalars = _clone({k: v for k, v in states[parameter].items() if k not in group.states})
         try:
             for begin in self._tiles.begins(group.numel):
@@ -119,15 +121,16 @@ class OptimizerStream:
                     values.update(_clone(scalars))
                     if not makes_states:
                         self._point_states(tile, group, values)
-                    is_fused = fused is not None and not makes_states
-                    if fused is not None and is_fused:
+                    if fused is not None:
                         self._step_fused(tile, fused, values, factor)
                     else:
-                        self._load_gradient(tile, parameter, factor)
+                        # A gradient is refused where it has not the shape of the data.
+                        parameter.data = tile.master.narrow(0, 0, tile.numel)
+                        parameter.grad = self._load_gradient(tile, factor)
                         self._groups.integrity.note_change()
                         update()
                         self._collect_states(tile, group, states[parameter])
-                    self._write_back(tile, group, members, is_cast=is_fused)
+                    self._write_back(tile, group, members, is_cast=fused is not None)
                 reach(min(begin + self._tiles.shape.numel, group.numel))
         except BaseException:
             self._stop()
@@ -220,10 +223,7 @@ class OptimizerStream:
         gradient = tile.raw.narrow(0, 0, tile.numel)
         multiplier = _as_number(factor)
         if not self._spool.complete(tile.owner, tile.begin, gradient) or multiplier is None:
-            raw, gradient = gradient, self._tiles.gradient(tile)
-            self._spool.load(tile.owner, tile.begin, raw, gradient)
-            gradient.mul_(factor)
-            multiplier = 1.0
+            gradient, multiplier = self._load_gradient(tile, factor), 1.0
         self._groups.integrity.note_change()
         fused(
             gradient=gradient,
@@ -233,13 +233,11 @@ class OptimizerStream:
             output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
         )
 
-    def _load_gradient(self, tile: Tile, parameter: torch.Tensor, factor: Factor) -> None:
-        """Point the optimizer's parameter at a tile and its gradient."""
+    def _load_gradient(self, tile: Tile, factor: Factor) -> torch.Tensor:
+        """Return a tile's gradient in the step's dtype, multiplied."""
         gradient = self._tiles.gradient(tile)
         self._spool.load(tile.owner, tile.begin, tile.raw.narrow(0, 0, tile.numel), gradient)
-        gradient.mul_(factor)
-        parameter.data = tile.master.narrow(0, 0, tile.numel)
-        parameter.grad = gradient
+        return gradient.mul_(factor)
 
     def _collect_states(self, tile: Tile, group: SubGroup, values: State) -> None:
         """Put states that the optimizer made, or put elsewhere, into the tile."""

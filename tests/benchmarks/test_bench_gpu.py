@@ -10,19 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bench_gpu
+import device_trace
+import gpu_runs
 import pytest
+from gpu_machine import Machine
 
 from memascend.base.units import GIB
 from tests.support.gpu_machine_facts import MACHINE
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-
-sys.path.insert(0, str(BENCHMARKS))
-import bench_gpu  # noqa: E402
-import device_trace  # noqa: E402
-import gpu_runs  # noqa: E402
-from gpu_machine import Machine  # noqa: E402
 
 LARGE = Machine(1, 139 * GIB, 120 * GIB, 128 * GIB, 500 * GIB)
 FIGURES = {

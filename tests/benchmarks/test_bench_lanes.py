@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import bench_lanes
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-sys.path.insert(0, str(BENCHMARKS))
-import bench_lanes  # noqa: E402
-import ranks  # noqa: E402
+import ranks
 
 
 def test_the_time_of_each_rank_is_from_when_the_first_began() -> None:

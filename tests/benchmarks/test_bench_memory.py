@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+import bench_memory
 import pytest
+import trainee
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-
-sys.path.insert(0, str(BENCHMARKS))
-import bench_memory  # noqa: E402
-import trainee  # noqa: E402
+from tests.support.benchmarks import rows_of
 
 #: Slope of the process around memascend's own bytes: modules, hooks and what autograd keeps.
 BYTES_PER_PARAMETER_MAX = 0.3
-
-
-def rows_of(bench: str, directory: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, str(BENCHMARKS / f"bench_{bench}.py"), "--small"]
-    command += ["--out", str(directory), "--directory", str(directory)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr
-    rows: list[dict[str, Any]] = json.loads((directory / f"{bench}.json").read_text())
-    assert sorted(path.name for path in directory.iterdir()) == [f"{bench}.json"]
-    return rows
 
 
 def test_the_slope_is_that_of_the_nearest_line() -> None:

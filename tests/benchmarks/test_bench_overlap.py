@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import bench_overlap
 import pytest
+import sleeping_model
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-
-sys.path.insert(0, str(BENCHMARKS))
-import bench_overlap  # noqa: E402
-import sleeping_model  # noqa: E402
+from tests.support.benchmarks import rows_of
 
 DRIVE_S = {"forward": 2.0, "backward": 4.0, "optimizer": 8.0}
 
@@ -56,7 +49,7 @@ def test_ratios_are_to_the_bound_and_within_a_round_to_stock() -> None:
     found = bench_overlap.figures(ours, stock, bounds)
     assert found["forward_to_bound"].p50 == 1.5
     assert found["backward_to_bound"].p50 == 1.0
-    assert found["to_stock"].p20 == found["to_stock"].p80 == 0.5
+    assert found["training_to_stock"].p20 == found["training_to_stock"].p80 == 0.5
 
 
 def test_a_layer_sleeps_both_ways_and_has_a_gradient() -> None:
@@ -73,14 +66,7 @@ def test_a_layer_sleeps_both_ways_and_has_a_gradient() -> None:
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_it_runs_and_all_train_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "bench_overlap.py"), "--small"]
-    command += ["--out", str(tmp_path), "--directory", str(tmp_path)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "overlap.json").read_text())
+    rows = rows_of("overlap", tmp_path)
     trained = [row for row in rows if row["contender"] != bench_overlap.BOUND]
     assert len(trained) == 2 * len(bench_overlap.CONTENDERS)
     for row in trained:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import bench_step
 import pytest
+import trainee
+import transfers
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-
-sys.path.insert(0, str(BENCHMARKS))
-import bench_step  # noqa: E402
-import trainee  # noqa: E402
-import transfers  # noqa: E402
-
-from memascend.config.block import parse_block  # noqa: E402
+from memascend.config.block import parse_block
+from tests.support.benchmarks import rows_of
 
 
 def step_of(wall_s: float, moved_bytes: int) -> dict[str, Any]:
@@ -110,14 +102,7 @@ def test_a_run_that_fails_says_what_it_printed_and_leaves_nothing(
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_memascend_moves_less_and_trains_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "bench_step.py"), "--small"]
-    command += ["--out", str(tmp_path), "--directory", str(tmp_path)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "step.json").read_text())
+    rows = rows_of("step", tmp_path)
     *steps, drive = rows
     assert [row["contender"] for row in steps] == list(bench_step.CONTENDERS)
     assert all(row["config"]["losses_equal"] for row in steps)

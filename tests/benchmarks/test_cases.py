@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-sys.path.insert(0, str(BENCHMARKS))
-import cases  # noqa: E402
+from tests.support.benchmarks import BENCHMARKS
 
 #: Answers, fails, or never ends; every child notes that it ran.
 PROGRAM = """

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
+import device_trace
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-sys.path.insert(0, str(BENCHMARKS))
-import device_trace  # noqa: E402
 
 
 def event(cat: str, name: str, begin: float, end: float, nbytes: int = 0) -> dict[str, Any]:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import harness
+import pinned_shapes
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-
-sys.path.insert(0, str(BENCHMARKS))
-import harness  # noqa: E402
-import pinned_shapes  # noqa: E402
+from tests.support.benchmarks import rows_of
 
 
-def rows_of(bench: str, directory: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(BENCHMARKS / "run.py"), "--small", "--only", bench]
-    command += ["--out", str(directory), "--directory", str(directory), *arguments]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((directory / f"{bench}.json").read_text())
+def rows_by_run(bench: str, directory: Path, *arguments: str) -> list[dict[str, Any]]:
+    rows = rows_of(bench, directory, "--only", bench, *arguments, program="run.py")
     for row in rows:
-        assert row["bench"] == bench
         assert row["machine"]["versions"]["memascend"]
         assert row["machine"]["kernel"]
         assert row["config"]
@@ -38,7 +24,7 @@ def rows_of(bench: str, directory: Path, *arguments: str) -> list[dict[str, Any]
 
 @pytest.mark.full
 def test_the_overflow_bench_times_every_form_and_counts_temporaries(tmp_path: Path) -> None:
-    rows = rows_of("overflow", tmp_path)
+    rows = rows_by_run("overflow", tmp_path)
     contenders = ["memascend, flag", "memascend, flag + sum", "isinf, isnan", "amax, amin"]
     assert [(row["case"], row["contender"]) for row in rows] == [
         (dtype, contender)
@@ -57,7 +43,7 @@ def test_the_overflow_bench_times_every_form_and_counts_temporaries(tmp_path: Pa
 
 
 def test_the_allocator_bench_reserves_little_more_than_was_asked(tmp_path: Path) -> None:
-    rows = rows_of("allocator", tmp_path)
+    rows = rows_by_run("allocator", tmp_path)
     assert {row["case"] for row in rows} == set(pinned_shapes.MODELS)
     for row in rows:
         figures = row["figures"]
@@ -70,7 +56,7 @@ def test_the_allocator_bench_reserves_little_more_than_was_asked(tmp_path: Path)
 
 @pytest.mark.full
 def test_the_verify_bench_compares_with_a_store_that_verifies_nothing(tmp_path: Path) -> None:
-    rows = rows_of("verify", tmp_path)
+    rows = rows_by_run("verify", tmp_path)
     ways = {row["contender"] for row in rows}
     assert {"off", "reads", "full", "tables"} <= ways
     for row in rows:
@@ -80,7 +66,7 @@ def test_the_verify_bench_compares_with_a_store_that_verifies_nothing(tmp_path: 
 
 
 def test_the_nvme_bench_measures_both_engines(tmp_path: Path) -> None:
-    rows = rows_of("nvme", tmp_path, "--without-deepspeed")
+    rows = rows_by_run("nvme", tmp_path, "--without-deepspeed")
     measured = {row["contender"] for row in rows if "not_run" not in row["figures"]}
     assert "memascend threads" in measured
     for row in rows:
@@ -94,7 +80,7 @@ def test_the_nvme_bench_measures_both_engines(tmp_path: Path) -> None:
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_the_nvme_bench_gives_ratios_to_deepspeed_where_its_op_builds(tmp_path: Path) -> None:
-    rows = rows_of("nvme", tmp_path)
+    rows = rows_by_run("nvme", tmp_path)
     refused = [row["figures"]["not_run"] for row in rows if "not_run" in row["figures"]]
     if any(row["contender"] == "DeepSpeed aio" and "not_run" in row["figures"] for row in rows):
         pytest.skip(f"DeepSpeed's aio op cannot run here: {refused}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-sys.path.insert(0, str(BENCHMARKS))
-import gpu_machine  # noqa: E402
-import on_device  # noqa: E402
+import gpu_machine
+import on_device
 
 
 @pytest.fixture

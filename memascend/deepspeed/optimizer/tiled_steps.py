@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,8 +40,8 @@ class TiledSteps(StepsBehind):
     groups: SubGroups
     # One pass over a tile; None: the optimizer's own step.
     _fused: FusedAdam | None = None
-    # Those of the step under way, where it is to go on behind its caller.
-    _updates: list[FusedUpdate] | None = None
+    # Of each sub-group in the step under way; None: the optimizer steps it.
+    _updates: Sequence[FusedUpdate | None] = ()
     _factor: Any = 1.0
     # Stores again what an accessor gave out.
     _put_back: Callable[[], None] | None = None
@@ -125,8 +125,8 @@ class TiledSteps(StepsBehind):
             # Reading ahead crosses sub-groups, so all states are known before the walk.
             for other in range(len(self.fp16_groups)):
                 self._make_state(other)
-            self._updates = self._updates_behind()
-            self._behind = None if self._updates is None else []
+            self._updates = [self._fused_update(other) for other in range(len(self.fp16_groups))]
+            self._behind = [] if self._may_go_behind() else None
             self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat])
 
     def _make_state(self, sub_group_id: int) -> None:
@@ -155,10 +155,7 @@ class TiledSteps(StepsBehind):
     def _optimizer_step(self, sub_group_id: int) -> None:
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         step_whole = functools.partial(super()._optimizer_step, sub_group_id)
-        if self._updates is None:
-            fused = self._fused_update(sub_group_id)
-        else:
-            fused = self._updates[sub_group_id]
+        fused = self._updates[sub_group_id]
         step = functools.partial(
             self.stream.step,
             parameter.ds_id,
@@ -191,23 +188,19 @@ class TiledSteps(StepsBehind):
             self._fused = None
         return update
 
-    def _updates_behind(self) -> list[FusedUpdate] | None:
-        """Return what steps each sub-group behind the caller; None where this step must not be.
+    def _may_go_behind(self) -> bool:
+        """Return whether this step may go on behind its caller, on this rank.
 
         Of what runs beside a forward pass it may use the store and its tiles alone: no optimizer
         whose numbers the script changes, no staging slots, no device.
         """
-        if not self._overlaps or self.attachment.runtime.store is None:
-            return None
+        if not self._overlaps or self.attachment.runtime.store is None or None in self._updates:
+            return False
+        if self.spool.needs_slots(self.gradient_accumulation_dtype):
+            return False
         numbers = range(len(self.fp16_groups))
-        updates = [update for number in numbers if (update := self._fused_update(number))]
-        tensors = [m.tensor for number in numbers for m in self._members(number)]
-        is_possible = (
-            len(updates) == len(numbers)
-            and not self.spool.needs_slots(self.gradient_accumulation_dtype)
-            and all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
-        )
-        return updates if is_possible else None
+        tensors = [member.tensor for number in numbers for member in self._members(number)]
+        return all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if self.fp16_partitioned_groups_flat[sub_group_id] is not None:

@@ -192,6 +192,8 @@ def test_where_others_keep_the_values_a_step_is_over_first(attribute: str) -> No
     optimizer = make()
     for other in range(len(NAMES)):
         optimizer._make_state(other)
-    assert optimizer._updates_behind() is not None
+    optimizer._updates = [optimizer._fused_update(other) for other in range(len(NAMES))]
+    assert optimizer._may_go_behind()
     setattr(optimizer, attribute, None)
-    assert optimizer._updates_behind() is None
+    optimizer._updates = [optimizer._fused_update(other) for other in range(len(NAMES))]
+    assert not optimizer._may_go_behind()
