@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 
+from memascend.deepspeed.parameters.gather import swapper_of
 from tests.integration.checkpoint_program import build, print_masters, train
+from tests.integration.kill_runs import BESIDE_THE_WALK
+
+
+def die_beside_the_walk(engine: Any) -> None:
+    """Kills this process while its last step goes on behind it; says so if it does."""
+    last = engine.optimizer.fp16_groups[-1][-1]
+    key = swapper_of(last).key(last)
+    if not engine.memascend.runtime.walk.has_passed(key):
+        print(BESIDE_THE_WALK, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -25,6 +38,7 @@ def main() -> None:
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--exit-status", type=int, help="exit with this when told to end")
+    parser.add_argument("--die-behind", type=int, help="be killed when this step has returned")
     arguments = parser.parse_args()
     if arguments.exit_status is not None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(arguments.exit_status))
@@ -39,6 +53,8 @@ def main() -> None:
     for step in range(engine.global_steps, arguments.steps):
         print("in a step", flush=True)
         train(engine, step, 1)
+        if step == arguments.die_behind:
+            die_beside_the_walk(engine)
         print("in a save", flush=True)
         engine.save_checkpoint(str(arguments.checkpoints))
         print(f"saved {step + 1}", flush=True)

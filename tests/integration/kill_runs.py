@@ -31,6 +31,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 PROGRAM = HERE / "kill_program.py"
 STEPS = 6
+#: What a run says that dies while its last step goes on behind it.
+BESIDE_THE_WALK = "beside the walk"
 MOMENTS = ("in a step", "in a save", "between")
 
 
@@ -72,7 +74,7 @@ class Job:
         self._config = folder / "config.json"
         self._config.write_text(json.dumps(config(self.drive)))
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, *options: str) -> subprocess.Popen[str]:
         command = [
             sys.executable,
             "-m",
@@ -83,7 +85,7 @@ class Job:
         command += ["1", str(PROGRAM), str(self._config), str(self.checkpoints)]
         search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
-            [*command, "--steps", str(STEPS)],
+            [*command, "--steps", str(STEPS), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -16,6 +16,24 @@ def test_killed_runs_go_on_exactly(tmp_path: Path) -> None:
     assert [outcome for outcome in outcomes if not outcome.is_right] == []
 
 
+@pytest.mark.deepspeed
+@pytest.mark.full
+def test_a_run_killed_while_its_last_step_goes_on_behind_it_goes_on_exactly(
+    tmp_path: Path,
+) -> None:
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    whole, job = map(kill_runs.Job, folders)
+    expected = kill_runs.results(whole.finish()[0])
+    killed, _ = job.start("--die-behind", "3").communicate()
+    assert kill_runs.BESIDE_THE_WALK in killed
+    resumed, _ = job.finish()
+    found = kill_runs.outcome_of(killed, resumed, expected, job)
+    assert (found.saved, found.resumed) == (3, 3)
+    assert found.is_right, found
+
+
 def outcome(moment: str, saved: int, resumed: int, **changes: object) -> kill_runs.Outcome:
     facts = {"is_exact": True, "leftovers": ()} | changes
     return kill_runs.Outcome(moment, saved, resumed, **facts)  # type: ignore[arg-type]
