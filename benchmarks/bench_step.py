@@ -8,8 +8,11 @@ bypass the page cache. Ratios are to stock, within a round.
 In every round the drive is also timed with what memascend's optimizer step moves and nothing else
 (`transfers.py`): no step that moves these bytes can take less.
 
-With --heap the runs are memascend's own and differ in what malloc gives back (`heap` of the block):
-what does that save at the peak, and what do its page faults cost? Ratios are to malloc left alone.
+With --vary the runs are memascend's own and differ in one key; ratios are to the first:
+
+    heap   freed memory goes back to the system: what it saves at the peak, what page faults cost
+    limit  a limit of host memory: what it costs to keep
+    tile   the size of a tile: from where on is larger no faster?
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from trainee import Model, Trainee, deepspeed_config, model_of
 from transfers import ELEMENT_BYTES, READ, WRITTEN, Transfers
 
 QUESTION = "Step: time and traffic of whole steps against stock"
-HEAP_QUESTION = "Heap: what freed memory that goes back saves and costs"
 # parameters: rounds
 CASES = {
     "small": {20_000_000: 2},
@@ -59,12 +61,25 @@ CONTENDERS = {
     OURS: Contender({}, block={}),
 }
 
-#: With --heap.
-HEAPS = {
-    "heap left alone": Contender({}, block={"heap": {"enabled": False}}),
-    **{
-        f"heap {size}": Contender({}, block={"heap": {"mapped_bytes_min": size}})
-        for size in ("64KiB", "256KiB", "1MiB", "4MiB")
+#: With --vary: contenders by name.
+VARIATIONS = {
+    "heap": {
+        "heap left alone": Contender({}, block={"heap": {"enabled": False}}),
+        **{
+            f"heap {size}": Contender({}, block={"heap": {"mapped_bytes_min": size}})
+            for size in ("64KiB", "256KiB", "1MiB", "4MiB")
+        },
+    },
+    "limit": {
+        "no limit": Contender({}, block={}),
+        **{
+            f"limit {size}": Contender({}, block={"host_memory_limit": size})
+            for size in ("256MiB", "128MiB", "64MiB", "32MiB")
+        },
+    },
+    "tile": {
+        f"tile {size}": Contender({}, block={"streaming": {"optimizer": {"tile_bytes": size}}})
+        for size in ("32MiB", "16MiB", "8MiB", "4MiB", "1MiB", "256KiB")
     },
 }
 
@@ -214,8 +229,9 @@ def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
 def run_and_report(options: argparse.Namespace) -> None:
     """What the command line asks for."""
     name, question, contenders = "step", QUESTION, CONTENDERS
-    if options.heap:
-        name, question, contenders = "heap", HEAP_QUESTION, HEAPS
+    if options.vary is not None:
+        name = options.vary
+        question, contenders = f"Step: time and memory by {name}", VARIATIONS[name]
     rows = list(run(small=options.small, directory=options.directory, contenders=contenders))
     for part in ("training", "optimizer", "memory"):
         harness.report(name, f"{question}: {part} step", table_rows(rows, part), None)
@@ -224,5 +240,5 @@ def run_and_report(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     arguments = harness.parser(QUESTION)
-    arguments.add_argument("--heap", action="store_true", help="what malloc gives back, not stock")
+    arguments.add_argument("--vary", choices=VARIATIONS, help="a key of ours, without stock")
     run_and_report(arguments.parse_args())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,20 @@ def test_every_run_starts_a_round_in_its_turn(
     assert taken[names[0]][0]["above_imports_bytes"] == 10
 
 
+@pytest.mark.parametrize("key", bench_step.VARIATIONS)
+def test_a_variation_is_of_valid_blocks_that_differ(key: str) -> None:
+    blocks = [contender.block or {} for contender in bench_step.VARIATIONS[key].values()]
+    configs = [parse_block(block) for block in blocks]
+    assert all(left != right for left, right in itertools.pairwise(configs))
+
+
 def test_the_heap_is_compared_with_one_that_is_left_alone() -> None:
-    first, *others = bench_step.HEAPS.values()
+    first, *others = bench_step.VARIATIONS["heap"].values()
     assert first.block == {"heap": {"enabled": False}}
     assert all(parse_block(other.block or {}).heap.enabled for other in others)
+
+
+def test_the_peak_and_the_faults_of_a_run_are_figures() -> None:
     model = trainee.Model(1)
     part = {"wall_s": 1.0, "cpu_s": 1.0, "minor_faults": 7, "read_bytes": 2, "written_bytes": 2}
     steps = [{"training": part, "above_imports_bytes": nbytes} for nbytes in (3e6, 5e6)]
