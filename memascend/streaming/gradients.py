@@ -13,7 +13,8 @@ drive and never overwrites what is seen. The sum of squares is found while the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -143,17 +144,17 @@ class GradientSpool:
         shard = self._shard(group, offset)
         target = self._target(shard, gradient, final=final, anew=not accumulate)
         squares: torch.Tensor | None = None
-        for begin, count in self._slots.chunks(gradient.numel(), gradient.element_size()):
-            piece = gradient.narrow(0, begin, count)
-            staged = self._start_chunk(shard, begin, piece, accumulate=accumulate)
-            with self._slots.given_back_on_error(staged):
-                value = _fill(staged, piece, accumulate=accumulate)
-                if self._sum_of_squares is not None:
-                    part = self._sum_of_squares(value)
-                    squares = part if squares is None else squares + part
-                if result is not None:
-                    result.narrow(0, begin, count).copy_(value)
-            self._slots.submit(target.key, staged, begin * gradient.element_size())
+        with closing(self._start_chunks(shard, gradient, accumulate=accumulate)) as chunks:
+            for begin, staged in chunks:
+                piece = gradient.narrow(0, begin, staged.numel())
+                with self._slots.given_back_on_error(staged):
+                    value = _fill(staged, piece, accumulate=accumulate)
+                    if self._sum_of_squares is not None:
+                        part = self._sum_of_squares(value)
+                        squares = part if squares is None else squares + part
+                    if result is not None:
+                        result.narrow(0, begin, staged.numel()).copy_(value)
+                self._slots.submit(target.key, staged, begin * gradient.element_size())
         shard.latest, shard.squares = target, squares
         if final:
             self.finish(group, offset)
@@ -321,20 +322,17 @@ class GradientSpool:
         self._store.reserve(key=key, nbytes=like.nbytes)
         return StoredGradient(key=key, place=place, numel=like.numel(), dtype=like.dtype)
 
-    def _start_chunk(
-        self, shard: GradientShard, begin: int, piece: torch.Tensor, *, accumulate: bool
-    ) -> torch.Tensor:
-        """Take a slot for a piece; with `accumulate` the latest value is in it."""
-        if not accumulate:
-            return self._slots.take(piece.numel(), piece.dtype)
-        if shard.latest is None:
-            return self._slots.take(piece.numel(), piece.dtype).zero_()
-        return self._slots.read_chunk(
-            key=shard.latest.key,
-            numel=piece.numel(),
-            dtype=shard.latest.dtype,
-            offset_bytes=begin * shard.latest.dtype.itemsize,
-        )
+    def _start_chunks(
+        self, shard: GradientShard, gradient: torch.Tensor, *, accumulate: bool
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Yield where a chunk begins, and a slot; with `accumulate` the latest value is in it."""
+        numel, dtype = gradient.numel(), gradient.dtype
+        if accumulate and shard.latest is not None:
+            yield from self._slots.read_chunks(key=shard.latest.key, numel=numel, dtype=dtype)
+            return
+        for begin, count in self._slots.chunks(numel, dtype.itemsize):
+            staged = self._slots.take(count, dtype)
+            yield begin, staged.zero_() if accumulate else staged
 
     def _see(self, shard: GradientShard, value: StoredGradient | None) -> None:
         old, shard.seen = shard.seen, value

@@ -91,3 +91,22 @@ class LentSlots:
     def _is_gone(self, address: int) -> bool:
         lent = self._lent.get(address)
         return lent is None or lent() is None
+
+
+class GivenBackOnError:
+    """A block that gives a taken slot back when an error leaves it.
+
+    Not behind Ctrl-C: a transfer may have begun of which nobody has the ticket.
+    """
+
+    def __init__(self, give_back: Callable[[torch.Tensor], None], staged: torch.Tensor) -> None:
+        self._give_back = give_back
+        self._staged = staged
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the slot back if an error left the block."""
+        if kind is not None and issubclass(kind, Exception):
+            self._give_back(self._staged)

@@ -11,15 +11,15 @@ Ctrl-C may come between any two lines: see lent_slots.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import torch
 
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.waiting import Ended
-from memascend.streaming.lent_slots import LentSlots
+from memascend.streaming.lent_slots import GivenBackOnError, LentSlots
 
 SLOT_COUNT_MIN = 2
 
@@ -34,6 +34,10 @@ class _Write:
     source: torch.Tensor
     offset_bytes: int
     ticket: Ticket | None = None
+
+    def overlaps(self, begin: int, end: int) -> bool:
+        """Return whether any of its bytes lie in a range of its key."""
+        return self.offset_bytes < end and begin < self.offset_bytes + self.source.nbytes
 
 
 class StagingSlots:
@@ -225,26 +229,44 @@ class StagingSlots:
 
     def given_back_on_error(self, staged: torch.Tensor) -> GivenBackOnError:
         """Give a taken slot back when an error leaves the block, whoever raised it."""
-        return GivenBackOnError(self, staged)
+        return GivenBackOnError(self.give_back, staged)
 
-    def read_chunk(
-        self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int
-    ) -> torch.Tensor:
-        """Take a slot and read `numel` elements of a key into it.
+    def read_chunks(
+        self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int = 0, ahead: int = 1
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Yield where each chunk of a key begins, and a slot with it that is the caller's to end.
+
+        Args:
+            key: In the store.
+            numel: Elements, cut as `chunks` does.
+            dtype: As they are stored.
+            offset_bytes: Of the first.
+            ahead: Further chunks that are being read meanwhile; each takes a slot.
 
         Raises:
-            StoreError: The read failed.
+            StoreError: A read failed.
         """
-        staged = self.take(numel, dtype)
-        with self.given_back_on_error(staged):
-            ticket = self._read(key, staged, offset_bytes)
+        coming: deque[tuple[int, torch.Tensor, Ticket]] = deque()
+        rest = self.chunks(numel, dtype.itemsize)
         try:
-            ticket.wait()
-        except BaseException:
-            _settle(ticket)
-            self.give_back(staged)
-            raise
-        return staged
+            while True:
+                while len(coming) <= ahead:
+                    begin, count = next(rest, (0, 0))
+                    if count == 0:
+                        break
+                    staged = self.take(count, dtype)
+                    with self.given_back_on_error(staged):
+                        ticket = self._read(key, staged, offset_bytes + begin * dtype.itemsize)
+                    coming.append((begin, staged, ticket))
+                if not coming:
+                    return
+                coming[0][2].wait()
+                begin, staged, _ = coming.popleft()
+                yield begin, staged
+        finally:
+            for _, staged, ticket in coming:  # an error is on its way up
+                _settle(ticket)
+                self.give_back(staged)
 
     def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
         """Yield the bytes of a key in order, one slot after the other; each is lent until the next.
@@ -252,28 +274,15 @@ class StagingSlots:
         Raises:
             StoreError: A read failed.
         """
-        ahead: deque[tuple[torch.Tensor, Ticket]] = deque()
-        rest = self.chunks(nbytes, 1)
-        try:
-            while True:
-                # One slot stays free: whoever consumes this may need one.
-                while len(ahead) < max(1, len(self._slots) - 1):
-                    begin, count = next(rest, (0, 0))
-                    if count == 0:
-                        break
-                    staged = self.take(count, torch.uint8)
-                    with self.given_back_on_error(staged):
-                        ticket = self._read(key, staged, begin)
-                    ahead.append((staged, ticket))
-                if not ahead:
-                    return
-                ahead[0][1].wait()
-                yield ahead[0][0]
-                self.give_back(ahead.popleft()[0])
-        finally:
-            for staged, ticket in ahead:  # an error is on its way up
-                _settle(ticket)
-                self.give_back(staged)
+        # One slot stays free: whoever consumes this may need one.
+        ahead = max(0, len(self._slots) - 2)
+        chunks = self.read_chunks(key=key, numel=nbytes, dtype=torch.uint8, ahead=ahead)
+        with closing(chunks):
+            for _, staged in chunks:
+                try:
+                    yield staged
+                finally:
+                    self.give_back(staged)
 
     def fill(self, *, key: str, nbytes: int, source: Callable[[int, torch.Tensor], None]) -> None:
         """Store a key that has room, a slot at a time.
@@ -296,7 +305,11 @@ class StagingSlots:
     # -- inner -----------------------------------------------------------------------------------
 
     def _read(self, key: str, staged: torch.Tensor, offset_bytes: int) -> Ticket:
-        self.submit_all(key)
+        """Start a read, once the store has every write of these bytes."""
+        end = offset_bytes + staged.nbytes
+        for one in self._writes:
+            if one.ticket is None and one.key == key and one.overlaps(offset_bytes, end):
+                self._start(one)
         return self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
 
     def _copy_out(self, target: torch.Tensor, staged: torch.Tensor, ticket: Ticket) -> None:
@@ -330,12 +343,11 @@ class StagingSlots:
 
     def _submit_next(self) -> None:
         """Wait for the oldest copy that the store does not have, and hand its slot over."""
-        write = next(write for write in self._writes if write.ticket is None)
-        if write.filled is not None:
-            write.filled.synchronize()
-        self._start(write)
+        self._start(next(write for write in self._writes if write.ticket is None))
 
     def _start(self, write: _Write) -> None:
+        if write.filled is not None:
+            write.filled.synchronize()
         try:
             write.ticket = self.store.write(
                 key=write.key, source=write.source, offset_bytes=write.offset_bytes
@@ -373,25 +385,6 @@ class StagingSlots:
         return self._slots.find_lost(
             [write.slot for write in self._writes] + [slot for _, slot in self._reads]
         )
-
-
-class GivenBackOnError:
-    """A block that gives a taken slot back when an error leaves it.
-
-    Not behind Ctrl-C: a transfer may have begun of which nobody has the ticket.
-    """
-
-    def __init__(self, slots: StagingSlots, staged: torch.Tensor) -> None:
-        self._slots = slots
-        self._staged = staged
-
-    def __enter__(self) -> None:
-        """Begin the block."""
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give the slot back if an error left the block."""
-        if kind is not None and issubclass(kind, Exception):
-            self._slots.give_back(self._staged)
 
 
 def _settle(ticket: Ticket) -> None:

@@ -17,8 +17,8 @@ from tests.device.waits import (
 from tests.parity.workers import Bench
 
 #: A slot is free once its copy has passed and the drive has written it: bounded memory.
-FULL = "staging._submit_next < staging._finish_write < staging.take"
-TAKING = {f"{FULL} < gradients._start_chunk", f"{FULL} < staging.read_chunk"}
+FULL = "staging._start < staging._submit_next < staging._finish_write < staging.take"
+TAKING = {f"{FULL} < gradients._start_chunks", f"{FULL} < staging.read_chunks"}
 
 
 def test_a_place_is_told_by_functions_which_outlive_line_numbers() -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = (3, 5)
 SHOWN_MS_MIN = 0.1
 #: A place has a few frames: who is called in backward alone.
-PUTTING = ("gradients.put", "gradients._start_chunk", "gradients._target", "staging.read_chunk")
+PUTTING = ("gradients.put", "gradients._start_chunks", "gradients._target", "staging.read_chunks")
 
 
 def place_in_memascend(place: str) -> str:

@@ -286,6 +286,20 @@ def test_discarding_gives_the_space_back() -> None:
     assert store.keys() == []
 
 
+def test_the_next_chunk_of_a_sum_is_being_read_while_one_is_added() -> None:
+    store = FakeRangeStore()
+    slots = StagingSlots(store=store, memory=FakeMemory(), slot_bytes=4096, slot_count=3)
+    spool = GradientSpool(store=store, slots=slots)
+    spool.put(GROUP, 0, torch.ones(3 * 1024))
+    store.tickets.clear()
+    spool.put(GROUP, 0, torch.ones(3 * 1024), accumulate=True)
+    kinds = [kind for kind, _ in store.log()]
+    assert kinds == ["read", "read", "write", "read", "write", "write"]
+    target = torch.zeros(3 * 1024)
+    spool.get(GROUP, 0, target)
+    assert (target == 2).all()
+
+
 # -- a device whose copies happen late -------------------------------------------------------------
 
 

@@ -131,7 +131,7 @@ def test_a_chunk_is_read_changed_and_written_back(
     staging: StagingSlots, store: FakeRangeStore
 ) -> None:
     store.content["a"] = torch.arange(100.0).view(torch.uint8)
-    chunk = staging.read_chunk(key="a", numel=10, dtype=torch.float32, offset_bytes=40)
+    _, chunk = next(staging.read_chunks(key="a", numel=10, dtype=torch.float32, offset_bytes=40))
     chunk.add_(1)
     staging.submit("a", chunk, 40)
     staging.wait_writes()
@@ -210,7 +210,7 @@ def test_a_failed_read_gives_every_slot_back(staging: StagingSlots, store: FakeR
     with pytest.raises(StoreError, match="read of a failed"):
         staging.read(key="a", target=torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8))
     with pytest.raises(StoreError, match="read of a failed"):
-        staging.read_chunk(key="a", numel=1, dtype=torch.uint8, offset_bytes=0)
+        next(staging.read_chunks(key="a", numel=1, dtype=torch.uint8))
     assert all(ticket.finished for ticket in store.tickets)
     assert all_slots_are_free(staging)
 
@@ -220,7 +220,7 @@ def test_a_read_that_cannot_be_started_gives_its_slot_back(staging: StagingSlots
         with pytest.raises(StoreError, match="no key"):
             staging.read(key="nobody", target=torch.zeros(10))
         with pytest.raises(StoreError, match="no key"):
-            staging.read_chunk(key="nobody", numel=1, dtype=torch.uint8, offset_bytes=0)
+            next(staging.read_chunks(key="nobody", numel=1, dtype=torch.uint8))
     assert all_slots_are_free(staging)
 
 
@@ -244,6 +244,22 @@ def test_a_slot_goes_to_the_drive_only_when_its_copy_has_happened(store: FakeRan
         device.synchronize()
         staging.wait_writes()
     assert store.value("a", torch.float32).tolist() == [1.0] * 100
+
+
+def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeRangeStore) -> None:
+    device = LateDevice()
+    staging = make(store, device=device)
+    store.content["a"] = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
+    source = device.tensor(torch.ones(SLOT_BYTES, dtype=torch.uint8))
+    with device:
+        staging.write(key="a", source=source, offset_bytes=1)
+        for offset, kinds in ((SLOT_BYTES + 1, ["read"]), (SLOT_BYTES, ["read", "write", "read"])):
+            _, chunk = next(
+                staging.read_chunks(key="a", numel=1, dtype=torch.uint8, offset_bytes=offset)
+            )
+            assert [kind for kind, _ in store.log()] == kinds
+            staging.give_back(chunk)
+    assert chunk.tolist() == [1]
 
 
 def test_a_slot_is_read_into_again_only_when_it_was_copied_out(store: FakeRangeStore) -> None:
@@ -302,8 +318,10 @@ def test_any_mix_of_transfers_gives_what_program_order_gives(
                 checks.append((target, expected[key][part].clone()))
             elif kind == "chunk":
                 count = min(count, SLOT_BYTES // dtype.itemsize)
-                chunk = staging.read_chunk(
-                    key=key, numel=count, dtype=dtype, offset_bytes=offset_bytes
+                _, chunk = next(
+                    staging.read_chunks(
+                        key=key, numel=count, dtype=dtype, offset_bytes=offset_bytes
+                    )
                 )
                 assert torch.equal(chunk, expected[key][begin : begin + count])
                 chunk.fill_(seed)

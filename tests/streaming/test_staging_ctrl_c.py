@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 import torch
@@ -60,7 +60,8 @@ class Work:
         staging, device = self.staging, self.device
         staging.write(key="written", source=device.tensor(torch.full((NUMEL,), float(value))))
         staging.fill(key="filled", nbytes=NUMEL * 4, source=functools.partial(fill_with, value))
-        chunk = staging.read_chunk(key="chunk", numel=8, dtype=torch.float32, offset_bytes=0)
+        with closing(staging.read_chunks(key="chunk", numel=8, dtype=torch.float32)) as chunks:
+            _, chunk = next(chunks)
         chunk.fill_(value)
         staging.submit("chunk", chunk, 0)
         target = device.tensor(torch.zeros(NUMEL))
@@ -121,7 +122,7 @@ def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive(
 
     monkeypatch.setattr(FakeRangeTicket, "wait", interrupt)
     with suppress(KeyboardInterrupt):  # pytest.raises would keep the frames, and they the slot
-        staging.read_chunk(key="a", numel=16, dtype=torch.float32, offset_bytes=0)
+        next(staging.read_chunks(key="a", numel=16, dtype=torch.float32))
     others = [staging.take(16, torch.float32).fill_(7) for _ in range(SLOT_COUNT - 1)]
     with pytest.raises(AssertionError, match="every staging slot is taken"):
         staging.take(16, torch.float32)
@@ -146,7 +147,7 @@ def test_ctrl_c_behind_the_start_of_a_read_leaves_its_slot_alone(
 
     monkeypatch.setattr(store, "read", interrupted_read)
     for ask in (
-        lambda: staging.read_chunk(key="a", numel=16, dtype=torch.float32, offset_bytes=0),
+        lambda: next(staging.read_chunks(key="a", numel=16, dtype=torch.float32)),
         lambda: staging.read(key="a", target=torch.zeros(16)),
         lambda: list(staging.stream(key="a", nbytes=64)),
     ):
