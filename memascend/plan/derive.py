@@ -3,8 +3,7 @@
 Pure arithmetic over shapes and a request, for one rank. The runtime is built from the same `Plan`,
 so its knobs are what will be reserved, and its components are the names memory is accounted under.
 
-Given a limit, the largest defaults that fit are taken. What shrinks, in this order: the resident
-cache, reading ahead, the tiles, the staging slots, the parameter slots.
+Given a limit, the largest sizes that fit are taken; knobs.py says what shrinks first.
 """
 
 from __future__ import annotations

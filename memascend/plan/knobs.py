@@ -2,11 +2,18 @@
 
 Pure arithmetic for one rank. Every component is a multiple of the page and grows with its knob, so
 the sum of the minimums is exactly the smallest limit that works.
+
+Under a limit reading ahead goes first: it saves no more than the passes' share of the drive's time.
+Tiles and staging slots go next, but not below their knees, from where on the host's work for each
+of them outweighs the drive's; then the slots of a layer, without which shards go in chunks; and the
+knees at last.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +40,10 @@ TILE_NUMEL, TILE_NUMEL_MIN = 8 << 20, 16 << 10
 TILE_NUMEL_STEP = PAGE_BYTES  # elements: keeps every block of a tile a multiple of the page
 TILE_COUNT = 3  # one is read, one computed, one written
 GRADIENT_FP32_BYTES = 4
+#: Below these a step takes noticeably longer: `bench_step.py --vary tile`.
+TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE = 256 << 10, MIB
+#: What the host does for a tile takes so many times as long as for a chunk of a gradient.
+TILE_TO_CHUNK_COST = 5
 PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
 #: Larger shards (fused experts) go in chunks by default: two of them would outweigh all the rest.
 SLOT_BYTES_MAX = 512 * MIB
@@ -125,7 +136,9 @@ def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | N
     knobs = _defaults(shapes, request)
     if limit_bytes is None:
         return knobs
-    for shrink in (_shrink_prefetch, _shrink_tile, _shrink_staging, _shrink_layer):
+    shrink_to_knees = functools.partial(_shrink_moving, _KNEES)
+    shrink_to_minimums = functools.partial(_shrink_moving, _MINIMUMS)
+    for shrink in (_shrink_prefetch, shrink_to_knees, _shrink_layer, shrink_to_minimums):
         excess_bytes = knobs.host_bytes(request) - limit_bytes
         if excess_bytes > 0:
             knobs = shrink(knobs, request, excess_bytes)
@@ -221,24 +234,43 @@ def _shrink_prefetch(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> K
     return dataclasses.replace(knobs, prefetch_bytes=kept_bytes)
 
 
-def _shrink_tile(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
-    is_fixed = request.tile_bytes is not None or not request.is_tiled
-    if is_fixed or knobs.tile_numel <= TILE_NUMEL_MIN:
-        return knobs
-    element_bytes = knobs.tile_count * tile_element_bytes(request)
-    element_bytes += scratch_element_bytes(request)
-    kept = (knobs.tile_numel * element_bytes - excess_bytes) // element_bytes
-    kept = max(TILE_NUMEL_MIN, kept // TILE_NUMEL_STEP * TILE_NUMEL_STEP)
-    return dataclasses.replace(knobs, tile_numel=kept)
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """What tiles and staging slots do not shrink below."""
+
+    tile_numel: int
+    slot_bytes: int
+    slot_count: int
 
 
-def _shrink_staging(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
-    kept_bytes = knobs.staging_slot_count * knobs.staging_slot_bytes - excess_bytes
-    slot_bytes = page_down(kept_bytes // STAGING_SLOT_COUNT)
-    count = STAGING_SLOT_COUNT
-    if slot_bytes < STAGING_SLOT_BYTES_MIN:
-        slot_bytes = STAGING_SLOT_BYTES_MIN
-        count = max(STAGING_SLOT_COUNT_MIN, min(count, kept_bytes // slot_bytes))
+_KNEES = _Least(TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE, STAGING_SLOT_COUNT)
+_MINIMUMS = _Least(TILE_NUMEL_MIN, STAGING_SLOT_BYTES_MIN, STAGING_SLOT_COUNT_MIN)
+
+
+def _shrink_moving(least: _Least, knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
+    """Shrink tiles and staging slots so that the host's work for both together is least.
+
+    A step takes N / n tiles of n elements and N g / s chunks of s bytes, for N parameters whose
+    gradients have g bytes. Under a limit the sum of what they cost is least where each has memory
+    in proportion to the root of its own cost and price.
+    """
+    numel_bytes = knobs.tile_count * tile_element_bytes(request) + scratch_element_bytes(request)
+    staging_bytes = knobs.staging_slot_count * knobs.staging_slot_bytes
+    room_bytes = knobs.tile_numel * numel_bytes + staging_bytes - excess_bytes
+    if request.tile_bytes is None and request.is_tiled:
+        tiles = math.sqrt(TILE_TO_CHUNK_COST * numel_bytes)
+        staging = math.sqrt(knobs.staging_slot_count * request.gradient_itemsize)
+        wanted_bytes = int(room_bytes * staging / (tiles + staging))
+        wanted_bytes = max(least.slot_count * least.slot_bytes, min(staging_bytes, wanted_bytes))
+        kept = (room_bytes - wanted_bytes) // numel_bytes // TILE_NUMEL_STEP * TILE_NUMEL_STEP
+        kept = min(knobs.tile_numel, max(least.tile_numel, kept))
+        knobs = dataclasses.replace(knobs, tile_numel=kept)
+    kept_bytes = room_bytes - knobs.tile_numel * numel_bytes
+    count = knobs.staging_slot_count
+    slot_bytes = min(knobs.staging_slot_bytes, page_down(kept_bytes // count))
+    if slot_bytes < least.slot_bytes:
+        slot_bytes = min(knobs.staging_slot_bytes, least.slot_bytes)
+        count = max(least.slot_count, min(count, kept_bytes // slot_bytes))
     return dataclasses.replace(knobs, staging_slot_count=count, staging_slot_bytes=slot_bytes)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memascend.base.units import GIB, KIB, MIB
 from memascend.plan.derive import LimitTooSmallError, Plan, PlanRequest, derive
+from memascend.plan.knobs import STAGING_SLOT_BYTES_KNEE, TILE_NUMEL_KNEE, TILE_TO_CHUNK_COST
 from memascend.plan.shapes import ModelShapes, builtin
 from tests.support.examples import examples
 from tests.support.plan_models import decoder
@@ -131,6 +134,25 @@ def test_what_shrinks_and_in_which_order() -> None:
                 changed.append(knob)
         limit -= 4 * MIB
     assert changed == ["prefetch_bytes", "tile_numel", "staging_slot_bytes", "slot_bytes_max"]
+
+
+def test_tiles_and_staging_slots_divide_what_there_is_by_the_root_of_cost_and_price() -> None:
+    shapes, request = decoder(layers=30, hidden=1024), PlanRequest()
+    default = derive(shapes, request=request)
+    plan = derive(shapes, request=request, limit_bytes=default.host_bytes // 4)
+    tiles = plan.host["optimizer tiles"] + plan.host["optimizer scratch"]
+    # For each element 3 tiles of 16 bytes and 4 of scratch; for each byte of a slot 4 of them.
+    ratio = math.sqrt(TILE_TO_CHUNK_COST * 52 / (4 * 2))
+    assert tiles / plan.host["staging slots"] == pytest.approx(ratio, rel=0.05)
+
+
+def test_a_layer_goes_in_chunks_before_tiles_are_too_small_for_the_drive() -> None:
+    shapes, request = builtin("Llama-3.1-8B"), PlanRequest()
+    for limit in (1 * GIB, 256 * MIB, 64 * MIB, 26 * MIB):
+        plan = derive(shapes, request=request, limit_bytes=limit)
+        assert plan.tile_numel >= TILE_NUMEL_KNEE
+        assert plan.staging_slot_bytes >= STAGING_SLOT_BYTES_KNEE
+    assert plan.slot_bytes_max < derive(shapes, request=request).slot_bytes_max
 
 
 def test_at_the_minimum_slots_are_1_mib_and_tiles_16_ki_elements() -> None:

@@ -31,6 +31,8 @@ from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
 from memascend.errors import ConfigError
 from memascend.kernels.overflow import sum_of_squares
+from memascend.plan.advice import advise
+from memascend.plan.shapes import from_module
 from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import StepIntegrity
@@ -159,6 +161,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self._drop_unused()
         self._finish_writes()
         self.attachment.adopt(plan)
+        if dist.get_rank() == 0:
+            log.info("memascend: %s", advise(from_module(self.module), plan))
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         # Without any, upstream makes a stand-in of one element.

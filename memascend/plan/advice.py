@@ -1,0 +1,35 @@
+"""What more host memory would be good for, from the plan: one line for the log and the table."""
+
+from __future__ import annotations
+
+from memascend.base.units import GIB, format_nbytes
+from memascend.plan.derive import Plan, derive
+from memascend.plan.shapes import ModelShapes
+
+#: What is offered to the plan.
+MORE_BYTES = GIB
+
+
+def advise(shapes: ModelShapes, plan: Plan) -> str:
+    """Return what host memory above the plan's would save of the drive's traffic in a step."""
+    default = derive(shapes, request=plan.request)
+    limit_bytes = plan.host_bytes if plan.limit_bytes is None else plan.limit_bytes
+    if limit_bytes < default.host_bytes:
+        return (
+            f"a host_memory_limit of {format_nbytes(default.host_bytes)} or more makes nothing "
+            f"smaller than is fast; it is {format_nbytes(limit_bytes)}"
+        )
+    now = _moved_bytes(plan)
+    richer = derive(shapes, request=plan.request, limit_bytes=limit_bytes + MORE_BYTES)
+    saved = now - _moved_bytes(richer)
+    if saved <= 0:
+        return "more host memory would save the drive nothing"
+    return (
+        f"{format_nbytes(MORE_BYTES)} more of host_memory_limit ({format_nbytes(limit_bytes)} now) "
+        f"would save {format_nbytes(saved)} of the {format_nbytes(now)} that a step moves "
+        f"({saved / now:.1%})"
+    )
+
+
+def _moved_bytes(plan: Plan) -> int:
+    return sum(plan.read_bytes.values()) + sum(plan.written_bytes.values())

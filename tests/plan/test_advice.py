@@ -1,0 +1,45 @@
+"""What more memory is good for: bytes that the plan itself would save, or sizes that it lacks."""
+
+from __future__ import annotations
+
+from memascend.base.units import GIB, MIB, format_nbytes
+from memascend.plan.advice import advise
+from memascend.plan.derive import Plan, PlanRequest, derive
+from memascend.plan.shapes import builtin
+from tests.support.plan_models import decoder
+
+REQUEST = PlanRequest()
+
+
+def moved_bytes(plan: Plan) -> int:
+    return sum(plan.read_bytes.values()) + sum(plan.written_bytes.values())
+
+
+def test_a_gib_more_keeps_a_gib_of_parameters_which_each_pass_reads() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    plan = derive(shapes, request=REQUEST)
+    saved = advise(shapes, plan)
+    # Read by each pass and written once.
+    passes = plan.read_bytes["parameters"] // plan.drive["parameters"]
+    assert f"would save {format_nbytes((passes + 1) * GIB)} of the" in saved
+    assert format_nbytes(moved_bytes(plan)) in saved
+
+
+def test_with_a_limit_the_gib_comes_on_top_of_it() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    plan = derive(shapes, request=REQUEST, limit_bytes=8 * GIB)
+    assert "(8.00 GiB now)" in advise(shapes, plan)
+
+
+def test_where_something_had_to_shrink_it_says_from_where_on_nothing_has() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    default = derive(shapes, request=REQUEST)
+    plan = derive(shapes, request=REQUEST, limit_bytes=64 * MIB)
+    found = advise(shapes, plan)
+    assert f"of {format_nbytes(default.host_bytes)} or more" in found
+    assert "it is 64.00 MiB" in found
+
+
+def test_where_all_of_it_is_in_memory_there_is_nothing_to_gain() -> None:
+    plan = derive(decoder(), request=REQUEST, limit_bytes=100 * GIB)
+    assert advise(decoder(), plan) == "more host memory would save the drive nothing"
