@@ -105,11 +105,6 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="GB/s",
         help=f"what it writes (default: {DRIVE_WRITE_GB_S:g})",
     )
-    parser.add_argument(
-        "--no-checkpointing",
-        action="store_true",
-        help="activations are kept: backward does not recompute the forward pass",
-    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart")
     parser.add_argument(
@@ -175,9 +170,7 @@ def markdown(rows: list[Accounts]) -> str:
 def _accounts(
     shapes: ModelShapes, ds_config: Mapping[str, Any], args: argparse.Namespace
 ) -> Accounts:
-    request = PlanRequest.from_deepspeed(
-        ds_config, world=args.world, is_checkpointing=not args.no_checkpointing
-    )
+    request = PlanRequest.from_deepspeed(ds_config, world=args.world)
     settings = StockSettings.from_deepspeed(ds_config)
     block = _block(ds_config, args)
     check_limit_can_be_kept(block, ds_config)
@@ -285,14 +278,13 @@ def _floor(plan: Footprint, args: argparse.Namespace) -> float:
 
 def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
-    again = "" if args.no_checkpointing else ", and again by recomputing"
     notes = [
         f"drive time alone, of all planned bytes, at {args.drive_read:g} GB/s read and "
         f"{args.drive_write:g} GB/s written (--drive-read, --drive-write; 1 GB is 10^9 bytes), "
         "shared by all ranks",
-        f"parameters are read forward and backward{again}, in each of "
-        f"{plan.request.gradient_accumulation_steps} micro-step(s); memascend reads less "
-        "where a slot still holds them",
+        "parameters are read forward and backward, in each of "
+        f"{plan.request.gradient_accumulation_steps} micro-step(s), but for what "
+        "stage3_max_reuse_distance keeps on the device between the two",
         "not counted: Python, torch, the device's context, activations, the page cache",
     ]
     if args.config is None:

@@ -192,14 +192,13 @@ def _traffic(
     steps = request.gradient_accumulation_steps
     copies = request.gradient_copies
     drive = {stream: nbytes - resident.get(stream, 0) for stream, nbytes in totals.items()}
-    passes = 3 if request.is_checkpointing else 2
     # Frozen parameters are read like the others and never written.
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     written_parameters = min(drive[PARAMETERS], learning * request.param_itemsize)
     # Where a sum is in memory, the last one gives way to it.
     given_way_bytes = resident.get(GRADIENTS, 0) * (copies - 1)
     read = {
-        PARAMETERS: drive[PARAMETERS] * passes * steps,
+        PARAMETERS: request.passes_bytes(drive[PARAMETERS], shapes.numel) * steps,
         GRADIENTS: drive[GRADIENTS] * steps,
         MASTER: drive[MASTER],
         STATE: drive[STATE],

@@ -257,7 +257,7 @@ def _shrink_moving(least: _Least, knobs: Knobs, request: PlanRequest, excess_byt
     numel_bytes = knobs.tile_count * tile_element_bytes(request) + scratch_element_bytes(request)
     staging_bytes = knobs.staging_slot_count * knobs.staging_slot_bytes
     room_bytes = knobs.tile_numel * numel_bytes + staging_bytes - excess_bytes
-    if request.tile_bytes is None and request.is_tiled:
+    if knobs.tile_numel and request.tile_bytes is None and request.is_tiled:
         tiles = math.sqrt(TILE_TO_CHUNK_COST * numel_bytes)
         staging = math.sqrt(knobs.staging_slot_count * request.gradient_itemsize)
         wanted_bytes = int(room_bytes * staging / (tiles + staging))

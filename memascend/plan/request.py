@@ -17,6 +17,7 @@ from memascend.plan.optimizers import kind_of, state_count_of
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUP_SIZE = 10**9
+REUSE_NUMEL = 10**9
 #: Without a word about it: what Hugging Face's Trainer uses.
 OPTIMIZER = "AdamW"
 
@@ -39,7 +40,8 @@ class PlanRequest:
             Hugging Face's Trainer; a sub-group never spans two groups.
         parameters_device: "nvme", "cpu" or "none" (the accelerator).
         optimizer_device: The same for master weights, states and gradients.
-        is_checkpointing: Whether backward recomputes the forward pass, and reads parameters again.
+        reuse_numel: Elements within whose use DeepSpeed keeps a gathered parameter on the device
+            for its next one (stage3_max_reuse_distance).
         tile_bytes: fp32 weights of one tile, when the user fixed them.
         prefetch_bytes: Parameters read ahead, when the user fixed them.
         max_in_cpu: Trainable elements that stay in host memory because the JSON asks for it.
@@ -61,7 +63,7 @@ class PlanRequest:
     has_decay_groups: bool = True
     parameters_device: str = "nvme"
     optimizer_device: str = "nvme"
-    is_checkpointing: bool = True
+    reuse_numel: int = REUSE_NUMEL
     tile_bytes: int | None = None
     prefetch_bytes: int | None = None
     max_in_cpu: int = 0
@@ -119,6 +121,19 @@ class PlanRequest:
         """True where states are made by us, in the tiles; others make them in memory of torch's."""
         return self.is_tiled and bool(kind_of(self.optimizer).start)
 
+    def passes_bytes(self, nbytes: int, numel: int) -> int:
+        """Return what forward and backward read of parameters, of `nbytes` on the drive.
+
+        A layer that backward recomputes is still in its slots when its gradient is computed. What
+        forward used last stays on the device where its use in backward is near.
+
+        Args:
+            nbytes: Of one rank's parameters.
+            numel: Elements of all parameters.
+        """
+        kept_numel = min(numel, self.reuse_numel // 2)
+        return 2 * nbytes - nbytes * kept_numel // max(1, numel)
+
     @classmethod
     def from_deepspeed(
         cls,
@@ -126,7 +141,6 @@ class PlanRequest:
         *,
         block: MemAscendConfig | None = None,
         world: int = 1,
-        is_checkpointing: bool = True,
         has_decay_groups: bool = True,
     ) -> PlanRequest:
         """Read what decides the bytes from a DeepSpeed JSON and its `memascend` block.
@@ -135,7 +149,6 @@ class PlanRequest:
             ds_config: The JSON's content.
             block: Its block where it is parsed already; None: parsed here.
             world: Ranks, which the JSON does not state.
-            is_checkpointing: See the class; the JSON does not state it.
             has_decay_groups: See the class; the JSON does not state it.
 
         Raises:
@@ -171,7 +184,7 @@ class PlanRequest:
             parameters_device=parameters_device,
             max_in_cpu=whole(parameters, "max_in_cpu", 0) if counts else 0,
             optimizer_device=device(section(zero, "offload_optimizer")),
-            is_checkpointing=is_checkpointing,
+            reuse_numel=whole(zero, "stage3_max_reuse_distance", REUSE_NUMEL),
             tile_bytes=block.streaming.optimizer.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             verify=block.verify,

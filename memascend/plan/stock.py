@@ -338,9 +338,9 @@ class _StockAccount:
             self._aligned(n, request.master_itemsize) for n in self._swapped_group_numels()
         )
         gradients = self._gradient_bytes()
-        passes = (3 if request.is_checkpointing else 2) * steps
+        travelling_bytes = self._numel(travelling) * itemsize
         read = {
-            PARAMETERS: passes * self._numel(travelling) * itemsize,
+            PARAMETERS: request.passes_bytes(travelling_bytes, self._shapes.numel) * steps,
             GRADIENTS: gradients,
             MASTER: master,
             STATE: master * request.states,

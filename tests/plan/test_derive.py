@@ -133,26 +133,31 @@ def test_the_drive_holds_parameters_master_weights_states_and_gradients() -> Non
 
 def test_a_step_reads_and_writes_what_each_stream_needs() -> None:
     numel = decoder().numel
-    plan = derive(decoder(), request=PlanRequest(gradient_accumulation_steps=3))
+    request = PlanRequest(gradient_accumulation_steps=3, reuse_numel=0)
+    plan = derive(decoder(), request=request)
     states = {"master weights": 4 * numel, "optimizer state": 8 * numel}
     gradients = {"gradients": 3 * 2 * numel}
-    assert plan.read_bytes == {"parameters": 3 * 3 * 2 * numel} | gradients | states
+    assert plan.read_bytes == {"parameters": 3 * 2 * 2 * numel} | gradients | states
     assert plan.written_bytes == {"parameters": 2 * numel} | gradients | states
-    assert plan.passes_read_bytes == (3 * 3 * 2 + 2 * 2) * numel
+    assert plan.passes_read_bytes == (3 * 2 * 2 + 2 * 2) * numel
     assert plan.passes_written_bytes == 3 * 2 * numel
 
 
-def test_without_recomputing_parameters_are_read_twice() -> None:
-    plan = derive(decoder(), request=PlanRequest(is_checkpointing=False))
-    assert plan.read_bytes["parameters"] == 2 * 2 * decoder().numel
+@pytest.mark.parametrize(("distance", "quarters"), [(0, 8), (1, 6), (2, 4), (3, 4)])
+def test_backward_reads_what_the_device_does_not_keep_of_forward(
+    distance: int, quarters: int
+) -> None:
+    numel = decoder().numel
+    plan = derive(decoder(), request=PlanRequest(reuse_numel=distance * numel))
+    assert plan.read_bytes["parameters"] == pytest.approx(quarters / 4 * 2 * numel, rel=1e-6)
 
 
 def test_frozen_tensors_are_only_read() -> None:
     shapes = decoder(frozen=True)
     learning = sum(tensor.numel for tensor in shapes.trainable)
-    plan = derive(shapes, request=PlanRequest())
+    plan = derive(shapes, request=PlanRequest(reuse_numel=0))
     assert plan.drive["parameters"] == 2 * shapes.numel
-    assert plan.read_bytes["parameters"] == 3 * 2 * shapes.numel
+    assert plan.read_bytes["parameters"] == 2 * 2 * shapes.numel
     assert plan.written_bytes["parameters"] == 2 * learning
     assert plan.drive["optimizer state"] == 8 * learning
     assert plan.written_bytes["gradients"] == 2 * learning

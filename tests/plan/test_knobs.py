@@ -42,7 +42,7 @@ requests = st.builds(
     sub_group_size=st.integers(0, 10**7),
     has_decay_groups=st.booleans(),
     optimizer_device=st.sampled_from(["nvme", "nvme", "cpu"]),
-    is_checkpointing=st.booleans(),
+    reuse_numel=st.sampled_from([0, 10**4, 10**9]),
     tile_bytes=st.sampled_from([None, None, 64 * KIB, 100_000, MIB]),
     prefetch_bytes=st.sampled_from([None, None, 0, 12345, MIB]),
 )
