@@ -34,6 +34,8 @@ CASES = {
     "small": {20_000_000: 2},
     "large": {40_000_000: 12, 120_000_000: 8, 320_000_000: 5},
 }
+#: With --vary: what matters is the key, not the model.
+VARIED_CASES = {"small": {20_000_000: 2}, "large": {120_000_000: 6}}
 #: The first step makes the optimizer's states, and DeepSpeed learns the order of the modules.
 WARMUPS = 2
 TOKENS = 64
@@ -102,12 +104,12 @@ def training_config(model: Model, optimizer: Mapping[str, Any], directory: Path)
 
 
 def run(
-    *, small: bool, directory: Path, contenders: Mapping[str, Contender] = CONTENDERS
+    cases: Mapping[int, int], directory: Path, contenders: Mapping[str, Contender] = CONTENDERS
 ) -> Iterator[harness.Row]:
-    """Trains every size with all of them, in turns; ratios are to the first."""
+    """Trains every size so many rounds with all of them, in turns; ratios are to the first."""
     base = next(iter(contenders))
     circumstances = harness.machine(directory)
-    for numel, rounds in CASES["small" if small else "large"].items():
+    for numel, rounds in cases.items():
         model = model_of(numel)
         steps = take_steps(model, directory, rounds, contenders)
         case = f"{round(model.numel / 1e6)}M"
@@ -228,11 +230,11 @@ def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
 
 def run_and_report(options: argparse.Namespace) -> None:
     """What the command line asks for."""
-    name, question, contenders = "step", QUESTION, CONTENDERS
+    name, question, cases, contenders = "step", QUESTION, CASES, CONTENDERS
     if options.vary is not None:
-        name = options.vary
-        question, contenders = f"Step: time and memory by {name}", VARIATIONS[name]
-    rows = list(run(small=options.small, directory=options.directory, contenders=contenders))
+        name, question = options.vary, f"Step: time and memory by {options.vary}"
+        cases, contenders = VARIED_CASES, VARIATIONS[name]
+    rows = list(run(cases["small" if options.small else "large"], options.directory, contenders))
     for part in ("training", "optimizer", "memory"):
         harness.report(name, f"{question}: {part} step", table_rows(rows, part), None)
     harness.write(name, rows, options.out)
