@@ -61,3 +61,21 @@ def test_a_rank_is_asked_to_end_before_it_is_killed(
     for rank in ranks:
         assert rank.stdout is not None
         rank.stdout.close()
+
+
+def test_the_group_that_was_used_longest_ago_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [workers.WorkerGroup(world=1, folder=tmp_path) for _ in range(3)]
+    monkeypatch.setattr(workers.WorkerGroup, "_living", list(groups))
+    monkeypatch.setattr(
+        workers.WorkerGroup, "_resident_bytes", lambda group: workers.RESIDENT_BYTES_MAX // 2
+    )
+    first, _, third = groups
+    first._make_room()
+    assert workers.WorkerGroup._living == [third, first]
+    monkeypatch.setattr(
+        workers.WorkerGroup, "_resident_bytes", lambda group: workers.RESIDENT_BYTES_MAX + 1
+    )
+    first._make_room()  # whatever it has grown to goes, too
+    assert workers.WorkerGroup._living == []

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -34,9 +34,9 @@ STOP_TIMEOUT_S = 30.0  # to end by itself, and again after SIGTERM
 LOCK_RELEASE_S = 0.5
 STACK_DUMP_S = 1.0
 LOG_TAIL_LINES = 120
-# DeepSpeed keeps what destroyed engines held, so a rank grows from case to case; it starts anew
-# before the machine runs out of memory.
-RESIDENT_BYTES_MAX = 2 << 30
+# DeepSpeed keeps what destroyed engines held, so a rank grows from case to case. This is what all
+# groups of a test process may take together; several such processes run beside each other.
+RESIDENT_BYTES_MAX = 4 << 30
 
 Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
@@ -52,6 +52,8 @@ class CaseFailed(RuntimeError):
 
 class WorkerGroup:
     """`world` ranks that run one case after another."""
+
+    _living: ClassVar[list[WorkerGroup]] = []  # of this process; used last, last
 
     def __init__(
         self,
@@ -86,12 +88,19 @@ class WorkerGroup:
             self.stop()
             logs = self._logs_since(log_offsets)
             raise CaseFailed(f"{case.name}\n" + "\n".join(errors) + logs)
-        if self._resident_bytes() > RESIDENT_BYTES_MAX:
-            self.stop()
+        self._make_room()
         return [answer["facts"] for answer in answers]
 
+    def _make_room(self) -> None:
+        """Stop groups until all fit together, the one that was used longest ago first."""
+        self._living.remove(self)
+        self._living.append(self)
+        while sum(group._resident_bytes() for group in self._living) > RESIDENT_BYTES_MAX:
+            self._living[0].stop()
+
     def _resident_bytes(self) -> int:
-        return max(psutil.Process(process.pid).memory_info().rss for process in self._processes)
+        living = [process for process in self._processes if process.poll() is None]
+        return sum(psutil.Process(process.pid).memory_info().rss for process in living)
 
     def stop(self) -> None:
         """End the ranks: a closed socket tells them to, then SIGTERM, then SIGKILL.
@@ -109,6 +118,8 @@ class WorkerGroup:
         for process in self._processes:
             process.wait()
         self._connections, self._processes = [], []
+        if self in self._living:
+            self._living.remove(self)
 
     def _all_ended(self) -> bool:
         """Whether every rank ends in time."""
@@ -123,6 +134,7 @@ class WorkerGroup:
         if self._processes and self._exit_codes() == [None] * self.world:
             return
         self.stop()
+        self._living.append(self)
         environment = worker_environment(rank=0, world=self.world, port=0)
         remove_stale_locks(Path(environment["TORCH_EXTENSIONS_DIR"]))
         self._start_count += 1

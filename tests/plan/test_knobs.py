@@ -98,7 +98,7 @@ def check_rules(plan: Plan) -> None:
     assert all(nbytes % (4 * KIB) == 0 for nbytes in plan.host.values())
     assert plan.tile_numel % 4096 == 0
     assert 2 <= plan.staging_slot_count <= 4
-    assert 256 * KIB <= plan.staging_slot_bytes <= 16 * MIB
+    assert 256 * KIB <= plan.staging_slot_bytes <= 8 * MIB
     assert plan.parameter_slots_bytes >= 4 * MIB
     assert 0 < plan.slot_bytes_max <= plan.parameter_slots_bytes // 4
     assert plan.slot_bytes_max % (4 * KIB) == 0
@@ -133,7 +133,7 @@ def test_what_shrinks_and_in_which_order() -> None:
             if getattr(plan, knob) < getattr(default, knob) and knob not in changed:
                 changed.append(knob)
         limit -= 4 * MIB
-    assert changed == ["prefetch_bytes", "tile_numel", "staging_slot_bytes", "slot_bytes_max"]
+    assert changed == ["prefetch_bytes", "staging_slot_bytes", "tile_numel", "slot_bytes_max"]
 
 
 def test_tiles_and_staging_slots_divide_what_there_is_by_the_root_of_cost_and_price() -> None:
