@@ -36,7 +36,7 @@ from memascend.plan.shapes import ModelShapes
 BOUNCE_BYTES = 4 * MIB  # enough to keep a device busy
 STAGING_SLOT_COUNT, STAGING_SLOT_COUNT_MIN = 4, 2
 STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_MIN = 8 * MIB, 256 * KIB
-TILE_NUMEL, TILE_NUMEL_MIN = 2 << 20, 16 << 10
+TILE_NUMEL, TILE_NUMEL_MIN = 1 << 20, 16 << 10
 TILE_NUMEL_STEP = PAGE_BYTES  # elements: keeps every block of a tile a multiple of the page
 TILE_COUNT = 3  # one is read, one computed, one written
 GRADIENT_FP32_BYTES = 4

@@ -139,7 +139,7 @@ def test_what_shrinks_and_in_which_order() -> None:
 def test_tiles_and_staging_slots_divide_what_there_is_by_the_root_of_cost_and_price() -> None:
     shapes, request = decoder(layers=30, hidden=1024), PlanRequest()
     default = derive(shapes, request=request)
-    plan = derive(shapes, request=request, limit_bytes=default.host_bytes // 4)
+    plan = derive(shapes, request=request, limit_bytes=default.host_bytes // 2)
     tiles = plan.host["optimizer tiles"] + plan.host["optimizer scratch"]
     # For each element 3 tiles of 16 bytes and 4 of scratch; for each byte of a slot 4 of them.
     ratio = math.sqrt(TILE_TO_CHUNK_COST * 52 / (4 * 2))
