@@ -307,9 +307,10 @@ class StagingSlots:
     def _read(self, key: str, staged: torch.Tensor, offset_bytes: int) -> Ticket:
         """Start a read, once the store has every write of these bytes."""
         end = offset_bytes + staged.nbytes
-        for one in self._writes:
-            if one.ticket is None and one.key == key and one.overlaps(offset_bytes, end):
-                self._start(one)
+        pending = deque(one for one in self._writes if one.ticket is None and one.key == key)
+        # In order, also those before that overlap: they may overlap one another.
+        while any(one.overlaps(offset_bytes, end) for one in pending):
+            self._start_late(pending.popleft())
         return self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
 
     def _copy_out(self, target: torch.Tensor, staged: torch.Tensor, ticket: Ticket) -> None:
@@ -343,11 +344,15 @@ class StagingSlots:
 
     def _submit_next(self) -> None:
         """Wait for the oldest copy that the store does not have, and hand its slot over."""
-        self._start(next(write for write in self._writes if write.ticket is None))
+        self._start_late(next(write for write in self._writes if write.ticket is None))
 
-    def _start(self, write: _Write) -> None:
+    def _start_late(self, write: _Write) -> None:
+        """Wait for the copy into a slot, and hand it over."""
         if write.filled is not None:
             write.filled.synchronize()
+        self._start(write)
+
+    def _start(self, write: _Write) -> None:
         try:
             write.ticket = self.store.write(
                 key=write.key, source=write.source, offset_bytes=write.offset_bytes

@@ -17,7 +17,7 @@ from tests.device.waits import (
 from tests.parity.workers import Bench
 
 #: A slot is free once its copy has passed and the drive has written it: bounded memory.
-FULL = "staging._start < staging._submit_next < staging._finish_write < staging.take"
+FULL = "staging._start_late < staging._submit_next < staging._finish_write < staging.take"
 TAKING = {f"{FULL} < gradients._start_chunks", f"{FULL} < staging.read_chunks"}
 
 

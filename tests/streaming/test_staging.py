@@ -15,11 +15,7 @@ from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
 from tests.support.examples import examples
-from tests.support.streaming_fakes import (
-    FakeMemory,
-    FakeRangeStore,
-    LateDevice,
-)
+from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 
 SLOT_BYTES = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
@@ -48,6 +44,11 @@ def staging(store: FakeRangeStore) -> StagingSlots:
 def counted(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 200, (numel,), generator=generator).to(dtype)
+
+
+def byte_of(staging: StagingSlots, key: str, offset: int) -> torch.Tensor:
+    chunks = staging.read_chunks(key=key, numel=1, dtype=torch.uint8, offset_bytes=offset)
+    return next(chunks)[1]
 
 
 # -- whole transfers -----------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def test_a_failed_read_gives_every_slot_back(staging: StagingSlots, store: FakeR
     with pytest.raises(StoreError, match="read of a failed"):
         staging.read(key="a", target=torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8))
     with pytest.raises(StoreError, match="read of a failed"):
-        next(staging.read_chunks(key="a", numel=1, dtype=torch.uint8))
+        byte_of(staging, "a", 0)
     assert all(ticket.finished for ticket in store.tickets)
     assert all_slots_are_free(staging)
 
@@ -220,7 +221,7 @@ def test_a_read_that_cannot_be_started_gives_its_slot_back(staging: StagingSlots
         with pytest.raises(StoreError, match="no key"):
             staging.read(key="nobody", target=torch.zeros(10))
         with pytest.raises(StoreError, match="no key"):
-            next(staging.read_chunks(key="nobody", numel=1, dtype=torch.uint8))
+            byte_of(staging, "nobody", 0)
     assert all_slots_are_free(staging)
 
 
@@ -254,12 +255,23 @@ def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeR
     with device:
         staging.write(key="a", source=source, offset_bytes=1)
         for offset, kinds in ((SLOT_BYTES + 1, ["read"]), (SLOT_BYTES, ["read", "write", "read"])):
-            _, chunk = next(
-                staging.read_chunks(key="a", numel=1, dtype=torch.uint8, offset_bytes=offset)
-            )
+            chunk = byte_of(staging, "a", offset)
             assert [kind for kind, _ in store.log()] == kinds
             staging.give_back(chunk)
     assert chunk.tolist() == [1]
+
+
+def test_writes_of_a_key_that_overlap_one_another_keep_their_order(store: FakeRangeStore) -> None:
+    device = LateDevice()
+    staging = make(store, device=device)
+    store.content["a"] = torch.zeros(3, dtype=torch.uint8)
+    with device:
+        for value, offset in ((1, 0), (2, 1)):
+            source = device.tensor(torch.full((2,), value, dtype=torch.uint8))
+            staging.write(key="a", source=source, offset_bytes=offset)
+        staging.give_back(byte_of(staging, "a", 2))
+        staging.wait_writes()
+    assert store.content["a"].tolist() == [1, 2, 2]
 
 
 def test_a_slot_is_read_into_again_only_when_it_was_copied_out(store: FakeRangeStore) -> None:
