@@ -47,8 +47,7 @@ def counted(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def byte_of(staging: StagingSlots, key: str, offset: int) -> torch.Tensor:
-    chunks = staging.read_chunks(key=key, numel=1, dtype=torch.uint8, offset_bytes=offset)
-    return next(chunks)[1]
+    return next(staging.read_chunks(key=key, numel=1, dtype=torch.uint8, offset_bytes=offset))[1]
 
 
 # -- whole transfers -----------------------------------------------------------------------------
@@ -251,8 +250,8 @@ def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeR
     device = LateDevice()
     staging = make(store, device=device)
     store.content["a"] = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
-    source = device.tensor(torch.ones(SLOT_BYTES, dtype=torch.uint8))
     with device:
+        source = device.tensor(torch.ones(SLOT_BYTES, dtype=torch.uint8))
         staging.write(key="a", source=source, offset_bytes=1)
         for offset, kinds in ((SLOT_BYTES + 1, ["read"]), (SLOT_BYTES, ["read", "write", "read"])):
             chunk = byte_of(staging, "a", offset)
@@ -264,11 +263,10 @@ def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeR
 def test_writes_of_a_key_that_overlap_one_another_keep_their_order(store: FakeRangeStore) -> None:
     device = LateDevice()
     staging = make(store, device=device)
-    store.content["a"] = torch.zeros(3, dtype=torch.uint8)
+    store.reserve(key="a", nbytes=3)
     with device:
-        for value, offset in ((1, 0), (2, 1)):
-            source = device.tensor(torch.full((2,), value, dtype=torch.uint8))
-            staging.write(key="a", source=source, offset_bytes=offset)
+        for offset, pair in enumerate(torch.tensor([[1, 1], [2, 2]], dtype=torch.uint8)):
+            staging.write(key="a", source=device.tensor(pair), offset_bytes=offset)
         staging.give_back(byte_of(staging, "a", 2))
         staging.wait_writes()
     assert store.content["a"].tolist() == [1, 2, 2]
@@ -330,11 +328,8 @@ def test_any_mix_of_transfers_gives_what_program_order_gives(
                 checks.append((target, expected[key][part].clone()))
             elif kind == "chunk":
                 count = min(count, SLOT_BYTES // dtype.itemsize)
-                _, chunk = next(
-                    staging.read_chunks(
-                        key=key, numel=count, dtype=dtype, offset_bytes=offset_bytes
-                    )
-                )
+                where = {"key": key, "dtype": dtype, "offset_bytes": offset_bytes}
+                _, chunk = next(staging.read_chunks(numel=count, **where))
                 assert torch.equal(chunk, expected[key][begin : begin + count])
                 chunk.fill_(seed)
                 expected[key][begin : begin + count] = seed
