@@ -15,7 +15,7 @@ from tests.parity.workers import Bench, CaseFailed, differences
 pytestmark = pytest.mark.deepspeed
 
 #: Few slots, so that one is taken again while copies of it are pending.
-FEW_SLOTS = replace(TRAINING, limit_bytes=14 * MIB, steps=1)
+FEW_SLOTS = replace(TRAINING, limit_bytes=29 * MIB, steps=1)
 #: Large shards, which travel in chunks: one follows another into a slot.
 CHUNKS = replace(FEW_SLOTS, limit_bytes=10 * MIB, family="odd", checkpointing="off")
 CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {"slot_taken_before_copied_out": CHUNKS}

@@ -78,7 +78,7 @@ class Mode:
 
 MODES: dict[str, Mode] = {
     "no limit": Mode(),
-    "slots are reused at once": Mode({"limit_bytes": 14 * MIB}),
+    "slots are reused at once": Mode({"limit_bytes": 29 * MIB}),
     "large shards have no slot": Mode({"limit_bytes": 10 * MIB}),
     "roomy": Mode({"limit_bytes": 96 * MIB}),
     "a part stays in memory": Mode({"limit_bytes": 225 * MIB}),
