@@ -93,8 +93,8 @@ def test_all_ranks_take_the_smallest_of_their_limits(monkeypatch: pytest.MonkeyP
     [
         (1 * MIB, 4 * MIB, 256 * KIB),
         (64 * MIB, 16 * MIB, 2 * MIB),
-        (1 * GIB, 256 * MIB, 16 * MIB),
-        (100 * GIB, 512 * MIB, 16 * MIB),
+        (1 * GIB, 256 * MIB, 8 * MIB),
+        (100 * GIB, 512 * MIB, 8 * MIB),
     ],
 )
 def test_shares_of_the_limit_serve_while_the_model_is_built(
