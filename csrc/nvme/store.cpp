@@ -339,6 +339,13 @@ bool Store::discard(const std::string& key) {
   return true;
 }
 
+void Store::exchange(const std::string& key, const std::string& other) {
+  const LockedCall call(*this);
+  call.expect_open();
+  std::swap(find(key).key, find(other).key);
+  std::swap(entries_[key], entries_[other]);
+}
+
 Store::Entry& Store::find(const std::string& key) {
   const auto place = entries_.find(key);
   if (place != entries_.end()) return *place->second;

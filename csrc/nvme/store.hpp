@@ -122,17 +122,17 @@ class Store {
   bool ended_well(const Ticket& ticket);
   /// Waits until nothing is in flight. Tickets keep their errors.
   void wait_all();
-
   /// Forgets a key after its I/O; false when there is none.
   bool discard(const std::string& key);
+  /// Has two keys change places, with what is in flight on either.
+  void exchange(const std::string& key, const std::string& other);
   bool contains(const std::string& key);
   std::uint64_t nbytes(const std::string& key);
   std::vector<std::string> keys();
   StoreStats stats();
   std::vector<VolumeStats> volume_stats();
 
-  /// Takes the host memory of checksums ahead, `nbytes` in all; nothing without verification. It
-  /// grows with the keys where that is not enough.
+  /// Takes `nbytes` of host memory for checksums ahead, where any are kept; it grows with the keys.
   void provide_checksums(std::uint64_t nbytes);
   /// Sets what to do about corrupted data, for the messages of errors.
   void set_recovery(const std::string& recovery);

@@ -93,6 +93,11 @@ class OptimizerStreamConfig(Section):
     overlap: bool = Field(
         True, description="the step goes on behind the next forward pass; off: it is over first"
     )
+    during_backward: bool = Field(
+        False,
+        description="without clipping the step begins during backward; takes drive space for "
+        "second values of all it changes",
+    )
     tile_bytes: Nbytes | None = Field(
         None,
         ge=64 << 10,

@@ -274,6 +274,24 @@ class ResidentStore:
         self._forget(key, entry)
         return True
 
+    def take_over(self, *, key: str, other: str) -> None:
+        """Give a key what another one of its size holds; that one, never in memory, has any bytes.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.is_on_drive:
+            self._store.exchange(key=key, other=other)
+        if entry is not None:
+            source = key if entry.is_on_drive else other
+            self._store.read(key=source, target=entry.head).wait()
+
+    def memory_of(self, *, key: str) -> int:
+        """Return how many bytes of a key are in memory."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.head_bytes
+
     def contains(self, *, key: str) -> bool:
         """Check that the key is reserved or written, wherever it lies."""
         return key in self._entries or self._store.contains(key=key)

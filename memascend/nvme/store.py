@@ -211,6 +211,14 @@ class TensorStore:
         """Forget a key once its I/O is over; False when there is none."""
         return self._core.discard(key=key)
 
+    def exchange(self, *, key: str, other: str) -> None:
+        """Have two keys change places, with what is in flight on either; waits for nothing.
+
+        Raises:
+            StoreError: One of them is not there; nothing was changed.
+        """
+        self._core.exchange(key=key, other=other)
+
     def contains(self, *, key: str) -> bool:
         """Check that the key is reserved or written."""
         return self._core.contains(key=key)

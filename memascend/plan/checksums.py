@@ -45,15 +45,16 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
     """Return the bytes of all keys together, as they are and in whole grains."""
     sizes: list[tuple[int, int]] = []  # (bytes, how many such keys)
     world = request.world
+    values = 2 if request.during_backward else 1
     if request.parameters_device == "nvme":
         itemsize = request.param_itemsize
-        sizes += [(tensor.shard_numel(world) * itemsize, 1) for tensor in shapes.tensors]
+        sizes += [(tensor.shard_numel(world) * itemsize, values) for tensor in shapes.tensors]
     if request.optimizer_device == "nvme":
         copies = request.gradient_copies + gradients_set
         for tensor in shapes.trainable:
             numel = tensor.shard_numel(world)
             sizes.append((numel * request.gradient_itemsize, copies))
             # Of whole sub-groups: one for each tensor is the most there can be.
-            sizes.append((numel * request.master_itemsize, 1 + request.states))
+            sizes.append((numel * request.master_itemsize, values * (1 + request.states)))
     exact = sum(nbytes * count for nbytes, count in sizes)
     return exact, sum(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES * count for nbytes, count in sizes)

@@ -32,6 +32,8 @@ __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "default_limit", "derive
 DEFAULT_SHARE = 0.5
 #: On the drive with verification: what tensors take beyond their own bytes, at most.
 ROUNDING = "rounding up to whole grains"
+#: On the drive where the step begins during backward: what it changes, once more.
+SECOND_VALUES = "second values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +210,11 @@ def _traffic(
         GRADIENTS: read[GRADIENTS] + given_way_bytes,
     }
     on_drive = drive | {GRADIENTS: drive[GRADIENTS] * copies + given_way_bytes}
+    if request.during_backward:
+        parameters = learning * request.param_itemsize
+        on_drive[SECOND_VALUES] = parameters + totals[MASTER] + totals[STATE]
+        # Parameters that stay in memory take their new values over from the drive.
+        read[SECOND_VALUES] = written[SECOND_VALUES] = min(resident.get(PARAMETERS, 0), parameters)
     if request.verify != "off":
         on_drive[ROUNDING] = rounding_bytes(shapes, request)
     return {

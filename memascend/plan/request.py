@@ -49,6 +49,7 @@ class PlanRequest:
             None: derived from the shapes.
         verify: "off", "reads" or "full": whether checksums are kept of what is on the drives.
         volume_count: Drives that the tensors are striped over.
+        during_backward: Whether the step begins then, beside the values that it changes.
     """
 
     world: int = 1
@@ -70,6 +71,7 @@ class PlanRequest:
     largest_sub_group_numel: int | None = None
     verify: str = "off"
     volume_count: int = 1
+    during_backward: bool = False
 
     def __post_init__(self) -> None:
         """Raise ConfigError for what no run could have."""
@@ -189,6 +191,7 @@ class PlanRequest:
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             verify=block.verify,
             volume_count=len(block.volumes) if block.volumes else 1,
+            during_backward=_steps_during_backward(block, ds_config),
         )
 
 
@@ -220,6 +223,14 @@ def sections_off(block: MemAscendConfig) -> list[str]:
     """Return the names of the block's sections that are turned off."""
     every = MemAscendConfig().sections_enabled
     return [name for name in every if name not in block.sections_enabled]
+
+
+def _steps_during_backward(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> bool:
+    """Return whether the step begins during backward: asked for, and nothing is clipped."""
+    key = "gradient_clipping"
+    # What is left to the trainer clips: its own default is 1.0.
+    is_clipped = ds_config.get(key) == "auto" or value(ds_config, key, 0.0)
+    return block.streaming.optimizer.during_backward and not is_clipped
 
 
 def _precision(ds_config: Mapping[str, Any]) -> str:

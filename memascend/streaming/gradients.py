@@ -184,6 +184,11 @@ class GradientSpool:
         """Have the store know of everything that was put, for `start_read`."""
         self._slots.submit_all()
 
+    def is_stored(self, group: str, begin: int, count: int) -> bool:
+        """Return whether the store has all that was put of a range, so that it may be read."""
+        parts = self._seen_in(group, begin, count)
+        return not any(self._slots.is_pending(part.value.key) for part in parts)
+
     def needs_slots(self, dtype: torch.dtype) -> bool:
         """Return whether a step on gradients stored in `dtype` passes values through slots."""
         return any(
@@ -286,7 +291,8 @@ class GradientSpool:
 
     def _seen_in(self, group: str, begin: int, count: int) -> Iterator[_SeenPart]:
         """Yield what is seen in a range of a sub-group, in no order."""
-        for shard in self._shards.get(group, {}).values():
+        # A copy: gradients of others may come while tiles are stepped early.
+        for shard in list(self._shards.get(group, {}).values()):
             value = shard.seen
             if value is None:
                 continue

@@ -10,6 +10,10 @@ is pointed at one tile after the other. Scalar states (`step`) are put back befo
 that a sub-group counts as one parameter, as it does when it is stepped whole. Where the caller has
 one, a fused update does all of it in one pass: it takes the gradient as it is stored, and gives the
 new weights in the parameters' own dtype besides.
+
+Tiles may be stepped early, before it is known whether there will be a step (early.py). Their new
+values lie in keys of their own beside the old ones; the walk leaves such tiles out, puts the rest
+of their sub-group there too, and has the keys change places.
 """
 
 from __future__ import annotations
@@ -17,57 +21,62 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from memascend.streaming.gradients import Factor, GradientSpool
 from memascend.streaming.sub_groups import Member, State, SubGroup, SubGroups, make_anew
 from memascend.streaming.tiles import Tile, Tiles
-
-
-class FusedUpdate(Protocol):
-    """One step of an optimizer on a tile."""
-
-    def __call__(
-        self,
-        *,
-        gradient: torch.Tensor,
-        factor: float,
-        weight: torch.Tensor,
-        values: State,
-        output: torch.Tensor | None,
-    ) -> None:
-        """Step in place.
-
-        Args:
-            gradient: In whatever dtype it is stored; may be overwritten.
-            factor: What it is multiplied by first.
-            weight: The master weights.
-            values: The optimizer's state, which is brought forward.
-            output: Becomes the new weights in its own dtype.
-        """
+from memascend.streaming.updates import (
+    EarlyStep,
+    FusedUpdate,
+    SubGroupStep,
+    as_number,
+    copy_scalars,
+    early_key,
+    is_state_tensor,
+    let_go,
+    step_nothing,
+)
 
 
 class OptimizerStream:
     """The walk over sub-groups. One thread at a time may call."""
 
-    def __init__(self, *, groups: SubGroups, tiles: Tiles, spool: GradientSpool) -> None:
+    def __init__(
+        self,
+        *,
+        groups: SubGroups,
+        tiles: Tiles,
+        spool: GradientSpool,
+        take_over: Callable[..., None] | None = None,
+    ) -> None:
         """Wire the stream.
 
         Args:
             groups: What is walked over.
             tiles: Where the work is done; the same that `groups` has.
             spool: Where the gradients come from.
+            take_over: Gives `key` what `other` holds; None where no tile is stepped early.
         """
         self._groups = groups
         self._tiles = tiles
         self._spool = spool
+        self._take_over = take_over
         self._coming: Iterator[tuple[SubGroup, int]] = iter(())
+        self._early_coming: deque[tuple[SubGroup, int]] = deque()
+        self._early: Mapping[str, frozenset[int]] = {}
         self._reading: deque[Tile] = deque()
 
-    def begin(self, names: Sequence[str]) -> None:
+    def begin(
+        self, names: Sequence[str], early: Mapping[str, frozenset[int]] | None = None
+    ) -> None:
         """Start a walk over sub-groups, which are then to be stepped in this order.
+
+        Args:
+            names: All sub-groups.
+            early: Where tiles begin that have been stepped already, by sub-group.
 
         Raises:
             TornStepError: The last walk ended half-way.
@@ -75,70 +84,51 @@ class OptimizerStream:
         self.drain()
         self._spool.submit()
         self._groups.integrity.begin(len(names))
+        self._early = early or {}
         groups = [self._groups.group(name) for name in names]
         self._coming = (
-            (group, begin) for group in groups for begin in self._tiles.begins(group.numel)
+            (group, begin)
+            for group in groups
+            for begin in self._tiles.begins(group.numel)
+            if begin not in self._early.get(group.name, ())
         )
 
-    def step(
-        self,
-        name: str,
-        reach: Callable[[int], None] = lambda end: None,
-        *,
-        parameter: torch.Tensor,
-        states: Mapping[torch.Tensor, State],
-        update: Callable[[], None],
-        factor: Factor,
-        members: Sequence[Member],
-        fused: FusedUpdate | None = None,
-    ) -> None:
+    def step(self, step: SubGroupStep, reach: Callable[[int], None] = lambda end: None) -> None:
         """Step the next sub-group of the walk.
 
         Args:
-            name: The sub-group.
+            step: What is done to it.
             reach: Told which of its elements, from the first on, are new for whoever reads them.
-            parameter: What the optimizer knows it as; empty again on return.
-            states: The optimizer's state by parameter.
-            update: One step of the optimizer on `parameter` and its `grad`.
-            factor: What gradients are multiplied by first (unscaling and clipping).
-            members: Its parameters; each gets its new value.
-            fused: Taken instead of `update` by a sub-group that has all of its states.
 
         Raises:
             StoreError: The drive failed.
         """
-        group = self._groups.group(name)
+        group = self._groups.group(step.name)
+        early = self._early.get(step.name, frozenset())
+        begins = self._tiles.begins(group.numel)
         makes_states = not group.states
-        if makes_states:
-            fused = None
-        scalars = _clone({k: v for k, v in states[parameter].items() if k not in group.states})
+        values = step.states[step.parameter]
+        scalars = copy_scalars({k: v for k, v in values.items() if k not in group.states})
         try:
-            for begin in self._tiles.begins(group.numel):
-                with self._due(group, begin) as tile:
-                    values = states[parameter]
-                    if makes_states:
-                        values.clear()
-                    values.update(_clone(scalars))
-                    if not makes_states:
-                        self._point_states(tile, group, values)
-                    if fused is not None:
-                        self._step_fused(tile, fused, values, factor)
-                    else:
-                        # A gradient is refused where it has not the shape of the data.
-                        parameter.data = tile.master.narrow(0, 0, tile.numel)
-                        parameter.grad = self._load_gradient(tile, factor)
-                        self._groups.integrity.note_change()
-                        update()
-                        self._collect_states(tile, group, states[parameter])
-                    self._write_back(tile, group, members, is_cast=fused is not None)
-                reach(min(begin + self._tiles.shape.numel, group.numel))
+            for begin in begins:
+                if begin not in early:
+                    with self._due(group, begin) as tile:
+                        self._step_tile(tile, group, step, scalars, makes_states=makes_states)
+                end = min(begin + begins.step, group.numel)
+                if early:
+                    self._take_members(step.members, begin, end)
+                reach(end)
+            if early:
+                self._take_states(group)
+            if early and len(early) == len(begins):
+                step_nothing(step)
         except BaseException:
             self._stop()
             raise
         finally:
-            _let_go(parameter, states[parameter], group)
+            let_go(step.parameter, step.states[step.parameter], group)
         group.fills.clear()
-        self._spool.note_factor(name, factor, parameter.dtype)
+        self._spool.note_factor(step.name, step.factor, step.parameter.dtype)
         self._groups.integrity.note_stepped()
 
     def refresh(self, name: str, members: Sequence[Member]) -> None:
@@ -167,22 +157,66 @@ class OptimizerStream:
         self._stop()
         self._tiles.drain()
 
+    # -- early -----------------------------------------------------------------------------------
+
+    def expect_early(self, name: str, begin: int) -> None:
+        """Have a tile follow those that are stepped early. Any thread may call."""
+        self._early_coming.append((self._groups.group(name), begin))
+
+    def step_early(self, steps: Mapping[str, EarlyStep]) -> tuple[str, int]:
+        """Step the next tile that is expected, beside its old values; return which it was.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        with self._next_due() as tile:
+            group = self._groups.group(tile.owner)
+            step = steps[tile.owner]
+            values: dict[str, Any] = {}
+            self._point_states(tile, group, values)
+            self._step_fused(tile, step.fused, values, step.factor, early=True)
+            self._write_back(tile, group, step.members, is_cast=True, beside=True)
+            return tile.owner, tile.begin
+
+    def _take_members(self, members: Sequence[Member], begin: int, end: int) -> None:
+        """Have members that end in a range of their sub-group take over their new values."""
+        self._groups.integrity.note_change()
+        for member in members:
+            if begin < member.offset + member.numel <= end:
+                self._take(member.key)
+
+    def _take_states(self, group: SubGroup) -> None:
+        for key in group.all_keys:
+            self._take(key)
+
+    def _take(self, key: str | None) -> None:
+        assert self._take_over is not None
+        assert key is not None
+        self._take_over(key=key, other=early_key(key))
+
     # -- reading ahead ---------------------------------------------------------------------------
 
     def _stop(self) -> None:
         """End the walk; what was read ahead is in flight still."""
         self._coming = iter(())
+        self._early_coming.clear()
         while self._reading:
             self._tiles.retire(self._reading.popleft())
 
     @contextmanager
     def _due(self, group: SubGroup, begin: int) -> Iterator[Tile]:
-        """Lend the tile that is due, read; those after it are on their way."""
+        """Lend the tile that is due in a walk."""
+        with self._next_due() as tile:
+            if (tile.owner, tile.begin) != (group.name, begin):
+                raise AssertionError(f"{group.name} is stepped out of the order of begin()")
+            yield tile
+
+    @contextmanager
+    def _next_due(self) -> Iterator[Tile]:
+        """Lend the next tile, read; those after it are on their way."""
         self._read_ahead()
         tile = self._reading.popleft()
         try:
-            if (tile.owner, tile.begin) != (group.name, begin):
-                raise AssertionError(f"{group.name} is stepped out of the order of begin()")
             self._read_ahead()
             tile.wait()
             yield tile
@@ -193,6 +227,8 @@ class OptimizerStream:
         """Start reading what comes next: one tile if there is any, more while tiles are idle."""
         while self._tiles.has_idle() or (not self._reading and self._tiles.has_retired()):
             following = next(self._coming, None)
+            if following is None and self._early_coming:
+                following = self._early_coming.popleft()
             if following is None:
                 return
             group, begin = following
@@ -218,13 +254,45 @@ class OptimizerStream:
             else:
                 values[name] = block
 
-    def _step_fused(self, tile: Tile, fused: FusedUpdate, values: State, factor: Factor) -> None:
+    def _step_tile(
+        self,
+        tile: Tile,
+        group: SubGroup,
+        step: SubGroupStep,
+        scalars: Mapping[str, Any],
+        *,
+        makes_states: bool,
+    ) -> None:
+        """Step a tile of the walk, from the sub-group's scalars, and start storing it."""
+        values = step.states[step.parameter]
+        if makes_states:
+            values.clear()
+        values.update(copy_scalars(scalars))
+        if not makes_states:
+            self._point_states(tile, group, values)
+        fused = None if makes_states else step.fused
+        if fused is not None:
+            self._step_fused(tile, fused, values, step.factor)
+        else:
+            # A gradient is refused where it has not the shape of the data.
+            step.parameter.data = tile.master.narrow(0, 0, tile.numel)
+            step.parameter.grad = self._load_gradient(tile, step.factor)
+            self._groups.integrity.note_change()
+            step.update()
+            self._collect_states(tile, group, step.states[step.parameter])
+        beside = step.name in self._early
+        self._write_back(tile, group, step.members, is_cast=fused is not None, beside=beside)
+
+    def _step_fused(
+        self, tile: Tile, fused: FusedUpdate, values: State, factor: Factor, *, early: bool = False
+    ) -> None:
         """Step a tile in one pass, of its gradient as it is stored where that is all of it."""
         gradient = tile.raw.narrow(0, 0, tile.numel)
-        multiplier = _as_number(factor)
+        multiplier = as_number(factor)
         if not self._spool.complete(tile.owner, tile.begin, gradient) or multiplier is None:
             gradient, multiplier = self._load_gradient(tile, factor), 1.0
-        self._groups.integrity.note_change()
+        if not early:
+            self._groups.integrity.note_change()
         fused(
             gradient=gradient,
             factor=multiplier,
@@ -242,7 +310,7 @@ class OptimizerStream:
     def _collect_states(self, tile: Tile, group: SubGroup, values: State) -> None:
         """Put states that the optimizer made, or put elsewhere, into the tile."""
         for name, value in values.items():
-            if not _is_state_tensor(name, value, tile.numel):
+            if not is_state_tensor(name, value, tile.numel):
                 continue
             if name not in group.states:
                 self._groups.add_state(group.name, name, value.dtype)
@@ -253,14 +321,23 @@ class OptimizerStream:
                 value.data = block
 
     def _write_back(
-        self, tile: Tile, group: SubGroup, members: Sequence[Member], *, is_cast: bool
+        self, tile: Tile, group: SubGroup, members: Sequence[Member], *, is_cast: bool, beside: bool
     ) -> None:
-        self._tiles.write(tile, group.key(), tile.master)
+        """Store a tile's new values, also `beside` the old ones."""
+        place = early_key if beside else str
+        self._tiles.write(tile, place(group.key()), tile.master)
         for number, (name, dtype) in enumerate(group.states.items()):
-            self._tiles.write(tile, group.key(name), self._tiles.state(tile, number, dtype))
-        self._give_to_members(tile, members, is_cast=is_cast)
+            self._tiles.write(tile, place(group.key(name)), self._tiles.state(tile, number, dtype))
+        self._give_to_members(tile, members, is_cast=is_cast, place=place)
 
-    def _give_to_members(self, tile: Tile, members: Sequence[Member], *, is_cast: bool) -> None:
+    def _give_to_members(
+        self,
+        tile: Tile,
+        members: Sequence[Member],
+        *,
+        is_cast: bool,
+        place: Callable[[str], str] = str,
+    ) -> None:
         """Give members the tile's weights; with `is_cast` it has them in 16 bits too."""
         for member in members:
             first, count = member.overlap(tile.begin, tile.numel)
@@ -281,33 +358,4 @@ class OptimizerStream:
             if member.key is None:
                 raise AssertionError(f"a member at {member.offset} lives nowhere")
             offset_bytes = (first - member.offset) * source.element_size()
-            self._tiles.write_part(tile, member.key, source, offset_bytes)
-
-
-def _as_number(factor: Factor) -> float | None:
-    """Return a factor that fp32 is multiplied by as fp32; None for a tensor that may promote it."""
-    if not isinstance(factor, torch.Tensor):
-        return float(factor)
-    return None if factor.dim() or factor.device.type != "cpu" else float(factor)
-
-
-def _is_state_tensor(name: str, value: object, numel: int) -> bool:
-    """Return whether a value of the state has an element for each of the parameter's."""
-    return isinstance(value, torch.Tensor) and name != "step" and value.shape == (numel,)
-
-
-def _clone(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a copy that an optimizer cannot change."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in scalars.items()
-    }
-
-
-def _let_go(parameter: torch.Tensor, values: State, group: SubGroup) -> None:
-    """Take the tile's memory away from a parameter and its states."""
-    parameter.grad = None
-    parameter.data = parameter.data.new_empty(0)
-    for name in group.states:
-        if isinstance(values.get(name), torch.Tensor):
-            values[name].data = values[name].data.new_empty(0)
+            self._tiles.write_part(tile, place(member.key), source, offset_bytes)

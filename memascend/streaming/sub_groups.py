@@ -66,6 +66,11 @@ class SubGroup:
         """Return the store's name for the master weights, or for a state."""
         return f"state.{self.name}.{state}" if state else f"master.{self.name}"
 
+    @property
+    def all_keys(self) -> list[str]:
+        """Return the names of all that the store has of it."""
+        return [self.key(), *map(self.key, self.states)]
+
 
 class StepIntegrity:
     """Account of whether the values of all sub-groups belong to the same step."""
@@ -167,6 +172,10 @@ class SubGroups:
     def group(self, name: str) -> SubGroup:
         """Return a sub-group."""
         return self._groups[name]
+
+    def begins(self, name: str) -> range:
+        """Return the first element of each tile of a sub-group."""
+        return self._tiles.begins(self._groups[name].numel)
 
     @property
     def master_dtype(self) -> torch.dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -62,18 +62,22 @@ class Walk:
         """
         if self._course is not None:
             raise AssertionError("the walk before was not finished")
-        if self._thread is None:
-            # One for all walks: each thread has a stack and OpenMP's helpers.
-            thread = ThreadPoolExecutor(1, "memascend-optimizer")
-            thread.submit(int).result()
-            self._thread = thread
+        thread = self._get_thread()
         course = _Course(places)
         try:
             self._course = course
-            self._thread.submit(self._run, course, steps, end)
+            thread.submit(self._run, course, steps, end)
         except BaseException:  # Ctrl-C too: nobody is to wait for what may never begin
             self._course = None
             raise
+
+    def run(self, function: Callable[[], None]) -> Future[None]:
+        """Run a part of a step that is not a walk's yet, behind what runs already.
+
+        Raises:
+            RuntimeError: The system has no thread to give.
+        """
+        return self._get_thread().submit(function)
 
     def has_passed(self, name: str) -> bool:
         """Return whether a value is new, or none of the walk's."""
@@ -119,6 +123,14 @@ class Walk:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
+
+    def _get_thread(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            # One for all walks: each thread has a stack and OpenMP's helpers.
+            thread = ThreadPoolExecutor(1, "memascend-optimizer")
+            thread.submit(int).result()
+            self._thread = thread
+        return self._thread
 
     def _run(self, course: _Course, steps: Sequence[Step], end: Callable[[], object]) -> None:
         def reach(place: Place) -> None:

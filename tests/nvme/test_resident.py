@@ -118,6 +118,16 @@ class ResidentAgainstDict(RuleBasedStateMachine):
         self.store.reserve(key=key, nbytes=nbytes)
         self.model[key], self.sizes_of[key] = None, nbytes
 
+    @rule(key=keys, seed=st.integers(0, 255))
+    def take_over(self, key: str, seed: int) -> None:
+        if key not in self.sizes_of:
+            return
+        value = torch.full((self.sizes_of[key],), seed, dtype=torch.uint8)
+        self.store.write(key="beside.a", source=value)
+        self.store.take_over(key=key, other="beside.a")
+        self.store.discard(key="beside.a")
+        self.model[key] = value.numpy().tobytes()
+
     @rule(key=keys)
     def discard(self, key: str) -> None:
         assert self.store.discard(key=key) == (key in self.sizes_of)
@@ -217,6 +227,17 @@ def test_tensors_of_any_dtype_and_shape_pass(dtype: torch.dtype) -> None:
     store.read(key="one.a", target=target).wait()
     assert torch.equal(target, source)
     store.write(key="one.scalar", source=torch.tensor(3.0)).wait()
+
+
+@pytest.mark.parametrize("in_memory", [0, 2 * PAGE_BYTES, 4 * PAGE_BYTES])
+def test_what_is_taken_over_stays_where_its_key_was(in_memory: int) -> None:
+    store = open_resident(one=in_memory)
+    store.write(key="one.a", source=pattern(3 * PAGE_BYTES)).wait()
+    new = pattern(3 * PAGE_BYTES).flip(0).contiguous()
+    store.write(key="beside.a", source=new)  # on its way still
+    store.take_over(key="one.a", other="beside.a")
+    assert torch.equal(content(store, "one.a"), new)
+    assert store.memory_of(key="one.a") == min(in_memory, 3 * PAGE_BYTES)
 
 
 def test_discarded_keys_give_their_memory_to_the_next() -> None:

@@ -92,6 +92,28 @@ def test_a_part_at_offset_0_leaves_the_size_of_its_key(store):
     assert read(store, "k", 3) == b"abc"
 
 
+def test_exchanged_keys_have_what_is_on_its_way_to_the_other(store):
+    for turn in range(20):
+        first, second = (random.Random(2 * turn + one).randbytes(MIB + 3) for one in (0, 1))
+        write(store, "first", first)
+        write(store, "second", second)
+        store.exchange(key="first", other="second")
+        assert read(store, "first", len(second)) == second
+        assert read(store, "second", len(first)) == first
+        write(store, "first", b"new", offset=5)
+        assert read(store, "first", len(second)) == second[:5] + b"new" + second[8:]
+        assert read(store, "second", len(first)) == first
+
+
+def test_a_key_cannot_be_exchanged_with_one_that_is_not_there(store):
+    write(store, "first", b"content")
+    for key, other in (("first", "absent"), ("absent", "first")):
+        with pytest.raises(StoreError, match='"absent"'):
+            store.exchange(key=key, other=other)
+    store.exchange(key="first", other="first")
+    assert read(store, "first", 7) == b"content"
+
+
 def test_space_of_a_discarded_key_is_used_again(store):
     for turn in range(5):
         write(store, f"k{turn}", bytes(4 * MIB)).wait()

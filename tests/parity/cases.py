@@ -87,6 +87,7 @@ class Case:
     pause_folder: str = ""  # stop in the middle until the test lets go: see training.wait_for_go
     steps: int = 3
     sections: tuple[str, ...] = SECTIONS
+    during_backward: bool = False  # the step begins then
     tile_bytes: int | None = 1 << 20  # several tiles to a sub-group, also in small models
     engine: str | None = None  # None leaves the key out, which means automatic
     volumes: tuple[str, ...] = ()  # weights of as many directories; () leaves the key out
@@ -183,9 +184,11 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         block["verify"] = case.verify
     if case.limit_bytes:
         block["host_memory_limit"] = case.limit_bytes
-        del block["streaming"]["optimizer"]  # the plan's tiles, not the case's
+        block["streaming"]["optimizer"] = {}  # the plan's tiles, not the case's
     elif case.tile_bytes is not None:
         block["streaming"]["optimizer"]["tile_bytes"] = case.tile_bytes
+    if case.during_backward:
+        block["streaming"]["optimizer"]["during_backward"] = True
     return block
 
 

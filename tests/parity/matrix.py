@@ -182,6 +182,28 @@ def stream_choice_cases() -> list[Case]:
     return [replace(training, sections=choice) for choice in choices]
 
 
+def early_cases() -> list[Case]:
+    """Steps that begin during backward, and what decides against them, or half of them."""
+    early = Case(during_backward=True, steps=4)
+    fp16 = replace(early, dtype="fp16", steps=8, scale_window=2)
+    return [
+        early,
+        replace(fp16, world=2, accumulation=4),  # some steps are left out, the scale grows in some
+        replace(early, family="odd", world=2, persistence_numel=0),
+        replace(early, family="alternating", accumulation=4),
+        replace(early, family="unused", sub_group_numel=SUB_GROUP_LARGE_NUMEL),
+        replace(early, family="lora", world=2),
+        replace(early, accumulation=8, scheduler=True, checkpointing="reentrant"),
+        replace(early, accessors="change", modify_weights=True),
+        replace(early, accessors="read", boundary="stepped", accumulation=3),
+        replace(early, resume_at=3, steps=6, saver="whole"),
+        replace(early, limit_bytes=LIMIT_SMALL_BYTES, gather_all=True, prefetch_numel=BILLION),
+        replace(early, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES),
+        replace(early, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, world=2),
+        replace(early, verify="full", volumes=("3", "1")),
+    ]
+
+
 def inference_cases() -> list[Case]:
     plain = Case(optimizer="absent")
     return [

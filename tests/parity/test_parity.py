@@ -101,6 +101,15 @@ def test_every_choice_of_streams_gives_the_bits_of_cpu_offload(bench: Bench, cas
     assert_memascend_did_it(case, facts)
 
 
+@pytest.mark.parametrize("case", quick(matrix.early_cases(), 0, 1), ids=case_name)
+def test_steps_during_backward_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+    # The end of a window that is stated after its backward pass comes too late.
+    assert all((rank["early_tile_count"] > 0) == (case.boundary != "stepped") for rank in facts)
+
+
 @pytest.mark.parametrize("case", quick(matrix.inference_cases(), 0), ids=case_name)
 def test_inference_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")

@@ -42,7 +42,7 @@ Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
 HOW_FACTS = (
     *("placement", "optimizer_class", "swapper_classes", "ledger", "state_dict", "warnings"),
-    *("findings", "waits"),
+    *("findings", "waits", "early_tile_count"),
 )
 
 

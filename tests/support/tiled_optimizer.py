@@ -10,6 +10,7 @@ import torch
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.nvme.resident import ResidentStore
 from memascend.streaming.walk import Walk
 from tests.support.tiled_training import SIZES, Training
 
@@ -54,7 +55,7 @@ class Optimizer(TiledSteps):
             staging=training.slots,
             config=parse_block({}),
             plan=None,
-            store=training.store,
+            store=ResidentStore(training.store, stream_of=lambda key: None),
             walk=Walk(),
         )
         self.attachment = SimpleNamespace(runtime=self.runtime)

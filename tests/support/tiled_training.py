@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from memascend.nvme.store import TensorStore
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import FusedUpdate, OptimizerStream
+from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.sub_groups import Member, StepIntegrity, SubGroups
 from memascend.streaming.tiles import Tiles, TileShape
+from memascend.streaming.updates import FusedUpdate, SubGroupStep
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
 
 SIZES = {"0_3": 20_011, "4_4": 8192, "5_9": 3}
@@ -83,10 +84,11 @@ class Training:
         gradients: dict[str, torch.Tensor],
         factor: float | torch.Tensor,
         fused: FusedUpdate | None = None,
+        early: Mapping[str, frozenset[int]] | None = None,
     ) -> None:
         for name, gradient in gradients.items():
             self.spool.put(name, 0, gradient)
-        self.stream.begin(list(SIZES))
+        self.stream.begin(list(SIZES), early)
         for name in SIZES:
             parameter = self.parameters[name]
 
@@ -95,8 +97,8 @@ class Training:
                 self.optimizer.step()
                 self.group["params"] = []
 
-            self.stream.step(
-                name,
+            step = SubGroupStep(
+                name=name,
                 parameter=parameter,
                 states=self.optimizer.state,
                 update=update,
@@ -104,6 +106,7 @@ class Training:
                 members=self.members[name],
                 fused=fused,
             )
+            self.stream.step(step)
         self.stream.drain()
 
     def master(self, name: str, state: str | None = None) -> torch.Tensor:

@@ -40,7 +40,7 @@ class StepsBehind(Steps):
 
     def step(self, closure: Any = None) -> None:
         """Step as upstream, once the step before is over."""
-        self.finish_walk()
+        self.attachment.runtime.walk.finish()
         super().step(closure)
 
     def _post_step(self, timer_names: Any) -> None:

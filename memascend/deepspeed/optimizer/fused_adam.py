@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, Protocol
@@ -24,8 +24,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from memascend.kernels.adam import AdamCoefficients, update
-from memascend.streaming.optimizer import FusedUpdate
 from memascend.streaming.tiles import TileShape
+from memascend.streaming.updates import FusedUpdate
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +141,33 @@ class FusedAdam:
             return partial(self._update, dict(group))
         return None
 
+    def early(self, coming: Iterable[tuple[Mapping[str, Any], int]]) -> list[FusedUpdate]:
+        """Return updates of a step that may come; neither they nor this change the optimizer.
+
+        Args:
+            coming: Of each sub-group in order its hyperparameters, and the number of its step.
+        """
+        powers, updates = replace(self._powers), list[FusedUpdate]()
+        for group, step in coming:
+            powers.advance(step, group["betas"])
+            updates.append(partial(self._apply, dict(group), replace(powers)))
+        return updates
+
     def _update(
+        self, group: Mapping[str, Any], *, values: MutableMapping[str, Any], **tensors: Any
+    ) -> None:
+        """Step, and bring the optimizer's own numbers to this step."""
+        values["step"] += 1
+        self.advance(values["step"], group["betas"])
+        optimizer = self._optimizer
+        # Steps nothing, but goes to this step too: a later step may be its own.
+        _step_stock(optimizer.ds_opt_adam, optimizer.opt_id, values["step"], group, self._nothing)
+        self._apply(group, self._powers, values=values, **tensors)
+
+    def _apply(
         self,
         group: Mapping[str, Any],
+        powers: BetaPowers,
         *,
         gradient: torch.Tensor,
         factor: float,
@@ -151,19 +175,14 @@ class FusedAdam:
         values: MutableMapping[str, Any],
         output: torch.Tensor | None,
     ) -> None:
-        values["step"] += 1
-        step, betas = values["step"], group["betas"]
-        self.advance(step, betas)
-        optimizer = self._optimizer
-        # Steps nothing, but goes to this step too: a later step may be its own.
-        _step_stock(optimizer.ds_opt_adam, optimizer.opt_id, step, group, self._nothing)
+        adamw = self._optimizer.adam_w_mode
         update(
             gradient=gradient,
             weight=weight,
             exp_avg=values["exp_avg"],
             exp_avg_sq=values["exp_avg_sq"],
             output=output,
-            coefficients=self._powers.coefficients(group, factor, adamw=optimizer.adam_w_mode),
+            coefficients=powers.coefficients(group, factor, adamw=adamw),
             tail_numel=gradient.numel() % self._tail_width,
         )
 

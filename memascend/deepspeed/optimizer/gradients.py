@@ -46,7 +46,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     streams_gradients = True
     streams_optimizer: bool
     spool: GradientSpool
-    finish_walk: Callable[[], None]
+    note_final: Callable[[str, int], None]
     offload_optimizer_pin_memory: bool
     grad_partitions_flat_buffer: torch.Tensor | None
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
@@ -64,7 +64,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
         """Take the reduced gradients of a bucket; the last step has used those before."""
-        self.finish_walk()
+        self.attachment.runtime.walk.finish()
         for param, grad_partition in zip(params_to_release, grad_partitions, strict=True):
             begin = param.partition_numel() * self._get_param_partition_rank(param)
             if begin < param.ds_numel:
@@ -78,12 +78,13 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _take_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         group_index, offset, _ = self.grad_position[self.get_param_id(param)]
+        name = self.fp32_partitioned_groups_flat[group_index].ds_id
         is_final = self.is_gradient_accumulation_boundary()
         finished = None
         if is_final and not self.streams_optimizer:
             finished = torch.empty_like(gradient, dtype=self.master_weights_and_grads_dtype)
         shard = self.spool.put(
-            self.fp32_partitioned_groups_flat[group_index].ds_id,
+            name,
             offset,
             gradient.to(self.gradient_accumulation_dtype),
             accumulate=self.micro_step_id != 0,
@@ -92,6 +93,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         )
         if is_final:
             self._note_norm(param, shard)
+            self.note_final(name, offset)
         if finished is not None:
             self._hand_over(group_index, offset, finished)
 

@@ -42,6 +42,9 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def finish_walk(self) -> None:
         """Return when the last step is over, wherever it goes on behind its caller."""
 
+    def note_final(self, name: str, offset: int) -> None:
+        """Note that a gradient of a sub-group is what the coming step works on."""
+
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
         """Note a step that DeepSpeed's Adam was brought through after a load."""
 

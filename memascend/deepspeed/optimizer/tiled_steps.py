@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.base.units import format_nbytes
-from memascend.deepspeed.optimizer.behind import StepsBehind
+from memascend.deepspeed.optimizer.early import StepsEarly
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, fused_adam
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.parameters.gather import swapper_of
@@ -25,14 +25,15 @@ from memascend.deepspeed.plan.optimizers import initial_state, is_elementwise, s
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.plan.knobs import tile_sizes
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import FusedUpdate, OptimizerStream
+from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.sub_groups import Member, SubGroups
 from memascend.streaming.tiles import Tiles, TileShape
+from memascend.streaming.updates import FusedUpdate, SubGroupStep
 
 log = logging.getLogger(__name__)
 
 
-class TiledSteps(StepsBehind):
+class TiledSteps(StepsEarly):
     """Sub-groups in the store, stepped by an OptimizerStream."""
 
     streams_optimizer = True
@@ -61,9 +62,15 @@ class TiledSteps(StepsBehind):
         self.groups = SubGroups(
             store=runtime.io, slots=runtime.staging, tiles=tiles, integrity=self.integrity
         )
-        self.stream = OptimizerStream(groups=self.groups, tiles=tiles, spool=self.spool)
+        self.stream = OptimizerStream(
+            groups=self.groups,
+            tiles=tiles,
+            spool=self.spool,
+            take_over=None if runtime.store is None else runtime.store.take_over,
+        )
         if runtime.config.streaming.optimizer.fused:
             self._fused = fused_adam(self.optimizer, tiles.shape)
+        self._set_up_early()
         self.optimizer_swapper = StreamedSwapper(groups=self.groups, spool=self.spool)
 
     def _tile_shape(self) -> TileShape:
@@ -113,6 +120,7 @@ class TiledSteps(StepsBehind):
 
     def _discard(self, swapper: StreamedSwapper) -> None:
         """Give memory and the drive's space of sub-groups back."""
+        self._discard_early()
         self.groups.discard()
         del self.stream, self.groups
 
@@ -127,7 +135,8 @@ class TiledSteps(StepsBehind):
                 self._make_state(other)
             self._updates = [self._fused_update(other) for other in range(len(self.fp16_groups))]
             self._behind = [] if self._may_go_behind() else None
-            self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat])
+            early = {} if None in self._updates else self._take_early()
+            self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat], early)
 
     def _make_state(self, sub_group_id: int) -> None:
         """Give a sub-group, before its first step, states as the optimizer would begin them."""
@@ -156,9 +165,8 @@ class TiledSteps(StepsBehind):
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         step_whole = functools.partial(super()._optimizer_step, sub_group_id)
         fused = self._updates[sub_group_id]
-        step = functools.partial(
-            self.stream.step,
-            parameter.ds_id,
+        step = SubGroupStep(
+            name=parameter.ds_id,
             parameter=parameter,
             states=self.optimizer.state,
             update=step_whole,
@@ -169,9 +177,9 @@ class TiledSteps(StepsBehind):
         if fused is not None:
             step_whole()  # without any gradient: schedulers count calls
         if self._behind is None:
-            step()
+            self.stream.step(step)
         else:
-            self._behind.append(step)
+            self._behind.append(functools.partial(self.stream.step, step))
 
     def _fused_update(self, sub_group_id: int) -> FusedUpdate | None:
         """Return the fused update of a sub-group, if it may be taken.
@@ -212,6 +220,7 @@ class TiledSteps(StepsBehind):
     def reset_swap_buffers(self) -> None:
         """Give parameters the values of their master weights, after a load."""
         self.finish_walk()
+        self.forget_early()
         for sub_group_id, flat in enumerate(self.fp32_partitioned_groups_flat):
             self.stream.refresh(flat.ds_id, self._members(sub_group_id))
             self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
@@ -270,6 +279,7 @@ class TiledSteps(StepsBehind):
         """Store what an accessor gave out; only accessors end here."""
         put_back, self._put_back = self._put_back, None
         if put_back is not None:
+            self.forget_early()
             put_back()
 
     _optimizer_states_and_gradient_swap_out = _writeback_swap_state
@@ -312,6 +322,7 @@ class TiledSteps(StepsBehind):
         with suppress(Exception):
             self.finish_walk()
         with suppress(Exception):
+            self.forget_early()
             self.stream.drain()
         self.integrity.note_change()
 

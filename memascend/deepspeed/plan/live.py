@@ -133,6 +133,7 @@ def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, An
         is_elementwise=elementwise,
         state_count=state_count(base),
         largest_sub_group_numel=max(optimizer.fp16_partitioned_groups_flat_numel),
+        during_backward=config.streaming.optimizer.during_backward and not optimizer.clip_grad,
     )
 
 

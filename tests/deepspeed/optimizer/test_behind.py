@@ -13,6 +13,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.fused_adam import fused_adam
 from memascend.errors import StoreError, TornStepError
+from memascend.streaming.updates import SubGroupStep
 from tests.support.tiled_optimizer import NAMES, Optimizer, Swapper
 from tests.support.tiled_training import SIZES, gradients
 
@@ -54,10 +55,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     may_go = optimizer.may_go = threading.Event()
     stepped = optimizer.stream.step
 
-    def hold(name: str, *arguments: Any, **keywords: Any) -> None:
-        if name == NAMES[1]:
+    def hold(step: SubGroupStep, *arguments: Any) -> None:
+        if step.name == NAMES[1]:
             assert may_go.wait(30)
-        stepped(name, *arguments, **keywords)
+        stepped(step, *arguments)
 
     monkeypatch.setattr(optimizer.stream, "step", hold)
     yield optimizer

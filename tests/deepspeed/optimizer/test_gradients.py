@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
 from memascend.streaming.gradients import GradientSpool
+from memascend.streaming.walk import Walk
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -52,8 +53,11 @@ class Optimizer(StreamedGradients):
             slots=staging_slots(store),
             sum_of_squares=lambda value: value.double().square().sum(),
         )
-        self.attachment = SimpleNamespace(runtime=SimpleNamespace(lock=threading.RLock()))
-        self.finish_walk = lambda: None
+        self.attachment = SimpleNamespace(
+            runtime=SimpleNamespace(lock=threading.RLock(), walk=Walk())
+        )
+        self.final: list[tuple[str, int]] = []
+        self.note_final = lambda name, offset: self.final.append((name, offset))
         self.grad_position = {i: (*place, NUMELS[i]) for i, place in enumerate(PLACES)}
         self.gradient_accumulation_dtype = BF16
         self.master_weights_and_grads_dtype = FP32
@@ -100,6 +104,16 @@ class Optimizer(StreamedGradients):
 
 
 # -- streamed: what arrives ----------------------------------------------------------------------
+
+
+def test_what_is_final_is_told_once_it_is_in_the_spool() -> None:
+    optimizer = Optimizer()
+    optimizer.is_last = False
+    optimizer.arrive(0, 2)
+    assert optimizer.final == []
+    optimizer.is_last = True
+    optimizer.arrive(1, 2)
+    assert optimizer.final == [("0_1", PLACES[1][1]), ("2_2", PLACES[2][1])]
 
 
 def test_a_gradient_goes_to_its_place_and_leaves_the_device() -> None:
