@@ -26,6 +26,8 @@ def test_training_gives_the_bits_of_cpu_offload_whatever_the_delays(
         assert [rank["findings"] for rank in facts] == [{}] * case.world, seed
         if how.backend == "memascend" and case.optimizer == "nvme":
             assert_memascend_did_it(case, facts)
+            begins_early = case.during_backward and trial.mode != "all stays in memory"
+            assert all((rank["early_tile_count"] > 0) == begins_early for rank in facts)
 
 
 def test_every_trial_has_a_name_of_its_own() -> None:

@@ -30,10 +30,10 @@ from .cases import SECTIONS, SUB_GROUP_LARGE_NUMEL, SUB_GROUP_SMALL_NUMEL, WHOLE
 BILLION = 1_000_000_000
 LIMIT_SMALL_BYTES = 10 << 20
 LIMIT_LARGE_BYTES = 96 << 20
-# Above what the defaults of the llama case need (213 MiB) a part stays in memory: half of the
-# gradients; all parameters and the head of one gradient; everything.
-LIMIT_HALF_OF_GRADIENTS_BYTES = 223 << 20
-LIMIT_ALL_PARAMETERS_BYTES = 236 << 20
+# Above what the defaults of the llama case need (117 MiB) a part stays in memory: half of what is
+# first, gradients where they are added up; all parameters and some gradients; everything.
+LIMIT_HALF_BYTES = 126 << 20
+LIMIT_ALL_PARAMETERS_BYTES = 138 << 20
 LIMIT_EVERYTHING_BYTES = 512 << 20
 TRANSFORMERS = ("llama", "qwen", "gpt2", "mixtral")
 
@@ -117,7 +117,7 @@ def limit_cases() -> list[Case]:
         replace(tight, family="unused", params="none", clipping=1.0),
         replace(roomy, world=2, family="mixtral", checkpointing="nonreentrant", accumulation=4),
         replace(roomy, dtype="fp32", pipeline=True),
-        replace(resident, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES, accumulation=4),
+        replace(resident, limit_bytes=LIMIT_HALF_BYTES, accumulation=4),
         replace(resident, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, modify_weights=True),
         replace(resident, family="alternating", accumulation=4, clipping=1.0, modify_weights=True),
         replace(resident, world=2, family="gpt2", dtype="fp16", steps=5, zero_init=False),
@@ -198,8 +198,8 @@ def early_cases() -> list[Case]:
         replace(early, accessors="read", boundary="stepped", accumulation=3),
         replace(early, resume_at=3, steps=6, saver="whole"),
         replace(early, limit_bytes=LIMIT_SMALL_BYTES, gather_all=True, prefetch_numel=BILLION),
-        replace(early, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES),
-        replace(early, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, world=2),
+        replace(early, limit_bytes=LIMIT_HALF_BYTES),
+        replace(early, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, family="gpt2"),
         replace(early, verify="full", volumes=("3", "1")),
     ]
 
@@ -225,8 +225,8 @@ def resume_cases() -> list[Case]:
         replace(plain, saver="whole", family="odd", world=2),
         replace(plain, saver="other tiles", accumulation=2),
         replace(plain, saver="limit"),
-        replace(plain, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES),
-        replace(plain, limit_bytes=LIMIT_HALF_OF_GRADIENTS_BYTES, saver="whole"),
+        replace(plain, limit_bytes=LIMIT_HALF_BYTES),
+        replace(plain, limit_bytes=LIMIT_HALF_BYTES, saver="whole"),
         replace(plain, saver="stock"),
         replace(plain, saver="stock", sections=WHOLE),
         replace(plain, saver="cpu"),
