@@ -5,7 +5,8 @@ shows on any machine. First the drive is timed with what each phase of a step mo
 else (`transfers.py`); then models train whose layers compute for a part, all, or a multiple of that
 time. Stock as DeepSpeed's documentation configures it, stock pipelined, and memascend with an empty
 block are alive side by side and take turns of a few steps: what a step leaves to be done behind the
-next one is waited for at the end of a turn, and counts.
+next one is waited for at the end of a turn, and counts. Without clipping memascend is there a
+second time, with steps that begin during backward.
 
 The bound of a phase is the longer one of its compute and its drive time; that of the whole step the
 longer one of all compute and all drive time. Ratios are taken within a round.
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from bench_step import CONTENDERS, STOCK, WARMUPS, table_rows, training_config
+from bench_step import CONTENDERS, OURS, STOCK, WARMUPS, Contender, table_rows, training_config
 from trainee import Trainee
 from transfers import READ, WRITTEN, Transfers
 
@@ -40,6 +41,12 @@ COMPUTE = {"small": (1.0,), "large": (0.3, 1.0, 3.0)}
 SIZES = {"small": (3, 1024), "large": (12, 4096)}  # layers, width
 ROUNDS = {"small": 1, "large": 5}
 CLIPPING = (1.0, 0.0)
+#: Where nothing is clipped.
+EARLY = {
+    f"{OURS} during backward": Contender(
+        {}, block={"streaming": {"optimizer": {"during_backward": True}}}
+    )
+}
 #: Steps of a turn.
 IN_A_ROW = 4
 #: Times of the drive alone, of which the middle one counts.
@@ -153,10 +160,11 @@ def take_steps(
     model: Sleeping, clipping: float, directory: Path, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
     """The steps of each contender but the first ones; they start in rotating order."""
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    contenders = CONTENDERS if clipping else CONTENDERS | EARLY
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     with ExitStack() as stack:
         runs = []
-        for name, contender in CONTENDERS.items():
+        for name, contender in contenders.items():
             config = training_config(model, contender.optimizer, directory)
             config["gradient_clipping"] = clipping
             run = Trainee(name, config, model, directory, block=contender.block)

@@ -342,7 +342,11 @@ bool Store::discard(const std::string& key) {
 void Store::exchange(const std::string& key, const std::string& other) {
   const LockedCall call(*this);
   call.expect_open();
-  std::swap(find(key).key, find(other).key);
+  Entry& one = find(key);
+  Entry& two = find(other);
+  MA_EXPECT(one.nbytes == two.nbytes, "\"", key, "\" has ", one.nbytes, " bytes and \"", other,
+            "\" ", two.nbytes, ": they cannot change places");
+  std::swap(one.key, two.key);
   std::swap(entries_[key], entries_[other]);
 }
 

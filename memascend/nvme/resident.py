@@ -275,7 +275,9 @@ class ResidentStore:
         return True
 
     def take_over(self, *, key: str, other: str) -> None:
-        """Give a key what another one of its size holds; that one, never in memory, has any bytes.
+        """Give a key what another one of its size holds, whose contents are undefined then.
+
+        Memory is for the key; the other one must have none.
 
         Raises:
             StoreError: The drive failed.

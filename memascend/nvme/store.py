@@ -216,6 +216,7 @@ class TensorStore:
 
         Raises:
             StoreError: One of them is not there; nothing was changed.
+            ValueError: They are not of one size.
         """
         self._core.exchange(key=key, other=other)
 

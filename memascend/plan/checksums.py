@@ -48,7 +48,8 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
     values = 2 if request.during_backward else 1
     if request.parameters_device == "nvme":
         itemsize = request.param_itemsize
-        sizes += [(tensor.shard_numel(world) * itemsize, values) for tensor in shapes.tensors]
+        sizes += [(tensor.shard_numel(world) * itemsize, 1) for tensor in shapes.tensors]
+        sizes += [(tensor.shard_numel(world) * itemsize, values - 1) for tensor in shapes.trainable]
     if request.optimizer_device == "nvme":
         copies = request.gradient_copies + gradients_set
         for tensor in shapes.trainable:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from memascend.base.components import (
@@ -211,10 +212,13 @@ def _traffic(
     }
     on_drive = drive | {GRADIENTS: drive[GRADIENTS] * copies + given_way_bytes}
     if request.during_backward:
+        # Only what has nothing of its master weights in memory; those are there from the first on.
+        part = Fraction(drive[MASTER], max(1, totals[MASTER]))
         parameters = learning * request.param_itemsize
-        on_drive[SECOND_VALUES] = parameters + totals[MASTER] + totals[STATE]
+        on_drive[SECOND_VALUES] = int(part * (parameters + totals[MASTER] + totals[STATE]))
         # Parameters that stay in memory take their new values over from the drive.
-        read[SECOND_VALUES] = written[SECOND_VALUES] = min(resident.get(PARAMETERS, 0), parameters)
+        kept_bytes = min(resident.get(PARAMETERS, 0), parameters)
+        read[SECOND_VALUES] = written[SECOND_VALUES] = int(part * kept_bytes)
     if request.verify != "off":
         on_drive[ROUNDING] = rounding_bytes(shapes, request)
     return {

@@ -226,11 +226,21 @@ def sections_off(block: MemAscendConfig) -> list[str]:
 
 
 def _steps_during_backward(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> bool:
-    """Return whether the step begins during backward: asked for, and nothing is clipped."""
-    key = "gradient_clipping"
+    """Return whether the step begins during backward: asked for, and nothing is against it."""
+    key, streaming = "gradient_clipping", block.streaming
+    zero, optimizer = (section(ds_config, name) for name in ("zero_optimization", "optimizer"))
+    places = {device(section(zero, f"offload_{what}")) for what in ("param", "optimizer")}
     # What is left to the trainer clips: its own default is 1.0.
     is_clipped = ds_config.get(key) == "auto" or value(ds_config, key, 0.0)
-    return block.streaming.optimizer.during_backward and not is_clipped
+    has_one_pass = str(value(optimizer, "type", OPTIMIZER)).lower() in ("adam", "adamw")
+    return (
+        streaming.optimizer.during_backward
+        and streaming.optimizer.fused
+        and not {"streaming.gradients", "streaming.optimizer"} & set(sections_off(block))
+        and places == {"nvme"}
+        and has_one_pass
+        and not is_clipped
+    )
 
 
 def _precision(ds_config: Mapping[str, Any]) -> str:

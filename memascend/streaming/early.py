@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from memascend.streaming.optimizer import OptimizerStream
@@ -86,14 +87,11 @@ class EarlySteps:
         self._coverage: dict[str, _Coverage] = {}
         self._complete: deque[tuple[str, int]] = deque()  # gradients may be on their way to it
         self._done: dict[str, set[int]] = {}
-        self._running: Future[None] | None = None
+        self._is_running = False
         self._is_open = False
         self._error: Exception | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients are noted."""
-        return self._is_open
+        #: Whether something failed; what was to hold new values may be unreadable since.
+        self.has_failed = False
 
     def begin(self, parts: Sequence[EarlyPart]) -> None:
         """Expect the gradients of these sub-groups. What was early before is forgotten."""
@@ -115,21 +113,26 @@ class EarlySteps:
             return
         self._complete += [(name, begin) for begin in begins]
         while self._complete and self._is_stored(*self._complete[0]):
-            name, begin = self._complete.popleft()
-            self._stream.expect_early(name, begin)
-            self._running = self._run(self._step_next)
+            self._stream.expect_early(*self._complete.popleft())
+            self._is_running = True
+            try:
+                self._run(self._step_next)
+            except RuntimeError as error:  # no thread: nobody needs these steps
+                self._fail(error)
 
     def close(self) -> None:
         """Step nothing more, and return when nothing is in flight."""
         self._is_open = False
         self._complete.clear()
-        if self._running is not None:
-            wait([self._running])
-            self._running = None
+        if self._is_running:
+            # Behind all tiles, whichever of them Ctrl-C has let this thread know of.
+            with suppress(RuntimeError):
+                self._run(_do_nothing).result()
+            self._is_running = False
             try:
                 self._stream.drain()
             except Exception as error:  # of a write: what it was to hold is worth nothing
-                self._error = self._error or error
+                self._fail(error)
 
     def take(self) -> tuple[Begins, Exception | None]:
         """Return what was stepped early, or the error that spoilt it, once; closed before."""
@@ -147,10 +150,19 @@ class EarlySteps:
 
     def _step_next(self) -> None:
         """Step the tile that is due; nothing once this is closed or something has failed."""
-        if not self._is_open or self._error is not None:
+        if not self._is_open:
             return
         try:
             name, begin = self._stream.step_early(self._steps)
             self._done.setdefault(name, set()).add(begin)
         except Exception as error:  # told to whoever takes the rest
-            self._error = error
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._is_open = False
+        self._error = self._error or error
+        self.has_failed = True
+
+
+def _do_nothing() -> None:
+    """Stand for the end of what was begun before."""

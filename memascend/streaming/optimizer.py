@@ -160,7 +160,7 @@ class OptimizerStream:
     # -- early -----------------------------------------------------------------------------------
 
     def expect_early(self, name: str, begin: int) -> None:
-        """Have a tile follow those that are stepped early. Any thread may call."""
+        """Have a tile follow those that are stepped early, on whatever thread."""
         self._early_coming.append((self._groups.group(name), begin))
 
     def step_early(self, steps: Mapping[str, EarlyStep]) -> tuple[str, int]:
@@ -175,7 +175,7 @@ class OptimizerStream:
             values: dict[str, Any] = {}
             self._point_states(tile, group, values)
             self._step_fused(tile, step.fused, values, step.factor, early=True)
-            self._write_back(tile, group, step.members, is_cast=True, beside=True)
+            self._write_back(tile, group, step.members, is_cast=True, early=True)
             return tile.owner, tile.begin
 
     def _take_members(self, members: Sequence[Member], begin: int, end: int) -> None:
@@ -280,8 +280,8 @@ class OptimizerStream:
             self._groups.integrity.note_change()
             step.update()
             self._collect_states(tile, group, step.states[step.parameter])
-        beside = step.name in self._early
-        self._write_back(tile, group, step.members, is_cast=fused is not None, beside=beside)
+        early = step.name in self._early
+        self._write_back(tile, group, step.members, is_cast=fused is not None, early=early)
 
     def _step_fused(
         self, tile: Tile, fused: FusedUpdate, values: State, factor: Factor, *, early: bool = False
@@ -321,10 +321,10 @@ class OptimizerStream:
                 value.data = block
 
     def _write_back(
-        self, tile: Tile, group: SubGroup, members: Sequence[Member], *, is_cast: bool, beside: bool
+        self, tile: Tile, group: SubGroup, members: Sequence[Member], *, is_cast: bool, early: bool
     ) -> None:
-        """Store a tile's new values, also `beside` the old ones."""
-        place = early_key if beside else str
+        """Store a tile's new values, `early` ones beside the old."""
+        place = early_key if early else str
         self._tiles.write(tile, place(group.key()), tile.master)
         for number, (name, dtype) in enumerate(group.states.items()):
             self._tiles.write(tile, place(group.key(name)), self._tiles.state(tile, number, dtype))

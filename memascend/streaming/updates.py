@@ -94,7 +94,8 @@ def step_nothing(step: SubGroupStep) -> None:
     """Have an optimizer count a step of which every element has been stepped early."""
     if step.fused is None:
         raise AssertionError(f"{step.name} was stepped early, and has no fused step")
-    nothing, values = torch.empty(0), step.states[step.parameter]
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+    values = step.states[step.parameter]
     step.fused(gradient=nothing, factor=1.0, weight=nothing, values=values, output=None)
 
 

@@ -68,7 +68,7 @@ def test_a_layer_sleeps_both_ways_and_has_a_gradient() -> None:
 def test_it_runs_and_all_train_the_same(tmp_path: Path) -> None:
     rows = rows_of("overlap", tmp_path)
     trained = [row for row in rows if row["contender"] != bench_overlap.BOUND]
-    assert len(trained) == 2 * len(bench_overlap.CONTENDERS)
+    assert len(trained) == 2 * len(bench_overlap.CONTENDERS) + len(bench_overlap.EARLY)
     for row in trained:
         assert row["config"]["losses_equal"]
         assert row["figures"]["forward_to_bound"]["p50"] > 0

@@ -114,6 +114,14 @@ def test_a_key_cannot_be_exchanged_with_one_that_is_not_there(store):
     assert read(store, "first", 7) == b"content"
 
 
+def test_keys_of_two_sizes_cannot_be_exchanged(store):
+    write(store, "first", b"content")
+    write(store, "second", b"contents")
+    with pytest.raises(ValueError, match='"first" has 7 bytes and "second" 8'):
+        store.exchange(key="first", other="second")
+    assert read(store, "first", 7) == b"content"
+
+
 def test_space_of_a_discarded_key_is_used_again(store):
     for turn in range(5):
         write(store, f"k{turn}", bytes(4 * MIB)).wait()

@@ -76,4 +76,5 @@ class StepsBehind(Steps):
 
     def _restore_from_bit16_weights(self) -> None:
         self.finish_walk()
+        self.forget_early()
         super()._restore_from_bit16_weights()

@@ -9,9 +9,13 @@ with what is true then.
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
+
+from deepspeed import comm as dist
 
 from memascend.deepspeed.optimizer.behind import StepsBehind
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam
@@ -19,13 +23,14 @@ from memascend.errors import StoreFullError
 from memascend.nvme.resident import ResidentStore
 from memascend.streaming.early import Begins, EarlyPart, EarlySteps
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.sub_groups import Member, SubGroups
+from memascend.streaming.sub_groups import Member, SubGroups, make_anew
 from memascend.streaming.updates import EarlyStep, early_key
 
 log = logging.getLogger(__name__)
 
-#: Of a sub-group, what a step multiplies and adds: its number, the factor of gradients, the rest.
-Basis = tuple[int, float, tuple[Any, ...]]
+#: Of a sub-group, what a step is computed from: its number, factor and clipping of gradients, the
+#: rest.
+Basis = tuple[int, float, float, tuple[Any, ...]]
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 
 
@@ -37,9 +42,9 @@ class StepsEarly(StepsBehind):
     clip_grad: float
     _fused: FusedAdam | None
     _early: EarlySteps | None = None  # None: no tile is stepped early
-    # Of the step that is coming; None: no gradient of its last micro-step has come.
-    _early_basis: list[Basis] | None = None
-    _early_keys: Sequence[str] = ()  # that have second values
+    _early_basis: Sequence[Basis] = ()  # of the coming step; empty: nothing of it is early
+    _is_early_over = False  # nothing more of the coming step is to be early
+    _early_keys: frozenset[str] = frozenset()  # that have second values
     #: Tiles of all steps that were stepped during backward.
     early_tile_count = 0
 
@@ -50,7 +55,9 @@ class StepsEarly(StepsBehind):
             return
         reason = self._why_never_early()
         if reason:
-            log.warning("memascend: streaming.optimizer.during_backward has no effect: %s", reason)
+            if dist.get_rank() == 0:
+                key = "streaming.optimizer.during_backward"
+                log.warning("memascend: %s has no effect: %s", key, reason)
             return
         self._early = EarlySteps(
             stream=self.stream, is_stored=self._has_gradients, run=runtime.walk.run
@@ -82,9 +89,10 @@ class StepsEarly(StepsBehind):
 
     def forget_early(self) -> None:
         """Forget what was stepped early: some value it was computed from is about to change."""
+        self._is_early_over = True
+        self._early_basis = ()
         if self._early is not None:
             self._early.forget()
-            self._early_basis = []  # nothing more of this step
 
     def step(self, closure: Any = None) -> None:
         """Step as upstream; early tiles are the step's, or nobody's."""
@@ -92,19 +100,20 @@ class StepsEarly(StepsBehind):
             super().step(closure)
         finally:
             self.forget_early()
-            self._early_basis = None
+            self._is_early_over = False
 
     def note_final(self, name: str, offset: int) -> None:
         """Note that a gradient is what the coming step works on."""
-        if self._early is None:
+        if self._early is None or self._is_early_over:
             return
-        if self._early_basis is None:
+        if not self._early_basis:
             parts = self._early_parts()
-            self._early_basis = self._basis() if parts else []
-            if parts:
-                self._early.begin(parts)
-        if self._early_basis:
-            self._early.note(name, offset)
+            if not parts:
+                self._is_early_over = True
+                return
+            self._early_basis = self._basis()
+            self._early.begin(parts)
+        self._early.note(name, offset)
 
     def _take_early(self) -> Begins:
         """Return where tiles begin that the step which is now being made has already."""
@@ -114,10 +123,7 @@ class StepsEarly(StepsBehind):
         begins, error = self._early.take()
         if error is not None:
             log.warning("memascend: tiles stepped during backward are stepped again: %s", error)
-        if self._early_basis != self._basis():
-            return {}
-        self.early_tile_count += sum(map(len, begins.values()))
-        return begins
+        return begins if self._early_basis == self._basis() else {}
 
     def _basis(self) -> list[Basis]:
         """Return what a step would be computed from now."""
@@ -125,7 +131,9 @@ class StepsEarly(StepsBehind):
             (
                 self.optimizer.state[self.fp32_partitioned_groups_flat[number]]["step"],
                 self._factor_unclipped(),
-                tuple(self._group(number)[name] for name in _HYPERPARAMETERS),
+                self.clip_grad,
+                # A copy: a list of betas may be changed in place.
+                copy.deepcopy(tuple(self._group(number)[name] for name in _HYPERPARAMETERS)),
             )
             for number in range(len(self.fp16_groups))
         ]
@@ -184,11 +192,15 @@ class StepsEarly(StepsBehind):
 
     def _has_room(self, parts: list[EarlyPart]) -> bool:
         """Find room for new values; without any nothing is early any more."""
+        assert self._early is not None
         store = self._resident_store()
-        self._early_keys = self._keys_of(parts)
+        keys = self._keys_of(parts)
+        # A key of which a write failed is readable again once it is made anew.
+        reserve = functools.partial(make_anew, store) if self._early.has_failed else store.reserve
+        self._early_keys |= set(keys)
         try:
-            for key in self._early_keys:
-                store.reserve(key=early_key(key), nbytes=store.nbytes(key=key))
+            for key in keys:
+                reserve(key=early_key(key), nbytes=store.nbytes(key=key))
         except StoreFullError as error:
             log.warning(
                 "memascend: streaming.optimizer.during_backward has no effect from now on: the "
@@ -197,6 +209,7 @@ class StepsEarly(StepsBehind):
             )
             self._discard_early()
             return False
+        self._early.has_failed = False
         return True
 
     def _keys_of(self, parts: list[EarlyPart]) -> list[str]:
@@ -215,6 +228,7 @@ class StepsEarly(StepsBehind):
         store = self.attachment.runtime.store
         for key in self._early_keys if store is not None else ():
             store.discard(key=early_key(key))
+        self._early_keys = frozenset()
 
     def _resident_store(self) -> ResidentStore:
         store: ResidentStore | None = self.attachment.runtime.store

@@ -47,6 +47,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     streams_optimizer: bool
     spool: GradientSpool
     note_final: Callable[[str, int], None]
+    forget_early: Callable[[], None]
     offload_optimizer_pin_memory: bool
     grad_partitions_flat_buffer: torch.Tensor | None
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
@@ -99,6 +100,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         """Finish a window whose end was not known during its backward passes."""
+        self.forget_early()
         for param in (param for group in self.fp16_groups for param in group):
             if param.ds_id not in self._offload_boundary_param_ids:
                 continue

@@ -45,6 +45,9 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def note_final(self, name: str, offset: int) -> None:
         """Note that a gradient of a sub-group is what the coming step works on."""
 
+    def forget_early(self) -> None:
+        """Forget what was done for the coming step: what it works on is about to change."""
+
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
         """Note a step that DeepSpeed's Adam was brought through after a load."""
 

@@ -128,6 +128,7 @@ class TiledSteps(StepsEarly):
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if sub_group_id == 0:
+            early = self._take_early()  # first: nothing else uses the tiles then
             # A gradient that did not reach the drive stops the step before a weight changes.
             self.attachment.runtime.staging.wait_writes()
             # Reading ahead crosses sub-groups, so all states are known before the walk.
@@ -135,7 +136,9 @@ class TiledSteps(StepsEarly):
                 self._make_state(other)
             self._updates = [self._fused_update(other) for other in range(len(self.fp16_groups))]
             self._behind = [] if self._may_go_behind() else None
-            early = {} if None in self._updates else self._take_early()
+            if None in self._updates:
+                early = {}
+            self.early_tile_count += sum(map(len, early.values()))
             self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat], early)
 
     def _make_state(self, sub_group_id: int) -> None:

@@ -123,8 +123,9 @@ def plan_for(
 def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, Any]) -> PlanRequest:
     base = optimizer.optimizer
     kind, elementwise = type(base), is_elementwise(base)
+    request = PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size())
     return dataclasses.replace(
-        PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size()),
+        request,
         precision=_precision(optimizer.dtype),
         accumulation_itemsize=optimizer.gradient_accumulation_dtype.itemsize,
         master_itemsize=optimizer.master_weights_and_grads_dtype.itemsize,
@@ -133,7 +134,7 @@ def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, An
         is_elementwise=elementwise,
         state_count=state_count(base),
         largest_sub_group_numel=max(optimizer.fp16_partitioned_groups_flat_numel),
-        during_backward=config.streaming.optimizer.during_backward and not optimizer.clip_grad,
+        during_backward=request.during_backward and kind.__name__ == "DeepSpeedCPUAdam",
     )
 
 

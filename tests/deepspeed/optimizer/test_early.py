@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.fused_adam import fused_adam
 from memascend.errors import StoreFullError
+from memascend.nvme.store import MemoryFaults
 from memascend.streaming.updates import early_key
+from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_optimizer import NAMES, Optimizer, Swapper
 from tests.support.tiled_training import SIZES, gradients
 
@@ -24,8 +27,12 @@ BF16 = torch.bfloat16
 TILES = sum(-(-(numel // 3 * 2) // 4096) for numel in SIZES.values())
 
 
-def make(*, early: bool = True, **changes: Any) -> Any:
-    made: Any = Optimizer(lambda p: DeepSpeedCPUAdam(p, lr=1e-2), state_count=2)
+def make(*, early: bool = True, faults: MemoryFaults | None = None, **changes: Any) -> Any:
+    made: Any = Optimizer(
+        lambda p: DeepSpeedCPUAdam(p, lr=1e-2, betas=[0.9, 0.95]),
+        state_count=2,
+        store=memory_store(faults),
+    )
     made.runtime.config = parse_block({"streaming": {"optimizer": {"during_backward": early}}})
     made._param_swapper = Swapper()
     made._fused = fused_adam(made.optimizer, made.training.tiles.shape)
@@ -68,7 +75,7 @@ def step(optimizer: Any, *, is_left_out: bool = False) -> None:
             optimizer.runtime.walk.start(steps, optimizer._places(), optimizer.stream.drain)
     finally:
         optimizer.forget_early()
-        optimizer._early_basis = None
+        optimizer._is_early_over = False
 
 
 def all_early(optimizer: Any) -> None:
@@ -122,7 +129,21 @@ def set_state(optimizer: Any) -> None:
     optimizer._writeback_swap_state(0)
 
 
-@pytest.mark.parametrize("change", [change_rate, grow_scale, set_state])
+def change_betas_in_place(optimizer: Any) -> None:
+    optimizer.optimizer.param_groups[0]["betas"][0] = 0.5
+
+
+def clip(optimizer: Any) -> None:
+    optimizer.clip_grad = 0.5
+
+
+def hook(optimizer: Any) -> None:
+    optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "change", [change_rate, grow_scale, set_state, change_betas_in_place, clip, hook]
+)
 def test_what_changes_between_backward_and_step_counts(change: Callable[[Any], None]) -> None:
     early, late = make(), make(early=False)
     for optimizer in (early, late):
@@ -133,7 +154,99 @@ def test_what_changes_between_backward_and_step_counts(change: Callable[[Any], N
         step(optimizer)
         assert optimizer.early_tile_count == count
         train(optimizer, range(3, 5))
-    assert early.early_tile_count == 3 * TILES
+    may_go_on = change not in (clip, hook)
+    assert early.early_tile_count == (3 if may_go_on else 1) * TILES
+    assert_equal(early, late)
+
+
+def test_whatever_torch_makes_by_default_a_step_is_counted() -> None:
+    early, late = make(), make(early=False)
+    torch.set_default_dtype(BF16)
+    try:
+        for optimizer in (early, late):
+            train(optimizer, range(2))
+            optimizer.finish_walk()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert early.early_tile_count == TILES
+    assert_equal(early, late)
+
+
+def test_a_write_that_failed_early_is_not_read_by_later_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults = MemoryFaults()
+    early, late = make(faults=faults), make(early=False)
+    for optimizer in (early, late):
+        train(optimizer, range(2))
+    write_back = early.stream._write_back
+
+    def fail(tile: Any, *arguments: Any, **keywords: Any) -> None:
+        faults.gone = errno.ENODEV
+        try:
+            write_back(tile, *arguments, **keywords)
+            tile.wait()
+        finally:
+            faults.gone = 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(early, "note_final", lambda name, offset: None)
+        backward(early, 2)
+        early.attachment.runtime.staging.wait_writes()
+    with monkeypatch.context() as patch:
+        patch.setattr(early.stream, "_write_back", fail)
+        for name in NAMES:
+            for member in early.training.members[name]:
+                early.note_final(name, member.offset)
+        all_early(early)
+    step(early)
+    train(late, range(2, 3))
+    assert_equal(early, late)
+    for optimizer in (early, late):
+        train(optimizer, range(3, 6))
+    assert early.early_tile_count == 4 * TILES
+    assert_equal(early, late)
+
+
+def test_without_a_thread_the_step_comes_after_backward(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    early, late = make(), make(early=False)
+
+    def refuse(function: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for optimizer in (early, late):
+        train(optimizer, range(2))
+        with monkeypatch.context() as patch:
+            if optimizer is early:
+                patch.setattr(early._early, "_run", refuse)
+            backward(optimizer, 2)
+            with caplog.at_level(logging.WARNING, "memascend"):
+                step(optimizer)
+        train(optimizer, range(3, 4))
+    assert "can't start new thread" in caplog.text
+    assert early.early_tile_count == 2 * TILES
+    assert_equal(early, late)
+
+
+def test_values_may_be_looked_at_in_the_middle_of_backward() -> None:
+    early, late = make(), make(early=False)
+    for optimizer in (early, late):
+        train(optimizer, range(2))
+        note_final, seen = optimizer.note_final, []
+
+        def look(
+            name: str, offset: int, optimizer: Any = optimizer, note: Any = note_final
+        ) -> None:
+            note(name, offset)
+            if not seen:  # noqa: B023  of this turn
+                seen.append(values(optimizer))  # noqa: B023
+
+        optimizer.note_final = look
+        backward(optimizer, 2)
+        optimizer.note_final = note_final
+        step(optimizer)
     assert_equal(early, late)
 
 
@@ -227,8 +340,12 @@ def test_without_room_for_second_values_nothing_is_early(
     ],
 )
 def test_where_it_cannot_be_the_run_is_told(
-    changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+    changes: dict[str, Any],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
     with caplog.at_level(logging.WARNING, "memascend"):
         optimizer = make(**changes)
     assert "streaming.optimizer.during_backward" in caplog.text
