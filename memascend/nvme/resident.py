@@ -121,11 +121,14 @@ class ResidentStore:
             self._move_out(key, entry)
         self._blocks.clear()
 
-    def give_memory_to(self, *, key: str, nbytes: int, over: str) -> None:
+    def give_memory_to(
+        self, *, key: str, nbytes: int, over: str, before: Callable[[], object] = lambda: None
+    ) -> None:
         """Give a key that is about to be written the memory of one that is needed less from now.
 
         What `key` held is given up. `over` keeps its contents, on the drive if there is no memory
-        for both; where it has none nothing happens.
+        for both; where it has none nothing happens. Else `before` is called first: nothing may be
+        on its way to either key that the store does not know of.
 
         Raises:
             StoreError: The drive failed.
@@ -133,6 +136,7 @@ class ResidentStore:
         entry, other = self._entries.get(key), self._entries.get(over)
         if other is None or (entry is not None and entry.head_bytes >= other.head_bytes):
             return
+        before()
         # First, so that the drive never needs room for more than it had.
         self.discard(key=key)
         free = self._blocks[other.stream].free

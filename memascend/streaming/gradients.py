@@ -27,8 +27,9 @@ from memascend.streaming.staging import StagingSlots
 FACTOR_COUNT_MAX = 8
 
 Factor = float | torch.Tensor
-#: Called with `key`, `nbytes` and `over`: the first is about to be written, the last is needed less
-#: from now on; a store that keeps some keys in memory keeps the first.
+#: Called with `key`, `nbytes`, `over` and `before`: the first is about to be written, the third is
+#: needed less from now on; a store that keeps some keys in memory keeps the first, and calls the
+#: last before it moves anything.
 GiveMemory = Callable[..., None]
 #: `memascend.kernels.overflow.sum_of_squares`, with its options chosen.
 SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
@@ -313,8 +314,12 @@ class GradientSpool:
         if shard.seen is not None and self._give_memory_to is not None:
             # The sum is read and written by every micro-step; what is seen, most often never again.
             new, seen = shard.key(free[0]), shard.seen.key
-            self._slots.submit_all(new, seen)
-            self._give_memory_to(key=new, nbytes=gradient.nbytes, over=seen)
+            self._give_memory_to(
+                key=new,
+                nbytes=gradient.nbytes,
+                over=seen,
+                before=lambda: self._slots.submit_all(new, seen),
+            )
         return self._reserve(shard, free[0], gradient, anew=anew)
 
     def _reserve(

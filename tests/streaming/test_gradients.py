@@ -20,7 +20,7 @@ from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.gradients import FACTOR_COUNT_MAX, GradientSpool
 from memascend.streaming.staging import StagingSlots
 from tests.support.examples import examples
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 GROUP = "0_9"
@@ -298,60 +298,3 @@ def test_the_next_chunk_of_a_sum_is_being_read_while_one_is_added() -> None:
     target = torch.zeros(3 * 1024)
     spool.get(GROUP, 0, target)
     assert (target == 2).all()
-
-
-# -- a device whose copies happen late -------------------------------------------------------------
-
-
-def test_as_long_as_there_are_slots_no_gradient_waits_for_the_device() -> None:
-    """Not even where a window begins, and the store gives a sum the memory of what is seen."""
-    store, device, count = FakeRangeStore(), LateDevice(), 4
-    slots = StagingSlots(
-        store=store,
-        memory=FakeMemory(),
-        slot_bytes=4096,
-        slot_count=count,
-        new_event=device.new_event,
-        wait_idle=device.synchronize,
-    )
-    given: list[str] = []
-    spool = GradientSpool(
-        store=store,
-        slots=slots,
-        give_memory_to=lambda *, key, nbytes, over: given.append(f"{over} > {key}"),
-    )
-    with device:
-        for final in (True, False):
-            copied = device._done
-            for index in range(count):
-                gradient = device.tensor(torch.full((8,), float(index)))
-                spool.put(GROUP, 8 * index, gradient, final=final)
-                assert device._done == copied
-            device.synchronize()
-            slots.submit_all()
-    assert given == [
-        f"gradient.{GROUP}.{8 * index}.0 > gradient.{GROUP}.{8 * index}.1" for index in range(count)
-    ]
-
-
-def test_what_is_seen_is_in_the_store_before_its_memory_is_given_away() -> None:
-    store, device = FakeRangeStore(), LateDevice()
-    slots = StagingSlots(
-        store=store,
-        memory=FakeMemory(),
-        slot_bytes=4096,
-        slot_count=4,
-        new_event=device.new_event,
-        wait_idle=device.synchronize,
-    )
-    known: list[list[tuple[str, str]]] = []
-    spool = GradientSpool(
-        store=store,
-        slots=slots,
-        give_memory_to=lambda *, key, nbytes, over: known.append(store.log()),
-    )
-    with device:
-        for final in (True, False):
-            spool.put(GROUP, 0, device.tensor(torch.ones(8)), final=final)
-            spool.put(GROUP, 8, device.tensor(torch.ones(8)), final=True)
-    assert known[0] == [("write", f"gradient.{GROUP}.0.0")]

@@ -1,0 +1,97 @@
+"""Gradients of a device whose copies happen late: who waits for it, and what comes before what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from memascend.nvme.resident import ResidentStore
+from memascend.streaming.gradients import GiveMemory, GradientSpool, SumOfSquares
+from memascend.streaming.staging import StagingSlots
+from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+from tests.support.streaming_hosts import HostTensors, memory_store
+
+GROUP = "0_9"
+SLOT_COUNT = 4
+
+
+def open_spool(
+    store: FakeRangeStore | ResidentStore,
+    device: LateDevice,
+    *,
+    give_memory_to: GiveMemory | None = None,
+    sum_of_squares: SumOfSquares | None = None,
+) -> tuple[GradientSpool, StagingSlots]:
+    slots = StagingSlots(
+        store=store,
+        memory=FakeMemory(),
+        slot_bytes=4096,
+        slot_count=SLOT_COUNT,
+        new_event=device.new_event,
+        wait_idle=device.synchronize,
+    )
+    spool = GradientSpool(
+        store=store, slots=slots, give_memory_to=give_memory_to, sum_of_squares=sum_of_squares
+    )
+    return spool, slots
+
+
+def test_as_long_as_there_are_slots_no_gradient_waits_for_the_device() -> None:
+    """Not even where a window begins, and the store gives a sum the memory of what is seen."""
+    store, device = FakeRangeStore(), LateDevice()
+    given: list[str] = []
+
+    def give_memory_to(*, key: str, nbytes: int, over: str, before: Callable[[], object]) -> None:
+        before()
+        given.append(f"{over} > {key}")
+
+    spool, slots = open_spool(store, device, give_memory_to=give_memory_to)
+    with device:
+        for final in (True, False):
+            copied = device._done
+            for index in range(SLOT_COUNT):
+                gradient = device.tensor(torch.full((8,), float(index)))
+                spool.put(GROUP, 8 * index, gradient, final=final)
+                assert device._done == copied
+            device.synchronize()
+            slots.submit_all()
+    assert given == [
+        f"gradient.{GROUP}.{8 * index}.0 > gradient.{GROUP}.{8 * index}.1"
+        for index in range(SLOT_COUNT)
+    ]
+
+
+def put_twice(spool: GradientSpool, device: LateDevice) -> None:
+    """A window's result, and the next window's beginning."""
+    for final in (True, False):
+        spool.put(GROUP, 0, device.tensor(torch.ones(8)), final=final)
+
+
+def test_what_is_seen_is_in_the_store_before_its_memory_is_given_away() -> None:
+    device, key = LateDevice(), f"gradient.{GROUP}.0.0"
+    store = ResidentStore(memory_store(), stream_of=lambda key: key.partition(".")[0])
+    store.grant({"gradient": 4096}, memory=HostTensors(), component="resident cache")
+    spool, _ = open_spool(store, device, give_memory_to=store.give_memory_to)
+    with device:
+        put_twice(spool, device)
+        seen = torch.zeros(8)
+        store.read(key=key, target=seen).wait()
+    assert torch.equal(seen, torch.ones(8))
+
+
+@pytest.mark.parametrize("granted", ["nothing", "another stream", "another gradient"])
+def test_where_no_memory_changes_hands_nobody_waits_for_the_copy_of_what_is_seen(
+    granted: str,
+) -> None:
+    device = LateDevice()
+    store = ResidentStore(memory_store(), stream_of=lambda key: key.partition(".")[0])
+    if granted != "nothing":
+        stream = "gradient" if granted == "another gradient" else "master"
+        store.grant({stream: 4096}, memory=HostTensors(), component="resident cache")
+        store.write(key=f"{stream}.first", source=torch.ones(1024)).wait()
+    spool, _ = open_spool(store, device, give_memory_to=store.give_memory_to)
+    with device:
+        put_twice(spool, device)
+        assert device._done == 0
