@@ -48,3 +48,16 @@ def new_event(make: Callable[..., Event]) -> Event:
         return make(blocking=True)
     except TypeError:  # this accelerator's events know no such thing
         return make()
+
+
+def event_here(make: Callable[[], Event] | None) -> Event | None:
+    """Return an event behind what was issued on the current stream.
+
+    Args:
+        make: Makes an event of the device; None when it is the CPU, which needs none.
+    """
+    if make is None:
+        return None
+    event = make()
+    event.record()
+    return event

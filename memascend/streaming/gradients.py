@@ -150,12 +150,13 @@ class GradientSpool:
                 piece = gradient.narrow(0, begin, staged.numel())
                 with self._slots.given_back_on_error(staged):
                     value = _fill(staged, piece, accumulate=accumulate)
+                    filled = self._slots.event_here()  # the drive needs nothing that comes below
                     if self._sum_of_squares is not None:
                         part = self._sum_of_squares(value)
                         squares = part if squares is None else squares + part
                     if result is not None:
                         result.narrow(0, begin, staged.numel()).copy_(value)
-                self._slots.submit(target.key, staged, begin * gradient.element_size())
+                self._slots.submit(target.key, staged, begin * gradient.element_size(), filled)
         shard.latest, shard.squares = target, squares
         if final:
             self.finish(group, offset)

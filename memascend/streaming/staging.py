@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
-from memascend.base.waiting import Ended
+from memascend.base.waiting import Ended, event_here
 from memascend.streaming.lent_slots import GivenBackOnError, LentSlots
 
 SLOT_COUNT_MIN = 2
@@ -205,10 +205,16 @@ class StagingSlots:
                 raise AssertionError("every staging slot is taken and none was given back")
         return self._slots.lend(numel, dtype)
 
-    def submit(self, key: str, staged: torch.Tensor, offset_bytes: int) -> None:
-        """Store a taken slot once the copy into it, issued before this call, has happened."""
-        write = _Write(self._slots.slot_of(staged), self._event(), key, staged, offset_bytes)
-        self._writes.append(write)
+    def event_here(self) -> Event | None:
+        """Return an event behind what was issued on the current stream; None on the CPU."""
+        return event_here(self._new_event)
+
+    def submit(
+        self, key: str, staged: torch.Tensor, offset_bytes: int, filled: Event | None = None
+    ) -> None:
+        """Store a taken slot once the copy into it has happened: `filled`, or all issued so far."""
+        filled = filled or self.event_here()
+        self._writes.append(_Write(self._slots.slot_of(staged), filled, key, staged, offset_bytes))
         self._submit_filled()
 
     def submit_all(self, *keys: str) -> None:
@@ -226,7 +232,7 @@ class StagingSlots:
 
     def give_back(self, staged: torch.Tensor) -> None:
         """Free a taken slot, once the copies out of it that were issued so far have happened."""
-        event = self._event()
+        event = self.event_here()
         if event is None:
             self._slots.free(self._slots.slot_of(staged))
         else:
@@ -331,13 +337,6 @@ class StagingSlots:
         event.synchronize()
         self._reads.popleft()
         self._slots.free(slot)
-
-    def _event(self) -> Event | None:
-        if self._new_event is None:
-            return None
-        event = self._new_event()
-        event.record()
-        return event
 
     def _submit_filled(self) -> None:
         """Hand the store every slot whose copy has happened, in order."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memascend.base.waiting import Ended, new_event, wait_all
+from memascend.base.waiting import Ended, event_here, new_event, wait_all
+from tests.support.streaming_fakes import FakeEvent
 
 
 class Transfer:
@@ -65,3 +66,10 @@ def test_an_event_blocks_instead_of_spinning_where_the_accelerator_has_such() ->
     assert isinstance(event, ChoosyEvent)
     assert event.blocking
     assert type(new_event(SpinningEvent)) is SpinningEvent
+
+
+def test_an_event_is_recorded_where_it_is_made_and_the_cpu_needs_none() -> None:
+    event = event_here(FakeEvent)
+    assert isinstance(event, FakeEvent)
+    assert event.recorded
+    assert event_here(None) is None

@@ -35,7 +35,7 @@ def store_reads_unfilled_slot(patch: pytest.MonkeyPatch) -> None:
     """A staging slot goes to the drive before the copy into it has happened."""
     from memascend.streaming.staging import StagingSlots, _Write
 
-    def submit(self: Any, key: str, staged: Any, offset_bytes: int) -> None:
+    def submit(self: Any, key: str, staged: Any, offset_bytes: int, *_: Any) -> None:
         self._writes.append(_Write(self._slots.slot_of(staged), None, key, staged, offset_bytes))
         self._submit_filled()
 

@@ -95,3 +95,24 @@ def test_where_no_memory_changes_hands_nobody_waits_for_the_copy_of_what_is_seen
     with device:
         put_twice(spool, device)
         assert device._done == 0
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_drive_begins_behind_the_copy_and_not_behind_the_norm(accumulate: bool) -> None:
+    store, device = FakeRangeStore(), LateDevice()
+
+    def sum_of_squares(value: torch.Tensor) -> torch.Tensor:
+        device.issue(lambda: None)  # its kernels
+        return torch.zeros(())
+
+    spool, slots = open_spool(store, device, sum_of_squares=sum_of_squares)
+    with device:
+        spool.put(GROUP, 0, device.tensor(torch.ones(8)))
+        slots.wait_writes()
+        device.synchronize()
+        store.tickets.clear()
+        spool.put(GROUP, 0, device.tensor(torch.ones(8)), accumulate=accumulate)
+        device.advance(device._issued - device._done - 1)  # all but the last: the norm
+        slots.give_back(slots.take(1, torch.uint8))
+        assert store.log()[-1] == ("write", f"gradient.{GROUP}.0.0")
+        assert device._done < device._issued
