@@ -135,7 +135,7 @@ class Runtime:
         if config.direct_nvme.enabled:
             self.store = _make_store(config, directory, memory, self.arena)
         self._io = self.store or stock.store
-        self._new_event = None if new_event is None else partial(waiting.new_event, new_event)
+        self.new_event = None if new_event is None else partial(waiting.new_event, new_event)
         self._wait_idle = wait_idle
         self._staging: StagingSlots | None = None
         self._staging_slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
@@ -163,7 +163,7 @@ class Runtime:
                 memory=self.memory,
                 slot_bytes=self._staging_slot_bytes,
                 slot_count=STAGING_SLOT_COUNT,
-                new_event=self._new_event,
+                new_event=self.new_event,
                 wait_idle=self._wait_idle,
             )
         return self._staging

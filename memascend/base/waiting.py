@@ -23,6 +23,21 @@ class Ended:
         return True
 
 
+class CopyTicket:
+    """The ticket of a copy that a device makes: over once an event behind it has passed."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Return when the copy is over."""
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        """Return whether it is."""
+        return self._event.query()
+
+
 def wait_all(waits: Iterable[Callable[[], object]]) -> None:
     """Call all, each of which returns when something is over; then raise the first error."""
     first_error: Exception | None = None

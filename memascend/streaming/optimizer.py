@@ -122,6 +122,8 @@ class OptimizerStream:
                 self._take_states(group)
             if early and len(early) == len(begins):
                 step_nothing(step)
+            if not self._reading:  # the walk is over; a gather has a stream of its own
+                self._tiles.wait_copies()
         except BaseException:
             self._stop()
             raise
@@ -353,7 +355,8 @@ class OptimizerStream:
                     raise AssertionError(f"no room to cast {source.dtype} to {member.dtype}")
                 source = tile.cast.narrow(0, first - tile.begin, count).copy_(source)
             if member.tensor is not None:
-                member.tensor.narrow(0, first - member.offset, count).copy_(source)
+                target = member.tensor.narrow(0, first - member.offset, count)
+                self._tiles.copy_part(tile, source, target)
                 continue
             if member.key is None:
                 raise AssertionError(f"a member at {member.offset} lives nowhere")

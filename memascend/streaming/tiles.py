@@ -7,13 +7,14 @@ a time may call.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
-from memascend.base.interfaces import HostMemory, TensorIO, Ticket
-from memascend.base.waiting import wait_all
+from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
+from memascend.base.waiting import CopyTicket, event_here, wait_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,24 @@ class Tile:
 class Tiles:
     """All tiles: idle, in the caller's hands, or retired with writes under way."""
 
-    def __init__(self, *, store: TensorIO, memory: HostMemory, shape: TileShape) -> None:
+    def __init__(
+        self,
+        *,
+        store: TensorIO,
+        memory: HostMemory,
+        shape: TileShape,
+        new_event: Callable[[], Event] | None = None,
+    ) -> None:
         """Take the memory of all tiles now.
 
         Args:
             store: Where they are read from and written to.
             memory: Page-locked host memory.
             shape: What a tile holds, and how many there are.
+            new_event: Makes an event of the device; None when the device is the CPU.
         """
         self._store = store
+        self._new_event = new_event
         self._memory = memory
         self.shape = shape
         self.nbytes = 0  # host memory of all tiles
@@ -155,6 +165,20 @@ class Tiles:
         """Start writing memory of the tile to any place."""
         ticket = self._store.write(key=key, source=source, offset_bytes=offset_bytes)
         tile.tickets.append(ticket)
+
+    def copy_part(self, tile: Tile, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start copying memory of the tile to a tensor of any device, in stream order."""
+        target.copy_(source, non_blocking=True)
+        event = None if target.device.type == "cpu" else event_here(self._new_event)
+        if event is not None:
+            tile.tickets.append(CopyTicket(event))
+
+    def wait_copies(self) -> None:
+        """Return when copies from retired tiles are over, for readers on any stream."""
+        for tile in self._retired:
+            for ticket in tile.tickets:
+                if isinstance(ticket, CopyTicket):
+                    ticket.wait()
 
     def state(self, tile: Tile, number: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the block of the tile's n-th state as `dtype`, as long as the tile's range."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memascend.base.waiting import Ended, event_here, new_event, wait_all
+from memascend.base.waiting import CopyTicket, Ended, event_here, new_event, wait_all
 from tests.support.streaming_fakes import FakeEvent
 
 
@@ -73,3 +73,12 @@ def test_an_event_is_recorded_where_it_is_made_and_the_cpu_needs_none() -> None:
     assert isinstance(event, FakeEvent)
     assert event.recorded
     assert event_here(None) is None
+
+
+def test_the_ticket_of_a_copy_is_over_with_its_event() -> None:
+    event = FakeEvent()
+    ticket = CopyTicket(event)
+    assert not ticket.done()
+    ticket.wait()
+    assert event.wait_count == 1
+    assert ticket.done()

@@ -66,6 +66,23 @@ def put_on_default_stream(patch: pytest.MonkeyPatch) -> None:
     _on_default_stream(patch, GradientSpool, "put")
 
 
+def tile_stepped_before_copied(patch: pytest.MonkeyPatch) -> None:
+    """A tile is used again while its weights are on their way to the device."""
+    from memascend.streaming.tiles import Tiles
+
+    def copy_part(self: Any, tile: Any, source: Any, target: Any) -> None:
+        target.copy_(source, non_blocking=True)
+
+    patch.setattr(Tiles, "copy_part", copy_part)
+
+
+def weights_gathered_before_copied(patch: pytest.MonkeyPatch) -> None:
+    """A step ends while weights are on their way to the device, and another stream gathers them."""
+    from memascend.streaming.tiles import Tiles
+
+    patch.setattr(Tiles, "wait_copies", lambda self: None)
+
+
 def _on_default_stream(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     from tests.device.emulator import torch_device
 
@@ -87,5 +104,7 @@ MISTAKES: dict[str, Mistake] = {
         slot_taken_before_copied_out,
         gradient_not_recorded,
         put_on_default_stream,
+        tile_stepped_before_copied,
+        weights_gathered_before_copied,
     )
 }

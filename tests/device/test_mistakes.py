@@ -18,7 +18,13 @@ pytestmark = pytest.mark.deepspeed
 FEW_SLOTS = replace(TRAINING, limit_bytes=29 * MIB, steps=1)
 #: Large shards, which travel in chunks: one follows another into a slot.
 CHUNKS = replace(FEW_SLOTS, limit_bytes=10 * MIB, family="odd", checkpointing="off")
-CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {"slot_taken_before_copied_out": CHUNKS}
+#: Weights go to the device in many small tiles, and are gathered in the next step.
+WEIGHTS = replace(TRAINING, params="none", limit_bytes=10 * MIB, steps=2)
+CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
+    "slot_taken_before_copied_out": CHUNKS,
+    "tile_stepped_before_copied": WEIGHTS,
+    "weights_gathered_before_copied": WEIGHTS,
+}
 
 #: With several ranks stock copies what it gathers while the host waits, and so hides these.
 HIDDEN_BY_STOCK = ("slot_back_before_gather_copy", "gather_event_on_default_stream")

@@ -14,6 +14,7 @@ import torch
 from memascend.errors import StoreError, TornStepError
 from memascend.nvme.store import MemoryFaults, TensorStore
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
+from tests.support.streaming_fakes import LateDevice
 from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_training import SIZES, Training, gradients
 
@@ -135,8 +136,8 @@ class Halving:
         output.copy_(weight)
 
 
-def halving_training(dtype: torch.dtype = torch.bfloat16) -> Training:
-    training = Training(torch.optim.AdamW, gradient_dtype=dtype)
+def halving_training(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Training:
+    training = Training(torch.optim.AdamW, gradient_dtype=dtype, **options)
     for name, parameter in training.parameters.items():
         training.groups.add_state(name, "exp_avg", torch.float32, 0.0)
         training.optimizer.state[parameter] = {"step": 0, "exp_avg": torch.empty(0)}
@@ -214,6 +215,33 @@ def test_states_are_made_by_the_optimizer_before_a_fused_update_is_taken() -> No
     training.step(gradients(0, torch.bfloat16), 1.0, fused)
     assert not fused.given
     assert list(training.groups.group("0_3").states) == ["exp_avg", "exp_avg_sq"]
+
+
+# -- parameters on a device whose copies happen late -----------------------------------------------
+
+
+@pytest.mark.parametrize("tile_count", [1, 2, 3])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_the_walk_goes_on_while_a_device_takes_its_weights(is_fused: bool, tile_count: int) -> None:
+    device, fused = LateDevice(), Halving() if is_fused else None
+    options: dict[str, Any] = {"device": device, "tile_count": tile_count}
+    training = halving_training(**options) if fused else Training(torch.optim.AdamW, **options)
+    pending: list[int] = []
+
+    def update(*arguments: Any, **keywords: Any) -> None:
+        pending.append(device._issued - device._done)
+        original(*arguments, **keywords)
+
+    owner, name = (Halving, "__call__") if is_fused else (training.optimizer, "step")
+    original = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, update)
+        patch.setattr(training.stream, "drain", lambda: None)  # other streams read without it
+        training.step(gradients(0, torch.bfloat16), 1.0, fused)
+    assert device._issued == device._done > 0
+    for name in SIZES:
+        assert torch.equal(training.parameter(name), training.master(name).bfloat16())
+    assert (max(pending) > 0) == (tile_count > 1)
 
 
 # -- half a step -----------------------------------------------------------------------------------

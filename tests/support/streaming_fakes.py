@@ -250,7 +250,7 @@ class FakeRangeStore(_Store):
 
 
 class LateTensor(torch.Tensor):
-    """A tensor of the late device: its copies are only noted."""
+    """A tensor of the late device: its copies are only noted, unless they block."""
 
     device_of: LateDevice
 
@@ -265,11 +265,21 @@ class LateTensor(torch.Tensor):
             # A device keeps no tensor of the host, just its address.
             target, source = (one.data for one in plain[:2])
             late.device_of.issue(lambda: target.copy_(source))
+            if not (kwargs or {}).get("non_blocking", False):
+                late.device_of.synchronize()
             return args[0]
         result = function(*plain, **(kwargs or {}))
         if function is torch.Tensor.narrow:
-            result = late.device_of.tensor(result)
+            result = late.device_of.tensor(result, type(late))
         return result
+
+
+class RemoteTensor(LateTensor):
+    """One that does not say that it lies in host memory."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta")
 
 
 class LateDevice:
@@ -286,8 +296,8 @@ class LateDevice:
     def __exit__(self, *_: object) -> None:
         self.synchronize()
 
-    def tensor(self, plain: torch.Tensor) -> LateTensor:
-        late = plain.as_subclass(LateTensor)
+    def tensor(self, plain: torch.Tensor, kind: type[LateTensor] = LateTensor) -> LateTensor:
+        late = plain.as_subclass(kind)
         late.device_of = self
         return late
 

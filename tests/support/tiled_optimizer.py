@@ -57,6 +57,7 @@ class Optimizer(TiledSteps):
             plan=None,
             store=ResidentStore(training.store, stream_of=lambda key: None),
             walk=Walk(),
+            new_event=None,
         )
         self.attachment = SimpleNamespace(runtime=self.runtime)
         self.loss_scaler, self.custom_loss_scaler = SimpleNamespace(cur_scale=4.0), False

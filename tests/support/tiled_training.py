@@ -14,6 +14,7 @@ from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.sub_groups import Member, StepIntegrity, SubGroups
 from memascend.streaming.tiles import Tiles, TileShape
 from memascend.streaming.updates import FusedUpdate, SubGroupStep
+from tests.support.streaming_fakes import LateDevice, RemoteTensor
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
 
 SIZES = {"0_3": 20_011, "4_4": 8192, "5_9": 3}
@@ -31,7 +32,9 @@ class Training:
         tile_count: int = 3,
         gradient_dtype: torch.dtype = torch.bfloat16,
         state_count: int = 2,
+        device: LateDevice | None = None,
     ) -> None:
+        self.device = device
         self.store = store or memory_store()
         self.slots = staging_slots(self.store)
         self.spool = GradientSpool(store=self.store, slots=self.slots)
@@ -44,7 +47,12 @@ class Training:
             gradient_dtype=gradient_dtype,
             parameter_dtype=torch.bfloat16,
         )
-        tiles = Tiles(store=self.store, memory=self.memory, shape=shape)
+        tiles = Tiles(
+            store=self.store,
+            memory=self.memory,
+            shape=shape,
+            new_event=None if device is None else device.new_event,
+        )
         self.tiles = tiles
         self.groups = SubGroups(
             store=self.store, slots=self.slots, tiles=tiles, integrity=StepIntegrity()
@@ -65,7 +73,7 @@ class Training:
         self.group["params"] = []
 
     def _members(self, name: str, numel: int) -> list[Member]:
-        """Odd thirds: two on the drive, the last in memory."""
+        """Odd thirds: two on the drive, the last in memory, of the device if there is one."""
         cuts = [0, numel // 3, numel // 3 * 2, numel]
         members = []
         for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
@@ -76,6 +84,8 @@ class Training:
                 members.append(Member(begin, count, torch.bfloat16, key=key))
             elif count:
                 tensor = torch.empty(count, dtype=torch.bfloat16)
+                if self.device is not None:
+                    tensor = self.device.tensor(tensor, RemoteTensor)
                 members.append(Member(begin, count, torch.bfloat16, tensor=tensor))
         return members
 
@@ -122,7 +132,7 @@ class Training:
                 part = torch.empty(member.numel, dtype=member.dtype)
                 self.store.read(key=member.key, target=part).wait()
             assert part is not None
-            parts.append(part)
+            parts.append(part.as_subclass(torch.Tensor))
         return torch.cat(parts)
 
 

@@ -51,7 +51,12 @@ class TiledSteps(StepsEarly):
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         runtime = self.attachment.runtime
-        tiles = Tiles(store=runtime.io, memory=runtime.memory, shape=self._tile_shape())
+        tiles = Tiles(
+            store=runtime.io,
+            memory=runtime.memory,
+            shape=self._tile_shape(),
+            new_event=runtime.new_event,
+        )
         if tiles.shape.count == 1 and dist.get_rank() == 0:
             log.warning(
                 "memascend: %s is not known to work element by element, so a sub-group is stepped "
