@@ -3,9 +3,7 @@
 Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one slot, with the drive
 working on some slots while the device copies others. On a device with its own streams an event
 behind each copy says when a slot may go on; a synchronous device (the CPU) needs none. One thread
-at a time may call.
-
-Ctrl-C may come between any two lines: see lent_slots.py.
+at a time may call; Ctrl-C may come between any two lines (lent_slots.py).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.waiting import Ended, event_here
-from memascend.streaming.lent_slots import GivenBackOnError, LentSlots
+from memascend.streaming.lent_slots import GivenBackOnError, LentSlots, Slot
 
 SLOT_COUNT_MIN = 2
 
@@ -28,7 +26,7 @@ SLOT_COUNT_MIN = 2
 class _Write:
     """A slot filled by a copy that may not have happened yet, on its way to the store."""
 
-    slot: torch.Tensor
+    slot: Slot
     filled: Event | None
     key: str
     source: torch.Tensor
@@ -77,7 +75,7 @@ class StagingSlots:
         self._slots = LentSlots(memory=memory, wait_idle=wait_idle)
         self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
         self._writes: deque[_Write] = deque()  # oldest first
-        self._reads: deque[tuple[Event, torch.Tensor]] = deque()  # copied out, oldest first
+        self._reads: deque[tuple[Event, Slot]] = deque()  # copied out, oldest first
         self._write_error: Exception | None = None  # the first since wait_writes
         self._failed: set[str] = set()  # keys of which a write failed
 
@@ -93,8 +91,7 @@ class StagingSlots:
         while self._reads:
             self._wait_copied_out()
         self._find_lost()
-        taken = len(self._slots) - self._slots.free_count
-        if taken:
+        if taken := len(self._slots) - self._slots.free_count:
             raise ValueError(f"cannot resize the staging slots: {taken} are taken")
         self.slot_bytes = slot_bytes
         self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
@@ -145,7 +142,7 @@ class StagingSlots:
         try:
             for begin, count in self.chunks(target.numel(), stored.itemsize):
                 # A copy that is being made is over sooner than a read that is being waited for.
-                while pending and not self._reclaim():
+                while pending and not self._reclaim(count * stored.itemsize):
                     if self._reads:
                         self._wait_copied_out()
                     else:
@@ -183,7 +180,7 @@ class StagingSlots:
     # -- single slots ----------------------------------------------------------------------------
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Take a free slot as `numel` elements: the next one that write-backs or copies let go.
+        """Take `numel` elements of a slot: the last one, or the next that write-backs let go.
 
         What is taken ends with `submit` or `give_back`; until then the caller keeps this tensor.
 
@@ -195,8 +192,9 @@ class StagingSlots:
                 f"a staging slot of {self.slot_bytes} bytes was asked for {numel} elements of "
                 f"{dtype}; cut the tensor with chunks()"
             )
-        self._reclaim()
-        while not (self._slots.free_count or self._find_lost()):
+        nbytes = numel * dtype.itemsize
+        self._reclaim(nbytes)
+        while not (self._slots.has_room(nbytes) or self._find_lost()):
             if self._writes:
                 self._finish_write()
             elif self._reads:
@@ -380,14 +378,14 @@ class StagingSlots:
         self._writes.popleft()
         self._slots.free(write.slot)
 
-    def _reclaim(self) -> bool:
-        """Free what has passed, without waiting; return whether a slot is free now."""
+    def _reclaim(self, nbytes: int) -> bool:
+        """Free what has passed, without waiting; return whether so many bytes can be taken now."""
         self._submit_filled()
         while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
             self._finish_write()
         while self._reads and self._reads[0][0].query():
             self._slots.free(self._reads.popleft()[1])
-        return self._slots.free_count > 0
+        return self._slots.has_room(nbytes)
 
     def _find_lost(self) -> bool:
         """Free what Ctrl-C has left in no list; return whether there was anything."""

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
-from tests.support.examples import examples
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 
 SLOT_BYTES = 4096
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
 
 
 def make(store: object, *, slot_count: int = 3, device: LateDevice | None = None) -> StagingSlots:
@@ -174,7 +169,7 @@ def test_memory_is_taken_once(store: FakeRangeStore) -> None:
 
 
 def all_slots_are_free(staging: StagingSlots, count: int = 3) -> bool:
-    taken = [staging.take(1, torch.uint8) for _ in range(count)]
+    taken = [staging.take(SLOT_BYTES, torch.uint8) for _ in range(count)]
     for slot in taken:
         staging.give_back(slot)
     return len({slot.data_ptr() for slot in taken}) == count
@@ -281,69 +276,6 @@ def test_a_slot_is_read_into_again_only_when_it_was_copied_out(store: FakeRangeS
         staging.read(key="a", target=target)
         device.synchronize()
     assert torch.equal(target.plain(), store.content["a"])
-
-
-Action = tuple[str, int, int, int]
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(
-    actions=st.lists(
-        st.tuples(
-            st.sampled_from(["write", "read", "chunk", "settle", "pass"]),
-            st.integers(0, 2),  # key
-            st.integers(0, 3 * SLOT_BYTES),  # offset
-            st.integers(1, 5 * SLOT_BYTES),  # elements
-        ),
-        max_size=25,
-    ),
-    dtype=st.sampled_from(DTYPES),
-    slot_count=st.integers(2, 5),
-    late=st.booleans(),
-)
-def test_any_mix_of_transfers_gives_what_program_order_gives(
-    actions: list[Action], dtype: torch.dtype, slot_count: int, late: bool
-) -> None:
-    store, device = FakeRangeStore(), LateDevice()
-    staging = make(store, slot_count=slot_count, device=device if late else None)
-    capacity = 8 * SLOT_BYTES
-    expected = {f"k{number}": torch.zeros(capacity, dtype=dtype) for number in range(3)}
-    for key, content in expected.items():
-        store.content[key] = content.view(torch.uint8).clone()
-    checks: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
-    with device:
-        for seed, (kind, number, begin, length) in enumerate(actions):
-            key = f"k{number}"
-            part = slice(begin, min(begin + length, capacity))
-            count, offset_bytes = part.stop - begin, begin * dtype.itemsize
-            if kind == "write":
-                content = counted(count, dtype, seed)
-                expected[key][part] = content
-                source = device.tensor(content.clone()) if late else content
-                staging.write(key=key, source=source, offset_bytes=offset_bytes)
-            elif kind == "read":
-                target = torch.zeros(count, dtype=dtype)
-                target = device.tensor(target) if late else target
-                staging.read(key=key, target=target, offset_bytes=offset_bytes)
-                checks.append((target, expected[key][part].clone()))
-            elif kind == "chunk":
-                count = min(count, SLOT_BYTES // dtype.itemsize)
-                where = {"key": key, "dtype": dtype, "offset_bytes": offset_bytes}
-                _, chunk = next(staging.read_chunks(numel=count, **where))
-                assert torch.equal(chunk, expected[key][begin : begin + count])
-                chunk.fill_(seed)
-                expected[key][begin : begin + count] = seed
-                staging.submit(key, chunk, offset_bytes)
-            elif kind == "settle":
-                staging.wait_writes()
-            else:
-                device.advance(length % 4)
-        staging.wait_writes()
-        device.synchronize()
-    for target, content in checks:
-        assert torch.equal(target.plain() if late else target, content)
-    for key, content in expected.items():
-        assert torch.equal(store.value(key, dtype), content)
 
 
 # -- the real store --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from memascend.errors import StoreError
 from memascend.streaming.staging import StagingSlots
+from tests.streaming.test_staging_shared import share_small_slots
 from tests.support.ctrl_c import interrupted
 from tests.support.streaming_fakes import (
     FakeMemory,
@@ -24,6 +25,7 @@ from tests.support.streaming_fakes import (
 SLOT_BYTES = 4096
 SLOT_COUNT = 3
 NUMEL = 5 * SLOT_BYTES // 4
+SMALL = ("one", "two", "three")  # of what may share a slot
 
 
 def make(store: FakeRangeStore, device: LateDevice | None = None) -> StagingSlots:
@@ -38,7 +40,7 @@ def make(store: FakeRangeStore, device: LateDevice | None = None) -> StagingSlot
 
 
 def all_slots_are_free(staging: StagingSlots) -> bool:
-    taken = [staging.take(1, torch.uint8) for _ in range(SLOT_COUNT)]
+    taken = [staging.take(SLOT_BYTES, torch.uint8) for _ in range(SLOT_COUNT)]
     for slot in taken:
         staging.give_back(slot)
     return len({slot.data_ptr() for slot in taken}) == SLOT_COUNT
@@ -53,12 +55,14 @@ class Work:
 
     def __init__(self, staging: StagingSlots, store: FakeRangeStore, device: LateDevice) -> None:
         self.staging, self.store, self.device = staging, store, device
-        for key in ("written", "chunk", "filled"):
+        for key in ("written", "chunk", "filled", *SMALL):
             store.reserve(key=key, nbytes=NUMEL * 4)
 
     def do(self, value: int) -> None:
         staging, device = self.staging, self.device
         staging.write(key="written", source=device.tensor(torch.full((NUMEL,), float(value))))
+        for key in SMALL:
+            staging.write(key=key, source=device.tensor(torch.full((4,), float(value))))
         staging.fill(key="filled", nbytes=NUMEL * 4, source=functools.partial(fill_with, value))
         with closing(staging.read_chunks(key="chunk", numel=8, dtype=torch.float32)) as chunks:
             _, chunk = next(chunks)
@@ -76,7 +80,8 @@ class Work:
         assert isinstance(target, LateTensor)
         assert torch.equal(target.plain(), torch.full((NUMEL,), float(value)))
         assert torch.equal(streamed, torch.full((NUMEL * 4,), value, dtype=torch.uint8))
-        assert self.store.value("chunk", torch.float32)[:8].tolist() == [value] * 8
+        for key, numel in (("chunk", 8), *((key, 4) for key in SMALL)):
+            assert self.store.value(key, torch.float32)[:numel].tolist() == [value] * numel
 
 
 def interrupt_each_line(work_on: Callable[[FakeRangeStore], Work]) -> int:
@@ -96,8 +101,13 @@ def interrupt_each_line(work_on: Callable[[FakeRangeStore], Work]) -> int:
             return at_line
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
-def test_after_ctrl_c_at_any_line_all_slots_serve_again(late: bool) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device, slots are shared"])
+def test_after_ctrl_c_at_any_line_all_slots_serve_again(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late:
+        share_small_slots(monkeypatch)
+
     def work_on(store: FakeRangeStore) -> Work:
         device = LateDevice()
         return Work(make(store, device if late else None), store, device)
