@@ -76,13 +76,6 @@ def tile_stepped_before_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tiles, "copy_part", copy_part)
 
 
-def weights_gathered_before_copied(patch: pytest.MonkeyPatch) -> None:
-    """A step ends while weights are on their way to the device, and another stream gathers them."""
-    from memascend.streaming.tiles import Tiles
-
-    patch.setattr(Tiles, "wait_copies", lambda self: None)
-
-
 def _on_default_stream(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     from tests.device.emulator import torch_device
 
@@ -105,6 +98,5 @@ MISTAKES: dict[str, Mistake] = {
         gradient_not_recorded,
         put_on_default_stream,
         tile_stepped_before_copied,
-        weights_gathered_before_copied,
     )
 }

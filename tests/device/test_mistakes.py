@@ -1,4 +1,4 @@
-"""The emulated device sees the deliberate mistakes of mistakes.py, without any delay."""
+"""The emulated device sees the deliberate mistakes of mistakes.py, without any delay but one."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ pytestmark = pytest.mark.deepspeed
 FEW_SLOTS = replace(TRAINING, limit_bytes=29 * MIB, steps=1)
 #: Large shards, which travel in chunks: one follows another into a slot.
 CHUNKS = replace(FEW_SLOTS, limit_bytes=10 * MIB, family="odd", checkpointing="off")
-#: Weights go to the device in many small tiles, and are gathered in the next step.
-WEIGHTS = replace(TRAINING, params="none", limit_bytes=10 * MIB, steps=2)
+#: Weights go to the device in many small tiles.
+WEIGHTS = replace(TRAINING, params="none", limit_bytes=10 * MIB, steps=1)
 CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
     "slot_taken_before_copied_out": CHUNKS,
     "tile_stepped_before_copied": WEIGHTS,
-    "weights_gathered_before_copied": WEIGHTS,
 }
 
 #: With several ranks stock copies what it gathers while the host waits, and so hides these.
 HIDDEN_BY_STOCK = ("slot_back_before_gather_copy", "gather_event_on_default_stream")
 
 
+#: What the host itself computes has no clock: a copy has to be late to show it.
+SEEDS = {"tile_stepped_before_copied": 2}
+
+
 def is_noticed(bench: Bench, mistake: str, world: int, **options: Any) -> bool:
     case = replace(CASES[mistake], world=world)
     oracle = bench.run(case, "oracle")
     try:
-        facts = bench.run(case, "memascend", mistake=mistake, **options)
+        seed = SEEDS.get(mistake, 0)
+        facts = bench.run(case, "memascend", mistake=mistake, seed=seed, **options)
     except CaseFailed as error:
         # Only what a mistake may lead to; a mistake that cannot be made raises something else.
         return "StoreError" in str(error) or "gave no answer" in str(error)

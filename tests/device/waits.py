@@ -24,8 +24,11 @@ from tests.parity.workers import Bench
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = (3, 5)
 SHOWN_MS_MIN = 0.1
-#: A place has a few frames: who is called in backward alone.
-PUTTING = ("gradients.put", "gradients._start_chunks", "gradients._target", "staging.read_chunks")
+#: A place has a few frames: who is called in backward, and for a slot there and elsewhere.
+PUTTING = (
+    *("gradients.put", "gradients._start_chunks", "gradients._target"),
+    *("staging.read_chunks", "staging.take"),
+)
 
 
 def place_in_memascend(place: str) -> str:
