@@ -99,3 +99,16 @@ class TensorIO(Protocol):
 
     def discard(self, *, key: str) -> bool:
         """Forget a key; False when there is none."""
+
+
+class Lender(Protocol):
+    """Has the bytes of some keys in memory, and lends that memory to be read."""
+
+    def lends(self, *, key: str, dtype: torch.dtype) -> bool:
+        """Return whether all of a key is in memory, where elements of this type may be."""
+
+    def lend(self, *, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return that memory; until it is taken back the key is neither written nor given up."""
+
+    def take_back(self, *, key: str) -> None:
+        """End the loan of a key, if there is one."""

@@ -20,37 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memascend.base.interfaces import HostMemory, Ticket
-from memascend.base.units import PAGE_BYTES, page_down, page_up
+from memascend.base.units import page_up
 from memascend.base.waiting import Ended
 from memascend.memory.pool import Segment
+from memascend.nvme.resident_keys import ResidentKey, take_run
 from memascend.nvme.store import TensorStore, contiguous_cpu
 
 if TYPE_CHECKING:
     import torch
 
     from memascend import _core
-
-
-@dataclass(slots=True, eq=False)
-class _ResidentKey:
-    """A key whose head is in memory; one that is all in memory has no place on the drive."""
-
-    stream: str
-    nbytes: int
-    begin: int  # in the block
-    head: torch.Tensor  # uint8
-
-    @property
-    def head_bytes(self) -> int:
-        return self.head.numel()
-
-    @property
-    def is_on_drive(self) -> bool:
-        return self.head_bytes < self.nbytes
 
 
 class ResidentStore:
@@ -71,7 +53,7 @@ class ResidentStore:
         self._store = store
         self._stream_of = stream_of
         self._blocks: dict[str, Segment] = {}
-        self._entries: dict[str, _ResidentKey] = {}
+        self._entries: dict[str, ResidentKey] = {}
         self._bytes_read: dict[str, int] = {}
         self._bytes_written: dict[str, int] = {}
 
@@ -116,7 +98,10 @@ class ResidentStore:
 
         Raises:
             StoreError: The drive failed or is full; what has not been moved stays where it is.
+            ValueError: A key is lent; nothing was moved.
         """
+        for key, entry in self._entries.items():
+            entry.refuse_if_lent(key)
         for key, entry in list(self._entries.items()):
             self._move_out(key, entry)
         self._blocks.clear()
@@ -136,6 +121,7 @@ class ResidentStore:
         entry, other = self._entries.get(key), self._entries.get(over)
         if other is None or (entry is not None and entry.head_bytes >= other.head_bytes):
             return
+        other.refuse_if_lent(over)
         before()
         # First, so that the drive never needs room for more than it had.
         self.discard(key=key)
@@ -143,6 +129,27 @@ class ResidentStore:
         if not any(end - begin >= nbytes for begin, end in free):
             self._move_out(over, other)
         self.reserve(key=key, nbytes=nbytes)
+
+    def lends(self, *, key: str, dtype: torch.dtype) -> bool:
+        """Return whether all of a key is in memory, where elements of this type may be."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.holds(dtype)
+
+    def lend(self, *, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory itself of a key that is all in it, to be read.
+
+        Until it is taken back nothing may write, move or discard the key: each is a ValueError.
+        """
+        entry = self._entries[key]
+        entry.is_lent = True
+        self._bytes_read[entry.stream] += entry.nbytes
+        return entry.head.view(dtype)
+
+    def take_back(self, *, key: str) -> None:
+        """End the loan of a key, if there is one."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.is_lent = False
 
     def trim(self) -> None:
         """Return back the memory of streams that have no key in it."""
@@ -161,6 +168,8 @@ class ResidentStore:
         entry = self._entries.get(key)
         if entry is not None and entry.nbytes == nbytes:
             return
+        if entry is not None:
+            entry.refuse_if_lent(key)
         block = self._block_of(key)
         # What is on the drive stays there: memory is for the keys that come first.
         if block is None or (entry is None and self._store.contains(key=key)):
@@ -208,12 +217,13 @@ class ResidentStore:
                 hold=hold,
                 capacity_bytes=capacity_bytes,
             )
+        entry.refuse_if_lent(key)
         ticket: Ticket = Ended()
         data = _as_bytes(source)
         offset, count = offset_bytes or 0, entry.head_bytes
         # The drive first: when it refuses, nothing has changed.
         if offset_bytes is not None:
-            count = _count_in_head(key, entry, offset, data.numel())
+            count = entry.count_in_head(key, offset, data.numel())
             if count < data.numel():
                 ticket = self._store.write(
                     key=key,
@@ -255,7 +265,7 @@ class ResidentStore:
             )
         ticket: Ticket = Ended()
         data = _as_bytes(target)
-        count = _count_in_head(key, entry, offset_bytes, data.numel())
+        count = entry.count_in_head(key, offset_bytes, data.numel())
         if count < data.numel():
             ticket = self._store.read(
                 key=key,
@@ -273,6 +283,7 @@ class ResidentStore:
         entry = self._entries.get(key)
         if entry is None:
             return self._store.discard(key=key)
+        entry.refuse_if_lent(key)
         if entry.is_on_drive:
             self._store.discard(key=key)
         self._forget(key, entry)
@@ -335,18 +346,18 @@ class ResidentStore:
         stream = self._stream_of(key)
         return None if stream is None else self._blocks.get(stream)
 
-    def _allot(self, key: str, nbytes: int) -> _ResidentKey | None:
+    def _allot(self, key: str, nbytes: int) -> ResidentKey | None:
         """Take memory for a key or its head, not known under its name yet; None without any."""
         stream, block = self._stream_of(key), self._block_of(key)
-        run = _take(block, nbytes) if block is not None and nbytes > 0 else None
+        run = take_run(block, nbytes) if block is not None and nbytes > 0 else None
         if stream is None or block is None or run is None:
             return None
         begin, end = run
-        return _ResidentKey(stream, nbytes, begin, block.memory[begin:end])
+        return ResidentKey(stream, nbytes, begin, block.memory[begin:end])
 
     def _move_in(self) -> None:
         """Read the heads of keys that are on the drive; those that fit whole leave it."""
-        moving: list[tuple[str, _ResidentKey, Ticket]] = []
+        moving: list[tuple[str, ResidentKey, Ticket]] = []
         try:
             for key in self._store.keys():  # noqa: SIM118  a store is no dict
                 entry = self._allot(key, self._store.nbytes(key=key))
@@ -366,28 +377,15 @@ class ResidentStore:
                 self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
             raise
 
-    def _move_out(self, key: str, entry: _ResidentKey) -> None:
+    def _move_out(self, key: str, entry: ResidentKey) -> None:
         """Put the head on the drive and give its memory back."""
         begin = 0 if entry.is_on_drive else None
         self._store.write(key=key, source=entry.head, offset_bytes=begin).wait()
         self._forget(key, entry)
 
-    def _forget(self, key: str, entry: _ResidentKey) -> None:
+    def _forget(self, key: str, entry: ResidentKey) -> None:
         del self._entries[key]
         self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
-
-
-def _take(block: Segment, nbytes: int) -> tuple[int, int] | None:
-    """Take a run for all of a key, else for as much of its head as one run has, else None."""
-    sizes = [(end - begin, index) for index, (begin, end) in enumerate(block.free)]
-    fitting = [size for size in sizes if size[0] >= nbytes]
-    run_bytes, index = min(fitting) if fitting else max(sizes, default=(0, 0))
-    count = nbytes if fitting else page_down(run_bytes)
-    if count == 0:
-        return None
-    # Odd sizes gather at the ends: what is left stays aligned for the drive.
-    begin = block.take(index, count, from_end=count % PAGE_BYTES != 0)
-    return begin, begin + count
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -395,16 +393,3 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return contiguous_cpu(tensor).detach().view(-1).view(torch.uint8)
-
-
-def _count_in_head(key: str, entry: _ResidentKey, offset: int, nbytes: int) -> int:
-    """Return how many bytes of a transfer lie in memory.
-
-    Raises:
-        ValueError: It is not all in the key.
-    """
-    if not 0 <= offset <= entry.nbytes - nbytes:
-        raise ValueError(
-            f'bytes {offset} to {offset}+{nbytes} are not all in "{key}", which has {entry.nbytes}'
-        )
-    return max(0, min(entry.head_bytes - offset, nbytes))

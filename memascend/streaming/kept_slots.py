@@ -14,19 +14,22 @@ from collections.abc import Iterable
 
 from memascend.base.interfaces import Event, Ticket
 from memascend.memory.pool import Lease, Pool
+from memascend.streaming.loans import Loans
 from memascend.streaming.shards import Shard, ShardState
 
 
 class KeptSlots:
     """Slots of shards that were let go, until another shard needs them."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, loans: Loans) -> None:
         """Begin with none.
 
         Args:
             pool: Of the slots; without a budget it has no need to keep anything.
+            loans: Of shards that are read in no slot.
         """
         self._pool = pool
+        self._loans = loans
         self._kept: dict[Shard, None] = {}  # let go longest ago first
         self._copying: deque[tuple[Event, Lease]] = deque()
 
@@ -43,17 +46,19 @@ class KeptSlots:
         del self._kept[shard]
 
     def forget(self, shard: Shard) -> None:
-        """Free the slot of a shard if it is kept."""
+        """Free the slot of a shard if it is kept; have nobody read it in the store's memory."""
         if shard.state is ShardState.KEPT:
             self.take(shard)
             self._free(shard)
+        self._loans.end(shard)
 
     def drain(self) -> None:
-        """Free every slot, once the copies out of it are over."""
+        """Free every slot, once the copies out of it are over, and end every loan."""
         while self.free_oldest():
             pass
         while self._copying:
             self._wait_copy()
+        self._loans.end_all()
 
     def acquire(self, nbytes: int, writes: deque[Ticket]) -> Lease | None:
         """Lease a free slot, else one that is about to become free, else a new one if allowed.
@@ -119,6 +124,7 @@ class KeptSlots:
                 shard.copied.synchronize()
             if shard.lease is not None:
                 shard.lease.release()
+            self._loans.end(shard)
             shard.leave()
 
     def _wait_copy(self) -> None:
@@ -130,6 +136,8 @@ class KeptSlots:
 
     def _free(self, shard: Shard) -> None:
         lease, copied = shard.lease, shard.copied
+        if shard.is_lent:
+            self._loans.let_go(shard)
         if lease is not None and copied is not None:
             self._copying.append((copied, lease))
         shard.leave()

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, TensorIO, Ticket
+from memascend.base.interfaces import Event, Lender, TensorIO, Ticket
 from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 from memascend.plan.knobs import PREFETCH_BYTES_MIN
 from memascend.streaming.kept_slots import KeptSlots
+from memascend.streaming.loans import Loans
 from memascend.streaming.shards import Shard, Shards, ShardState
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.walk import Walk
@@ -52,6 +53,7 @@ class ParameterStream:
         staging: StagingSlots | None = None,
         device: torch.device | None = None,
         walk: Walk | None = None,
+        lender: Lender | None = None,
     ) -> None:
         """Take no slot yet.
 
@@ -62,6 +64,7 @@ class ParameterStream:
             staging: Through which shards travel that have no slot; needed with a budget.
             device: Where those are assembled.
             walk: The optimizer's, which may still be writing shards.
+            lender: Lends shards that are in memory already; None: each is copied to a slot.
         """
         self.pool = pool
         self._store = store
@@ -73,7 +76,8 @@ class ParameterStream:
         self._shards = Shards()
         self._staged: dict[Shard, None] = {}  # asked for last, last
         self._changed: dict[Shard, None] = {}
-        self._kept = KeptSlots(pool)
+        self._loans = Loans(lender)
+        self._kept = KeptSlots(pool, self._loans)
         self._writes: deque[Ticket] = deque()
         self._in_chunks: set[Shard] = set()  # staging slots may still have writes of these
 
@@ -155,6 +159,8 @@ class ParameterStream:
         None when the budget has no slot for it: then the caller keeps the shard on the device and
         stores it with `write_from`.
         """
+        if shard.is_lent:  # the store alone writes there
+            self.drop(shard)
         self._make_room([shard])
         self._kept.forget(shard)
         self._stage(shard)
@@ -278,7 +284,7 @@ class ParameterStream:
         is_kept = shard.state is ShardState.KEPT
         if is_kept:
             self._kept.take(shard)
-        self._stage(shard)
+        self._stage(shard, is_read=True)
         try:
             if shard.lease is not None and not is_kept:
                 shard.is_late = True
@@ -316,7 +322,7 @@ class ParameterStream:
                 if ticket is not None:
                     ticket.wait()
                 elif shard.tensor is None:
-                    shard.tensor = self._assemble(shard)
+                    self._read_without_slot(shard)
                 shard.equals_store = True
                 self._note(shard, ShardState.STAGED)
         except BaseException:
@@ -325,11 +331,11 @@ class ParameterStream:
                     self.drop(shard)
             raise
 
-    def _stage(self, shard: Shard) -> None:
+    def _stage(self, shard: Shard, *, is_read: bool = False) -> None:
         """Take a shard in: into its kept slot, into another one, or without."""
         if shard.is_staged:
             raise AssertionError(f"{shard.key} is staged already")
-        if shard.lease is None:
+        if shard.lease is None and not (is_read and self._loans.offers(shard)):
             shard.lease = self._kept.acquire(shard.nbytes, self._writes)
             if shard.lease is not None:
                 shard.tensor = shard.lease.view(shard.numel, shard.dtype)
@@ -348,11 +354,15 @@ class ParameterStream:
             raise AssertionError("only a budget leaves a shard without a slot")
         return self._staging
 
-    def _assemble(self, shard: Shard) -> torch.Tensor:
+    def _read_without_slot(self, shard: Shard) -> None:
+        if self._loans.offers(shard):
+            self._wait_chunks(shard)
+            self._loans.take(shard)
+            return
         assert self._on_device is not None
         tensor = self._on_device.new_empty(shard.numel, dtype=shard.dtype)
         self._chunks.read(key=shard.key, target=tensor)
-        return tensor
+        shard.tensor = tensor
 
     def _wait_chunks(self, shard: Shard) -> None:
         """Wait before a shard moves through a slot: the store may not know yet of its chunks."""

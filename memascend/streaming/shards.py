@@ -40,6 +40,7 @@ class Shard:
         is_late: Whether its read waits until the optimizer has written it.
         equals_store: Whether it was read and nobody was asked to change it.
         copied: Passes when the last copy out of the slot is over; None when none is under way.
+        is_lent: Whether the tensor is the store's own memory, to be read and never written.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Shard:
     is_late: bool = False
     equals_store: bool = False
     copied: Event | None = None
+    is_lent: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +67,16 @@ class Shard:
         """True from the request on until it is let go; it may still be on its way."""
         return self.state in (ShardState.READING, ShardState.STAGED)
 
+    @property
+    def is_reused(self) -> bool:
+        """Whether its tensor is host memory that gets other contents later."""
+        return self.lease is not None or self.is_lent
+
     def leave(self) -> None:
         """End its stay."""
         self.state = ShardState.ABSENT
         self.lease = self.tensor = self.read = self.copied = None
-        self.is_ahead = self.is_late = self.equals_store = False
+        self.is_ahead = self.is_late = self.equals_store = self.is_lent = False
 
 
 class Shards:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from memascend.base.units import PAGE_BYTES
 from memascend.memory.pool import Pool
+from memascend.nvme.resident import ResidentStore
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.shards import Shard, ShardState
 from memascend.streaming.staging import StagingSlots
+from memascend.streaming.walk import Walk
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 
 BUDGET_BYTES = 16 * PAGE_BYTES
@@ -25,8 +29,10 @@ class Bench:
         prefetch_bytes: int | None = None,
         device: LateDevice | None = None,
         pool: Pool | None = None,
+        lender: ResidentStore | None = None,
+        walk: Walk | None = None,
     ) -> None:
-        self.store = FakeRangeStore()
+        self.store: Any = lender or FakeRangeStore()
         self.memory = FakeMemory()
         self.pool = pool or make_pool(self.memory)
         self.stream = ParameterStream(
@@ -41,10 +47,15 @@ class Bench:
                 new_event=None if device is None else device.new_event,
             ),
             device=torch.device("cpu"),
+            walk=walk,
+            lender=lender,
         )
 
     def put(self, key: str, content: torch.Tensor) -> Shard:
-        self.store.content[key] = content.view(torch.uint8).clone()
+        if isinstance(self.store, FakeRangeStore):
+            self.store.content[key] = content.view(torch.uint8).clone()
+        else:
+            self.store.write(key=key, source=content).wait()
         return self.stream.shard(key, content.numel(), content.dtype)
 
     def new(self, key: str, numel: int = PAGE) -> tuple[Shard, torch.Tensor]:

@@ -41,6 +41,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 staging=runtime.staging if runtime.pool.is_bounded else None,
                 device=torch.device(get_accelerator().current_device_name()),
                 walk=runtime.walk,
+                lender=runtime.store if runtime.pool.is_bounded else None,
             )
             block_bytes = whole(ds_config.aio_config, "block_size", 0)
             return ParameterSwapper(

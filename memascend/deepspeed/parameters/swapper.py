@@ -213,7 +213,7 @@ class ParameterSwapper:
         """
         for param in params:
             shard = self._shards.get(param.ds_id)
-            if shard is None or shard.lease is None or shard.numel >= param.ds_numel:
+            if shard is None or not shard.is_reused or shard.numel >= param.ds_numel:
                 continue
             there = None if shard.tensor is None else start_copy(shard.tensor)
             if there is not None:
@@ -256,7 +256,7 @@ class ParameterSwapper:
             if event is not None:
                 self._let_go(shard, event)
             elif shard.tensor is not None and shares_memory(param.data, shard.tensor):
-                if shard.lease is not None:
+                if shard.is_reused:
                     param.data = param.data.clone()
                 self._let_go(shard)
             elif param.ds_status is ZeroParamStatus.INFLIGHT:
@@ -281,9 +281,12 @@ class ParameterSwapper:
 
     @exclusive
     def stage_for_update(self, param: Parameter) -> None:
-        """Give a gathered parameter's shard memory, so that modified data can be partitioned."""
+        """Give a gathered parameter's shard memory, so that modified data can be partitioned.
+
+        Where it still has the store's own it gets a slot: only the store writes there.
+        """
         shard = self._shard(param)
-        if not shard.is_staged:
+        if not shard.is_staged or shard.is_lent:
             param.ds_tensor.data = self._stage_outgoing(param, shard.numel).data
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 

@@ -22,15 +22,17 @@ from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, Paramete
 from memascend.memory.pool import Pool
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.walk import Walk
+from tests.support.swapped_parameters import parameter
 
 
 class AttachmentLike:
     """What building a swapper asks of an attachment."""
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    def __init__(self, budget_bytes: int | None, lender: Any = None) -> None:
         memory, store = FakeMemory(), FakeRangeStore()
         self.runtime = SimpleNamespace(
             io=store,
+            store=lender,
             pool=Pool(memory=memory, component="slots", budget_bytes=budget_bytes),
             lock=threading.RLock(),
             walk=Walk(),
@@ -48,9 +50,14 @@ class AttachmentLike:
         self.served.append("end")
 
 
-def made(monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], budget_bytes: int | None) -> Any:
+def made(
+    monkeypatch: pytest.MonkeyPatch,
+    block: dict[str, Any],
+    budget_bytes: int | None,
+    lender: Any = None,
+) -> Any:
     """The swapper for a block, and the attachment it was built over."""
-    attachment = AttachmentLike(budget_bytes)
+    attachment = AttachmentLike(budget_bytes, lender)
     monkeypatch.setattr(build, "attach", lambda *_: attachment)
     monkeypatch.setattr(build, "dist", SimpleNamespace(get_rank=lambda: 0))
     ds_config = SimpleNamespace(
@@ -73,6 +80,23 @@ def test_within_a_budget_every_shard_is_swapped(monkeypatch: pytest.MonkeyPatch)
     assert swapper.memascend_attachment is attachment
     assert swapper.swappable_tensor(numel=1)
     assert swapper.lock is attachment.runtime.lock
+
+
+def test_within_a_budget_the_store_lends(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def lends(*, key: str, dtype: torch.dtype) -> bool:
+        asked.append(key)
+        return False
+
+    def take_back(*, key: str) -> None:
+        """Nothing was lent."""
+
+    lender = SimpleNamespace(lends=lends, take_back=take_back)
+    swapper, attachment = made(monkeypatch, {"enabled": True}, 1 << 20, lender)
+    attachment.runtime.io.reserve(key="param.7", nbytes=20)
+    swapper.swap_in([parameter(7, numel=10)], async_op=False)
+    assert asked == ["param.7"]
 
 
 def test_without_a_budget_small_shards_stay_and_no_staging_slots_are_made(

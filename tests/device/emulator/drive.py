@@ -41,9 +41,23 @@ def _tell(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
         nbytes = max(nbytes, keywords.get("capacity", keywords.get("capacity_bytes", 0)))
         what = f"a {name} of the drive at {torch_device.core.site()}"
         torch_device.core.use_on_host(address, nbytes, name == "read", what)
+        if tensor is not None:
+            _tell_of_resident(self, name, tensor.nbytes, keywords, what)
         return original(self, **keywords)
 
     patch.setattr(owner, name, transfer)
+
+
+def _tell_of_resident(
+    store: Any, name: str, nbytes: int, keywords: dict[str, Any], what: str
+) -> None:
+    """Tell of the store's own memory, which copies to the device may be out of."""
+    entry = store._entries.get(keywords["key"])
+    if entry is not None:
+        begin = keywords.get("offset_bytes") or 0
+        count = entry.count_in_head(keywords["key"], begin, nbytes)
+        address = entry.head.data_ptr() + begin
+        torch_device.core.use_on_host(address, count, name == "write", what)
 
 
 def time_waits(patch: pytest.MonkeyPatch) -> Callable[[], list[Wait]]:

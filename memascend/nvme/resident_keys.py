@@ -1,0 +1,87 @@
+"""A key that is in host memory, all of it or its first pages, and where room is found for it.
+
+Knows bytes and runs of a block; neither stores nor which key is worth the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memascend.base.units import PAGE_BYTES, page_down
+from memascend.memory.pool import Segment
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True, eq=False)
+class ResidentKey:
+    """A key whose head is in memory; one that is all in memory has no place on the drive.
+
+    Attributes:
+        stream: The one whose block it is in.
+        nbytes: Of all of it.
+        begin: Of its head in that block.
+        head: Its bytes in memory, as uint8.
+        is_lent: Whether somebody else reads the head, so that nobody may write it.
+    """
+
+    stream: str
+    nbytes: int
+    begin: int
+    head: torch.Tensor
+    is_lent: bool = False
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.head.numel()
+
+    @property
+    def is_on_drive(self) -> bool:
+        """Whether a part of it is not in memory."""
+        return self.head_bytes < self.nbytes
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Return whether all of it is in memory, where elements of this type may be."""
+        return not self.is_on_drive and self.head.storage_offset() % dtype.itemsize == 0
+
+    def refuse_if_lent(self, name: str) -> None:
+        """Refuse to change it while its memory is read.
+
+        Raises:
+            ValueError: It is lent.
+        """
+        if self.is_lent:
+            raise ValueError(
+                f'"{name}" is lent: a gathered parameter is read in its memory. likely cause: '
+                "parameters are changed or moved while they are gathered. fix: leave "
+                "GatheredParameters first"
+            )
+
+    def count_in_head(self, name: str, offset: int, nbytes: int) -> int:
+        """Return how many bytes of a transfer lie in memory.
+
+        Raises:
+            ValueError: It is not all in the key, which is called `name`.
+        """
+        if not 0 <= offset <= self.nbytes - nbytes:
+            raise ValueError(
+                f'bytes {offset} to {offset}+{nbytes} are not all in "{name}", which has '
+                f"{self.nbytes}"
+            )
+        return max(0, min(self.head_bytes - offset, nbytes))
+
+
+def take_run(block: Segment, nbytes: int) -> tuple[int, int] | None:
+    """Take a run for all of a key, else for as much of its head as one run has, else None."""
+    sizes = [(end - begin, index) for index, (begin, end) in enumerate(block.free)]
+    fitting = [size for size in sizes if size[0] >= nbytes]
+    run_bytes, index = min(fitting) if fitting else max(sizes, default=(0, 0))
+    count = nbytes if fitting else page_down(run_bytes)
+    if count == 0:
+        return None
+    # Odd sizes gather at the ends: what is left stays aligned for the drive.
+    begin = block.take(index, count, from_end=count % PAGE_BYTES != 0)
+    return begin, begin + count
