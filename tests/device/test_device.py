@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.device.trials import MODES, SECTION_MODES, VARIANTS, Trial, chosen, parameters, trials
+from tests.device.trials import (
+    MODES,
+    SECTION_MODES,
+    STEP_MODES,
+    STEP_VARIANTS,
+    VARIANTS,
+    Trial,
+    chosen,
+    parameters,
+    trials,
+)
 from tests.parity.models import maker
 from tests.parity.workers import Bench, differences
-from tests.support.parity_cases import assert_memascend_did_it
+from tests.support.parity_cases import assert_memascend_did_it, assert_steps_went_behind
 
 pytestmark = pytest.mark.deepspeed
 
@@ -28,6 +38,8 @@ def test_training_gives_the_bits_of_cpu_offload_whatever_the_delays(
             assert_memascend_did_it(case, facts)
             begins_early = case.during_backward and trial.mode != "all stays in memory"
             assert all((rank["early_tile_count"] > 0) == begins_early for rank in facts)
+        if trial.mode in STEP_MODES:
+            assert_steps_went_behind(case, facts)
 
 
 def test_every_trial_has_a_name_of_its_own() -> None:
@@ -36,8 +48,8 @@ def test_every_trial_has_a_name_of_its_own() -> None:
 
 
 def test_what_make_test_all_runs_has_each_variant_and_each_mode() -> None:
-    assert {trial.variant for trial in chosen()} == set(VARIANTS)
-    assert {trial.mode for trial in chosen()} == {*MODES, *SECTION_MODES}
+    assert {trial.variant for trial in chosen()} == {*VARIANTS, *STEP_VARIANTS}
+    assert {trial.mode for trial in chosen()} == {*MODES, *SECTION_MODES, *STEP_MODES}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

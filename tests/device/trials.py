@@ -63,6 +63,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "persistence_numel": 0,
     },
 }
+#: Of what a step behind its caller could get wrong: run in STEP_MODES alone.
+STEP_VARIANTS: dict[str, dict[str, Any]] = {
+    "four micro-steps": {"accumulation": 4, "steps": 4},
+    "eight micro-steps, two ranks": {"accumulation": 8, "steps": 4, "world": 2},
+    "overflows, two ranks": {
+        **{"dtype": "fp16", "scale_power": 20, "scale_window": 2, "steps": 8},
+        **{"world": 2, "accumulation": 1, "family": "unused", "checkpointing": "off"},
+    },
+    "LoRA": {"family": "lora", "steps": 4},
+    "LoRA, two ranks": {"family": "lora", "accumulation": 4, "world": 2, "steps": 4},
+    "unused parameters": {"family": "unused", "checkpointing": "off", "steps": 4},
+    "unused parameters, two ranks": {
+        **{"family": "unused", "checkpointing": "off", "accumulation": 4, "world": 2, "steps": 4},
+    },
+    "saved in the middle": {"save_at": 2, "steps": 4},
+    "saved in the middle, two ranks": {"save_at": 2, "steps": 4, "world": 2},
+    "resumed, two ranks": {"resume_at": 2, "steps": 6, "world": 2},
+    "changed by hand, all in memory": {
+        **{"modify_weights": True, "gather_all": True, "limit_bytes": 512 * MIB, "steps": 4},
+    },
+    "all in memory, two ranks": {"limit_bytes": 512 * MIB, "world": 2, "steps": 4},
+}
 #: A limit is refused with these.
 WITHOUT_LIMIT = (
     "parameters in host memory",
@@ -91,6 +113,10 @@ MODES: dict[str, Mode] = {
     "registered by CUDA's driver": Mode(options={"registrar": "driver"}),
     "not registered": Mode(options={"registrar": "nobody"}),
     "stock": Mode(backend="stock"),
+}
+STEP_MODES: dict[str, Mode] = {
+    "steps are over first": Mode({"walk": "off"}),
+    "steps begin when they are waited for": Mode({"walk": "late"}),
 }
 #: Of four ranks, which take their time, these alone.
 MODES_OF_FOUR = ("no limit", "slots are reused at once")
@@ -132,12 +158,12 @@ class Trial:
     @property
     def how(self) -> Mode:
         """What the mode stands for."""
-        return (MODES | SECTION_MODES)[self.mode]
+        return (MODES | SECTION_MODES | STEP_MODES)[self.mode]
 
     @property
     def case(self) -> Case:
         """What parity would run."""
-        case = replace(TRAINING, **VARIANTS[self.variant])
+        case = replace(TRAINING, **(VARIANTS | STEP_VARIANTS)[self.variant])
         case = replace(case, **self.how.changes)
         return case.within_stock() if self.how.backend == "stock" else case
 
@@ -151,21 +177,24 @@ def trials() -> list[Trial]:
         if not (mode == "stock" and variant in NOT_STOCK)
         if not (mode not in MODES_OF_FOUR and VARIANTS[variant].get("world") == 4)
     ]
-    return found + [Trial(variant, mode) for variant in ("bf16", "fp16") for mode in SECTION_MODES]
+    found += [Trial(variant, mode) for variant in ("bf16", "fp16") for mode in SECTION_MODES]
+    return found + [Trial(variant, mode) for variant in STEP_VARIANTS for mode in STEP_MODES]
 
 
 #: Always run: slots and chunks, the drive and the device, bf16 and fp16.
 QUICK = (
     Trial("bf16", "large shards have no slot"),
     Trial("fp16 optimizer on the device", "no limit"),
+    Trial("changed by hand, all in memory", "steps begin when they are waited for"),
 )
 
 
 def chosen() -> set[Trial]:
     """Return what stands for the rest: the plain variant in every mode, each other one in one."""
     found = set(QUICK) | {trial for trial in trials() if trial.variant == "bf16"}
-    for place, variant in enumerate(VARIANTS):
-        possible = [t for t in trials() if t.variant == variant and t.mode in MODES]
+    for place, variant in enumerate(VARIANTS | STEP_VARIANTS):
+        modes = STEP_MODES if variant in STEP_VARIANTS else MODES
+        possible = [t for t in trials() if t.variant == variant and t.mode in modes]
         found.add(possible[place % len(possible)])
     return found
 

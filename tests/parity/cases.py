@@ -76,9 +76,11 @@ class Case:
     limit_bytes: int = 0  # host_memory_limit; 0 leaves the key out
     overlap: bool = True  # of the reduction with the backward pass, on devices
     scheduler: bool = False  # a learning rate that changes with every step
+    walk: str = "behind"  # the step: behind | late (a walk, see walks.py) | off (over first)
+    save_at: int = 0  # save a checkpoint after so many steps, and go on; 0: never
     resume_at: int = 0  # save and load into a new engine after so many steps; 0: never
     saver: str = "same"  # who trains until then: a key of SAVERS
-    checkpoint_folder: str = ""  # where that is saved
+    checkpoint_folder: str = ""  # where both are saved
     load_from: str = ""  # a folder: load the checkpoint in it first; first_step is its next step
     is_universal: bool = False  # that one is a universal checkpoint
     first_step: int = 0
@@ -189,6 +191,8 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         block["streaming"]["optimizer"]["tile_bytes"] = case.tile_bytes
     if case.during_backward:
         block["streaming"]["optimizer"]["during_backward"] = True
+    if case.walk == "off":
+        block["streaming"]["optimizer"]["overlap"] = False
     return block
 
 

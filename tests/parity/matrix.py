@@ -14,6 +14,9 @@
   kind, each stream without the others, and with each other section off.
 - Resuming: saved and loaded by every way of stepping, by stock and by CPU offload, and beyond the
   step from which on CPU offload's own resumed run differs in the last bit (6, with these betas).
+- Steps that are over first, and steps that begin behind their caller when they are first waited for
+  (walks.py): with one, four and eight micro-batches, overflows, LoRA, parameters without a
+  gradient, checkpoints in the middle, tensors changed by hand, and parameters lent where they are.
 - Inference apart, since it has neither optimizer nor gradients.
 """
 
@@ -201,6 +204,43 @@ def early_cases() -> list[Case]:
         replace(early, limit_bytes=LIMIT_HALF_BYTES),
         replace(early, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, family="gpt2"),
         replace(early, verify="full", volumes=("3", "1")),
+    ]
+
+
+def step_cases() -> list[Case]:
+    plain = Case(steps=4, clipping=1.0)
+    # Overflows at once, recovers, grows, and overflows again.
+    scaled = Case(family="unused", dtype="fp16", steps=10, scale_window=2)
+    lora = Case(family="lora", steps=4)
+    trainings = [
+        plain,
+        replace(plain, accumulation=4),
+        replace(plain, accumulation=8, checkpointing="nonreentrant", family="gpt2"),
+        scaled,
+        replace(scaled, accumulation=4, family="odd"),
+        replace(scaled, accumulation=8),
+        lora,
+        replace(lora, accumulation=4, checkpointing="nonreentrant"),
+        replace(lora, resume_at=2, steps=6),
+        replace(plain, family="unused"),
+        replace(plain, family="unused", accumulation=4),
+        replace(plain, family="alternating", accumulation=8),
+        replace(plain, save_at=2),
+        replace(plain, save_at=2, accumulation=4, family="unused"),
+        replace(scaled, save_at=6),
+        replace(plain, resume_at=2, steps=6, accumulation=4),
+        replace(scaled, resume_at=5, steps=12),
+        replace(plain, modify_weights=True, gather_all=True),
+        replace(plain, accessors="change", steps=5),
+        replace(plain, limit_bytes=LIMIT_SMALL_BYTES, accumulation=4),
+        replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, modify_weights=True),
+        replace(scaled, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
+    ]
+    return [
+        replace(training, world=world, walk=walk)
+        for training in trainings
+        for world in (1, 2)
+        for walk in ("late", "off")
     ]
 
 

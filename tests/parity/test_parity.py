@@ -15,7 +15,12 @@ import pytest
 from memascend.plan.derive import derive
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import from_module
-from tests.support.parity_cases import assert_memascend_did_it, case_name, quick
+from tests.support.parity_cases import (
+    assert_memascend_did_it,
+    assert_steps_went_behind,
+    case_name,
+    quick,
+)
 
 from . import matrix, models
 from .cases import Case, deepspeed_json
@@ -95,6 +100,16 @@ def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
     assert_memascend_did_it(case, facts)
+
+
+@pytest.mark.parametrize("case", quick(matrix.step_cases(), 4, 14, 25), ids=case_name)
+def test_steps_behind_their_caller_and_at_once_give_the_bits_of_cpu_offload(
+    bench: Bench, case: Case
+) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+    assert_steps_went_behind(case, facts)
 
 
 @pytest.mark.parametrize("case", quick(matrix.stream_choice_cases(), 5), ids=case_name)

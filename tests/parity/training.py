@@ -24,6 +24,7 @@ from memascend.deepspeed.optimizer.restore import replay_beta_powers
 
 from . import accessors, models
 from .cases import Case, deepspeed_json
+from .walks import watched
 
 SEED = 20_250
 PAUSE_TIMEOUT_S = 400.0
@@ -49,6 +50,12 @@ def run_case(case: Case, config: dict[str, Any], *, save_to: str | None = None) 
         Floats as hexadecimal text and tensors as SHA-256 digests, so that equality means equal
         bits.
     """
+    with watched(late=case.walk == "late") as walks:
+        facts = _run_watched(case, config, save_to)
+    return facts | {"walks": dataclasses.asdict(walks)}
+
+
+def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dict[str, Any]:
     for name, value in INIT_DEFAULTS.items():
         setattr(Init, name, value)
     saved = checkpoint_of(case) if case.resume_at else {}
@@ -190,6 +197,8 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
         if is_probed:
             extra["after step"] = accessors.after_step(case, engine.module)
             extra["state_dict"] = accessors.layout(engine.optimizer.state_dict())
+        if step + 1 == case.save_at:
+            engine.save_checkpoint(case.checkpoint_folder, client_state={"mark": SEED})
         norms.append(hexadecimal(engine.get_global_grad_norm()))
         scales.append(hexadecimal(getattr(engine.optimizer, "cur_scale", None)))
     return {

@@ -42,7 +42,7 @@ Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
 HOW_FACTS = (
     *("placement", "optimizer_class", "swapper_classes", "ledger", "state_dict", "warnings"),
-    *("findings", "waits", "early_tile_count"),
+    *("findings", "waits", "walks", "early_tile_count"),
 )
 
 
@@ -237,7 +237,7 @@ class Bench:
         nvme_path = self.new_nvme_path()
         config = deepspeed_json(case, backend, str(nvme_path))
         subject = case.oracle() if backend == "oracle" else case
-        if subject.resume_at:
+        if subject.resume_at or subject.save_at:
             folder = str(nvme_path / "checkpoints")
             subject = dataclasses.replace(subject, checkpoint_folder=folder)
         facts = self._groups[case.world].run(subject, config, timeout_s=timeout_s, **options)

@@ -22,6 +22,18 @@ def quick(cases: list[Case], *numbers: int) -> list[Any]:
     ]
 
 
+def assert_steps_went_behind(case: Case, facts: list[Facts]) -> None:
+    """Equal bits prove nothing of steps behind their caller if none was, or was met there."""
+    for rank in facts:
+        walks = rank["walks"]
+        taken = case.steps - rank["skipped_steps"]
+        assert walks["begun"] == (0 if case.walk == "off" else taken), walks
+        if case.walk == "late":
+            # Each is met by the forward pass after it: not the last, nor one that a save has met.
+            unmet = 1 + (case.save_at > 0) + (case.resume_at > 0)
+            assert walks["met"] >= taken - unmet > 0, walks
+
+
 def assert_memascend_did_it(case: Case, facts: list[Facts]) -> None:
     """Equal bits prove nothing if stock, or nobody, did the swapping."""
     for rank in facts:
