@@ -298,6 +298,8 @@ class ResidentStore:
             StoreError: The drive failed.
         """
         entry = self._entries.get(key)
+        if entry is not None:
+            entry.refuse_if_lent(key)
         if entry is None or entry.is_on_drive:
             self._store.exchange(key=key, other=other)
         if entry is not None:

@@ -70,12 +70,14 @@ def test_nothing_changes_a_key_while_it_is_lent() -> None:
     store = open_resident(2 * PAGE_BYTES)
     store.write(key="one.a", source=pattern(2 * PAGE_BYTES)).wait()
     store.write(key="one.b", source=pattern(3 * PAGE_BYTES, 2)).wait()
+    store.write(key="early.one.a", source=pattern(2 * PAGE_BYTES, 3)).wait()
     view = lent(store, "one.a")
     changes = (
         lambda: store.write(key="one.a", source=pattern(2 * PAGE_BYTES, 3)),
         lambda: store.write(key="one.a", source=pattern(1, 3), offset_bytes=5),
         lambda: store.reserve(key="one.a", nbytes=PAGE_BYTES),
         lambda: store.discard(key="one.a"),
+        lambda: store.take_over(key="one.a", other="early.one.a"),
         lambda: store.give_memory_to(key="one.b", nbytes=3 * PAGE_BYTES, over="one.a"),
         store.revoke,
         lambda: store.grant({"one": PAGE_BYTES}, memory=memory, component="resident cache"),

@@ -234,6 +234,7 @@ def step_cases() -> list[Case]:
         replace(plain, accessors="change", steps=5),
         replace(plain, limit_bytes=LIMIT_SMALL_BYTES, accumulation=4),
         replace(plain, limit_bytes=LIMIT_EVERYTHING_BYTES, modify_weights=True),
+        Case(during_backward=True, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, steps=4),
         replace(scaled, limit_bytes=LIMIT_EVERYTHING_BYTES, accumulation=4),
     ]
     return [
