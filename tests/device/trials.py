@@ -80,6 +80,9 @@ STEP_VARIANTS: dict[str, dict[str, Any]] = {
     "saved in the middle": {"save_at": 2, "steps": 4},
     "saved in the middle, two ranks": {"save_at": 2, "steps": 4, "world": 2},
     "resumed, two ranks": {"resume_at": 2, "steps": 6, "world": 2},
+    "during backward, two ranks": {
+        **{"clipping": 0.0, "during_backward": True, "steps": 4, "world": 2},
+    },
     "changed by hand, all in memory": {
         **{"modify_weights": True, "gather_all": True, "limit_bytes": 512 * MIB, "steps": 4},
     },
