@@ -328,9 +328,12 @@ def adam_update(
     exp_avg_sq: int,
     output: int = 0,
     output_dtype: str | None = None,
+    moment_dtype: str = "float32",
     numel: int,
     coefficients: AdamCoefficients,
     tail_numel: int = 0,
+    rounding_key: int = 0,
+    first_index: int = 0,
     threads: int = 0,
     isa: str = "auto",
 ) -> None: ...

@@ -28,15 +28,17 @@ overflow::ScanResult overflow_scan(std::uintptr_t address, std::size_t numel,
 
 void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std::uintptr_t weight,
                  std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t output,
-                 const std::optional<std::string>& output_dtype, std::size_t numel,
-                 const adam::Coefficients& coefficients, std::size_t tail_numel,
-                 std::size_t threads, const std::string& isa) {
+                 const std::optional<std::string>& output_dtype, const std::string& moment_dtype,
+                 std::size_t numel, const adam::Coefficients& coefficients, std::size_t tail_numel,
+                 std::uint64_t rounding_key, std::uint64_t first_index, std::size_t threads,
+                 const std::string& isa) {
   adam::Operands operands{
       .gradient = reinterpret_cast<const void*>(gradient),
       .gradient_format = kernels::parse_format(gradient_dtype),
       .weight = reinterpret_cast<void*>(weight),
       .exp_avg = reinterpret_cast<void*>(exp_avg),
       .exp_avg_sq = reinterpret_cast<void*>(exp_avg_sq),
+      .moment_format = kernels::parse_format(moment_dtype),
       .output = reinterpret_cast<void*>(output),
       .output_format = {},
       .numel = numel,
@@ -44,7 +46,11 @@ void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std
   if (output_dtype) operands.output_format = kernels::parse_format(*output_dtype);
   const kernels::Isa chosen = kernels::parse_isa(isa);
   const py::gil_scoped_release release;
-  adam::update(operands, coefficients, chosen, {.tail_numel = tail_numel, .threads = threads});
+  adam::update(operands, coefficients, chosen,
+               {.tail_numel = tail_numel,
+                .threads = threads,
+                .rounding_key = rounding_key,
+                .first_index = first_index});
 }
 
 std::vector<std::string> kernel_isas() {
@@ -77,7 +83,8 @@ void bind_kernels(py::module_& module) {
            "weight_decay"_a = py::none());
   module.def("adam_update", &adam_update, py::kw_only(), "gradient"_a, "gradient_dtype"_a,
              "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "output"_a = 0, "output_dtype"_a = py::none(),
-             "numel"_a, "coefficients"_a, "tail_numel"_a = 0, "threads"_a = 0, "isa"_a = "auto");
+             "moment_dtype"_a = "float32", "numel"_a, "coefficients"_a, "tail_numel"_a = 0,
+             "rounding_key"_a = 0, "first_index"_a = 0, "threads"_a = 0, "isa"_a = "auto");
 }
 
 }  // namespace memascend

@@ -14,23 +14,27 @@ namespace memascend::adam {
 namespace {
 
 Kernels kernels_of(Isa isa, const Operands& operands) {
+  const Formats formats{.gradient = operands.gradient_format,
+                        .moment = operands.moment_format,
+                        .output = operands.output_format};
 #if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return avx512_kernels(operands.gradient_format, operands.output_format);
-  if (isa == Isa::kAvx2) return avx2_kernels(operands.gradient_format, operands.output_format);
+  if (isa == Isa::kAvx512) return avx512_kernels(formats);
+  if (isa == Isa::kAvx2) return avx2_kernels(formats);
 #endif
   MA_EXPECT(isa == Isa::kScalar, "no ", kernels::name(isa), " kernel in this build");
-  return scalar_kernels(operands.gradient_format, operands.output_format);
+  return scalar_kernels(formats);
 }
 
 /// One step of a tile; `work` is run by every thread, the caller's included.
 class Step {
  public:
   Step(const Operands& operands, const Coefficients& coefficients, Kernels kernels,
-       std::size_t tail_numel)
+       const Options& options)
       : operands_(operands),
         coefficients_(coefficients),
         kernels_(kernels),
-        body_numel_(operands.numel - tail_numel) {}
+        options_(options),
+        body_numel_(operands.numel - options.tail_numel) {}
 
   void work() {
     for (;;) {
@@ -45,26 +49,30 @@ class Step {
 
  private:
   Block block(std::size_t first, std::size_t limit) const {
-    const std::size_t offset = first * sizeof(float);
     const auto at = [](void* start, std::size_t nbytes) {
       return static_cast<std::byte*>(start) + nbytes;
     };
     const std::size_t gradient_width = kernels::element_bytes(operands_.gradient_format);
+    const std::size_t moment_offset = first * kernels::element_bytes(operands_.moment_format);
     std::byte* output = nullptr;
     if (operands_.output_format) {
       output = at(operands_.output, first * kernels::element_bytes(*operands_.output_format));
     }
     return {.gradient = static_cast<const std::byte*>(operands_.gradient) + first * gradient_width,
-            .weight = at(operands_.weight, offset),
-            .exp_avg = at(operands_.exp_avg, offset),
-            .exp_avg_sq = at(operands_.exp_avg_sq, offset),
+            .weight = at(operands_.weight, first * sizeof(float)),
+            .exp_avg = at(operands_.exp_avg, moment_offset),
+            .exp_avg_sq = at(operands_.exp_avg_sq, moment_offset),
             .output = output,
-            .numel = limit - first};
+            .numel = limit - first,
+            .key_low = static_cast<std::uint32_t>(options_.rounding_key),
+            .key_high = static_cast<std::uint32_t>(options_.rounding_key >> 32),
+            .first = static_cast<std::uint32_t>(options_.first_index + first)};
   }
 
   const Operands& operands_;
   const Coefficients& coefficients_;
   Kernels kernels_;
+  const Options& options_;
   std::size_t body_numel_;
   std::atomic<std::size_t> next_{0};
 };
@@ -78,6 +86,8 @@ void check(const Operands& operands, const Options& options) {
             numel, " weights to address 0");
   MA_EXPECT(operands.output_format != Format::kFloat32,
             "the output of the step is 16 bits wide; the weights themselves are fp32");
+  MA_EXPECT(operands.moment_format != Format::kFloat16,
+            "moments are fp32 or bf16: second moments are beyond the range of fp16");
   // Threads add kBlockNumel once more each when all is taken.
   constexpr std::size_t kNumelMax = std::numeric_limits<std::size_t>::max() / 8;
   MA_EXPECT(numel <= kNumelMax, "cannot step ", numel,
@@ -93,7 +103,7 @@ void check(const Operands& operands, const Options& options) {
 void update(const Operands& operands, const Coefficients& coefficients, Isa isa,
             const Options& options) {
   check(operands, options);
-  Step step(operands, coefficients, kernels_of(isa, operands), options.tail_numel);
+  Step step(operands, coefficients, kernels_of(isa, operands), options);
   const std::size_t blocks = (operands.numel + kBlockNumel - 1) / kBlockNumel;
   const std::size_t asked = options.threads != 0
                                 ? options.threads

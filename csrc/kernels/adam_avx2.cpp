@@ -14,6 +14,7 @@ namespace {
 
 struct Avx2 {
   using Lanes = __m256;
+  using Words = __m256i;
   static constexpr std::size_t kWidth = 8;
 
   MA_TARGET static Lanes load(const std::byte* source) {
@@ -32,21 +33,24 @@ struct Avx2 {
 
   template <typename F>
   MA_TARGET static void store(std::byte* target, Lanes values) {
-    __m128i narrow;
     if constexpr (std::is_same_v<F, Float16>) {
-      narrow = _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+      const __m128i narrow = _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(target), narrow);
     } else {
       const __m256i bits = _mm256_castps_si256(values);
       const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-      const __m256i bias = _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff));
-      const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
-      const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
-      const __m256i wide = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(Bfloat16::kNan), is_nan);
-      // Both halves are packed on their own; 0x08 brings them side by side.
-      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
-      narrow = _mm256_castsi256_si128(packed);
+      store_rounded(target, values, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
     }
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), narrow);
+  }
+
+  MA_TARGET static void store_rounded(std::byte* target, Lanes values, Words addend) {
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, addend), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    const __m256i wide = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(Bfloat16::kNan), is_nan);
+    // Both halves are packed on their own; 0x08 brings them side by side.
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(packed));
   }
 
   MA_TARGET static Lanes spread(float value) { return _mm256_set1_ps(value); }
@@ -56,13 +60,31 @@ struct Avx2 {
     return _mm256_fmadd_ps(left, right, addend);
   }
   MA_TARGET static Lanes root(Lanes values) { return _mm256_sqrt_ps(values); }
+
+  MA_TARGET static Words words(std::uint32_t word) {
+    return _mm256_set1_epi32(static_cast<int>(word));
+  }
+  MA_TARGET static Words count_from(std::uint32_t first) {
+    return _mm256_add_epi32(words(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  MA_TARGET static Words exclusive_or(Words left, Words right) {
+    return _mm256_xor_si256(left, right);
+  }
+  MA_TARGET static Words multiply(Words left, Words right) {
+    return _mm256_mullo_epi32(left, right);
+  }
+  MA_TARGET static Words cut_to_16(Words words) {
+    return _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+  }
+  template <int kCount>
+  MA_TARGET static Words shift_right(Words words) {
+    return _mm256_srli_epi32(words, kCount);
+  }
 };
 
 }  // namespace
 
-Kernels avx2_kernels(Format gradient, std::optional<Format> output) {
-  return Loops<Avx2>::choose(gradient, output);
-}
+Kernels avx2_kernels(const Formats& formats) { return Loops<Avx2>::choose(formats); }
 
 }  // namespace memascend::adam
 

@@ -20,6 +20,7 @@ namespace {
 
 struct Avx512 {
   using Lanes = __m512;
+  using Words = __m512i;
   static constexpr std::size_t kWidth = 16;
 
   MA_TARGET static Lanes load(const std::byte* source) { return _mm512_loadu_ps(source); }
@@ -34,20 +35,22 @@ struct Avx512 {
 
   template <typename F>
   MA_TARGET static void store(std::byte* target, Lanes values) {
-    __m256i narrow;
     if constexpr (std::is_same_v<F, Float16>) {
-      narrow = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+      const __m256i narrow = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), narrow);
     } else {
       const __m512i bits = _mm512_castps_si512(values);
       const __m512i is_odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-      const __m512i bias = _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff));
-      const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
-      const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-      const __m512i wide =
-          _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(Bfloat16::kNan));
-      narrow = _mm512_cvtepi32_epi16(wide);
+      store_rounded(target, values, _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff)));
     }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), narrow);
+  }
+
+  MA_TARGET static void store_rounded(std::byte* target, Lanes values, Words addend) {
+    const __m512i bits = _mm512_castps_si512(values);
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, addend), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    const __m512i wide = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(Bfloat16::kNan));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16(wide));
   }
 
   MA_TARGET static Lanes spread(float value) { return _mm512_set1_ps(value); }
@@ -57,13 +60,32 @@ struct Avx512 {
     return _mm512_fmadd_ps(left, right, addend);
   }
   MA_TARGET static Lanes root(Lanes values) { return _mm512_sqrt_ps(values); }
+
+  MA_TARGET static Words words(std::uint32_t word) {
+    return _mm512_set1_epi32(static_cast<int>(word));
+  }
+  MA_TARGET static Words count_from(std::uint32_t first) {
+    return _mm512_add_epi32(
+        words(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  }
+  MA_TARGET static Words exclusive_or(Words left, Words right) {
+    return _mm512_xor_si512(left, right);
+  }
+  MA_TARGET static Words multiply(Words left, Words right) {
+    return _mm512_mullo_epi32(left, right);
+  }
+  MA_TARGET static Words cut_to_16(Words words) {
+    return _mm512_and_si512(words, _mm512_set1_epi32(0xffff));
+  }
+  template <int kCount>
+  MA_TARGET static Words shift_right(Words words) {
+    return _mm512_srli_epi32(words, kCount);
+  }
 };
 
 }  // namespace
 
-Kernels avx512_kernels(Format gradient, std::optional<Format> output) {
-  return Loops<Avx512>::choose(gradient, output);
-}
+Kernels avx512_kernels(const Formats& formats) { return Loops<Avx512>::choose(formats); }
 
 }  // namespace memascend::adam
 

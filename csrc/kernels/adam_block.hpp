@@ -20,6 +20,11 @@ struct Block {
   std::byte* exp_avg_sq;
   std::byte* output;
   std::size_t numel;
+  // Of moments that are rounded stochastically: random bits of the step, and the first element's
+  // number, of which the low 32 bits count.
+  std::uint32_t key_low;
+  std::uint32_t key_high;
+  std::uint32_t first;
 };
 
 using Kernel = void (*)(const Block& block, const Coefficients& coefficients);
@@ -29,11 +34,17 @@ struct Kernels {
   Kernel tail;
 };
 
-/// `output` is absent where no 16-bit weights are wanted.
-Kernels scalar_kernels(Format gradient, std::optional<Format> output);
+/// The formats that a kernel is compiled for.
+struct Formats {
+  Format gradient;
+  Format moment;                 // fp32 or bf16
+  std::optional<Format> output;  // absent where no 16-bit weights are wanted
+};
+
+Kernels scalar_kernels(const Formats& formats);
 #if defined(__x86_64__)
-Kernels avx2_kernels(Format gradient, std::optional<Format> output);
-Kernels avx512_kernels(Format gradient, std::optional<Format> output);
+Kernels avx2_kernels(const Formats& formats);
+Kernels avx512_kernels(const Formats& formats);
 #endif
 
 struct Float32 {
@@ -46,9 +57,13 @@ struct Bfloat16 {
   static constexpr Bits kNan = 0x7fc0;
   static float widen(Bits bits) { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
   static Bits narrow(float value) {
+    return add_and_cut(value, 0x7fff + (std::bit_cast<std::uint32_t>(value) >> 16 & 1));
+  }
+  /// Rounds away from zero where addend, below 2^16, and what is cut off are 2^16 or more together.
+  static Bits add_and_cut(float value, std::uint32_t addend) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     if ((bits & 0x7fffffff) > 0x7f800000) return kNan;
-    return static_cast<Bits>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    return static_cast<Bits>((bits + addend) >> 16);
   }
 };
 
@@ -99,6 +114,7 @@ T load_as(const std::byte* source) {
 /// One lane, in plain C++; a set of instructions as in adam_loops.hpp.
 struct One {
   using Lanes = float;
+  using Words = std::uint32_t;
   static constexpr std::size_t kWidth = 1;
 
   static float load(const std::byte* source) { return load_as<float>(source); }
@@ -112,11 +128,25 @@ struct One {
     const typename F::Bits bits = F::narrow(value);
     std::memcpy(target, &bits, sizeof(bits));
   }
+  static void store_rounded(std::byte* target, float value, Words addend) {
+    const Bfloat16::Bits bits = Bfloat16::add_and_cut(value, addend);
+    std::memcpy(target, &bits, sizeof(bits));
+  }
   static float spread(float value) { return value; }
   static float mul(float left, float right) { return left * right; }
   static float div(float left, float right) { return left / right; }
   static float fma(float left, float right, float addend) { return std::fma(left, right, addend); }
   static float root(float value) { return std::sqrt(value); }
+
+  static Words words(std::uint32_t word) { return word; }
+  static Words count_from(std::uint32_t first) { return first; }
+  static Words exclusive_or(Words left, Words right) { return left ^ right; }
+  static Words multiply(Words left, Words right) { return left * right; }
+  static Words cut_to_16(Words words) { return words & 0xffff; }
+  template <int kCount>
+  static Words shift_right(Words words) {
+    return words >> kCount;
+  }
 };
 
 }  // namespace memascend::adam

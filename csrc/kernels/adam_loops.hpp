@@ -6,6 +6,12 @@
 //   spread(float)                  the same in every lane
 //   mul, div, fma, root            rounded once each
 //
+//   Words                          as many 32-bit integers
+//   words, count_from(integer)     the same in every lane; one more from lane to lane
+//   exclusive_or, multiply, cut_to_16, shift_right<count>
+//   store_rounded(address, Lanes, Words)
+//                                  bf16, after adding words below 2^16 to what is cut off
+//
 // Included by adam_scalar.cpp, adam_avx2.cpp and adam_avx512.cpp alone. Those with instructions of
 // their own have defined MA_TARGET before: the attribute of every function that is to use them.
 // Nothing here may be contracted by the compiler: the build says -ffp-contract=off.
@@ -55,23 +61,47 @@ struct Spread {
   bool decays_weight;
 };
 
+/// The finalizer of MurmurHash3 (fmix32, by Austin Appleby, in the public domain): every bit of the
+/// result depends on every bit of the word.
+template <typename Set>
+MA_TARGET inline typename Set::Words mix(typename Set::Words word) {
+  word = Set::exclusive_or(word, Set::template shift_right<16>(word));
+  word = Set::multiply(word, Set::words(0x85ebca6bU));
+  word = Set::exclusive_or(word, Set::template shift_right<13>(word));
+  word = Set::multiply(word, Set::words(0xc2b2ae35U));
+  return Set::exclusive_or(word, Set::template shift_right<16>(word));
+}
+
+/// Random bits of the lanes that begin at element `index`.
+template <typename Set>
+MA_TARGET inline typename Set::Words random_words(const Block& block, std::size_t index) {
+  const auto number = static_cast<std::uint32_t>(block.first + index);
+  const auto counted = Set::exclusive_or(Set::count_from(number), Set::words(block.key_low));
+  return mix<Set>(Set::exclusive_or(mix<Set>(counted), Set::words(block.key_high)));
+}
+
+template <typename Set, typename F>
+MA_TARGET inline typename Set::Lanes load_lanes(const std::byte* start, std::size_t index) {
+  const std::byte* source = start + index * sizeof(typename F::Bits);
+  if constexpr (sizeof(typename F::Bits) == sizeof(float)) {
+    return Set::load(source);
+  } else {
+    return Set::template load<F>(source);
+  }
+}
+
 /// Steps the lanes that begin at element `index`.
-template <typename Set, typename G, typename O, bool kIsTail>
+template <typename Set, typename G, typename M, typename O, bool kIsTail>
 MA_TARGET inline void step_lanes(const Block& block, std::size_t index, const Spread<Set>& with) {
   using Lanes = typename Set::Lanes;
   const std::size_t offset = index * sizeof(float);
-  Lanes gradient;
-  if constexpr (sizeof(typename G::Bits) == sizeof(float)) {
-    gradient = Set::load(block.gradient + offset);
-  } else {
-    gradient = Set::template load<G>(block.gradient + index * sizeof(typename G::Bits));
-  }
+  Lanes gradient = load_lanes<Set, G>(block.gradient, index);
   gradient = Set::mul(gradient, with.factor);
   Lanes weight = Set::load(block.weight + offset);
   if (with.decays_gradient) gradient = Set::fma(weight, with.gradient_decay, gradient);
 
-  Lanes exp_avg = Set::load(block.exp_avg + offset);
-  Lanes exp_avg_sq = Set::load(block.exp_avg_sq + offset);
+  Lanes exp_avg = load_lanes<Set, M>(block.exp_avg, index);
+  Lanes exp_avg_sq = load_lanes<Set, M>(block.exp_avg_sq, index);
   const Lanes square = Set::mul(gradient, gradient);
   if constexpr (kIsTail) {
     exp_avg = Set::fma(exp_avg, with.beta1, Set::mul(gradient, with.take1));
@@ -80,8 +110,16 @@ MA_TARGET inline void step_lanes(const Block& block, std::size_t index, const Sp
     exp_avg = Set::fma(gradient, with.take1, Set::mul(exp_avg, with.beta1));
     exp_avg_sq = Set::fma(square, with.take2, Set::mul(exp_avg_sq, with.beta2));
   }
-  Set::store(block.exp_avg + offset, exp_avg);
-  Set::store(block.exp_avg_sq + offset, exp_avg_sq);
+  if constexpr (std::is_same_v<M, Float32>) {
+    Set::store(block.exp_avg + offset, exp_avg);
+    Set::store(block.exp_avg_sq + offset, exp_avg_sq);
+  } else {
+    const auto random = random_words<Set>(block, index);
+    const std::size_t narrow = index * sizeof(typename M::Bits);
+    Set::store_rounded(block.exp_avg + narrow, exp_avg, Set::cut_to_16(random));
+    Set::store_rounded(block.exp_avg_sq + narrow, exp_avg_sq,
+                       Set::template shift_right<16>(random));
+  }
 
   const Lanes divisor = Set::fma(Set::root(exp_avg_sq), with.root_scale, with.epsilon);
   if (with.decays_weight) weight = Set::fma(weight, with.weight_decay, weight);
@@ -95,34 +133,45 @@ MA_TARGET inline void step_lanes(const Block& block, std::size_t index, const Sp
 /// The loops of a set: as many lanes at once as it has, then one by one.
 template <typename Set>
 struct Loops {
-  template <typename G, typename O, bool kIsTail>
+  template <typename G, typename M, typename O, bool kIsTail>
   MA_TARGET static void run(const Block& block, const Coefficients& coefficients) {
     const Spread<Set> with(coefficients);
     std::size_t index = 0;
     for (; index + Set::kWidth <= block.numel; index += Set::kWidth) {
-      step_lanes<Set, G, O, kIsTail>(block, index, with);
+      step_lanes<Set, G, M, O, kIsTail>(block, index, with);
     }
     const Spread<One> with_one(coefficients);
-    for (; index < block.numel; ++index) step_lanes<One, G, O, kIsTail>(block, index, with_one);
+    for (; index < block.numel; ++index) step_lanes<One, G, M, O, kIsTail>(block, index, with_one);
+  }
+
+  template <typename G, typename M, typename O>
+  static Kernels both() {
+    return {run<G, M, O, false>, run<G, M, O, true>};
+  }
+
+  template <typename G, typename M>
+  static Kernels choose_output(const Formats& formats) {
+    if (!formats.output) return both<G, M, NoOutput>();
+    if (*formats.output == Format::kFloat16) return both<G, M, Float16>();
+    return both<G, M, Bfloat16>();
   }
 
   template <typename G>
-  static Kernels choose_output(std::optional<Format> output) {
-    if (!output) return {run<G, NoOutput, false>, run<G, NoOutput, true>};
-    if (*output == Format::kFloat16) return {run<G, Float16, false>, run<G, Float16, true>};
-    return {run<G, Bfloat16, false>, run<G, Bfloat16, true>};
+  static Kernels choose_moment(const Formats& formats) {
+    if (formats.moment == Format::kBfloat16) return choose_output<G, Bfloat16>(formats);
+    return choose_output<G, Float32>(formats);
   }
 
-  static Kernels choose(Format gradient, std::optional<Format> output) {
-    switch (gradient) {
+  static Kernels choose(const Formats& formats) {
+    switch (formats.gradient) {
       case Format::kFloat16:
-        return choose_output<Float16>(output);
+        return choose_moment<Float16>(formats);
       case Format::kBfloat16:
-        return choose_output<Bfloat16>(output);
+        return choose_moment<Bfloat16>(formats);
       case Format::kFloat32:
         break;
     }
-    return choose_output<Float32>(output);
+    return choose_moment<Float32>(formats);
   }
 };
 

@@ -4,8 +4,6 @@
 
 namespace memascend::adam {
 
-Kernels scalar_kernels(Format gradient, std::optional<Format> output) {
-  return Loops<One>::choose(gradient, output);
-}
+Kernels scalar_kernels(const Formats& formats) { return Loops<One>::choose(formats); }
 
 }  // namespace memascend::adam

@@ -13,10 +13,13 @@ from memascend._core import AdamCoefficients, adam_update
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdamCoefficients", "update"]
+__all__ = ["AdamCoefficients", "make_rounding_key", "update"]
 
 #: Of gradients; the same without the first, of outputs.
 DTYPES = ("float32", "float16", "bfloat16")
+#: Of moments.
+MOMENT_DTYPES = ("float32", "bfloat16")
+_MASK_64 = (1 << 64) - 1
 
 
 def update(
@@ -28,6 +31,8 @@ def update(
     output: torch.Tensor | None = None,
     coefficients: AdamCoefficients,
     tail_numel: int = 0,
+    rounding_key: int = 0,
+    first_index: int = 0,
     threads: int | None = None,
     isa: str = "auto",
 ) -> None:
@@ -36,14 +41,19 @@ def update(
     The arithmetic is DeepSpeedCPUAdam's, each operation rounded as there. Bits depend neither on
     threads nor on instruction set nor on alignment; the payload of a NaN may.
 
+    Moments in bf16 are widened first, and rounded stochastically once the weight is stepped: up or
+    down at random, so that their mean is what it would be in fp32.
+
     Args:
         gradient: fp32, fp16 or bf16; unchanged.
-        weight: fp32, as are the moments; all as long as the gradient.
-        exp_avg: The first moment.
-        exp_avg_sq: The second moment.
+        weight: fp32; as long as the gradient, as are the moments.
+        exp_avg: The first moment, in fp32 or bf16.
+        exp_avg_sq: The second moment, in the same dtype.
         output: fp16 or bf16; becomes the new weight, rounded to nearest even.
         coefficients: Numbers of the step.
         tail_numel: So many elements at the end are computed in the other order (`csrc/kernels/`).
+        rounding_key: Of moments in bf16; see `make_rounding_key`.
+        first_index: Of the same: number of the first element in its sub-group.
         threads: None: as many as torch uses.
         isa: One of `memascend._core.kernel_isas()`.
 
@@ -52,24 +62,44 @@ def update(
     """
     import torch
 
-    wide = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, tensor in wide.items():
-        _check(name, tensor, gradient.numel(), DTYPES[:1])
-    _check("gradient", gradient, gradient.numel(), DTYPES)
+    numel = gradient.numel()
+    _check("gradient", gradient, numel, DTYPES)
+    _check("weight", weight, numel, DTYPES[:1])
+    _check("exp_avg", exp_avg, numel, MOMENT_DTYPES)
+    _check("exp_avg_sq", exp_avg_sq, numel, (_name(exp_avg.dtype),))
     if output is not None:
-        _check("output", output, gradient.numel(), DTYPES[1:])
+        _check("output", output, numel, DTYPES[1:])
     adam_update(
         gradient=gradient.data_ptr(),
         gradient_dtype=_name(gradient.dtype),
-        **{name: tensor.data_ptr() for name, tensor in wide.items()},
+        weight=weight.data_ptr(),
+        exp_avg=exp_avg.data_ptr(),
+        exp_avg_sq=exp_avg_sq.data_ptr(),
+        moment_dtype=_name(exp_avg.dtype),
         output=0 if output is None else output.data_ptr(),
         output_dtype=None if output is None else _name(output.dtype),
-        numel=gradient.numel(),
+        numel=numel,
         coefficients=coefficients,
         tail_numel=tail_numel,
+        rounding_key=rounding_key,
+        first_index=first_index,
         threads=torch.get_num_threads() if threads is None else threads,
         isa=isa,
     )
+
+
+def make_rounding_key(*numbers: int) -> int:
+    """Return what the random bits of a step are made of: 64 bits that differ with every number.
+
+    Each number is taken in by one step of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    key = 0
+    for number in numbers:
+        key = (key ^ number) + 0x9E3779B97F4A7C15 & _MASK_64
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & _MASK_64
+        key ^= key >> 31
+    return key
 
 
 def _check(name: str, tensor: torch.Tensor, numel: int, dtypes: tuple[str, ...]) -> None:

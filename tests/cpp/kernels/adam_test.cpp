@@ -26,6 +26,7 @@ using kernels::Format;
 using kernels::Isa;
 
 constexpr Format kFormats[] = {Format::kFloat32, Format::kFloat16, Format::kBfloat16};
+constexpr Format kMoments[] = {Format::kFloat32, Format::kBfloat16};
 constexpr std::optional<Format> kOutputs[] = {std::nullopt, Format::kFloat16, Format::kBfloat16};
 
 Coefficients coefficients(int kind) {
@@ -47,9 +48,13 @@ Coefficients coefficients(int kind) {
 /// Memory of a tile that ends exactly where its elements end.
 class Tile {
  public:
-  Tile(std::size_t numel, Format gradient, std::optional<Format> output, std::size_t offset,
-       unsigned seed)
-      : numel_(numel), gradient_format_(gradient), output_format_(output), offset_(offset) {
+  Tile(std::size_t numel, Format gradient, Format moment, std::optional<Format> output,
+       std::size_t offset, unsigned seed)
+      : numel_(numel),
+        gradient_format_(gradient),
+        moment_format_(moment),
+        output_format_(output),
+        offset_(offset) {
     std::mt19937 random(seed);
     const auto fill = [&](std::size_t width, bool any_bits) {
       std::vector<std::byte> memory(offset + numel * width);
@@ -57,13 +62,14 @@ class Tile {
         std::uint32_t bits = static_cast<std::uint32_t>(random());
         // Of numbers of usual size only sign and fraction are random.
         if (!any_bits) bits = (bits & 0x807fffffU) | 0x3f000000U;
+        if (width == sizeof(std::uint16_t)) bits >>= 16;
         std::memcpy(memory.data() + offset + index * width, &bits, width);
       }
       return memory;
     };
     const bool any_bits = seed % 2 != 0;
     gradient_ = fill(kernels::element_bytes(gradient), any_bits);
-    for (auto& part : wide_) part = fill(sizeof(float), any_bits);
+    for (std::size_t part = 0; part < 3; ++part) wide_[part] = fill(width_of(part), any_bits);
     if (output) output_ = fill(kernels::element_bytes(*output), true);
   }
 
@@ -73,6 +79,7 @@ class Tile {
                   .weight = wide_[0].data() + offset_,
                   .exp_avg = wide_[1].data() + offset_,
                   .exp_avg_sq = wide_[2].data() + offset_,
+                  .moment_format = moment_format_,
                   .output = output_.data() + offset_,
                   .output_format = output_format_,
                   .numel = numel_},
@@ -80,9 +87,10 @@ class Tile {
   }
 
   float value(std::size_t part, std::size_t index) const {
-    float found = 0.0f;
-    std::memcpy(&found, wide_[part].data() + offset_ + index * sizeof(float), sizeof(float));
-    return found;
+    std::uint32_t bits = 0;
+    const std::size_t width = width_of(part);
+    std::memcpy(&bits, wide_[part].data() + offset_ + index * width, width);
+    return std::bit_cast<float>(width == sizeof(bits) ? bits : bits << 16);
   }
 
   std::uint16_t output(std::size_t index) const {
@@ -110,8 +118,14 @@ class Tile {
   }
 
  private:
+  /// Of weights, and of both moments.
+  std::size_t width_of(std::size_t part) const {
+    return part == 0 ? sizeof(float) : kernels::element_bytes(moment_format_);
+  }
+
   std::size_t numel_;
   Format gradient_format_;
+  Format moment_format_;
   std::optional<Format> output_format_;
   std::size_t offset_;
   std::vector<std::byte> gradient_;
@@ -119,21 +133,31 @@ class Tile {
   std::vector<std::byte> output_;
 };
 
+void test_every_length_gives_the_scalar_bits(Isa isa, Format gradient, Format moment,
+                                             std::optional<Format> output) {
+  for (std::size_t numel = 0; numel < 70; ++numel) {
+    const std::size_t offset = numel % 5;
+    const auto seed = static_cast<unsigned>(numel);
+    Tile ours(numel, gradient, moment, output, offset, seed);
+    Tile expected(numel, gradient, moment, output, 0, seed);
+    for (int round = 0; round < 3; ++round) {
+      const Coefficients with = coefficients((static_cast<int>(numel) + round) % 3);
+      const adam::Options options{.tail_numel = numel % 8,
+                                  .threads = 1,
+                                  .rounding_key = numel * 0x9e3779b97f4a7c15U,
+                                  .first_index = 0xffffffe0U};
+      ours.step(with, isa, options);
+      expected.step(with, Isa::kScalar, options);
+    }
+    ours.expect_equal(expected);
+  }
+}
+
 void test_every_kernel_gives_the_scalar_bits(Isa isa) {
   for (const Format gradient : kFormats) {
-    for (const std::optional<Format> output : kOutputs) {
-      for (std::size_t numel = 0; numel < 70; ++numel) {
-        const std::size_t offset = numel % 5;
-        const auto seed = static_cast<unsigned>(numel);
-        Tile ours(numel, gradient, output, offset, seed);
-        Tile expected(numel, gradient, output, 0, seed);
-        for (int round = 0; round < 3; ++round) {
-          const Coefficients with = coefficients((static_cast<int>(numel) + round) % 3);
-          const adam::Options options{.tail_numel = numel % 8, .threads = 1};
-          ours.step(with, isa, options);
-          expected.step(with, Isa::kScalar, options);
-        }
-        ours.expect_equal(expected);
+    for (const Format moment : kMoments) {
+      for (const std::optional<Format> output : kOutputs) {
+        test_every_length_gives_the_scalar_bits(isa, gradient, moment, output);
       }
     }
   }
@@ -143,7 +167,7 @@ void test_every_kernel_gives_the_scalar_bits(Isa isa) {
 void test_one_element_by_hand() {
   const Coefficients with = coefficients(2);
   for (const bool is_tail : {false, true}) {
-    Tile tile(1, Format::kFloat32, std::nullopt, 0, 2);
+    Tile tile(1, Format::kFloat32, Format::kFloat32, std::nullopt, 0, 2);
     float gradient = 1.0f;
     float weight = tile.value(0, 0);
     float exp_avg = tile.value(1, 0);
@@ -154,10 +178,12 @@ void test_one_element_by_hand() {
                   .weight = &weight,
                   .exp_avg = &exp_avg,
                   .exp_avg_sq = &exp_avg_sq,
+                  .moment_format = Format::kFloat32,
                   .output = nullptr,
                   .output_format = {},
                   .numel = 1},
-                 with, Isa::kScalar, {.tail_numel = tail_numel, .threads = 1});
+                 with, Isa::kScalar,
+                 {.tail_numel = tail_numel, .threads = 1, .rounding_key = 0, .first_index = 0});
     const float multiplied = with.factor;
     const float square = multiplied * multiplied;
     const float old1 = tile.value(1, 0);
@@ -176,14 +202,17 @@ void test_one_element_by_hand() {
   }
 }
 
-void test_threads_share_all_blocks_once(Isa isa) {
+void test_threads_share_all_blocks_once(Isa isa, Format moment) {
   const std::size_t numel = 5 * adam::kBlockNumel + 13;
   for (const std::size_t tail_numel : {std::size_t{0}, std::size_t{5}, numel}) {
-    Tile expected(numel, Format::kBfloat16, Format::kBfloat16, 0, 4);
-    expected.step(coefficients(1), isa, {.tail_numel = tail_numel, .threads = 1});
+    adam::Options options{
+        .tail_numel = tail_numel, .threads = 1, .rounding_key = 77, .first_index = 1000};
+    Tile expected(numel, Format::kBfloat16, moment, Format::kBfloat16, 0, 4);
+    expected.step(coefficients(1), isa, options);
     for (const std::size_t threads : {0U, 2U, 7U}) {
-      Tile ours(numel, Format::kBfloat16, Format::kBfloat16, 1, 4);
-      ours.step(coefficients(1), isa, {.tail_numel = tail_numel, .threads = threads});
+      Tile ours(numel, Format::kBfloat16, moment, Format::kBfloat16, 1, 4);
+      options.threads = threads;
+      ours.step(coefficients(1), isa, options);
       ours.expect_equal(expected);
     }
   }
@@ -210,6 +239,7 @@ void test_mistakes_are_refused_and_change_nothing() {
                             .weight = &value[1],
                             .exp_avg = &value[2],
                             .exp_avg_sq = &value[3],
+                            .moment_format = Format::kFloat32,
                             .output = nullptr,
                             .output_format = {},
                             .numel = 1};
@@ -224,10 +254,16 @@ void test_mistakes_are_refused_and_change_nothing() {
   bad.output_format = Format::kFloat32;
   expect_refused([&] { step(bad, {}); });
   bad = good;
+  bad.moment_format = Format::kFloat16;
+  expect_refused([&] { step(bad, {}); });
+  bad = good;
   bad.numel = std::numeric_limits<std::size_t>::max();
   expect_refused([&] { step(bad, {}); });
-  expect_refused([&] { step(good, {.tail_numel = 2, .threads = 1}); });
-  expect_refused([&] { step(good, {.tail_numel = 0, .threads = kernels::kThreadsMax + 1}); });
+  adam::Options options{.tail_numel = 2, .threads = 1, .rounding_key = 0, .first_index = 0};
+  expect_refused([&] { step(good, options); });
+  options = {
+      .tail_numel = 0, .threads = kernels::kThreadsMax + 1, .rounding_key = 0, .first_index = 0};
+  expect_refused([&] { step(good, options); });
   EXPECT(value[1] == 1.0f);
   step({}, {});  // no elements at no address
 }
@@ -237,7 +273,7 @@ void test_mistakes_are_refused_and_change_nothing() {
 int main() {
   for (const Isa isa : kernels::available_isas()) {
     test_every_kernel_gives_the_scalar_bits(isa);
-    test_threads_share_all_blocks_once(isa);
+    for (const Format moment : kMoments) test_threads_share_all_blocks_once(isa, moment);
   }
   test_one_element_by_hand();
   test_mistakes_are_refused_and_change_nothing();
