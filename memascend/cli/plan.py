@@ -31,6 +31,7 @@ from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
 from memascend.plan.request import check_limit_can_be_kept, sections_off
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
+from memascend.plan.states import INEXACT, check_state_dtype, keeps_bf16
 from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
 from memascend.system.files import open_anew
 from memascend.system.memory import memory_total
@@ -174,6 +175,7 @@ def _accounts(
     settings = StockSettings.from_deepspeed(ds_config)
     block = _block(ds_config, args)
     check_limit_can_be_kept(block, ds_config)
+    check_state_dtype(block, ds_config)
     limit_bytes = _limit(block, args)
     ours = request
     if args.config is None or limit_bytes is not None:
@@ -321,6 +323,8 @@ def _notes_of_block(block: MemAscendConfig) -> list[str]:
         notes.append("memascend.enabled is false: a run would be stock DeepSpeed's")
     elif off := sections_off(block):
         notes.append(f"the column is for all of memascend; this JSON turns off: {', '.join(off)}")
+    if keeps_bf16(block):
+        notes.append(f"inexact: {INEXACT}")
     return notes
 
 

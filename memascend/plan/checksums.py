@@ -52,10 +52,12 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
         sizes += [(tensor.shard_numel(world) * itemsize, values - 1) for tensor in shapes.trainable]
     if request.optimizer_device == "nvme":
         copies = request.gradient_copies + gradients_set
+        state_itemsize = request.state_itemsize or request.master_itemsize
         for tensor in shapes.trainable:
             numel = tensor.shard_numel(world)
             sizes.append((numel * request.gradient_itemsize, copies))
             # Of whole sub-groups: one for each tensor is the most there can be.
-            sizes.append((numel * request.master_itemsize, values * (1 + request.states)))
+            sizes.append((numel * request.master_itemsize, values))
+            sizes.append((numel * state_itemsize, values * request.states))
     exact = sum(nbytes * count for nbytes, count in sizes)
     return exact, sum(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES * count for nbytes, count in sizes)

@@ -169,7 +169,7 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
         PARAMETERS: every * request.param_itemsize if has_parameters else 0,
         GRADIENTS: learning * request.gradient_itemsize,
         MASTER: learning * request.master_itemsize,
-        STATE: learning * request.master_itemsize * request.states,
+        STATE: learning * request.states_bytes,
     }
 
 

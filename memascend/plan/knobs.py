@@ -119,7 +119,7 @@ class Knobs:
 def tile_element_bytes(request: PlanRequest) -> int:
     """Return host bytes per element of a tile: weight, states, gradient, 16-bit result."""
     output = request.param_itemsize if request.param_itemsize < request.master_itemsize else 0
-    return request.master_itemsize * (1 + request.states) + request.gradient_itemsize + output
+    return request.master_itemsize + request.states_bytes + request.gradient_itemsize + output
 
 
 def scratch_element_bytes(request: PlanRequest) -> int:

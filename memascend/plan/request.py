@@ -14,6 +14,7 @@ from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.deepspeed_json import DEVICES, device, flag, precision, section, value, whole
 from memascend.errors import ConfigError
 from memascend.plan.optimizers import kind_of, state_count_of
+from memascend.plan.states import STATE_ITEMSIZES
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUP_SIZE = 10**9
@@ -31,7 +32,8 @@ class PlanRequest:
         gradient_accumulation_steps: Micro-steps of one optimizer step.
         precision: "bf16", "fp16" or "fp32": the parameters on the device.
         accumulation_itemsize: Bytes of an accumulated gradient; None: those of a parameter.
-        master_itemsize: Bytes of a master weight and of each state.
+        master_itemsize: Bytes of a master weight.
+        state_itemsize: Bytes of an element of each state; None: those of a master weight.
         optimizer: Name, as in the DeepSpeed JSON or as the class is called.
         state_count: Tensors of state per parameter; None: from the table, by name.
         is_elementwise: Whether a sub-group may be stepped in tiles; None: from the table, by name.
@@ -57,6 +59,7 @@ class PlanRequest:
     precision: str = "bf16"
     accumulation_itemsize: int | None = None
     master_itemsize: int = 4
+    state_itemsize: int | None = None
     optimizer: str = OPTIMIZER
     state_count: int | None = None
     is_elementwise: bool | None = None
@@ -83,7 +86,7 @@ class PlanRequest:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
         if self.precision not in ITEMSIZES:
             raise ConfigError(f"precision must be one of {', '.join(ITEMSIZES)}: {self.precision}")
-        for name in ("accumulation_itemsize", "master_itemsize"):
+        for name in ("accumulation_itemsize", "master_itemsize", "state_itemsize"):
             if getattr(self, name) not in (None, 2, 4):
                 raise ConfigError(f"{name} must be 2 or 4, got {getattr(self, name)}")
         for name in ("parameters_device", "optimizer_device"):
@@ -111,6 +114,11 @@ class PlanRequest:
     def states(self) -> int:
         """Tensors of state per parameter."""
         return state_count_of(self.optimizer) if self.state_count is None else self.state_count
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of all states for each parameter."""
+        return self.states * (self.state_itemsize or self.master_itemsize)
 
     @property
     def is_tiled(self) -> bool:
@@ -187,6 +195,7 @@ class PlanRequest:
             max_in_cpu=whole(parameters, "max_in_cpu", 0) if counts else 0,
             optimizer_device=device(section(zero, "offload_optimizer")),
             reuse_numel=whole(zero, "stage3_max_reuse_distance", REUSE_NUMEL),
+            state_itemsize=STATE_ITEMSIZES[block.streaming.optimizer.state_dtype],
             tile_bytes=block.streaming.optimizer.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             verify=block.verify,

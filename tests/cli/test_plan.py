@@ -211,11 +211,27 @@ def test_what_a_run_refuses_is_refused_here(
     assert 'offload_optimizer.device is "cpu"' in capsys.readouterr().err
 
 
+def test_states_in_bf16_are_planned_and_need_adam(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    block = {"memascend": {"streaming": {"optimizer": {"state_dtype": "bf16"}}}}
+    found = as_json(capsys, "Llama-3.1-8B", "--config", written(tmp_path, block))
+    drive = found["memascend"]["drive"]
+    assert drive["optimizer state"] == drive["master weights"] == 4 * found["parameters"]
+    assert found["memascend"]["request"]["state_itemsize"] == 2
+    config = written(tmp_path, block | {"optimizer": {"type": "Lion"}})
+    assert main(["plan", "Llama-3.1-8B", "--config", config]) == 1
+    message = capsys.readouterr().err
+    assert "state_dtype" in message
+    assert "Lion" in message
+
+
 @pytest.mark.parametrize(
     ("block", "note"),
     [
         ({"enabled": False}, "memascend.enabled is false: a run would be stock DeepSpeed's"),
         ({"buffer_pool": {"enabled": False}}, "this JSON turns off: buffer_pool"),
+        ({"streaming": {"optimizer": {"state_dtype": "bf16"}}}, "inexact: "),
     ],
 )
 def test_a_block_that_does_less_is_pointed_out(

@@ -144,3 +144,24 @@ def test_a_block_in_the_environment_that_cannot_be_read_is_refused(
     monkeypatch.setenv("MEMASCEND_CONFIG", text)
     with pytest.raises(ConfigError, match="is not JSON"):
         config.active_config({})
+
+
+def test_states_are_fp32_or_bf16_and_no_third() -> None:
+    assert config.parse_block({}).streaming.optimizer.state_dtype == "fp32"
+    with pytest.raises(ConfigError) as caught:
+        config.parse_block({"streaming": {"optimizer": {"state_dtype": "fp16"}}})
+    message = str(caught.value)
+    assert "memascend.streaming.optimizer.state_dtype" in message
+    assert all(f'"{word}"' in message for word in ("fp16", "fp32", "bf16"))
+
+
+@pytest.mark.parametrize("key", ["enabled", "fused"])
+def test_states_in_bf16_need_the_one_pass_that_rounds_them(key: str) -> None:
+    optimizer = {"state_dtype": "bf16", key: False}
+    with pytest.raises(ConfigError) as caught:
+        config.parse_block({"streaming": {"optimizer": optimizer}})
+    message = str(caught.value)
+    assert 'state_dtype="bf16"' in message
+    assert f"streaming.optimizer.{key}" in message
+    assert "Turn it on" in message
+    config.parse_block({"streaming": {"optimizer": {key: False}}})

@@ -66,6 +66,7 @@ def test_fused_experts_go_in_chunks() -> None:
         ({}, 16),
         ({"accumulation_itemsize": 4}, 18),
         ({"precision": "fp32"}, 16),
+        ({"state_itemsize": 2}, 12),
         ({"optimizer": "Lion"}, 16),
         ({"optimizer": "Adagrad"}, 12),
         ({"optimizer": "SGD"}, 8),
@@ -129,6 +130,21 @@ def test_the_drive_holds_parameters_master_weights_states_and_gradients() -> Non
     assert plan.drive == expected
     accumulating = derive(decoder(), request=PlanRequest(gradient_accumulation_steps=3))
     assert accumulating.drive == expected | {"gradients": 2 * 2 * numel}
+
+
+def test_states_in_bf16_lie_and_move_in_half_of_the_bytes() -> None:
+    numel = decoder().numel
+    request = PlanRequest(reuse_numel=0)
+    wide = derive(decoder(), request=request)
+    narrow = derive(decoder(), request=dataclasses.replace(request, state_itemsize=2))
+    assert wide.drive_bytes - narrow.drive_bytes == 4 * numel
+    assert narrow.drive["optimizer state"] == 4 * numel
+    moved = [sum(p.read_bytes.values()) + sum(p.written_bytes.values()) for p in (wide, narrow)]
+    # Of the optimizer alone 28: master weights and states twice, gradient, parameter.
+    assert [nbytes / numel for nbytes in moved] == [34, 26]
+    assert wide.host["optimizer tiles"] - narrow.host["optimizer tiles"] == (
+        3 * 4 * wide.tile_numel
+    )
 
 
 def test_a_step_reads_and_writes_what_each_stream_needs() -> None:

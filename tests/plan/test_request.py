@@ -38,6 +38,14 @@ def test_a_configuration_left_to_the_trainer_gets_its_defaults() -> None:
     assert (request.parameters_device, request.optimizer_device) == ("nvme", "none")
 
 
+def test_states_have_the_dtype_of_the_block() -> None:
+    assert PlanRequest.from_deepspeed(nvme()).states_bytes == 8
+    block = {"streaming": {"optimizer": {"state_dtype": "bf16"}}}
+    request = PlanRequest.from_deepspeed(nvme(memascend=block))
+    assert (request.state_itemsize, request.states_bytes) == (2, 4)
+    assert PlanRequest(master_itemsize=2).states_bytes == 4
+
+
 def test_a_precision_that_is_on_goes_before_one_left_to_the_trainer() -> None:
     half = nvme(bf16={"enabled": "auto"}, fp16={"enabled": True})
     assert PlanRequest.from_deepspeed(half).precision == "fp16"

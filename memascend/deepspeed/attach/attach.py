@@ -26,6 +26,7 @@ from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedM
 from memascend.errors import ConfigError
 from memascend.ledger.drives import DriveWatch
 from memascend.plan.request import check_limit_can_be_kept
+from memascend.plan.states import check_state_dtype
 from memascend.runtime import Runtime, StockParts
 from memascend.system.files import is_replaceable
 from memascend.system.heap import Heap, examine_heap, give_back_freed
@@ -46,6 +47,7 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
         nvme_path: Directory on the drive.
     """
     check_limit_can_be_kept(config, ds_config)
+    check_state_dtype(config, ds_config)
     _check_report(config)
     limit_bytes = stated_limit(config)
     check_smallest(config, ds_config, limit_bytes)

@@ -176,6 +176,14 @@ def test_a_report_that_cannot_be_written_is_refused_at_the_start(
     activation._check_report(parse_block({}))
 
 
+def test_states_in_bf16_need_adam_before_anything_is_made(tmp_path: Path) -> None:
+    config = copy.deepcopy(WORKING) | {"optimizer": {"type": "Lion"}}
+    block = parse_block({**LIGHT, "streaming": {"optimizer": {"state_dtype": "bf16"}}})
+    with pytest.raises(ConfigError, match=r"state_dtype.*Lion"):
+        activation.attach(block, config, tmp_path / "drive")
+    assert not (tmp_path / "drive").exists()
+
+
 def test_a_limit_beyond_the_machine_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
