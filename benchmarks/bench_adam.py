@@ -43,6 +43,7 @@ class Tile:
             count=1,
             state_count=2,
             master_dtype=FP32,
+            state_dtype=FP32,
             gradient_dtype=gradient_dtype,
             parameter_dtype=BF16,
         )
@@ -89,6 +90,7 @@ def one_pass(tile: Tile) -> Callable[[], None]:
 
     def step() -> None:
         update(
+            begin=0,
             gradient=tile.raw,
             factor=FACTOR,
             weight=tile.parameter.data,

@@ -3,11 +3,12 @@
 The result is that of `ds_to_universal.py`, which reads the part of a whole rank into memory. Here
 tensors pass through one buffer from file to file. The files are upstream's:
 `zero/<parameter>/fp32.pt` and one for each state, `zero/optimizer_state.pt`, and copies of the
-model_states.pt.
+model_states.pt. States in bf16 are widened to fp32, so that any run can load them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memascend.checkpoint.converted import converted
 from memascend.checkpoint.divided import SavedLayout, open_divided, read_parameters
 from memascend.checkpoint.files import PIECE_BYTES, Reader, SummedFile
 from memascend.checkpoint.folder import check_space, write_latest
@@ -63,7 +65,7 @@ def write_universal(folder: Path, output: Path) -> int:
     nbytes = sum(entry.nbytes for entry in entries)
     with byte_progress(f"verifying checkpoint {folder}", nbytes, leads=True) as advance:
         verify(folder, entries, advance)
-    source = open_divided(saved, target, rank=0, world=1)
+    source = _widened(open_divided(saved, target, rank=0, world=1), target)
     working = output.with_name(f".memascend-{output.name}.converting")
     shutil.rmtree(working, ignore_errors=True)
     try:
@@ -157,6 +159,15 @@ def _check_convertible(folder: Path, manifests: Sequence[Manifest | None], world
             f"cannot convert {folder}: it is of stock DeepSpeed's NVMe offload, whose files do not "
             "name what they hold. Load it with memascend, save it again, and convert that"
         )
+
+
+def _widened(source: CheckpointSource, target: TargetOptimizer) -> CheckpointSource:
+    """Return a source whose states are as wide as its master weights."""
+    wide = target.master_dtype
+    tensors = [
+        converted(tensor, torch.promote_types(tensor.dtype, wide)) for tensor in source.tensors
+    ]
+    return dataclasses.replace(source, tensors=tensors)
 
 
 def _write(source: CheckpointSource, target: TargetOptimizer, folder: Path, nbytes: int) -> None:

@@ -296,6 +296,7 @@ class OptimizerStream:
         if not early:
             self._groups.integrity.note_change()
         fused(
+            begin=tile.begin,
             gradient=gradient,
             factor=multiplier,
             weight=tile.master.narrow(0, 0, tile.numel),

@@ -199,24 +199,29 @@ class SubGroups:
     # -- single values ---------------------------------------------------------------------------
 
     def get(self, name: str, begin: int, target: torch.Tensor, *, state: str | None) -> None:
-        """Fill a host tensor with a range of the master weights, or of a state."""
+        """Fill a host tensor with a range of the master weights, or of a state, in its dtype."""
         group = self._groups[name]
         self._tiles.drain()
         if state is not None and state in group.fills:
             target.fill_(group.fills[state])
             return
-        offset = begin * target.element_size()
-        self._slots.read(key=group.key(state), target=target, offset_bytes=offset)
+        stored = self._dtype(group, state)
+        offset = begin * stored.itemsize
+        self._slots.read(key=group.key(state), target=target, offset_bytes=offset, dtype=stored)
 
     def set(self, name: str, begin: int, value: torch.Tensor, *, state: str | None) -> None:
-        """Replace a range of the master weights, or of a state, in its own dtype."""
+        """Replace a range of the master weights, or of a state, rounded to nearest even."""
         group = self._groups[name]
         self._tiles.drain()
         if state is not None and state in group.fills:
             self._write_out(group, state)
-        offset = begin * value.element_size()
-        self._slots.write(key=group.key(state), source=value, offset_bytes=offset)
+        stored = self._dtype(group, state)
+        offset = begin * stored.itemsize
+        self._slots.write(key=group.key(state), source=value, offset_bytes=offset, dtype=stored)
         self._slots.wait_writes()
+
+    def _dtype(self, group: SubGroup, state: str | None) -> torch.dtype:
+        return self.master_dtype if state is None else group.states[state]
 
     # -- checkpoints -----------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ class TileShape:
         numel: Elements; a multiple of `memascend.plan.knobs.TILE_NUMEL_STEP`.
         count: Tiles in flight.
         state_count: States per parameter (2 for Adam); room for more is made when they appear.
-        master_dtype: Of master weights, states and gradients in the step.
+        master_dtype: Of master weights, and of gradients in the step.
+        state_dtype: Of states.
         gradient_dtype: In which gradients are stored.
         parameter_dtype: Of the parameters.
     """
@@ -34,6 +35,7 @@ class TileShape:
     count: int
     state_count: int
     master_dtype: torch.dtype
+    state_dtype: torch.dtype
     gradient_dtype: torch.dtype
     parameter_dtype: torch.dtype
 
@@ -94,7 +96,7 @@ class Tiles:
                 master=self._block(shape.master_dtype),
                 raw=self._block(shape.gradient_dtype),
                 cast=None if same_dtype else self._block(shape.parameter_dtype),
-                states=[self._block(shape.master_dtype) for _ in range(shape.state_count)],
+                states=[self._block(shape.state_dtype) for _ in range(shape.state_count)],
             )
             for _ in range(shape.count)
         )
@@ -183,7 +185,7 @@ class Tiles:
     def state(self, tile: Tile, number: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the block of the tile's n-th state as `dtype`, as long as the tile's range."""
         while len(tile.states) <= number:
-            tile.states.append(self._block(self.shape.master_dtype))
+            tile.states.append(self._block(self.shape.state_dtype))
         block = tile.states[number]
         return (block if block.dtype == dtype else block.view(dtype)).narrow(0, 0, tile.numel)
 

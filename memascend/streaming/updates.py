@@ -21,6 +21,7 @@ class FusedUpdate(Protocol):
     def __call__(
         self,
         *,
+        begin: int,
         gradient: torch.Tensor,
         factor: float,
         weight: torch.Tensor,
@@ -30,6 +31,7 @@ class FusedUpdate(Protocol):
         """Step in place.
 
         Args:
+            begin: First element of the tile, counted in its sub-group.
             gradient: In whatever dtype it is stored; may be overwritten.
             factor: What it is multiplied by first.
             weight: The master weights.
@@ -96,7 +98,7 @@ def step_nothing(step: SubGroupStep) -> None:
         raise AssertionError(f"{step.name} was stepped early, and has no fused step")
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
     values = step.states[step.parameter]
-    step.fused(gradient=nothing, factor=1.0, weight=nothing, values=values, output=None)
+    step.fused(begin=0, gradient=nothing, factor=1.0, weight=nothing, values=values, output=None)
 
 
 def is_state_tensor(name: str, value: object, numel: int) -> bool:

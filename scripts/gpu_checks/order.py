@@ -149,6 +149,7 @@ def measure_tiles(folder: Path, broken: bool) -> dict[str, Any]:
             count=2,
             state_count=2,
             master_dtype=DTYPE,
+            state_dtype=DTYPE,
             gradient_dtype=DTYPE,
             parameter_dtype=torch.bfloat16,
         )

@@ -44,6 +44,25 @@ def test_every_rank_finds_its_own(
         assert [state["step"] for state in source.optimizer_states["state"].values()] == [3, 3]
 
 
+def test_states_in_bf16_are_found_as_they_are(tmp_path: Path) -> None:
+    values = {key: value.bfloat16().float() for key, value in values_of(MODEL).items()}
+    groups = sub_groups(MODEL, "a b", "c d")
+    saved = write(
+        tmp_path / "x", values, groups, world=2, in_files=True, state_dtype=torch.bfloat16
+    )
+    others = sub_groups(MODEL, "d", "b c a")
+    for rank in range(3):
+        target = target_of(others, 3)
+        source = open_divided(saved, target, rank=rank, world=3)
+        dtypes = {tensor.state: tensor.dtype for tensor in source.tensors}
+        assert dtypes == {
+            None: torch.float32,
+            "exp_avg": torch.bfloat16,
+            "exp_avg_sq": torch.bfloat16,
+        }
+        assert contents(source, target) == expected(values, others, rank, 3)
+
+
 def test_parameter_groups_keep_their_settings(tmp_path: Path) -> None:
     values = values_of(MODEL)
     groups = sub_groups(MODEL, "a", "b", "c d")

@@ -84,6 +84,18 @@ def test_any_number_of_ranks_reads_what_was_converted(tmp_path: Path, in_files: 
 
 
 @pytest.mark.parametrize("in_files", [True, False])
+def test_states_in_bf16_become_fp32(tmp_path: Path, in_files: bool) -> None:
+    values = {key: value.bfloat16().float() for key, value in values_of(MODEL).items()}
+    bf16 = {"in_files": in_files, "state_dtype": torch.bfloat16}
+    write(tmp_path / "x", values, GROUPS, world=2, **bf16)
+    assert main(["checkpoint", "to-universal", str(tmp_path / "x")]) == 0
+    for (name, state), value in values.items():
+        found = read(tmp_path / "x_universal", f"{name}/{state or 'fp32'}")
+        assert found.dtype == torch.float32
+        assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize("in_files", [True, False])
 def test_no_part_of_it_imports_deepspeed(tmp_path: Path, in_files: bool) -> None:
     write(tmp_path / "x", values_of(MODEL), GROUPS, world=2, in_files=in_files)
     command = [sys.executable, "-c", WITHOUT_DEEPSPEED, str(tmp_path / "x")]

@@ -41,7 +41,7 @@ class Stack(torch.nn.Module):
         return (hidden - rows).float().square().mean()
 
 
-def config(drive: str, accumulation: int, reuse_distance: int) -> dict[str, Any]:
+def config(drive: str, accumulation: int, reuse_distance: int, state_dtype: str) -> dict[str, Any]:
     on_drive = {"device": "nvme", "nvme_path": drive}
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -58,7 +58,10 @@ def config(drive: str, accumulation: int, reuse_distance: int) -> dict[str, Any]
             "stage3_param_persistence_threshold": 0,
         },
         "steps_per_print": 1_000_000,
-        "memascend": {"host_memory_limit": "64MiB"},
+        "memascend": {
+            "host_memory_limit": "64MiB",
+            "streaming": {"optimizer": {"state_dtype": state_dtype}},
+        },
     }
 
 
@@ -75,11 +78,12 @@ def main() -> None:
     parser.add_argument("--recomputes", action="store_true")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--reuse-distance", type=int, default=0)
+    parser.add_argument("--state-dtype", default="fp32")
     options = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     with tempfile.TemporaryDirectory(dir=".") as drive:
-        settings = config(drive, options.accumulation, options.reuse_distance)
+        settings = config(drive, options.accumulation, options.reuse_distance, options.state_dtype)
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
             model = Stack(options.recomputes)
         engine = deepspeed.initialize(model=model, config=settings)[0]

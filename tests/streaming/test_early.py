@@ -22,7 +22,13 @@ FACTOR = 0.5
 
 
 def descend(
-    *, gradient: torch.Tensor, factor: float, weight: torch.Tensor, values: Any, output: Any
+    *,
+    begin: int,
+    gradient: torch.Tensor,
+    factor: float,
+    weight: torch.Tensor,
+    values: Any,
+    output: Any,
 ) -> None:
     """Stand for a fused step: element by element, in fp32."""
     weight.sub_(gradient.float() * factor)

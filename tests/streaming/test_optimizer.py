@@ -127,6 +127,7 @@ class Halving:
         weight: torch.Tensor,
         values: Any,
         output: torch.Tensor | None,
+        begin: int,
     ) -> None:
         self.given.append((gradient.dtype, factor))
         values["step"] += 1

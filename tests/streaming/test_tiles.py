@@ -18,12 +18,13 @@ from tests.support.tiled_training import Training, gradients
 NUMEL = 4096
 
 
-def tiles_of(store: TensorIO, *, count: int = 2) -> Tiles:
+def tiles_of(store: TensorIO, *, count: int = 2, state_dtype: torch.dtype = torch.float32) -> Tiles:
     shape = TileShape(
         numel=NUMEL,
         count=count,
         state_count=1,
         master_dtype=torch.float32,
+        state_dtype=state_dtype,
         gradient_dtype=torch.float32,
         parameter_dtype=torch.float32,
     )
@@ -35,6 +36,17 @@ def test_the_memory_of_the_tiles_is_what_they_say() -> None:
     assert sum(training.memory.nbytes.values()) == training.tiles.nbytes
     training.step(gradients(0, torch.bfloat16), 1.0)
     assert sum(training.memory.nbytes.values()) == training.tiles.nbytes
+
+
+def test_states_in_bf16_take_half_of_the_memory() -> None:
+    wide = tiles_of(memory_store())
+    narrow = tiles_of(memory_store(), state_dtype=torch.bfloat16)
+    assert wide.nbytes - narrow.nbytes == 2 * NUMEL * 2  # of two tiles, two bytes an element
+    tile = narrow.take("group", 0, 100)
+    for number in (0, 1):  # the second is made when it appears
+        block = narrow.state(tile, number, torch.bfloat16)
+        assert (block.dtype, block.numel()) == (torch.bfloat16, 100)
+    assert narrow.nbytes - (wide.nbytes - 2 * NUMEL * 2) == 2 * NUMEL
 
 
 def test_what_was_written_is_read_and_the_last_tile_is_shorter() -> None:

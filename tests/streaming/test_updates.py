@@ -78,7 +78,8 @@ def test_a_step_of_no_element_is_counted() -> None:
     step_nothing(step)
     assert step.states[parameter] == {"step": 4}
     (given,) = seen
-    assert given == {"gradient": (0,), "factor": 1.0, "weight": (0,), "output": None}
+    expected = {"begin": 0, "gradient": (0,), "factor": 1.0, "weight": (0,), "output": None}
+    assert given == expected
 
 
 def test_second_values_have_a_name_of_their_own() -> None:

@@ -64,6 +64,7 @@ def write(
     in_files: bool,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     step: int | torch.Tensor = 3,
+    state_dtype: torch.dtype = torch.float32,
 ) -> SavedLayout:
     """Writes what each rank would have saved.
 
@@ -76,6 +77,7 @@ def write(
             does, in optim_states.pt.
         param_groups: Settings of each parameter group; None for a single one.
         step: How often the optimizer has stepped.
+        state_dtype: Of moments.
     """
     folder.mkdir()
     param_groups = param_groups or [{"lr": 0.1, "params": list(range(len(groups)))}]
@@ -83,7 +85,9 @@ def write(
     manifests = []
     for rank in range(world):
         shards = {
-            (index, state): shard(values, group, state, rank, world)
+            (index, state): shard(values, group, state, rank, world).to(
+                torch.float32 if state is None else state_dtype
+            )
             for index, group in enumerate(groups)
             for state in STATES
         }
@@ -119,13 +123,17 @@ def _write_files(
     (folder / "offloaded_tensors" / f"rank{rank:02d}").mkdir(parents=True)
     for (index, state), value in shards.items():
         name = f"offloaded_tensors/rank{rank:02d}/{state}-{index}.tensor.swp"
-        content = value.numpy().tobytes() + bytes(60)
+        content = value.view(torch.uint8).numpy().tobytes() + bytes(60)
         (folder / name).write_bytes(content)
         crc32 = f"{zlib.crc32(content):08x}"
         files.append(FileEntry(name=name, nbytes=len(content), crc32=crc32))
         tensors.append(
             TensorEntry(
-                sub_group=index, state=state, dtype="float32", numel=value.numel(), file=name
+                sub_group=index,
+                state=state,
+                dtype=str(value.dtype).removeprefix("torch."),
+                numel=value.numel(),
+                file=name,
             )
         )
     manifest = Manifest(
@@ -170,10 +178,11 @@ def contents(
     """Every tensor of a source, read in pieces that are a multiple of nothing."""
     found = {}
     for tensor in source.tensors:
-        filled = torch.empty(target.numels[tensor.sub_group] * 4, dtype=torch.uint8)
+        nbytes = target.numels[tensor.sub_group] * tensor.dtype.itemsize
+        filled = torch.empty(nbytes, dtype=torch.uint8)
         for begin in range(0, filled.numel(), 52):
             tensor.reader.fill(begin, filled[begin : begin + 52])
-        found[tensor.sub_group, tensor.state] = filled.view(torch.float32).tolist()
+        found[tensor.sub_group, tensor.state] = filled.view(tensor.dtype).tolist()
     source.close()
     return found
 

@@ -33,6 +33,7 @@ class Training:
         gradient_dtype: torch.dtype = torch.bfloat16,
         state_count: int = 2,
         device: LateDevice | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.device = device
         self.store = store or memory_store()
@@ -44,6 +45,7 @@ class Training:
             count=tile_count,
             state_count=state_count,
             master_dtype=torch.float32,
+            state_dtype=state_dtype,
             gradient_dtype=gradient_dtype,
             parameter_dtype=torch.bfloat16,
         )

@@ -16,6 +16,7 @@ from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
 from memascend.errors import ConfigError
+from memascend.plan.states import keeps_bf16, refusal
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ def _serves(name: str, reason: str, config: MemAscendConfig) -> bool:
             f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "
             f"streaming.{name} cannot serve, since {reason}. Change that, or leave the limit out"
         )
+    if reason and name == "optimizer" and keeps_bf16(config):
+        raise refusal(f"streaming.optimizer cannot serve, since {reason}", "Change that")
     if reason and dist.get_rank() == 0:
         log.warning(
             "memascend: streaming.%s is not used: %s. Host memory grows with the model",

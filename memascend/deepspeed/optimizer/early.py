@@ -155,8 +155,8 @@ class StepsEarly(StepsBehind):
             return []
         states = [self.optimizer.state.get(flats[number], {}) for number in numbers]
         known = [self.groups.group(flats[number].ds_id).states for number in numbers]
-        if not all(
-            fused.of(self._group(number), states[number], known[number]) for number in numbers
+        if any(
+            fused.why_not(self._group(number), states[number], known[number]) for number in numbers
         ):
             return []
         coming = [(self._group(number), states[number]["step"] + 1) for number in numbers]

@@ -9,7 +9,6 @@ over what no vector holds.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -21,9 +20,14 @@ from typing import Any, Protocol
 import torch
 from deepspeed import comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from memascend.kernels.adam import AdamCoefficients, update
+from memascend.deepspeed.optimizer.plain_adam import (
+    fp32,
+    why_not_plain_numbers,
+    why_not_plain_step,
+)
+from memascend.kernels.adam import AdamCoefficients, make_rounding_key, update
+from memascend.plan.states import refusal
 from memascend.streaming.tiles import TileShape
 from memascend.streaming.updates import FusedUpdate
 
@@ -32,7 +36,9 @@ log = logging.getLogger(__name__)
 #: Elements of a vector in DeepSpeed's operator: AVX2, AVX-512, NEON, fused alike everywhere, none.
 TAIL_WIDTHS = (8, 16, 4, 1, 1 << 62)
 _DTYPES_16_BIT = (torch.float16, torch.bfloat16)
-_MOMENTS = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Of the random bits that moments in bf16 are rounded with: "memascend" on a telephone's keys.
+_SEED = 636272363
 
 
 class Operator(Protocol):
@@ -46,11 +52,6 @@ class Operator(Protocol):
 
     def destroy_adam(self, number: int) -> int:
         """Forget one."""
-
-
-def fp32(value: float) -> float:
-    """Round to fp32; beyond its range is infinity, as in C."""
-    return ctypes.c_float(value).value
 
 
 @dataclass(slots=True)
@@ -112,10 +113,18 @@ class BetaPowers:
 class FusedAdam:
     """The steps of one DeepSpeedCPUAdam, and its running powers."""
 
-    def __init__(self, optimizer: Any, tail_width: int) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        tail_width: int,
+        state_dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+    ) -> None:
         """Begin where the optimizer is, which has not made a step yet."""
         self._optimizer = optimizer
         self._tail_width = tail_width
+        self._state_dtype = state_dtype
+        self._rank = rank
         self._powers = BetaPowers.at_start(optimizer.defaults["betas"])
         self._nothing = [torch.empty(0) for _ in range(4)]
 
@@ -128,6 +137,7 @@ class FusedAdam:
         group: Mapping[str, Any],
         values: Mapping[str, Any],
         states: Mapping[str, torch.dtype],
+        sub_group: int = 0,
     ) -> FusedUpdate | None:
         """Return the update of a sub-group's tiles; None for what the optimizer must do itself.
 
@@ -135,10 +145,16 @@ class FusedAdam:
             group: Its hyperparameters, as they are now.
             values: The optimizer's state of it.
             states: Dtypes of its state tensors.
+            sub_group: Its number; with moments in bf16 others are rounded with other random bits.
+
+        Raises:
+            ConfigError: Moments are in bf16, which the optimizer itself cannot step.
         """
-        has_moments = states == _MOMENTS and type(values.get("step")) is int
-        if has_moments and _has_plain_numbers(group) and _has_plain_step(self._optimizer):
-            return partial(self._update, dict(group))
+        reason = self.why_not(group, values, states)
+        if not reason:
+            return partial(self._update, dict(group), sub_group)
+        if self._state_dtype == torch.bfloat16:
+            raise refusal(reason, "Change that")
         return None
 
     def early(self, coming: Iterable[tuple[Mapping[str, Any], int]]) -> list[FusedUpdate]:
@@ -148,13 +164,31 @@ class FusedAdam:
             coming: Of each sub-group in order its hyperparameters, and the number of its step.
         """
         powers, updates = replace(self._powers), list[FusedUpdate]()
-        for group, step in coming:
+        for sub_group, (group, step) in enumerate(coming):
             powers.advance(step, group["betas"])
-            updates.append(partial(self._apply, dict(group), replace(powers)))
+            updates.append(partial(self._apply, dict(group), sub_group, replace(powers)))
         return updates
 
+    def why_not(
+        self,
+        group: Mapping[str, Any],
+        values: Mapping[str, Any],
+        states: Mapping[str, torch.dtype],
+    ) -> str:
+        """Return why the optimizer must step by itself; nothing if it need not."""
+        if states != dict.fromkeys(MOMENTS, self._state_dtype):
+            return f"its states are {dict(states)}, not {MOMENTS} in {self._state_dtype}"
+        if type(values.get("step")) is not int:
+            return f"its count of steps is {values.get('step')!r}, not a whole number"
+        return why_not_plain_numbers(group) or why_not_plain_step(self._optimizer)
+
     def _update(
-        self, group: Mapping[str, Any], *, values: MutableMapping[str, Any], **tensors: Any
+        self,
+        group: Mapping[str, Any],
+        sub_group: int,
+        *,
+        values: MutableMapping[str, Any],
+        **tensors: Any,
     ) -> None:
         """Step, and bring the optimizer's own numbers to this step."""
         values["step"] += 1
@@ -162,13 +196,15 @@ class FusedAdam:
         optimizer = self._optimizer
         # Steps nothing, but goes to this step too: a later step may be its own.
         _step_stock(optimizer.ds_opt_adam, optimizer.opt_id, values["step"], group, self._nothing)
-        self._apply(group, self._powers, values=values, **tensors)
+        self._apply(group, sub_group, self._powers, values=values, **tensors)
 
     def _apply(
         self,
         group: Mapping[str, Any],
+        sub_group: int,
         powers: BetaPowers,
         *,
+        begin: int,
         gradient: torch.Tensor,
         factor: float,
         weight: torch.Tensor,
@@ -184,55 +220,48 @@ class FusedAdam:
             output=output,
             coefficients=powers.coefficients(group, factor, adamw=adamw),
             tail_numel=gradient.numel() % self._tail_width,
+            rounding_key=make_rounding_key(_SEED, powers.step, sub_group, self._rank),
+            first_index=begin,
         )
 
 
-def fused_adam(optimizer: Any, shape: TileShape) -> FusedAdam | None:
+def fused_adam(optimizer: Any, shape: TileShape, rank: int = 0) -> FusedAdam | None:
     """Return the fused steps of an optimizer; None where its own are to be taken.
 
     Args:
         optimizer: Any; one that has not made a step yet.
         shape: Dtypes of its tiles.
+        rank: Of this process: others round moments in bf16 with other random bits.
+
+    Raises:
+        ConfigError: Moments are to be in bf16, which only fused steps serve.
     """
-    if type(optimizer) is not DeepSpeedCPUAdam:
-        return None
-    reason = ""
-    tail_width = None
-    if optimizer.state:
-        reason = "it has made steps before"
-    elif not all(map(_has_plain_numbers, optimizer.param_groups)):
-        reason = "its hyperparameters are tensors, or out of range"
-    elif not _has_kernel(shape):
-        reason = f"there is no kernel for weights of {shape.master_dtype}"
-    else:
+    reason = _why_not_fused(optimizer, shape)
+    if not reason:
         tail_width = find_tail_width(optimizer, shape)
-        if tail_width is None:
-            reason = "on this machine DeepSpeed's operator gives other bits"
-    if tail_width is not None:
-        return FusedAdam(optimizer, tail_width)
-    if dist.get_rank() == 0:
+        if tail_width is not None:
+            return FusedAdam(optimizer, tail_width, shape.state_dtype, rank)
+        reason = "on this machine DeepSpeed's operator gives other bits"
+    if shape.state_dtype == torch.bfloat16:
+        raise refusal(reason, "Change that")
+    if type(optimizer) is DeepSpeedCPUAdam and dist.get_rank() == 0:
         log.info("memascend: the optimizer's own step is used, not the fused one: %s", reason)
     return None
 
 
-def _has_plain_numbers(group: Mapping[str, Any]) -> bool:
-    """Return whether a step's numbers can be computed; betas from 1 on would divide by zero."""
-    numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
-    are_plain = all(isinstance(number, (int, float)) for number in numbers)
-    return are_plain and all(0 <= fp32(beta) < 1 for beta in group["betas"])
-
-
-def _has_plain_step(optimizer: Any) -> bool:
-    """Return whether step() is the class's own, without hooks that see gradients or weights."""
-    step = vars(optimizer).get("step")
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-    )
-    is_own = step is None or getattr(step, "_wrapped_by_lr_sched", False)
-    return is_own and not any(hooks)
+def _why_not_fused(optimizer: Any, shape: TileShape) -> str:
+    """Return why an optimizer must step by itself; nothing if it need not, or not in every step."""
+    kind = type(optimizer)
+    if kind is not DeepSpeedCPUAdam:
+        return f"the optimizer is {kind.__module__}.{kind.__qualname__}"
+    if optimizer.state:
+        return "it has made steps before"
+    if not _has_kernel(shape):
+        return f"there is no kernel for weights of {shape.master_dtype}"
+    reason = next(filter(None, map(why_not_plain_numbers, optimizer.param_groups)), "")
+    if not reason and shape.state_dtype == torch.bfloat16:
+        reason = why_not_plain_step(optimizer)
+    return reason
 
 
 def _has_kernel(shape: TileShape) -> bool:

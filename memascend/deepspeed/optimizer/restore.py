@@ -7,18 +7,24 @@ exchanged, since both describe their tensors in the same terms.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
+from memascend.checkpoint.converted import converted
 from memascend.checkpoint.source import LoadedTensor
+from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedT
         StoreError: The drive failed; some of the tensors are loaded, others not.
         TornStepError: Half a step of DeepSpeed's own swapper came before.
     """
+    tensors = _as_kept(optimizer, tensors)
     optimizer.begin_load()
     # What failed until now was raised, and all of it is replaced.
     with suppress(StoreError):
@@ -112,6 +119,31 @@ def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedT
     if state_dict:
         parameters = optimizer.fp32_partitioned_groups_flat
         replay_beta_powers(optimizer.optimizer, parameters, optimizer.note_replayed)
+
+
+def _as_kept(optimizer: Any, tensors: list[LoadedTensor]) -> list[LoadedTensor]:
+    """Return tensors of a checkpoint with Adam's moments in the dtype that this run keeps them in.
+
+    Those of a run that keeps them in another one are converted while they are read.
+    """
+    base = optimizer.optimizer
+    if type(base) is not DeepSpeedCPUAdam:
+        return tensors
+    wanted = torch.float32
+    if optimizer.keeps_bf16_states:
+        wanted = torch.bfloat16
+    elif not base.fp32_optimizer_states:
+        wanted = optimizer.master_weights_and_grads_dtype
+    found = {tensor.dtype for tensor in tensors if tensor.state in MOMENTS} - {wanted}
+    if found and dist.get_rank() == 0:
+        log.info(
+            "memascend: Adam's moments are in %s in the checkpoint and in %s in this run: they are "
+            "%s while they are loaded",
+            ", ".join(map(str, found)),
+            wanted,
+            "widened, which is exact," if wanted == torch.float32 else "rounded to nearest",
+        )
+    return [converted(tensor, wanted) if tensor.state in MOMENTS else tensor for tensor in tensors]
 
 
 def replay_beta_powers(

@@ -29,6 +29,8 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     optimizer: Any
     #: Whether all values belong to the same step.
     integrity: StepIntegrity
+    #: Whether Adam's moments are in bf16.
+    keeps_bf16_states = False
 
     def step(self, closure: Any = None) -> None:
         """Step as upstream; refused after one that ended half-way.

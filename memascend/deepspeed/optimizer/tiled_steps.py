@@ -24,6 +24,7 @@ from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.plan.optimizers import initial_state, is_elementwise, state_count
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.plan.knobs import tile_sizes
+from memascend.plan.states import INEXACT, keeps_bf16
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.sub_groups import Member, SubGroups
@@ -73,8 +74,12 @@ class TiledSteps(StepsEarly):
             spool=self.spool,
             take_over=None if runtime.store is None else runtime.store.take_over,
         )
+        self.keeps_bf16_states = keeps_bf16(runtime.config)
+        rank = dist.get_rank() if self.keeps_bf16_states else 0
         if runtime.config.streaming.optimizer.fused:
-            self._fused = fused_adam(self.optimizer, tiles.shape)
+            self._fused = fused_adam(self.optimizer, tiles.shape, rank)
+        if self.keeps_bf16_states and rank == 0:
+            log.warning("memascend: %s", INEXACT)
         self._set_up_early()
         self.optimizer_swapper = StreamedSwapper(groups=self.groups, spool=self.spool)
 
@@ -95,6 +100,7 @@ class TiledSteps(StepsEarly):
             count=count,
             state_count=state_count(self.optimizer),
             master_dtype=master_dtype,
+            state_dtype=torch.bfloat16 if keeps_bf16(runtime.config) else master_dtype,
             gradient_dtype=gradient_dtype,
             parameter_dtype=self.dtype,
         )
@@ -159,6 +165,8 @@ class TiledSteps(StepsEarly):
         dtype = torch.float32
         if not getattr(self.optimizer, "fp32_optimizer_states", True):
             dtype = parameter.dtype
+        if self.keeps_bf16_states:
+            dtype = torch.bfloat16
         for name, fill in fills.items():
             self.groups.add_state(parameter.ds_id, name, dtype, fill)
         self.optimizer.state[parameter] = scalars | {
@@ -199,7 +207,8 @@ class TiledSteps(StepsEarly):
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
         states = self.groups.group(parameter.ds_id).states
-        update = self._fused.of(group, self.optimizer.state[parameter], states)
+        values = self.optimizer.state[parameter]
+        update = self._fused.of(group, values, states, sub_group_id)
         if update is None:
             self._fused = None
         return update
@@ -277,7 +286,9 @@ class TiledSteps(StepsEarly):
         flat = self.fp32_partitioned_groups_flat[group_index]
         dtype = flat.dtype
         if optim_state_key is not None:
-            dtype = self.optimizer.state[flat][optim_state_key].dtype
+            # Of the two the wider one: DeepSpeed gathers states in fp32.
+            stored = self.optimizer.state[flat][optim_state_key].dtype
+            dtype = torch.promote_types(stored, dtype)
         value = torch.empty(numel, dtype=dtype)
         self.groups.get(flat.ds_id, offset, value, state=optim_state_key)
         self._put_back = lambda: self.groups.set(flat.ds_id, offset, value, state=optim_state_key)

@@ -73,3 +73,12 @@ def test_without_the_pool_only_an_optimizer_whose_parameters_are_elsewhere_is_st
     config = parse_block({"buffer_pool": {"enabled": False}})
     assert streams.choose_streams(config, arguments()) == (True, False)
     assert streams.choose_streams(config, arguments(offload_param_config=None)) == (True, True)
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_states_in_bf16_need_the_stream_of_the_optimizer(name: str) -> None:
+    config = parse_block({"streaming": {"optimizer": {"state_dtype": "bf16"}}})
+    assert streams.choose_streams(config, arguments()) == (True, True)
+    with pytest.raises(ConfigError, match="state_dtype") as caught:
+        streams.choose_streams(config, arguments(**{name: DECLINED[name]()}))
+    assert "streaming.optimizer cannot serve" in str(caught.value)

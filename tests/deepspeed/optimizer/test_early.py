@@ -27,12 +27,20 @@ BF16 = torch.bfloat16
 TILES = sum(-(-(numel // 3 * 2) // 4096) for numel in SIZES.values())
 
 
-def make(*, early: bool = True, faults: MemoryFaults | None = None, **changes: Any) -> Any:
+def make(
+    *,
+    early: bool = True,
+    faults: MemoryFaults | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Any:
     made: Any = Optimizer(
         lambda p: DeepSpeedCPUAdam(p, lr=1e-2, betas=[0.9, 0.95]),
         state_count=2,
         store=memory_store(faults),
+        state_dtype=state_dtype,
     )
+    made.keeps_bf16_states = state_dtype == BF16
     made.runtime.config = parse_block({"streaming": {"optimizer": {"during_backward": early}}})
     made._param_swapper = Swapper()
     made._fused = fused_adam(made.optimizer, made.training.tiles.shape)
@@ -106,8 +114,11 @@ def train(optimizer: Any, numbers: range, **keywords: Any) -> None:
         step(optimizer, **keywords)
 
 
-def test_the_first_step_makes_the_states_and_all_others_are_early() -> None:
-    early, late = make(), make(early=False)
+@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
+def test_the_first_step_makes_the_states_and_all_others_are_early(
+    state_dtype: torch.dtype,
+) -> None:
+    early, late = make(state_dtype=state_dtype), make(early=False, state_dtype=state_dtype)
     for optimizer in (early, late):
         train(optimizer, range(4))
     assert early.early_tile_count == 3 * TILES

@@ -38,6 +38,7 @@ def shape(gradient: torch.dtype = BF16, parameter: torch.dtype = BF16) -> TileSh
         count=1,
         state_count=2,
         master_dtype=torch.float32,
+        state_dtype=torch.float32,
         gradient_dtype=gradient,
         parameter_dtype=parameter,
     )
@@ -335,7 +336,7 @@ def test_the_optimizer_may_take_over_after_any_step(optimizer: DeepSpeedCPUAdam)
             note = fused.of(group, values, STATES)
             assert note is not None
             weight = parameters[0].data
-            note(gradient=gradient, factor=1.0, weight=weight, values=values, output=None)
+            note(begin=0, gradient=gradient, factor=1.0, weight=weight, values=values, output=None)
         else:
             optimizer.state[parameters[0]] = values
             parameters[0].grad = gradient

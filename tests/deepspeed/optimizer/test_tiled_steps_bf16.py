@@ -1,0 +1,148 @@
+"""Steps in tiles whose moments are in bf16: what is stored, and what an accessor gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from memascend.checkpoint.files import TensorReader
+from memascend.checkpoint.source import LoadedTensor
+from memascend.config.block import parse_block
+from memascend.deepspeed.optimizer import restore as restoring
+from memascend.deepspeed.optimizer import tiled_steps
+from memascend.deepspeed.optimizer.fused_adam import MOMENTS, fused_adam
+from memascend.errors import ConfigError
+from tests.support.tiled_optimizer import BF16, NAMES, Optimizer
+from tests.support.tiled_training import SIZES, gradients
+
+FP32 = torch.float32
+BLOCK = {"streaming": {"optimizer": {"state_dtype": "bf16"}}}
+
+
+def adam(params: Any) -> DeepSpeedCPUAdam:
+    return DeepSpeedCPUAdam(params, lr=1e-2, weight_decay=0.1)
+
+
+def optimizer_of(state_dtype: torch.dtype = BF16, **options: Any) -> Optimizer:
+    made = Optimizer(adam, state_dtype=state_dtype, **options)
+    made.keeps_bf16_states = state_dtype == BF16
+    made._fused = fused_adam(made.optimizer, made.training.tiles.shape)
+    return made
+
+
+def values_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    states = (None, *MOMENTS)
+    return [optimizer.training.master(name, state) for name in NAMES for state in states]
+
+
+def test_moments_are_stored_in_bf16_and_near_those_in_fp32() -> None:
+    narrow, wide = optimizer_of(), optimizer_of(FP32)
+    for step in range(5):
+        for optimizer in (narrow, wide):
+            optimizer.walk(gradients(step, BF16))
+    for name in NAMES:
+        dtypes = {state: dtype for state, dtype, _ in narrow.stored(name)}
+        assert dtypes == {None: FP32, **dict.fromkeys(MOMENTS, BF16)}
+        for state in (None, *MOMENTS):
+            ours, theirs = (each.training.master(name, state) for each in (narrow, wide))
+            assert torch.allclose(ours, theirs, rtol=0.1, atol=0.02), (name, state)
+            assert SIZES[name] < 100 or not torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("tile_numel", "tile_count"), [(8192, 2), (24_576, 1)])
+def test_size_and_number_of_tiles_do_not_show(tile_numel: int, tile_count: int) -> None:
+    both = [optimizer_of(), optimizer_of(tile_numel=tile_numel, tile_count=tile_count)]
+    for step in range(3):
+        for optimizer in both:
+            optimizer.walk(gradients(step, BF16))
+    for ours, theirs in zip(*map(values_of, both), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_with_hooks_is_refused_before_a_weight_changes() -> None:
+    optimizer = optimizer_of()
+    optimizer.walk(gradients(0, BF16))
+    before = values_of(optimizer)
+    optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="state_dtype"):
+        optimizer.walk(gradients(1, BF16))
+    for value, found in zip(before, values_of(optimizer), strict=True):
+        assert torch.equal(value, found)
+
+
+def test_an_accessor_gives_fp32_and_takes_it_rounded_to_nearest() -> None:
+    optimizer = optimizer_of()
+    optimizer.walk(gradients(0, BF16))
+    value, _ = optimizer._get_fp32_opt_state_partition(None, False, "exp_avg")
+    expected = optimizer.training.master(NAMES[0], "exp_avg")
+    assert value.dtype == FP32
+    assert torch.equal(value, expected[100:106])
+    value.copy_(torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1.003, 0.0, 1e-30, 7.0]))
+    optimizer._writeback_swap_state(0)
+    found = optimizer.training.master(NAMES[0], "exp_avg")
+    assert torch.equal(found[100:106], value.to(BF16).float())
+    assert torch.equal(found[:100], expected[:100])
+    assert torch.equal(found[106:], expected[106:])
+
+
+def test_the_block_decides_what_tiles_hold_and_rank_0_says_it_is_inexact(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = Optimizer(adam)
+    optimizer.runtime.config = parse_block(BLOCK)
+    for rank in (1, 0):
+        assert "state_dtype" not in caplog.text
+        monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda rank=rank: rank)
+        optimizer._configure_tensor_swapping(None, None)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert ["state_dtype" in record.getMessage() for record in warnings] == [True]
+    assert optimizer.keeps_bf16_states
+    assert optimizer._tile_shape().state_dtype == BF16
+
+
+def test_another_optimizer_is_refused_when_tiles_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: 0)
+    optimizer = Optimizer(torch.optim.AdamW)
+    optimizer.runtime.config = parse_block(BLOCK)
+    with pytest.raises(ConfigError, match="AdamW"):
+        optimizer._configure_tensor_swapping(None, None)
+
+
+# -- checkpoints of the other kind ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("saved", "kept"), [(FP32, BF16), (BF16, FP32), (BF16, BF16)])
+def test_moments_are_loaded_into_what_the_run_keeps(
+    saved: torch.dtype,
+    kept: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(restoring.dist, "get_rank", lambda: 0)
+    caplog.set_level("INFO", logger="memascend")
+    optimizer = optimizer_of(kept)
+    moments = {
+        (name, state): torch.rand(SIZES[name]).to(saved) for name in NAMES for state in MOMENTS
+    }
+    loaded = [
+        LoadedTensor(index, state, saved, TensorReader(lambda v=moments[name, state]: v))
+        for index, name in enumerate(NAMES)
+        for state in MOMENTS
+    ]
+    for parameter in optimizer.fp32_partitioned_groups_flat:
+        optimizer.optimizer.state[parameter] = {"step": 3}
+    for tensor in restoring._as_kept(optimizer, loaded):
+        optimizer.load_tensor(tensor)
+    for (name, state), value in moments.items():
+        assert torch.equal(optimizer.training.master(name, state), value.to(kept).float())
+    assert caplog.text.count("Adam's moments") == (saved != kept)
+    optimizer.integrity.mend()
+    optimizer.walk(gradients(0, BF16))
+    for name in NAMES:
+        assert optimizer.groups.group(name).states == dict.fromkeys(MOMENTS, kept)
