@@ -26,7 +26,8 @@ def assert_steps_went_behind(case: Case, facts: list[Facts]) -> None:
     """Equal bits prove nothing of steps behind their caller if none was, or was met there."""
     for rank in facts:
         walks = rank["walks"]
-        taken = case.steps - rank["skipped_steps"]
+        # A gradient that a script has set in another dtype has its step over first.
+        taken = case.steps - rank["skipped_steps"] - (case.accessors == "change")
         assert walks["begun"] == (0 if case.walk == "off" else taken), walks
         if case.walk == "late":
             # Each is met by the forward pass after it: not the last, nor one that a save has met.
