@@ -359,24 +359,10 @@ Store::Entry& Store::find(const std::string& key) {
       {key, space_.volumes().front().directory(), 0, 0, ENOENT});
 }
 
-bool Store::contains(const std::string& key) {
-  LockedCall call(*this);
-  call.expect_open();
-  return entries_.contains(key);
-}
-
 std::uint64_t Store::nbytes(const std::string& key) {
   LockedCall call(*this);
   call.expect_open();
   return find(key).nbytes;
-}
-
-std::vector<std::string> Store::keys() {
-  LockedCall call(*this);
-  call.expect_open();
-  std::vector<std::string> names;
-  for (const auto& [key, entry] : entries_) names.push_back(key);
-  return names;
 }
 
 void Store::expect_space() const { MA_EXPECT(!space_.volumes().empty(), "the store is closed"); }

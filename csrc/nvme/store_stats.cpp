@@ -1,8 +1,22 @@
-// Counters of a store, and what is set beside its work.
+// What a store says of itself, and what is set beside its work.
 #include "nvme/store.hpp"
 #include "nvme/store_call.hpp"
 
 namespace memascend {
+
+bool Store::contains(const std::string& key) {
+  LockedCall call(*this);
+  call.expect_open();
+  return entries_.contains(key);
+}
+
+std::vector<std::string> Store::keys() {
+  LockedCall call(*this);
+  call.expect_open();
+  std::vector<std::string> names;
+  for (const auto& [key, entry] : entries_) names.push_back(key);
+  return names;
+}
 
 StoreStats Store::stats() {
   StoreStats stats = transfer_stats();

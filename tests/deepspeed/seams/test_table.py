@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from memascend.deepspeed.optimizer import (
     behind,
     checkpoints,
+    early,
     gradients,
     optimizer,
     steps,
@@ -29,6 +30,7 @@ STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 OURS = (
     behind.StepsBehind,
     checkpoints.CheckpointedOptimizer,
+    early.StepsEarly,
     gradients.FlatGradients,
     gradients.StreamedGradients,
     optimizer.ZeroOptimizer,
