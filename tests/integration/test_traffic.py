@@ -21,6 +21,7 @@ PROGRAM = Path(__file__).with_name("traffic_program.py")
         ("--recomputes", "--reuse-distance", "25000000"),
         ("--recomputes", "--accumulation", "4"),
         ("--recomputes", "--state-dtype", "bf16"),
+        ("--recomputes", "--during-backward"),
     ],
     ids=" ".join,
 )

@@ -41,11 +41,11 @@ class Stack(torch.nn.Module):
         return (hidden - rows).float().square().mean()
 
 
-def config(drive: str, accumulation: int, reuse_distance: int, state_dtype: str) -> dict[str, Any]:
+def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
     on_drive = {"device": "nvme", "nvme_path": drive}
     return {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
+        "gradient_accumulation_steps": options.accumulation,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
@@ -54,13 +54,18 @@ def config(drive: str, accumulation: int, reuse_distance: int, state_dtype: str)
             "offload_optimizer": on_drive,
             "sub_group_size": 8_000_000,
             "stage3_prefetch_bucket_size": 1 << 20,
-            "stage3_max_reuse_distance": reuse_distance,
+            "stage3_max_reuse_distance": options.reuse_distance,
             "stage3_param_persistence_threshold": 0,
         },
         "steps_per_print": 1_000_000,
         "memascend": {
             "host_memory_limit": "64MiB",
-            "streaming": {"optimizer": {"state_dtype": state_dtype}},
+            "streaming": {
+                "optimizer": {
+                    "state_dtype": options.state_dtype,
+                    "during_backward": options.during_backward,
+                }
+            },
         },
     }
 
@@ -79,11 +84,12 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--reuse-distance", type=int, default=0)
     parser.add_argument("--state-dtype", default="fp32")
+    parser.add_argument("--during-backward", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     with tempfile.TemporaryDirectory(dir=".") as drive:
-        settings = config(drive, options.accumulation, options.reuse_distance, options.state_dtype)
+        settings = config(drive, options)
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
             model = Stack(options.recomputes)
         engine = deepspeed.initialize(model=model, config=settings)[0]

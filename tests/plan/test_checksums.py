@@ -53,6 +53,8 @@ def request(**changes: Any) -> PlanRequest:
         (1, {"parameters_device": "cpu", "state_itemsize": 2}, 4 * GRAIN_BYTES - 2 - 4 - 2 * 2),
         # All of them.
         (1, {}, 5 * GRAIN_BYTES - 16),
+        # And once more what a step changes: all but the gradient.
+        (1, {"during_backward": True}, 9 * GRAIN_BYTES - 30),
     ],
 )
 def test_every_key_on_the_drive_ends_with_a_whole_grain(

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from memascend.base.units import GIB, MIB
+from memascend.base.units import GIB, MIB, page_up
 from memascend.errors import ConfigError
-from memascend.plan.derive import PlanRequest, default_limit, derive
+from memascend.plan.derive import SECOND_VALUES, PlanRequest, default_limit, derive
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
 
@@ -145,6 +145,25 @@ def test_states_in_bf16_lie_and_move_in_half_of_the_bytes() -> None:
     assert wide.host["optimizer tiles"] - narrow.host["optimizer tiles"] == (
         3 * 4 * wide.tile_numel
     )
+
+
+def test_a_step_during_backward_has_second_values_beside_those_on_the_drive() -> None:
+    shapes = decoder(layers=4)
+    usual = PlanRequest()
+    early = PlanRequest(during_backward=True)
+    plan, other = derive(shapes, request=early), derive(shapes, request=usual)
+    assert plan.drive[SECOND_VALUES] == shapes.numel * 14
+    assert plan.drive_bytes - other.drive_bytes == plan.drive[SECOND_VALUES]
+    assert (plan.read_bytes[SECOND_VALUES], plan.written_bytes[SECOND_VALUES]) == (0, 0)
+    assert plan.host == other.host
+    # Parameters in memory take over from the drive what was stepped beside them.
+    limit_bytes = plan.host_bytes + page_up(shapes.numel * 2)
+    plan = derive(shapes, request=early, limit_bytes=limit_bytes)
+    assert plan.resident["parameters"] == plan.read_bytes[SECOND_VALUES] == shapes.numel * 2
+    # With half of the master weights in memory only the other half is stepped so.
+    limit_bytes += page_up(shapes.numel * 2) + shapes.numel * 2
+    plan = derive(shapes, request=early, limit_bytes=limit_bytes)
+    assert plan.drive[SECOND_VALUES] == pytest.approx(shapes.numel * 7, rel=0.01)
 
 
 def test_a_step_reads_and_writes_what_each_stream_needs() -> None:

@@ -46,6 +46,29 @@ def test_states_have_the_dtype_of_the_block() -> None:
     assert PlanRequest(master_itemsize=2).states_bytes == 4
 
 
+@pytest.mark.parametrize(
+    ("block", "keys", "expected"),
+    [
+        ({}, {}, True),
+        ({}, {"gradient_clipping": 0.0}, True),
+        ({}, {"gradient_clipping": 1.0}, False),
+        ({}, {"gradient_clipping": "auto"}, False),
+        ({}, {"optimizer": {"type": "Lion"}}, False),
+        ({"optimizer": {"during_backward": False}}, {}, False),
+        ({"optimizer": {"during_backward": True, "fused": False}}, {}, False),
+        ({"gradients": {"enabled": False}}, {}, False),
+    ],
+)
+def test_a_step_begins_during_backward_where_nothing_is_against_it(
+    block: dict[str, Any], keys: dict[str, Any], expected: bool
+) -> None:
+    streaming = {"optimizer": {"during_backward": True}} | block
+    ds_config = nvme(memascend={"streaming": streaming}, **keys)
+    assert not PlanRequest.from_deepspeed(ds_config).during_backward
+    ds_config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
+    assert PlanRequest.from_deepspeed(ds_config).during_backward == expected
+
+
 def test_a_precision_that_is_on_goes_before_one_left_to_the_trainer() -> None:
     half = nvme(bf16={"enabled": "auto"}, fp16={"enabled": True})
     assert PlanRequest.from_deepspeed(half).precision == "fp16"
