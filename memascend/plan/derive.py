@@ -216,8 +216,8 @@ def _traffic(
         part = Fraction(drive[MASTER], max(1, totals[MASTER]))
         parameters = learning * request.param_itemsize
         on_drive[SECOND_VALUES] = int(part * (parameters + totals[MASTER] + totals[STATE]))
-        # Parameters in memory take their new values over from the drive, if a tile of their sub-group
-        # was early: all of them at most.
+        # Parameters in memory take their new values over from the drive, where a tile of their
+        # sub-group was early: all of them at most.
         kept_bytes = min(resident.get(PARAMETERS, 0), parameters)
         read[SECOND_VALUES] = written[SECOND_VALUES] = int(part * kept_bytes)
     if request.verify != "off":
