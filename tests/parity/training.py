@@ -162,8 +162,7 @@ def build_model(case: Case, config: dict[str, Any], *, seed: int = SEED) -> nn.M
             torch.no_grad(),
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=case.zero_init),
         ):
-            # Frozen weights are those of a pretrained model, whoever goes on with it.
-            models.set_weights(name, parameter.data, seed=seed if parameter.requires_grad else SEED)
+            models.set_weights(name, parameter.data, seed=seed)
     if case.checkpointing != "off":
         reentrant = case.checkpointing == "reentrant"
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

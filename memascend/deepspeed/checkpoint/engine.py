@@ -26,6 +26,7 @@ from memascend import _core
 from memascend.checkpoint.folder import SavingFolder, write_latest
 from memascend.deepspeed.attach.attachment import attachment_of
 from memascend.deepspeed.checkpoint.every_rank import on_every_rank, rank_of
+from memascend.deepspeed.checkpoint.frozen import taken_apart
 from memascend.deepspeed.checkpoint.opener import opened
 from memascend.deepspeed.checkpoint.writer import write_rank
 from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
@@ -284,9 +285,15 @@ def _load(
         log.warning("memascend: Muon's optimizer state starts anew, as in stock DeepSpeed")
         with_states = False
     _refuse(engine)
+    load_dir, tag = str(load_dir), str(tag)
     with (
-        opened(engine, optimizer, str(load_dir), str(tag)) as source,
-        optimizer.checkpointing(source, with_states=with_states),
+        opened(engine, optimizer, load_dir, tag) as source,
+        taken_apart(engine, source, load_dir, tag) as (rest, restore_frozen),
+        optimizer.checkpointing(rest, with_states=with_states),
     ):
         # Without optimizer states upstream would gather all weights in fp32 on every rank.
-        return load(tag=str(tag), load_optimizer_states=True)
+        path, *others = load(tag=tag, load_optimizer_states=True)
+        restore_frozen()
+    if path is not None and rest is not source:  # not the place of what was taken apart
+        path = str(Path(load_dir, tag, Path(path).name))
+    return path, *others

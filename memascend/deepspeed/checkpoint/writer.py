@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.files import Advance, SummedFile, sum_file
+from memascend.checkpoint.files import Advance, SummedFile
 from memascend.checkpoint.folder import SavingFolder, check_space
 from memascend.checkpoint.manifest import (
     FileEntry,
@@ -19,6 +19,7 @@ from memascend.checkpoint.manifest import (
 )
 from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
+from memascend.deepspeed.checkpoint.frozen import put_in
 from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors
 from memascend.streaming.staging import StagingSlots
 from memascend.system.files import sync, write_durably
@@ -47,23 +48,25 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     is_portable = runtime.config.checkpoint.portable
     twice = [tensor for tensor in tensors if tensor.state is None or is_portable]
     once = [tensor for tensor in tensors if tensor.state is not None and not is_portable]
-    nbytes = sum(t.padded_bytes for t in tensors) + sum(t.nbytes for t in twice)
+    # DeepSpeed's files of this rank: of the module, and of the optimizer.
+    names = str(folder.path.parent), folder.path.name
+    model_states = Path(engine._get_ckpt_name(*names))
+    zero_states = Path(engine._get_zero_ckpt_name(*names))
+    module = torch.load(model_states, map_location="cpu", weights_only=False)
+    nbytes = put_in(module, engine, runtime.staging)
+    nbytes += sum(t.padded_bytes for t in tensors) + sum(t.nbytes for t in twice)
     smaller = ', or set "checkpoint": {"portable": false}' if is_portable else ""
     check_space(folder.path, nbytes, f"cannot save to {folder.target}", f"save elsewhere{smaller}")
     optimizer.settle()
     target = folder.path / "offloaded_tensors" / f"rank{rank:02d}"
     target.mkdir(parents=True)
-    # DeepSpeed's files of this rank: of the module, and of the optimizer.
-    names = str(folder.path.parent), folder.path.name
-    model_states = Path(engine._get_ckpt_name(*names))
-    zero_states = Path(engine._get_zero_ckpt_name(*names))
     nbytes += model_states.stat().st_size + zero_states.stat().st_size
     with byte_progress(f"saving {folder.target}", nbytes, leads=leads) as advance:
         writer = _Writer(folder.path, target, runtime.staging, advance)
         writer.add_also_to(zero_states, twice)
         for tensor in once:
             writer.add(tensor)
-        writer.note(model_states, *sum_file(model_states, advance))
+        writer.replace(model_states, module)
     # Others of DeepSpeed's files may be this rank's too; what is durable already costs nothing.
     for path in folder.path.iterdir():
         if path.is_file():
@@ -113,6 +116,10 @@ class _Writer:
                 masters[tensor.sub_group] = streamed
             else:
                 states.setdefault(tensor.sub_group, {})[tensor.state] = streamed
+        self.replace(path, content)
+
+    def replace(self, path: Path, content: object) -> None:
+        """Write a file of torch's again, with whatever is streamed in its content."""
         path.unlink()
         with SummedFile.create(path, self._advance) as file:
             save_streamed(content, file)

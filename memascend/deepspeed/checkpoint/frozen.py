@@ -1,0 +1,177 @@
+"""Frozen parameters on a drive, into a checkpoint and out of it.
+
+DeepSpeed saves, in `model_states.pt`, each rank's part of every parameter that no optimizer has, as
+it lies in host memory. Of one that is on a drive that is a placeholder. Here the parts stream
+between the store and that file, and none is ever in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+
+from memascend.checkpoint.source import CheckpointSource, read_torch_file
+from memascend.checkpoint.torch_file import StreamedTensor, Write
+from memascend.deepspeed.checkpoint.every_rank import rank_of
+from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.streaming.staging import StagingSlots
+
+log = logging.getLogger(__name__)
+
+
+def frozen_on_drive(engine: Any) -> dict[str, Any]:
+    """Return the frozen parameters by name; none where one of them is not on the drive."""
+    every = engine._get_zero_frozen_param_attributes(lambda param: param)
+    every = {name: param for name, param in every.items() if param.ds_numel > 0}
+    return every if all(map(_is_on_drive, every.values())) else {}
+
+
+def _is_on_drive(param: Any) -> bool:
+    return swapper_of(param) is not None and param.ds_tensor.final_location == "nvme"
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+def put_in(content: dict[str, Any], engine: Any, slots: StagingSlots) -> int:
+    """Have the content of this rank's model_states.pt hold what is on the drive.
+
+    Args:
+        content: As DeepSpeed has saved it; without frozen parameters nothing is done.
+        engine: DeepSpeed's.
+        slots: What the bytes pass through, while the file is written.
+
+    Returns:
+        The bytes that come on top.
+    """
+    fragments = content.get(FROZEN_PARAM_FRAGMENTS)
+    if not fragments:
+        return 0
+    nbytes = 0
+    for name, param in frozen_on_drive(engine).items():
+        swapper = swapper_of(param)
+        assert swapper is not None
+        count = param.ds_tensor.ds_numel
+        write = functools.partial(_copy, slots, swapper.key(param), count * param.dtype.itemsize)
+        fragments[name] = StreamedTensor(numel=count, dtype=param.dtype, write=write)
+        nbytes += fragments[name].nbytes
+    return nbytes
+
+
+def _copy(slots: StagingSlots, key: str, nbytes: int, append: Write) -> None:
+    for staged in slots.stream(key=key, nbytes=nbytes):
+        append(staged.numpy())
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def taken_apart(
+    engine: Any, source: CheckpointSource, load_dir: str, tag: str
+) -> Iterator[tuple[CheckpointSource, Callable[[], None]]]:
+    """Have upstream load a checkpoint without its frozen parameters on a drive.
+
+    Args:
+        engine: DeepSpeed's.
+        source: The checkpoint.
+        load_dir: Where checkpoints are.
+        tag: Which one.
+
+    Yields:
+        What upstream is to load, and what gives the frozen parameters their values behind it.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    frozen = frozen_on_drive(engine)
+    files = list(_files(engine, load_dir, tag)) if frozen else []
+    if not files:
+        yield source, lambda: None
+        return
+    # Upstream's choice.
+    number = 0 if engine.load_universal_checkpoint() else rank_of(engine) % len(files)
+    own = source.model_states or files[number]
+    content = read_torch_file(own)
+    if not content.get(FROZEN_PARAM_FRAGMENTS):
+        yield source, lambda: None
+        return
+    with tempfile.TemporaryDirectory(prefix="memascend-") as folder:
+        rest = Path(folder) / own.name
+        torch.save({**content, FROZEN_PARAM_FRAGMENTS: None}, rest)
+        del content
+        yield (
+            replace(source, model_states=rest),
+            functools.partial(_restore, engine, frozen, files),
+        )
+
+
+def _files(engine: Any, load_dir: str, tag: str) -> Iterator[Path]:
+    """Yield the model_states.pt of every rank that saved."""
+    rank = 0
+    while (path := Path(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(rank)))).is_file():
+        yield path
+        rank += 1
+
+
+def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None:
+    """Store the values of frozen parameters, from the parts of all ranks that saved."""
+    saved = [read_torch_file(path)[FROZEN_PARAM_FRAGMENTS] or {} for path in files]
+    optimizer = engine.optimizer
+    optimizer._partition_all_parameters()  # what is gathered has the old values
+    rank = dist.get_rank(group=optimizer.dp_process_group)
+    missing = []
+    for name, param in frozen.items():
+        # Where somebody saved placeholders they are of another size.
+        part_numel = -(-param.ds_numel // len(saved))
+        parts = [fragments[name] for fragments in saved if name in fragments]
+        if [part.numel() for part in parts] != [part_numel] * len(saved):
+            missing.append(name)
+            continue
+        count = param.ds_tensor.ds_numel
+        swapper = swapper_of(param)
+        assert swapper is not None
+        optimizer.attachment.runtime.staging.fill(
+            key=swapper.key(param),
+            nbytes=count * param.dtype.itemsize,
+            source=functools.partial(_fill, parts, param.dtype, rank * count),
+        )
+    if missing and rank == 0:
+        log.warning(
+            "memascend: the checkpoint does not have %d of %d frozen parameters (%s), which keep "
+            "the values of this run: it was saved where they were left out",
+            len(missing),
+            len(frozen),
+            ", ".join(missing[:3]),
+        )
+
+
+def _fill(
+    parts: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    begin: int,
+    offset_bytes: int,
+    target: torch.Tensor,
+) -> None:
+    """Fill bytes with the elements from `begin` on, which lie behind one another in all parts."""
+    values = target.view(dtype)
+    position, numel = begin + offset_bytes // dtype.itemsize, parts[0].numel()
+    done = 0
+    while done < values.numel():
+        number, at = divmod(position + done, numel)
+        if number >= len(parts):  # the padding of the last rank
+            values[done:].zero_()
+            return
+        count = min(numel - at, values.numel() - done)
+        values[done : done + count].copy_(parts[number].view(-1)[at : at + count])
+        done += count

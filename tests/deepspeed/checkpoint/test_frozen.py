@@ -1,0 +1,123 @@
+"""Parts of frozen parameters, divided between other ranks than saved them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memascend.checkpoint.torch_file import StreamedTensor
+from memascend.deepspeed.checkpoint import frozen
+from tests.support.streaming_hosts import memory_store, staging_slots
+
+pytestmark = pytest.mark.deepspeed
+
+BF16 = torch.bfloat16
+NUMEL = 10_007
+
+
+def divided(values: torch.Tensor, world: int) -> list[torch.Tensor]:
+    """The parts of ranks, the last one padded, as DeepSpeed divides a parameter."""
+    part_numel = -(-values.numel() // world)
+    padded = torch.zeros(part_numel * world, dtype=values.dtype)
+    padded[: values.numel()] = values
+    return list(padded.split(part_numel))
+
+
+class Swapper:
+    def key(self, param: Any) -> str:
+        return str(param.key)
+
+
+def engine_of(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine of one frozen parameter, and its store."""
+    part_numel = -(-NUMEL // world)
+    shard = SimpleNamespace(ds_numel=part_numel, final_location="nvme")
+    param = SimpleNamespace(ds_numel=NUMEL, ds_tensor=shard, dtype=BF16, key="param.0")
+    swapper = Swapper()
+    monkeypatch.setattr(frozen, "swapper_of", lambda param: swapper)
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda group=None: rank)
+    store = memory_store()
+    store.reserve(key="param.0", nbytes=part_numel * 2)
+    runtime = SimpleNamespace(staging=staging_slots(store))
+    optimizer = SimpleNamespace(
+        attachment=SimpleNamespace(runtime=runtime),
+        dp_process_group=None,
+        _partition_all_parameters=lambda: None,
+    )
+    return SimpleNamespace(
+        optimizer=optimizer,
+        store=store,
+        numel=part_numel,
+        _get_zero_frozen_param_attributes=lambda function: {"base": function(param)},
+    )
+
+
+def save(folder: Path, parts: list[torch.Tensor]) -> list[Path]:
+    files = [folder / f"{rank}.pt" for rank in range(len(parts))]
+    for path, part in zip(files, parts, strict=True):
+        torch.save({"frozen_param_fragments": {"base": part.clone()}}, path)
+    return files
+
+
+@pytest.mark.parametrize("saved_world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_number_of_ranks_takes_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_world: int, world: int
+) -> None:
+    values = torch.randn(NUMEL).to(BF16)
+    files = save(tmp_path, divided(values, saved_world))
+    for rank, expected in enumerate(divided(values, world)):
+        engine = engine_of(rank, world, monkeypatch)
+        frozen._restore(engine, frozen.frozen_on_drive(engine), files)
+        found = torch.empty(engine.numel, dtype=BF16)
+        engine.store.read(key="param.0", target=found).wait()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("part", [torch.zeros(()), torch.zeros(1), torch.zeros(NUMEL // 2)])
+def test_placeholders_are_no_values(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: torch.Tensor,
+) -> None:
+    engine = engine_of(0, 1, monkeypatch)
+    values = torch.randn(NUMEL).to(BF16)
+    engine.store.write(key="param.0", source=values).wait()
+    with caplog.at_level(logging.WARNING, "memascend"):
+        frozen._restore(engine, frozen.frozen_on_drive(engine), save(tmp_path, [part]))
+    assert "1 of 1 frozen parameters (base)" in caplog.text
+    found = torch.empty(NUMEL, dtype=BF16)
+    engine.store.read(key="param.0", target=found).wait()
+    assert torch.equal(found, values)
+
+
+def test_what_is_saved_streams_from_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(0, 1, monkeypatch)
+    values = torch.randn(NUMEL).to(BF16)
+    engine.store.write(key="param.0", source=values).wait()
+    content: dict[str, Any] = {"frozen_param_fragments": {"base": torch.zeros(1)}}
+    slots = engine.optimizer.attachment.runtime.staging
+    assert frozen.put_in(content, engine, slots) == 2 * NUMEL
+    streamed = content["frozen_param_fragments"]["base"]
+    assert isinstance(streamed, StreamedTensor)
+    written = bytearray()
+    streamed.write(lambda piece: written.extend(memoryview(piece)))
+    assert written == values.view(torch.uint8).numpy().tobytes()
+
+
+def test_where_they_are_left_out_or_elsewhere_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(0, 1, monkeypatch)
+    slots = engine.optimizer.attachment.runtime.staging
+    assert frozen.put_in({"frozen_param_fragments": None}, engine, slots) == 0
+    monkeypatch.setattr(frozen, "swapper_of", lambda param: None)
+    content = {"frozen_param_fragments": {"base": torch.zeros(1)}}
+    assert frozen.put_in(content, engine, slots) == 0
+    assert torch.equal(content["frozen_param_fragments"]["base"], torch.zeros(1))
