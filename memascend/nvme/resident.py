@@ -11,9 +11,10 @@ recency would always give up what is needed soonest. What serves most bytes per 
 part that never moves: the first keys that come get memory, and keep it until they are discarded, or
 until whoever uses them says that another is needed more (`give_memory_to`).
 
-Knows keys, bytes and the store; the caller names the stream of a key. Keys without memory
-may be used by any thread, as in the store. Of the others each may be used by one thread at a time,
-and made or discarded while no thread uses any.
+Knows keys, bytes and the store; the caller names the stream of a key. Keys without memory may be
+used by any thread. Of the others each may be used by one thread at a time; one thread alone makes
+and discards them, which nobody notices who reads another one. Bytes are counted without a lock:
+where two threads read one stream some may be missing.
 """
 
 from __future__ import annotations

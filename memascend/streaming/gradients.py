@@ -92,7 +92,11 @@ class _SeenPart:
 
 
 class GradientSpool:
-    """Gradients by sub-group and offset. One thread at a time may call."""
+    """Gradients by sub-group and offset. One thread at a time may call.
+
+    Another one may read, by `start_read`, `complete` and `load`, gradients of this dtype that are
+    final.
+    """
 
     def __init__(
         self,
