@@ -14,7 +14,7 @@ from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.deepspeed_json import DEVICES, device, flag, precision, section, value, whole
 from memascend.errors import ConfigError
 from memascend.plan.optimizers import kind_of, state_count_of
-from memascend.plan.states import STATE_ITEMSIZES
+from memascend.plan.states import STATE_ITEMSIZES, why_not_cpu_adam
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUP_SIZE = 10**9
@@ -237,17 +237,16 @@ def sections_off(block: MemAscendConfig) -> list[str]:
 def _steps_during_backward(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> bool:
     """Return whether the step begins during backward: asked for, and nothing is against it."""
     key, streaming = "gradient_clipping", block.streaming
-    zero, optimizer = (section(ds_config, name) for name in ("zero_optimization", "optimizer"))
+    zero = section(ds_config, "zero_optimization")
     places = {device(section(zero, f"offload_{what}")) for what in ("param", "optimizer")}
     # What is left to the trainer clips: its own default is 1.0.
     is_clipped = ds_config.get(key) == "auto" or value(ds_config, key, 0.0)
-    has_one_pass = str(value(optimizer, "type", OPTIMIZER)).lower() in ("adam", "adamw")
     return (
         streaming.optimizer.during_backward
         and streaming.optimizer.fused
         and not {"streaming.gradients", "streaming.optimizer"} & set(sections_off(block))
         and places == {"nvme"}
-        and has_one_pass
+        and why_not_cpu_adam(ds_config) == ("", "")
         and not is_clipped
     )
 

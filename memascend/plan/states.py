@@ -21,7 +21,7 @@ INEXACT = (
     "losses and weights are not those of fp32 states"
 )
 #: Of the DeepSpeed JSON: those that become DeepSpeedCPUAdam.
-_OPTIMIZERS = ("adam", "adamw")
+_OPTIMIZERS = ("adamw", "adam")
 
 
 def keeps_bf16(block: MemAscendConfig) -> bool:
@@ -57,9 +57,17 @@ def check_state_dtype(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> N
         )
     if not block.direct_nvme.enabled:
         raise refusal("memascend.direct_nvme.enabled is false", "Turn it on")
+    found, remedy = why_not_cpu_adam(ds_config)
+    if found:
+        raise refusal(found, remedy)
+
+
+def why_not_cpu_adam(ds_config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what makes another optimizer than DeepSpeedCPUAdam, and the remedy; else nothing."""
     optimizer = section(ds_config, "optimizer")
     name = str(value(optimizer, "type", _OPTIMIZERS[0]))
     if name.lower() not in _OPTIMIZERS:
-        raise refusal(f"optimizer.type is {name!r}", 'Set it to "AdamW" or "Adam"')
+        return f"optimizer.type is {name!r}", 'Set it to "AdamW" or "Adam"'
     if flag(section(optimizer, "params"), "torch_adam", False):
-        raise refusal("optimizer.params.torch_adam is true, which is torch's", "Take it out")
+        return "optimizer.params.torch_adam is true, which is torch's", "Take it out"
+    return "", ""

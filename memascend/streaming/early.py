@@ -112,7 +112,7 @@ class EarlySteps:
             self.forget()
             return
         self._complete += [(name, begin) for begin in begins]
-        while self._complete and self._is_stored(*self._complete[0]):
+        while self._is_open and self._complete and self._is_stored(*self._complete[0]):
             self._stream.expect_early(*self._complete.popleft())
             self._is_running = True
             try:

@@ -120,8 +120,8 @@ class OptimizerStream:
                 reach(end)
             if early:
                 self._take_states(group)
-            if early and len(early) == len(begins):
-                step_nothing(step)
+                if len(early) == len(begins):
+                    step_nothing(step)
             if not self._reading:  # the walk is over; a gather has a stream of its own
                 self._tiles.wait_copies()
         except BaseException:
@@ -331,15 +331,10 @@ class OptimizerStream:
         self._tiles.write(tile, place(group.key()), tile.master)
         for number, (name, dtype) in enumerate(group.states.items()):
             self._tiles.write(tile, place(group.key(name)), self._tiles.state(tile, number, dtype))
-        self._give_to_members(tile, members, is_cast=is_cast, place=place)
+        self._give_to_members(tile, members, is_cast=is_cast, early=early)
 
     def _give_to_members(
-        self,
-        tile: Tile,
-        members: Sequence[Member],
-        *,
-        is_cast: bool,
-        place: Callable[[str], str] = str,
+        self, tile: Tile, members: Sequence[Member], *, is_cast: bool, early: bool = False
     ) -> None:
         """Give members the tile's weights; with `is_cast` it has them in 16 bits too."""
         for member in members:
@@ -362,4 +357,5 @@ class OptimizerStream:
             if member.key is None:
                 raise AssertionError(f"a member at {member.offset} lives nowhere")
             offset_bytes = (first - member.offset) * source.element_size()
-            self._tiles.write_part(tile, place(member.key), source, offset_bytes)
+            key = early_key(member.key) if early else member.key
+            self._tiles.write_part(tile, key, source, offset_bytes)

@@ -8,33 +8,24 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+from tests.integration.programs import deepspeed_config
 
 #: Several chunks of a staging slot within the limit, and a part that does not end with a page.
 WIDTH = 1500
 
 
 def config(backend: str, drive: str) -> dict[str, Any]:
-    device = {"device": "cpu"} if backend == "cpu" else {"device": "nvme", "nvme_path": drive}
-    found: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": device,
-            "offload_optimizer": device,
-            "stage3_param_persistence_threshold": WIDTH + 1,
-        },
-        "steps_per_print": 1_000_000,
-    }
-    if backend == "memascend":
-        found["memascend"] = {"host_memory_limit": "10MiB"}
+    is_cpu = backend == "cpu"
+    block = None if is_cpu else {"host_memory_limit": "10MiB"}
+    found = deepspeed_config(Path(drive), device="cpu" if is_cpu else "nvme", block=block)
+    found["zero_optimization"]["stage3_param_persistence_threshold"] = WIDTH + 1
     return found
 
 

@@ -14,33 +14,10 @@ from memascend.nvme.store import MemoryFaults
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.staging import StagingSlots
 from tests.support.examples import examples
+from tests.support.resident_stores import content, open_resident, pattern, stream_of
 from tests.support.streaming_hosts import PAGE_BYTES, HostTensors, memory_store
 
 SLOT_COUNT = 3
-STREAMS = ("one", "other")
-
-
-def stream_of(key: str) -> str | None:
-    stream = key.partition(".")[0]
-    return stream if stream in STREAMS else None
-
-
-def open_resident(faults: MemoryFaults | None = None, **nbytes: int) -> ResidentStore:
-    store = ResidentStore(memory_store(faults), stream_of=stream_of)
-    if nbytes:
-        store.grant(nbytes, memory=HostTensors(), component="resident cache")
-    return store
-
-
-def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 255, (nbytes,), dtype=torch.uint8, generator=generator)
-
-
-def content(store: ResidentStore, key: str) -> torch.Tensor:
-    target = torch.zeros(store.nbytes(key=key), dtype=torch.uint8)
-    store.read(key=key, target=target).wait()
-    return target
 
 
 class ResidentAgainstDict(RuleBasedStateMachine):

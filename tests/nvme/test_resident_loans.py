@@ -6,26 +6,8 @@ import pytest
 import torch
 
 from memascend.nvme.resident import ResidentStore
-from tests.support.streaming_hosts import PAGE_BYTES, HostTensors, memory_store
-
-
-def open_resident(nbytes: int, memory: HostTensors | None = None) -> ResidentStore:
-    store = ResidentStore(
-        memory_store(), stream_of=lambda key: "one" if key.startswith("one.") else None
-    )
-    store.grant({"one": nbytes}, memory=memory or HostTensors(), component="resident cache")
-    return store
-
-
-def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 255, (nbytes,), dtype=torch.uint8, generator=generator)
-
-
-def content(store: ResidentStore, key: str) -> torch.Tensor:
-    target = torch.zeros(store.nbytes(key=key), dtype=torch.uint8)
-    store.read(key=key, target=target).wait()
-    return target
+from tests.support.resident_stores import content, open_resident, pattern
+from tests.support.streaming_hosts import PAGE_BYTES, HostTensors
 
 
 def lent(store: ResidentStore, key: str) -> torch.Tensor:
@@ -35,7 +17,7 @@ def lent(store: ResidentStore, key: str) -> torch.Tensor:
 
 def test_a_lent_key_is_its_memory_and_counts_as_read() -> None:
     memory = HostTensors()
-    store = open_resident(2 * PAGE_BYTES, memory)
+    store = open_resident(memory=memory, one=2 * PAGE_BYTES)
     source = torch.randn(1000).bfloat16()
     store.write(key="one.a", source=source).wait()
     first = store.lend(key="one.a", dtype=torch.bfloat16)
@@ -49,7 +31,7 @@ def test_a_lent_key_is_its_memory_and_counts_as_read() -> None:
 
 
 def test_what_is_not_all_in_memory_or_not_aligned_is_not_lent() -> None:
-    store = open_resident(2 * PAGE_BYTES)
+    store = open_resident(one=2 * PAGE_BYTES)
     store.write(key="third.a", source=pattern(10)).wait()
     store.write(key="one.a", source=pattern(6)).wait()
     store.write(key="one.b", source=pattern(8)).wait()
@@ -67,7 +49,7 @@ def test_what_is_not_all_in_memory_or_not_aligned_is_not_lent() -> None:
 
 def test_nothing_changes_a_key_while_it_is_lent() -> None:
     memory = HostTensors()
-    store = open_resident(2 * PAGE_BYTES)
+    store = open_resident(one=2 * PAGE_BYTES)
     store.write(key="one.a", source=pattern(2 * PAGE_BYTES)).wait()
     store.write(key="one.b", source=pattern(3 * PAGE_BYTES, 2)).wait()
     store.write(key="early.one.a", source=pattern(2 * PAGE_BYTES, 3)).wait()
@@ -96,7 +78,7 @@ def test_nothing_changes_a_key_while_it_is_lent() -> None:
 
 
 def test_a_closed_store_leaves_what_is_lent_mapped() -> None:
-    store = open_resident(PAGE_BYTES)
+    store = open_resident(one=PAGE_BYTES)
     store.write(key="one.a", source=pattern(100)).wait()
     view = lent(store, "one.a")
     store.close()

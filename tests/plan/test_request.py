@@ -54,6 +54,7 @@ def test_states_have_the_dtype_of_the_block() -> None:
         ({}, {"gradient_clipping": 1.0}, False),
         ({}, {"gradient_clipping": "auto"}, False),
         ({}, {"optimizer": {"type": "Lion"}}, False),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, False),
         ({"optimizer": {"during_backward": False}}, {}, False),
         ({"optimizer": {"during_backward": True, "fused": False}}, {}, False),
         ({"gradients": {"enabled": False}}, {}, False),

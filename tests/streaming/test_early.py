@@ -13,7 +13,7 @@ import torch
 from memascend.errors import StoreError
 from memascend.streaming.early import EarlyPart, EarlySteps
 from memascend.streaming.updates import EarlyStep, early_key
-from tests.support.tiled_training import SIZES, Training, gradients
+from tests.support.tiled_training import SIZES, Training, gradients, lose_drive_at
 
 BF16 = torch.bfloat16
 NAMES = list(SIZES)
@@ -251,17 +251,7 @@ def test_an_error_makes_nothing_early_and_is_told(
     made: Callable[[], Early], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early, late = made(), made()
-    write_back = early.stream._write_back
-    count = 0
-
-    def fail(*arguments: Any, **keywords: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise StoreError(5, "the drive is gone")
-        write_back(*arguments, **keywords)
-
-    monkeypatch.setattr(early.stream, "_write_back", fail)
+    lose_drive_at(3, early.stream, monkeypatch)
     early.begin()
     early.put(0, *NAMES)
     early.executor.submit(int).result()

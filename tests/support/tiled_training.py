@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 
+from memascend.errors import StoreError
 from memascend.nvme.store import TensorStore
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.optimizer import OptimizerStream
@@ -18,6 +21,20 @@ from tests.support.streaming_fakes import LateDevice, RemoteTensor
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
 
 SIZES = {"0_3": 20_011, "4_4": 8192, "5_9": 3}
+
+
+def tile_shape(**changes: Any) -> TileShape:
+    """One tile of Adam's, in mixed precision."""
+    shape = TileShape(
+        numel=4096,
+        count=1,
+        state_count=2,
+        master_dtype=torch.float32,
+        state_dtype=torch.float32,
+        gradient_dtype=torch.bfloat16,
+        parameter_dtype=torch.bfloat16,
+    )
+    return dataclasses.replace(shape, **changes)
 
 
 class Training:
@@ -40,14 +57,12 @@ class Training:
         self.slots = staging_slots(self.store)
         self.spool = GradientSpool(store=self.store, slots=self.slots)
         self.memory = HostTensors()
-        shape = TileShape(
+        shape = tile_shape(
             numel=tile_numel,
             count=tile_count,
             state_count=state_count,
-            master_dtype=torch.float32,
             state_dtype=state_dtype,
             gradient_dtype=gradient_dtype,
-            parameter_dtype=torch.bfloat16,
         )
         tiles = Tiles(
             store=self.store,
@@ -141,3 +156,15 @@ class Training:
 def gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     return {name: torch.randn(n, generator=generator).to(dtype) for name, n in SIZES.items()}
+
+
+def lose_drive_at(call: int, stream: OptimizerStream, patch: pytest.MonkeyPatch) -> None:
+    """Have the drive fail when this tile, counted from 1, is to be stored; not those after it."""
+    write_back, calls = stream._write_back, itertools.count(1)
+
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        if next(calls) == call:
+            raise StoreError(5, "the drive is gone")
+        write_back(*arguments, **keywords)
+
+    patch.setattr(stream, "_write_back", fail)

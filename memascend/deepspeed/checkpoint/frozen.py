@@ -43,12 +43,12 @@ def _is_on_drive(param: Any) -> bool:
 # -- saving --------------------------------------------------------------------------------------
 
 
-def put_in(content: dict[str, Any], engine: Any, slots: StagingSlots) -> int:
+def put_in(content: dict[str, Any], frozen: dict[str, Any], slots: StagingSlots) -> int:
     """Have the content of this rank's model_states.pt hold what is on the drive.
 
     Args:
-        content: As DeepSpeed has saved it; without frozen parameters nothing is done.
-        engine: DeepSpeed's.
+        content: As DeepSpeed has saved it; where frozen parameters are left out nothing is done.
+        frozen: Those on the drive, by name.
         slots: What the bytes pass through, while the file is written.
 
     Returns:
@@ -58,7 +58,7 @@ def put_in(content: dict[str, Any], engine: Any, slots: StagingSlots) -> int:
     if not fragments:
         return 0
     nbytes = 0
-    for name, param in frozen_on_drive(engine).items():
+    for name, param in frozen.items():
         swapper = swapper_of(param)
         assert swapper is not None
         count = param.ds_tensor.ds_numel
@@ -117,7 +117,10 @@ def taken_apart(
 
 
 def _files(engine: Any, load_dir: str, tag: str) -> Iterator[Path]:
-    """Yield the model_states.pt of every rank that saved."""
+    """Yield the model_states.pt of every rank that saved; of this one where each has a folder."""
+    if engine.use_node_local_storage():
+        yield Path(engine._get_ckpt_name(load_dir, tag))
+        return
     rank = 0
     while (path := Path(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(rank)))).is_file():
         yield path
@@ -130,21 +133,23 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
     optimizer = engine.optimizer
     optimizer._partition_all_parameters()  # what is gathered has the old values
     rank = dist.get_rank(group=optimizer.dp_process_group)
+    is_own = engine.use_node_local_storage()
     missing = []
     for name, param in frozen.items():
+        count = param.ds_tensor.ds_numel
         # Where somebody saved placeholders they are of another size.
-        part_numel = -(-param.ds_numel // len(saved))
+        part_numel = count if is_own else -(-param.ds_numel // len(saved))
         parts = [fragments[name] for fragments in saved if name in fragments]
         if [part.numel() for part in parts] != [part_numel] * len(saved):
             missing.append(name)
             continue
-        count = param.ds_tensor.ds_numel
         swapper = swapper_of(param)
         assert swapper is not None
+        begin = 0 if is_own else rank * count
         optimizer.attachment.runtime.staging.fill(
             key=swapper.key(param),
             nbytes=count * param.dtype.itemsize,
-            source=functools.partial(_fill, parts, param.dtype, rank * count),
+            source=functools.partial(_fill, parts, param.dtype, begin),
         )
     if missing and rank == 0:
         log.warning(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.files import Advance, SummedFile
+from memascend.checkpoint.files import Advance, SummedFile, sum_file
 from memascend.checkpoint.folder import SavingFolder, check_space
 from memascend.checkpoint.manifest import (
     FileEntry,
@@ -19,7 +19,7 @@ from memascend.checkpoint.manifest import (
 )
 from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
-from memascend.deepspeed.checkpoint.frozen import put_in
+from memascend.deepspeed.checkpoint.frozen import frozen_on_drive, put_in
 from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors
 from memascend.streaming.staging import StagingSlots
 from memascend.system.files import sync, write_durably
@@ -52,9 +52,11 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     names = str(folder.path.parent), folder.path.name
     model_states = Path(engine._get_ckpt_name(*names))
     zero_states = Path(engine._get_zero_ckpt_name(*names))
-    module = torch.load(model_states, map_location="cpu", weights_only=False)
-    nbytes = put_in(module, engine, runtime.staging)
-    nbytes += sum(t.padded_bytes for t in tensors) + sum(t.nbytes for t in twice)
+    nbytes = sum(t.padded_bytes for t in tensors) + sum(t.nbytes for t in twice)
+    frozen = frozen_on_drive(engine)
+    if frozen:
+        module = torch.load(model_states, map_location="cpu", weights_only=False)
+        nbytes += put_in(module, frozen, runtime.staging)
     smaller = ', or set "checkpoint": {"portable": false}' if is_portable else ""
     check_space(folder.path, nbytes, f"cannot save to {folder.target}", f"save elsewhere{smaller}")
     optimizer.settle()
@@ -66,7 +68,10 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
         writer.add_also_to(zero_states, twice)
         for tensor in once:
             writer.add(tensor)
-        writer.replace(model_states, module)
+        if frozen:
+            writer.replace(model_states, module)
+        else:
+            writer.note(model_states, *sum_file(model_states, advance))
     # Others of DeepSpeed's files may be this rank's too; what is durable already costs nothing.
     for path in folder.path.iterdir():
         if path.is_file():

@@ -33,7 +33,9 @@ class Swapper:
         return str(param.key)
 
 
-def engine_of(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine_of(
+    rank: int, world: int, monkeypatch: pytest.MonkeyPatch, *, is_local: bool = False
+) -> Any:
     """An engine of one frozen parameter, and its store."""
     part_numel = -(-NUMEL // world)
     shard = SimpleNamespace(ds_numel=part_numel, final_location="nvme")
@@ -53,6 +55,7 @@ def engine_of(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
         optimizer=optimizer,
         store=store,
         numel=part_numel,
+        use_node_local_storage=lambda: is_local,
         _get_zero_frozen_param_attributes=lambda function: {"base": function(param)},
     )
 
@@ -79,6 +82,17 @@ def test_any_number_of_ranks_takes_its_parts(
         assert torch.equal(found, expected)
 
 
+def test_where_each_rank_has_a_folder_its_own_part_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = divided(torch.randn(NUMEL).to(BF16), 2)
+    engine = engine_of(1, 2, monkeypatch, is_local=True)
+    frozen._restore(engine, frozen.frozen_on_drive(engine), save(tmp_path, parts)[1:])
+    found = torch.empty(engine.numel, dtype=BF16)
+    engine.store.read(key="param.0", target=found).wait()
+    assert torch.equal(found, parts[1])
+
+
 @pytest.mark.parametrize("part", [torch.zeros(()), torch.zeros(1), torch.zeros(NUMEL // 2)])
 def test_placeholders_are_no_values(
     tmp_path: Path,
@@ -103,7 +117,7 @@ def test_what_is_saved_streams_from_the_store(monkeypatch: pytest.MonkeyPatch) -
     engine.store.write(key="param.0", source=values).wait()
     content: dict[str, Any] = {"frozen_param_fragments": {"base": torch.zeros(1)}}
     slots = engine.optimizer.attachment.runtime.staging
-    assert frozen.put_in(content, engine, slots) == 2 * NUMEL
+    assert frozen.put_in(content, frozen.frozen_on_drive(engine), slots) == 2 * NUMEL
     streamed = content["frozen_param_fragments"]["base"]
     assert isinstance(streamed, StreamedTensor)
     written = bytearray()
@@ -116,8 +130,10 @@ def test_where_they_are_left_out_or_elsewhere_nothing_is_done(
 ) -> None:
     engine = engine_of(0, 1, monkeypatch)
     slots = engine.optimizer.attachment.runtime.staging
-    assert frozen.put_in({"frozen_param_fragments": None}, engine, slots) == 0
+    assert (
+        frozen.put_in({"frozen_param_fragments": None}, frozen.frozen_on_drive(engine), slots) == 0
+    )
     monkeypatch.setattr(frozen, "swapper_of", lambda param: None)
     content = {"frozen_param_fragments": {"base": torch.zeros(1)}}
-    assert frozen.put_in(content, engine, slots) == 0
+    assert frozen.put_in(content, frozen.frozen_on_drive(engine), slots) == 0
     assert torch.equal(content["frozen_param_fragments"]["base"], torch.zeros(1))

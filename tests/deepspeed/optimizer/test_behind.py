@@ -15,7 +15,7 @@ from memascend.deepspeed.optimizer.fused_adam import fused_adam
 from memascend.errors import StoreError, TornStepError
 from memascend.streaming.updates import SubGroupStep
 from tests.support.tiled_optimizer import NAMES, Optimizer, Swapper
-from tests.support.tiled_training import SIZES, gradients
+from tests.support.tiled_training import SIZES, gradients, lose_drive_at
 
 pytestmark = pytest.mark.deepspeed
 
@@ -125,17 +125,7 @@ def test_an_error_comes_up_once_and_the_step_counts_as_torn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     optimizer = make()
-    write_back = optimizer.stream._write_back
-    count = 0
-
-    def fail(*arguments: Any, **keywords: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise StoreError(5, "the drive is gone")
-        write_back(*arguments, **keywords)
-
-    monkeypatch.setattr(optimizer.stream, "_write_back", fail)
+    lose_drive_at(3, optimizer.stream, monkeypatch)
     step(optimizer, 0)
     with pytest.raises(StoreError, match="the drive is gone"):
         optimizer.runtime.walk.wait_for([f"param.{NAMES[-1]}.0"])

@@ -19,6 +19,7 @@ from memascend.deepspeed.optimizer import fused_adam as module
 from memascend.deepspeed.optimizer.fused_adam import BetaPowers, FusedAdam, fp32, fused_adam
 from memascend.kernels.adam import update
 from memascend.streaming.tiles import TileShape
+from tests.support.tiled_training import tile_shape
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ISAS = _core.kernel_isas()
@@ -33,15 +34,7 @@ STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
 
 def shape(gradient: torch.dtype = BF16, parameter: torch.dtype = BF16) -> TileShape:
-    return TileShape(
-        numel=4096,
-        count=1,
-        state_count=2,
-        master_dtype=torch.float32,
-        state_dtype=torch.float32,
-        gradient_dtype=gradient,
-        parameter_dtype=parameter,
-    )
+    return tile_shape(gradient_dtype=gradient, parameter_dtype=parameter)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from memascend.deepspeed.optimizer import fused_adam as module
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS, FusedAdam, fused_adam
 from memascend.errors import ConfigError
 from memascend.streaming.tiles import TileShape
+from tests.support.tiled_training import tile_shape
 
 BF16 = torch.bfloat16
 NUMEL = 5000
@@ -22,15 +23,7 @@ STATES = dict.fromkeys(MOMENTS, BF16)
 
 
 def shape(gradient: torch.dtype = BF16) -> TileShape:
-    return TileShape(
-        numel=4096,
-        count=1,
-        state_count=2,
-        master_dtype=torch.float32,
-        state_dtype=BF16,
-        gradient_dtype=gradient,
-        parameter_dtype=BF16,
-    )
+    return tile_shape(state_dtype=BF16, gradient_dtype=gradient)
 
 
 @pytest.fixture(autouse=True)
