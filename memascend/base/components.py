@@ -9,6 +9,8 @@ from __future__ import annotations
 BOUNCE_BUFFERS = "bounce buffers"
 #: Through which gradients, large parameters and files of checkpoints pass.
 STAGING_SLOTS = "staging slots"
+#: Through which what forward saves for backward passes (activations).
+ACTIVATION_SLOTS = "activation slots"
 #: Master weights, states, gradient and 16-bit result of the tiles in flight.
 OPTIMIZER_TILES = "optimizer tiles"
 #: What 16-bit gradients are widened into.

@@ -128,6 +128,22 @@ class StreamingConfig(Section):
     parameters: ParameterStreamConfig = ParameterStreamConfig()
 
 
+class ActivationConfig(Section):
+    """What forward saves for backward goes to the drive, and comes back before it is needed."""
+
+    enabled: bool = Field(False, description="off: it stays on the device")
+    device_bytes: Nbytes = Field(
+        0,
+        ge=0,
+        le=1 << 60,
+        description="of it, what stays on the device: what backward needs first. The more, the "
+        "less is written to the drive",
+    )
+    min_bytes: Nbytes = Field(
+        1 << 20, ge=1, le=1 << 60, description="smaller tensors stay on the device"
+    )
+
+
 class HeapConfig(Section):
     """Tensors that torch and DeepSpeed have freed: with glibc's malloc their memory goes back."""
 
@@ -187,6 +203,7 @@ class MemAscendConfig(Section):
     )
     overflow_check: OverflowCheckConfig = OverflowCheckConfig()
     streaming: StreamingConfig = StreamingConfig()
+    activations: ActivationConfig = ActivationConfig()
     heap: HeapConfig = HeapConfig()
     wear: WearConfig = WearConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -207,6 +224,7 @@ class MemAscendConfig(Section):
         needs = {
             "volumes": (self.volumes is not None, "knows one directory"),
             "verify": (self.verify != "off", "keeps no checksums"),
+            "activations": (self.activations.enabled, "moves whole tensors only"),
         }
         for key, (is_set, reason) in needs.items():
             if is_set and not self.direct_nvme.enabled:
@@ -237,6 +255,7 @@ class MemAscendConfig(Section):
         return (
             *(name for name in names if getattr(self, name).enabled),
             *(f"streaming.{name}" for name in streams if getattr(self.streaming, name).enabled),
+            *(("activations",) if self.activations.enabled else ()),
         )
 
 

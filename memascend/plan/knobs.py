@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memascend.base.components import (
+    ACTIVATION_SLOTS,
     BOUNCE_BUFFERS,
     CHECKSUMS,
     OPTIMIZER_SCRATCH,
@@ -98,7 +99,7 @@ class Knobs:
         checksums = {CHECKSUMS: self.checksum_bytes} if self.checksum_bytes else {}
         return {
             BOUNCE_BUFFERS: BOUNCE_BYTES,
-            STAGING_SLOTS: self.staging_slot_count * self.staging_slot_bytes,
+            **dict.fromkeys(slot_sets(request), self.staging_slot_count * self.staging_slot_bytes),
             OPTIMIZER_TILES: self.tile_count * self.tile_numel * tile_element_bytes(request),
             OPTIMIZER_SCRATCH: self.tile_numel * scratch_element_bytes(request),
             PARAMETER_SLOTS: self.layer_bytes + self.prefetch_bytes,
@@ -114,6 +115,11 @@ class Knobs:
         """Bytes of the largest shard that takes a slot; larger ones go in chunks."""
         budget_bytes = self.layer_bytes + self.prefetch_bytes
         return min(self.slot_bytes, page_down(budget_bytes // SLOT_PARTS))
+
+
+def slot_sets(request: PlanRequest) -> tuple[str, ...]:
+    """Return the components that are slots of one size and number."""
+    return (STAGING_SLOTS, ACTIVATION_SLOTS) if request.has_activations else (STAGING_SLOTS,)
 
 
 def tile_element_bytes(request: PlanRequest) -> int:
@@ -255,17 +261,19 @@ def _shrink_moving(least: _Least, knobs: Knobs, request: PlanRequest, excess_byt
     in proportion to the root of its own cost and price.
     """
     numel_bytes = knobs.tile_count * tile_element_bytes(request) + scratch_element_bytes(request)
-    staging_bytes = knobs.staging_slot_count * knobs.staging_slot_bytes
+    sets = len(slot_sets(request))
+    staging_bytes = sets * knobs.staging_slot_count * knobs.staging_slot_bytes
     room_bytes = knobs.tile_numel * numel_bytes + staging_bytes - excess_bytes
     if knobs.tile_numel and request.tile_bytes is None and request.is_tiled:
         tiles = math.sqrt(TILE_TO_CHUNK_COST * numel_bytes)
-        staging = math.sqrt(knobs.staging_slot_count * request.gradient_itemsize)
+        staging = math.sqrt(sets * knobs.staging_slot_count * request.gradient_itemsize)
         wanted_bytes = int(room_bytes * staging / (tiles + staging))
-        wanted_bytes = max(least.slot_count * least.slot_bytes, min(staging_bytes, wanted_bytes))
+        least_bytes = sets * least.slot_count * least.slot_bytes
+        wanted_bytes = max(least_bytes, min(staging_bytes, wanted_bytes))
         kept = (room_bytes - wanted_bytes) // numel_bytes // TILE_NUMEL_STEP * TILE_NUMEL_STEP
         kept = min(knobs.tile_numel, max(least.tile_numel, kept))
         knobs = dataclasses.replace(knobs, tile_numel=kept)
-    kept_bytes = room_bytes - knobs.tile_numel * numel_bytes
+    kept_bytes = (room_bytes - knobs.tile_numel * numel_bytes) // sets
     count = knobs.staging_slot_count
     slot_bytes = min(knobs.staging_slot_bytes, page_down(kept_bytes // count))
     if slot_bytes < least.slot_bytes:

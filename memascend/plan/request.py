@@ -52,6 +52,7 @@ class PlanRequest:
         verify: "off", "reads" or "full": whether checksums are kept of what is on the drives.
         volume_count: Drives that the tensors are striped over.
         during_backward: Whether the step begins then, beside the values that it changes.
+        has_activations: Whether what forward saves for backward goes to the drive.
     """
 
     world: int = 1
@@ -75,6 +76,7 @@ class PlanRequest:
     verify: str = "off"
     volume_count: int = 1
     during_backward: bool = False
+    has_activations: bool = False
 
     def __post_init__(self) -> None:
         """Raise ConfigError for what no run could have."""
@@ -201,6 +203,7 @@ class PlanRequest:
             verify=block.verify,
             volume_count=len(block.volumes) if block.volumes else 1,
             during_backward=_steps_during_backward(block, ds_config),
+            has_activations=block.activations.enabled,
         )
 
 

@@ -64,6 +64,19 @@ def test_the_heap_alone_activates_nothing() -> None:
     assert config.active_config({"memascend": block}) is None
 
 
+def test_activations_are_a_section_only_when_they_are_asked_for() -> None:
+    assert "activations" not in config.parse_block({}).sections_enabled
+    parsed = config.parse_block({"activations": {"enabled": True, "device_bytes": "2GiB"}})
+    assert parsed.sections_enabled == (*SECTIONS, "activations")
+    assert parsed.activations.device_bytes == 2 << 30
+
+
+def test_activations_need_our_engine() -> None:
+    block = turned_off("direct_nvme") | {"activations": {"enabled": True}}
+    with pytest.raises(ConfigError, match=r"memascend\.activations needs memascend\.direct_nvme"):
+        config.parse_block(block)
+
+
 def test_a_block_that_is_not_an_object_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be a JSON object"):
         config.find_block({"memascend": True})

@@ -45,6 +45,7 @@ requests = st.builds(
     reuse_numel=st.sampled_from([0, 10**4, 10**9]),
     tile_bytes=st.sampled_from([None, None, 64 * KIB, 100_000, MIB]),
     prefetch_bytes=st.sampled_from([None, None, 0, 12345, MIB]),
+    has_activations=st.booleans(),
 )
 
 
@@ -85,7 +86,13 @@ def test_every_plan_keeps_its_limit_and_its_own_rules(
         assert full or plan.host_bytes > limit - 4 * KIB
     else:
         assert plan.host["resident cache"] == 0
-        assert all(plan.host[name] <= default.host[name] for name in COMPONENTS)
+        assert all(plan.host[name] <= default.host[name] for name in plan.host)
+
+
+def components(request: PlanRequest) -> list[str]:
+    begin = COMPONENTS.index("staging slots") + 1
+    activations = ["activation slots"] if request.has_activations else []
+    return [*COMPONENTS[:begin], *activations, *COMPONENTS[begin:]]
 
 
 def copies_of_gradients(plan: Plan) -> int:
@@ -94,7 +101,9 @@ def copies_of_gradients(plan: Plan) -> int:
 
 
 def check_rules(plan: Plan) -> None:
-    assert list(plan.host) == COMPONENTS
+    assert list(plan.host) == components(plan.request)
+    staging_bytes = plan.host["staging slots"]
+    assert plan.host.get("activation slots", staging_bytes) == staging_bytes
     assert all(nbytes % (4 * KIB) == 0 for nbytes in plan.host.values())
     assert plan.tile_numel % 4096 == 0
     assert 2 <= plan.staging_slot_count <= 4

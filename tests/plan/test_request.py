@@ -46,6 +46,12 @@ def test_states_have_the_dtype_of_the_block() -> None:
     assert PlanRequest(master_itemsize=2).states_bytes == 4
 
 
+def test_activations_go_to_the_drive_where_the_block_says_so() -> None:
+    assert not PlanRequest.from_deepspeed(nvme(memascend={})).has_activations
+    block = {"activations": {"enabled": True}}
+    assert PlanRequest.from_deepspeed(nvme(memascend=block)).has_activations
+
+
 @pytest.mark.parametrize(
     ("block", "keys", "expected"),
     [
