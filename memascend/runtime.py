@@ -11,14 +11,21 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from memascend.base import waiting
-from memascend.base.components import BOUNCE_BUFFERS, PARAMETER_SLOTS, RESIDENT_CACHE
-from memascend.base.interfaces import Event, HostMemory, Registrar, TensorIO
+from memascend.base.components import (
+    ACTIVATION_SLOTS,
+    BOUNCE_BUFFERS,
+    PARAMETER_SLOTS,
+    RESIDENT_CACHE,
+    STAGING_SLOTS,
+)
+from memascend.base.interfaces import Event, HostMemory, NewStream, Registrar, TensorIO
 from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.config.block import MemAscendConfig
 from memascend.config.environment import local_world_size
@@ -33,6 +40,7 @@ from memascend.nvme.store import TensorStore, describe_recovery
 from memascend.plan.derive import Plan
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.plan.knobs import BOUNCE_BYTES, STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
+from memascend.streaming.activations import ActivationStream
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.walk import Walk
 from memascend.system.memory import resident_memory
@@ -90,6 +98,7 @@ class Runtime:
         registrar: Registrar | None = None,
         new_event: Callable[..., Event] | None = None,
         wait_idle: Callable[[], object] | None = None,
+        new_stream: NewStream | None = None,
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
         limit_bytes: int | None = None,
@@ -106,6 +115,7 @@ class Runtime:
             registrar: Who registers it; None for CUDA's driver.
             new_event: The device's class of events; None when the device is the CPU.
             wait_idle: Waits until the device has nothing to do; None when it is the CPU.
+            new_stream: Makes a stream of the device; None when it is the CPU.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
@@ -137,8 +147,11 @@ class Runtime:
         self._io = self.store or stock.store
         self.new_event = None if new_event is None else partial(waiting.new_event, new_event)
         self._wait_idle = wait_idle
+        self._new_stream = new_stream
         self._staging: StagingSlots | None = None
-        self._staging_slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
+        self._activations: ActivationStream | None = None
+        self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
+        self._slot_count = STAGING_SLOT_COUNT
         self.pool = _make_pool(config, stock.slot_memory or memory, parameter_budget_bytes)
         self.overflow_check = _make_overflow_check(config)
         self.wear = WearMeter(
@@ -158,15 +171,39 @@ class Runtime:
     def staging(self) -> StagingSlots:
         """The one set of staging slots, which all paths share."""
         if self._staging is None:
-            self._staging = StagingSlots(
-                store=self.io,
-                memory=self.memory,
-                slot_bytes=self._staging_slot_bytes,
-                slot_count=STAGING_SLOT_COUNT,
-                new_event=self.new_event,
-                wait_idle=self._wait_idle,
-            )
+            self._staging = self._new_slots(STAGING_SLOTS)
         return self._staging
+
+    @property
+    def activations(self) -> ActivationStream:
+        """The stream of what forward saves for backward, with slots of its own."""
+        if self._activations is None:
+            self._activations = ActivationStream(
+                slots=self._new_slots(ACTIVATION_SLOTS),
+                device_bytes=self.config.activations.device_bytes,
+                new_event=self.new_event,
+                on_copy_stream=self._new_stream() if self._new_stream is not None else nullcontext,
+            )
+        return self._activations
+
+    def _new_slots(self, component: str) -> StagingSlots:
+        return StagingSlots(
+            store=self.io,
+            memory=self.memory,
+            slot_bytes=self._slot_bytes,
+            slot_count=self._slot_count,
+            component=component,
+            new_event=self.new_event,
+            wait_idle=self._wait_idle,
+        )
+
+    def _exchange_slots(self, slot_bytes: int, slot_count: int) -> None:
+        self._slot_bytes, self._slot_count = slot_bytes, slot_count
+        if self._staging is not None:
+            self._staging.resize(slot_bytes=slot_bytes, slot_count=slot_count)
+        if self._activations is not None:
+            self._activations.settle()
+            self._activations.slots.resize(slot_bytes=slot_bytes, slot_count=slot_count)
 
     @property
     def unregistered_bytes(self) -> int:
@@ -188,14 +225,15 @@ class Runtime:
             self.store.revoke()
         if self.pool.is_bounded:
             self.pool.resize(0, slot_bytes_max=0)
-        if self._staging is not None:
-            self._staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=0)
+        self._exchange_slots(plan.staging_slot_bytes, 0)
         if self.arena is not None:
             # Registered memory goes back in whole pieces only: before new blocks settle in them.
             self.arena.core.trim()
         if self.store is not None:
             self.store.core.provide_checksums(nbytes=plan.checksum_bytes)
-        self.staging.resize(slot_bytes=plan.staging_slot_bytes, slot_count=plan.staging_slot_count)
+        self._exchange_slots(plan.staging_slot_bytes, plan.staging_slot_count)
+        _ = self.staging  # takes them where there were none
+        _ = self.config.activations.enabled and self.activations
         if self.pool.is_bounded:
             self.pool.resize(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
         if self.store is not None and self.store.granted != resident:
@@ -249,6 +287,7 @@ class Runtime:
             drive=self.store.stats() if self.store is not None else {},
             wear=self.read_wear(),
             volumes=traffic_of(self.store.core) if self.store is not None else (),
+            activations=None if self._activations is None else replace(self._activations.traffic),
         )
 
     def note_checkpoint(self, folder: str) -> None:
@@ -287,6 +326,8 @@ class Runtime:
 
     def close(self) -> None:
         """Wait for transfers and give the drive's space back; memory follows its last view."""
+        if self._activations is not None:
+            self._activations.close()
         if self.store is not None:
             self.store.close()
 
@@ -356,8 +397,4 @@ def _make_overflow_check(config: MemAscendConfig) -> Callable[[torch.Tensor], bo
     section = config.overflow_check
     if not section.enabled:
         return None
-
-    def has_non_finite(gradients: torch.Tensor) -> bool:
-        return scan(gradients, threads=section.threads).non_finite
-
-    return has_non_finite
+    return lambda gradients: scan(gradients, threads=section.threads).non_finite

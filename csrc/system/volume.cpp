@@ -27,6 +27,15 @@ constexpr mode_t kOwnerOnly = 0600;
 constexpr std::uint64_t kBlockBytes = 4096;  // of every device without a better answer
 constexpr std::size_t kMemoryNameMax = 200;  // memfd_create refuses more than 249 bytes
 
+/// Has the file system take space for a part of a file; returns the errno.
+int allocate(int descriptor, std::uint64_t begin, std::uint64_t nbytes) {
+  int result = 0;
+  do {
+    result = ::fallocate(descriptor, 0, static_cast<off_t>(begin), static_cast<off_t>(nbytes));
+  } while (result != 0 && errno == EINTR);
+  return result == 0 ? 0 : errno;
+}
+
 // The head of struct statx up to the fields of Linux 6.1, which older C libraries lack.
 struct StatxHead {
   std::uint32_t mask;
@@ -216,16 +225,12 @@ void Volume::grow(std::uint64_t capacity_bytes) {
     capacity_bytes_ = capacity_bytes;
     return;
   }
-  int result = 0;
-  do {
-    result = ::fallocate(descriptor(), 0, static_cast<off_t>(capacity_bytes_),
-                         static_cast<off_t>(needed));
-  } while (result != 0 && errno == EINTR);
-  if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
-    result = ::ftruncate(descriptor(), static_cast<off_t>(capacity_bytes));
+  // Nothing is taken of memory before it is written.
+  int code = device_ == 0 ? EOPNOTSUPP : allocate(descriptor(), capacity_bytes_, needed);
+  if (code == EOPNOTSUPP || code == ENOSYS) {
+    code = ::ftruncate(descriptor(), static_cast<off_t>(capacity_bytes)) == 0 ? 0 : errno;
   }
-  if (result != 0) {
-    const int code = errno;
+  if (code != 0) {
     // A failed fallocate may have allocated a part; give it back so that nothing changed.
     (void)!::ftruncate(descriptor(), static_cast<off_t>(capacity_bytes_));
     if (code == ENOSPC || code == EFBIG || code == EDQUOT) throw full();

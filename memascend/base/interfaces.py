@@ -5,10 +5,17 @@ A lower layer implements them, a higher one uses them, and neither imports the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+#: Makes a block in which a stream of the device is the current one.
+OnStream = Callable[[], AbstractContextManager[object]]
+#: Makes such a stream.
+NewStream = Callable[[], OnStream]
 
 
 class HostMemory(Protocol):
@@ -61,6 +68,9 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait until it has."""
+
+    def wait(self) -> None:
+        """Have what is issued on the current stream from now on wait until it has."""
 
 
 class TensorIO(Protocol):

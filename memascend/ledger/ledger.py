@@ -15,7 +15,7 @@ from typing import Any
 
 from memascend.base.units import format_nbytes
 from memascend.ledger.drives import DriveWear
-from memascend.ledger.traffic import VolumeTraffic
+from memascend.ledger.traffic import ActivationTraffic, VolumeTraffic
 from memascend.ledger.wear import Wear
 from memascend.plan.derive import Plan
 from memascend.system.files import is_replaceable, replace_durably
@@ -48,6 +48,7 @@ class Ledger:
         volumes: What each volume moved, and how fast; empty without a store.
         drives: The wear of the drives below the volumes, from their SMART data; empty without any.
         heap: What serves malloc, and what was set; empty where nobody looked.
+        activations: What forward saved for backward; None where that stays on the device.
     """
 
     rows: Sequence[LedgerRow]
@@ -62,6 +63,7 @@ class Ledger:
     volumes: Sequence[VolumeTraffic] = ()
     drives: Sequence[DriveWear] = ()
     heap: str = ""
+    activations: ActivationTraffic | None = None
 
     @property
     def planned_bytes(self) -> int:
@@ -144,6 +146,8 @@ class Ledger:
         table += [f"  {volume.describe()}" for volume in self.volumes]
         if self.volumes:
             table.append(f"  training waited {self.drive['wait_seconds']:.1f} s for the drives")
+        if self.activations is not None:
+            table.append(f"  {self.activations.describe()}")
         if self.wear is not None:
             table.append(f"  {self.wear.describe()}")
         survived = describe_faults(self.drive)

@@ -33,6 +33,34 @@ class Latency:
         return f"99 % within {1e3 * self.p99_s:.3g} ms, longest {1e3 * self.longest_s:.3g} ms"
 
 
+@dataclass(slots=True)
+class ActivationTraffic:
+    """What forward has saved for backward, since the start.
+
+    Attributes:
+        count: Storages.
+        saved_bytes: Of all of them.
+        written_bytes: Of those that went to the drive.
+        read_bytes: Of those that came back.
+        held_bytes_peak: The most that was on the device at once, saved and not written.
+    """
+
+    count: int = 0
+    saved_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    held_bytes_peak: int = 0
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        return (
+            f"activations: {format_nbytes(self.saved_bytes)} saved for backward, "
+            f"{format_nbytes(self.written_bytes)} of it written to the drives and "
+            f"{format_nbytes(self.read_bytes)} read; at most "
+            f"{format_nbytes(self.held_bytes_peak)} waited on the device"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class VolumeTraffic:
     """One volume of one rank, since the start.

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import HostMemory
 from memascend.base.units import page_down
 
@@ -50,15 +49,20 @@ class LentSlots:
     """The memory of slots, and the free ones."""
 
     def __init__(
-        self, *, memory: HostMemory, wait_idle: Callable[[], object] | None = None
+        self,
+        *,
+        memory: HostMemory,
+        component: str,
+        wait_idle: Callable[[], object] | None = None,
     ) -> None:
         """Begin with none.
 
         Args:
             memory: Page-locked host memory.
+            component: Name in the ledger.
             wait_idle: Waits until the device has nothing to do; None when it is the CPU.
         """
-        self._memory = memory
+        self._memory, self._component = memory, component
         self._wait_idle = wait_idle
         self._slots: list[Slot] = []
         self._free: deque[Slot] = deque()
@@ -85,7 +89,7 @@ class LentSlots:
         # Pages, as memory that the drive uses at once: or else slots are not shared.
         self._part_bytes = page_down(slot_bytes // PART_COUNT) or slot_bytes
         for _ in range(slot_count):
-            memory = self._memory.tensor(slot_bytes, torch.uint8, component=STAGING_SLOTS)
+            memory = self._memory.tensor(slot_bytes, torch.uint8, component=self._component)
             self._slots.append(Slot(memory))
             self._free.append(self._slots[-1])
 

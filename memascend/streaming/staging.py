@@ -1,9 +1,8 @@
 """Staging slots: tensors of any size pass between the device and the store through fixed memory.
 
-Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one slot, with the drive
-working on some slots while the device copies others. On a device with its own streams an event
-behind each copy says when a slot may go on; a synchronous device (the CPU) needs none. One thread
-at a time may call; Ctrl-C may come between any two lines (lent_slots.py).
+Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one slot: the drive works
+on some while the device copies others. On a device with its own streams an event behind each copy
+says when a slot may go on. One thread at a time may call; Ctrl-C may come anywhere (lent_slots.py).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.waiting import Ended, event_here
 from memascend.streaming.lent_slots import GivenBackOnError, LentSlots, Slot
@@ -48,6 +48,7 @@ class StagingSlots:
         memory: HostMemory,
         slot_bytes: int,
         slot_count: int,
+        component: str = STAGING_SLOTS,
         new_event: Callable[[], Event] | None = None,
         wait_idle: Callable[[], object] | None = None,
     ) -> None:
@@ -58,6 +59,7 @@ class StagingSlots:
             memory: Page-locked host memory.
             slot_bytes: A multiple of the page size.
             slot_count: At least SLOT_COUNT_MIN: one fills while another empties.
+            component: Name in the ledger.
             new_event: Makes an event of the device; None when the device is the CPU.
             wait_idle: Waits until the device has nothing to do; None when it is the CPU.
 
@@ -69,10 +71,9 @@ class StagingSlots:
             raise ValueError(f"slot_count must be at least {SLOT_COUNT_MIN}, got {slot_count}")
         if slot_bytes <= 0:
             raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
-        self.store = store
-        self._new_event = new_event
+        self.store, self._new_event = store, new_event
         self.slot_bytes = slot_bytes
-        self._slots = LentSlots(memory=memory, wait_idle=wait_idle)
+        self._slots = LentSlots(memory=memory, component=component, wait_idle=wait_idle)
         self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
         self._writes: deque[_Write] = deque()  # oldest first
         self._reads: deque[tuple[Event, Slot]] = deque()  # copied out, oldest first
@@ -389,9 +390,8 @@ class StagingSlots:
 
     def _find_lost(self) -> bool:
         """Free what Ctrl-C has left in no list; return whether there was anything."""
-        return self._slots.find_lost(
-            [write.slot for write in self._writes] + [slot for _, slot in self._reads]
-        )
+        listed = [write.slot for write in self._writes] + [slot for _, slot in self._reads]
+        return self._slots.find_lost(listed)
 
 
 def _settle(ticket: Ticket) -> None:

@@ -30,6 +30,8 @@ SAVERS: dict[str, tuple[Backend, dict[str, Any]]] = {
     "stock": ("stock", {"prefetch_numel": 0}),
     "cpu": ("oracle", {"params": "cpu", "optimizer": "cpu"}),
 }
+#: Activations of these models are small: several kibibytes at most.
+SAVED_BYTES_MIN = 2 << 10
 SUB_GROUP_SMALL_NUMEL = 1_500_000
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 # By name: DeepSpeed's type and its parameters.
@@ -51,7 +53,8 @@ class Case:
     dtype: str = "bf16"
     accumulation: int = 1
     clipping: float = 0.0
-    checkpointing: str = "off"  # off | reentrant | nonreentrant
+    checkpointing: str = "off"  # off | reentrant | nonreentrant | offload | deepspeed
+    saved_bytes: int | None = None  # with activations on the drive: of them, those on the device
     params: str = "nvme"  # nvme | cpu | none
     optimizer: str = "nvme"  # nvme | cpu | none | absent (inference)
     zero_init: bool = True
@@ -148,6 +151,8 @@ class Case:
         values = {name: getattr(self, name) for name in kept}
         if self.resume_at and self.family == "alternating":
             values |= {"resume_at": self.resume_at, "saver": "cpu"}
+        if self.checkpointing == "offload":  # asks for a device other than the CPU
+            values |= {"checkpointing": "nonreentrant"}
         # Adam on a device rounds in another way; inference has none.
         optimizer = self.optimizer if self.optimizer in ("none", "absent") else "cpu"
         return Case(**values, params="cpu", optimizer=optimizer)
@@ -189,6 +194,12 @@ def memascend_block(case: Case, nvme_path: str) -> dict[str, Any]:
         block["streaming"]["optimizer"] = {}  # the plan's tiles, not the case's
     elif case.tile_bytes is not None:
         block["streaming"]["optimizer"]["tile_bytes"] = case.tile_bytes
+    if case.saved_bytes is not None:
+        block["activations"] = {
+            "enabled": True,
+            "device_bytes": case.saved_bytes,
+            "min_bytes": SAVED_BYTES_MIN,
+        }
     if case.during_backward:
         block["streaming"]["optimizer"]["during_backward"] = True
     if case.walk == "off":
@@ -237,6 +248,8 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if backend == "memascend":
         config["memascend"] = memascend_block(case, nvme_path)
+        if case.checkpointing == "deepspeed":
+            config["activation_checkpointing"] = {"cpu_checkpointing": True}
     return config
 
 

@@ -16,6 +16,7 @@ from memascend.plan.derive import derive
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import from_module
 from tests.support.parity_cases import (
+    assert_activations_went,
     assert_memascend_did_it,
     assert_steps_went_behind,
     case_name,
@@ -110,6 +111,16 @@ def test_steps_behind_their_caller_and_at_once_give_the_bits_of_cpu_offload(
     assert differences(facts, bench.run(case, "oracle")) == []
     assert_memascend_did_it(case, facts)
     assert_steps_went_behind(case, facts)
+
+
+@pytest.mark.parametrize("case", quick(matrix.activation_cases(), 1, 3, 5, 7), ids=case_name)
+def test_with_activations_on_the_drive_training_gives_the_bits_of_cpu_offload(
+    bench: Bench, case: Case
+) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+    assert_activations_went(case, facts)
 
 
 @pytest.mark.parametrize("case", quick(matrix.stream_choice_cases(), 5), ids=case_name)

@@ -164,9 +164,19 @@ def build_model(case: Case, config: dict[str, Any], *, seed: int = SEED) -> nn.M
         ):
             models.set_weights(name, parameter.data, seed=seed)
     if case.checkpointing != "off":
-        reentrant = case.checkpointing == "reentrant"
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        enable_checkpointing(case, model, config)
     return model
+
+
+def enable_checkpointing(case: Case, model: Any, config: dict[str, Any]) -> None:
+    if case.checkpointing == "deepspeed":
+        deepspeed.checkpointing.configure(None, deepspeed_config=config)
+        model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)
+        return
+    model.activation_checkpointing_enable(
+        {"use_reentrant": case.checkpointing == "reentrant"},
+        offload=case.checkpointing == "offload",
+    )
 
 
 def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) -> dict[str, Any]:

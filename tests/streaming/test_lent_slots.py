@@ -10,7 +10,9 @@ from tests.support.streaming_fakes import FakeMemory
 
 def make(count: int) -> tuple[LentSlots, list[str]]:
     waits: list[str] = []
-    slots = LentSlots(memory=FakeMemory(), wait_idle=lambda: waits.append("idle"))
+    slots = LentSlots(
+        memory=FakeMemory(), component="staging slots", wait_idle=lambda: waits.append("idle")
+    )
     slots.exchange(slot_bytes=4096, slot_count=count)
     return slots, waits
 

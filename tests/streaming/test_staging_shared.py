@@ -76,7 +76,7 @@ def test_a_tensor_of_a_whole_slot_gets_one_once_the_parts_of_one_are_over(
 
 def test_what_shares_a_slot_begins_on_pages_of_its_own() -> None:
     slot_bytes = 2 * PART_COUNT * PAGE_BYTES
-    slots = lent_slots.LentSlots(memory=FakeMemory())
+    slots = lent_slots.LentSlots(memory=FakeMemory(), component="staging slots")
     slots.exchange(slot_bytes=slot_bytes, slot_count=2)
     lent = [slots.lend(numel, torch.float32) for numel in (1, 2 * PAGE_BYTES // 4, 2 * PAGE_BYTES)]
     begins = [part.data_ptr() - lent[0].data_ptr() for part in lent]
@@ -93,7 +93,7 @@ def test_what_shares_a_slot_begins_on_pages_of_its_own() -> None:
 
 
 def test_a_slot_that_is_free_again_is_lent_from_its_beginning() -> None:
-    slots = lent_slots.LentSlots(memory=FakeMemory())
+    slots = lent_slots.LentSlots(memory=FakeMemory(), component="staging slots")
     slots.exchange(slot_bytes=PART_COUNT * PAGE_BYTES, slot_count=2)
     slots.free(slots.slot_of(slots.lend(1, torch.uint8)))
     part = slots.lend(1, torch.uint8)

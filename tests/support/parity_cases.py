@@ -35,6 +35,15 @@ def assert_steps_went_behind(case: Case, facts: list[Facts]) -> None:
             assert walks["met"] >= taken - unmet > 0, walks
 
 
+def assert_activations_went(case: Case, facts: list[Facts]) -> None:
+    """Equal bits prove nothing of activations on the drive if they stayed on the device."""
+    for rank in facts:
+        traffic = rank["ledger"]["activations"]
+        assert traffic["count"] >= case.steps * case.accumulation, traffic
+        assert (traffic["written_bytes"] > 0) == (case.saved_bytes < traffic["held_bytes_peak"])
+        assert traffic["read_bytes"] <= traffic["written_bytes"] <= traffic["saved_bytes"]
+
+
 def assert_memascend_did_it(case: Case, facts: list[Facts]) -> None:
     """Equal bits prove nothing if stock, or nobody, did the swapping."""
     for rank in facts:

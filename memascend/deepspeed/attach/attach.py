@@ -67,6 +67,7 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
         stock=_stock_parts(config, ds_config, directory),
         new_event=device.new_event,
         wait_idle=device.wait_idle,
+        new_stream=device.new_stream,
         limit_bytes=limit_bytes,
         **building_sizes(limit_bytes),
     )

@@ -7,13 +7,14 @@ asked directly, all others through the accelerator.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, Registrar
+from memascend.base.interfaces import Event, NewStream, Registrar
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Device:
         pci_address: For the choice of a NUMA node; None where it is not known.
         new_event: Makes an event of it; None where copies are over on return.
         wait_idle: Waits until it has nothing to do; None where copies are over on return.
+        new_stream: Makes a stream, and returns what makes it the current one of a block; None where
+            there are none.
     """
 
     registers: bool = False
@@ -33,6 +36,7 @@ class Device:
     pci_address: str | None = None
     new_event: Callable[[], Event] | None = None
     wait_idle: Callable[[], object] | None = None
+    new_stream: NewStream | None = None
 
 
 def device_of(accelerator: Any) -> Device:
@@ -50,6 +54,7 @@ def device_of(accelerator: Any) -> Device:
         pci_address=_pci_address(first.device),
         new_event=accelerator.Event,
         wait_idle=accelerator.synchronize,
+        new_stream=lambda: functools.partial(accelerator.stream, accelerator.Stream()),
     )
 
 

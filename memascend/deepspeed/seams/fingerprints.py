@@ -11,6 +11,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad.step": ("bc50202af56d3c60",),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam.step": ("69b73feaa1e770e2",),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion.step": ("baa4c821d83a6bad",),
+    "deepspeed.runtime.activation_checkpointing.checkpointing._get_cpu_offload_engine": (
+        "5e02d192aecaf9ce",
+    ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing.get_offloaded_activations_for_backward": (
+        "540c6b1c1f43c75a",
+    ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing.restore_offloaded_activations": (
+        "743825170b888e0c",
+    ),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_all_ckpt_names": ("a24ccada572b829e",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_ckpt_name": ("dde27c9c2babb90c",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_rank_zero_ckpt_name": ("1746fb3d2d0d245f",),
@@ -22,6 +31,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.engine.DeepSpeedEngine._zero3_consolidated_16bit_state_dict": (
         "4ab14658f1d8426b",
     ),
+    "deepspeed.runtime.engine.DeepSpeedEngine.forward": ("e38c3c4e16ef1a3d",),
     "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint": ("aba4062e507ce668",),
     "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint": ("f4b6b4383d73f0dc",),
     "deepspeed.runtime.engine.DeepSpeedEngine.zero_nvme_offload_optimizer": ("533190c4e05476e4",),

@@ -107,6 +107,20 @@ SEAMS: tuple[Seam, ...] = (
             ("_get_all_ckpt_names", "other ranks than there are may have saved"),
         )
     ),
+    Seam(
+        "forward",
+        _ENGINE,
+        "DeepSpeedEngine.forward",
+        "what it saves for backward goes to the drive",
+        f"{_OURS}.activations.forward:wrap_forward",
+    ),
+    Seam(
+        "checkpoint inputs",
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "_get_cpu_offload_engine",
+        "`cpu_checkpointing` keeps them on the drive instead of in host memory",
+        f"{_OURS}.activations.offload:wrap_offload_engine",
+    ),
     *(
         Seam(
             f"aio in {module}",
@@ -187,6 +201,10 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_SWAP}.optimizer_utils", "OptimizerStateSwapInfo"),
     (f"{_SWAP}.partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),
     (f"{_SWAP}.pipelined_optimizer_swapper", "PipelinedOptimizerSwapper"),
+    *(
+        ("deepspeed.runtime.activation_checkpointing.checkpointing", name)
+        for name in ("get_offloaded_activations_for_backward", "restore_offloaded_activations")
+    ),
     ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.step"),
     ("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion.step"),
     ("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad.step"),

@@ -1,4 +1,4 @@
-"""The only file that assigns to transformers: two functions, where transformers is in use.
+"""The only file that assigns to transformers: three functions, where transformers is in use.
 
 Nothing here is needed for training, so a release whose code is not known is left as it is, and one
 line is logged. transformers is never imported by us: what is replaced is looked up by transformers
@@ -14,6 +14,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from memascend.deepspeed.activations.offload import wrap_save_on_cpu
 from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources
 from memascend.deepspeed.weights.pretrained import wrap_load, wrap_read
 
@@ -25,6 +26,8 @@ WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "_load_state_dict_into_zero3_model": wrap_load,
     "load_state_dict": wrap_read,
 }
+#: Of which only the name is used, where it is there.
+BY_NAME = {"save_on_cpu": wrap_save_on_cpu}
 #: The releases whose code is known, and its fingerprints.
 VERSIONS = ("5.23.0",)
 KNOWN = {
@@ -44,6 +47,7 @@ def arm() -> None:
     module: Any = sys.modules.get(MODULE)
     if module is None or _originals or _refused:
         return
+    wrappers = {name: wrap for name, wrap in BY_NAME.items() if hasattr(module, name)}
     found = {name: _fingerprint(name) for name in WRAPPERS}
     forget_sources()
     _refused.extend(
@@ -51,8 +55,9 @@ def arm() -> None:
     )
     if _refused:
         _log_refusal()
-        return
-    for name, wrap in WRAPPERS.items():
+    else:
+        wrappers |= WRAPPERS
+    for name, wrap in wrappers.items():
         _originals[name] = vars(module)[name]
         vars(module)[name] = wrap(_originals[name])
 
@@ -66,8 +71,8 @@ def disarm() -> None:
 
 
 def is_armed() -> bool:
-    """Check if the functions are wrapped."""
-    return bool(_originals)
+    """Check if the functions whose code must be known are wrapped."""
+    return _originals.keys() >= WRAPPERS.keys()
 
 
 def _fingerprint(name: str) -> str:

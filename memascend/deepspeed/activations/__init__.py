@@ -1,0 +1,1 @@
+"""DeepSpeed's parameter swapper over our parameter stream."""

@@ -1,0 +1,78 @@
+"""The engine's forward pass, around which what it saves for backward goes to the drive."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from memascend.deepspeed.attach.attachment import Attachment
+from memascend.streaming.saved_tensors import SavedTensors
+
+#: Of the forward pass that runs.
+current: ContextVar[SavedTensors | None] = ContextVar("memascend_saved_tensors", default=None)
+
+
+def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand around `DeepSpeedEngine.forward`: where a model's section `activations` is on."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
+        with saving(self):
+            return original(self, *inputs, **keywords)
+
+    return forward
+
+
+def saving(engine: Any) -> AbstractContextManager[object]:
+    """Return a block whose saved tensors go to the drive; one of no effect where none should."""
+    # Only a model that is trained has an optimizer of ours.
+    attachment = getattr(engine.optimizer, "attachment", None)
+    if not isinstance(attachment, Attachment) or not torch.is_grad_enabled():
+        return nullcontext()
+    section = attachment.runtime.config.activations
+    if not section.enabled:
+        return nullcontext()
+    saved = SavedTensors(
+        attachment.runtime.activations,
+        min_bytes=section.min_bytes,
+        device=torch.device(get_accelerator().current_device_name()),
+        is_of_model=ModelTensors(engine.module),
+    )
+    return _Saving(saved)
+
+
+class _Saving:
+    """A block in which the hooks are set, and known to whoever asks for them."""
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self._saved = saved
+        self._hooks = saved.hooks()
+
+    def __enter__(self) -> None:
+        self._token = current.set(self._saved)
+        self._hooks.__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        current.reset(self._token)
+        self._hooks.__exit__(*details)
+
+
+class ModelTensors:
+    """Tells what belongs to a model: its parameters, also while they are gathered, and buffers."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._buffers = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
+
+    def __call__(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor does; not whether one that it is a view of does."""
+        return (
+            hasattr(tensor, "ds_id")
+            or isinstance(tensor, torch.nn.Parameter)
+            or tensor.untyped_storage()._cdata in self._buffers
+        )

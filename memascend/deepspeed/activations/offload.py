@@ -1,0 +1,69 @@
+"""What asks for activations in host memory, served by the drive: of DeepSpeed and transformers.
+
+Both keep the inputs of checkpoints in pinned host memory, which grows with the tokens. During a
+forward pass whose saved tensors go to the drive they need not.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from memascend.deepspeed.activations.forward import current
+from memascend.streaming.saved_tensors import Packed, SavedTensors
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointInputs:
+    """In place of DeepSpeed's engine for `cpu_checkpointing`."""
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self._saved = saved
+
+    def offload_input(self, tensor: torch.Tensor) -> Packed | None:
+        """Return what stands for an input of a checkpoint; None where it stays."""
+        return self._saved.pack_if_it_goes(tensor)
+
+    def restore_input(self, packed: Packed) -> torch.Tensor:
+        """Return the input as it was."""
+        return self._saved.unpack(packed)
+
+
+def wrap_offload_engine(original: Callable[[], Any]) -> Callable[[], Any]:
+    """Stand around `_get_cpu_offload_engine`, of which every checkpoint asks for its engine."""
+
+    @functools.wraps(original)
+    def find() -> Any:
+        saved = current.get()
+        if saved is None:
+            return original()
+        _log_once("DeepSpeed's activation_checkpointing.cpu_checkpointing")
+        return CheckpointInputs(saved)
+
+    return find
+
+
+def wrap_save_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand around the `save_on_cpu` that transformers sets around a checkpoint."""
+
+    @functools.wraps(original)
+    def save(*arguments: Any, **keywords: Any) -> Any:
+        if current.get() is None:
+            return original(*arguments, **keywords)
+        _log_once("transformers' offload of gradient checkpoints")
+        return nullcontext()
+
+    return save
+
+
+@functools.cache
+def _log_once(what: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.info("memascend: %s is served by memascend.activations: from the drive", what)

@@ -1,0 +1,361 @@
+"""Activations: what forward saves for backward, from the device to the drive and back in time.
+
+Knows torch, the store and the slots; neither DeepSpeed nor autograd's hooks. The unit is a storage,
+since that is what stays in memory where one of its tensors is saved.
+
+What is saved waits on the device, and a thread of its own writes the oldest as soon as more than
+`device_bytes` and one of the largest wait. Backward takes them in the reverse order: what still
+waits is taken where it is, and never written; of the rest those that come next are read ahead. So
+besides `device_bytes` two of the largest are on the device at most: one that waits and one on its
+way to the drive, or both read ahead. Host memory is a fixed number of slots.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+
+import torch
+
+from memascend.base.interfaces import Event, OnStream
+from memascend.base.waiting import event_here
+from memascend.errors import StoreError
+from memascend.ledger.traffic import ActivationTraffic
+from memascend.streaming.activation_records import Activation, Record, State
+from memascend.streaming.staging import StagingSlots
+
+#: Of the largest, so many may be on the device beside `device_bytes`.
+IN_FLIGHT_COUNT = 2
+
+
+class ActivationStream:
+    """Storages on their way out and back. Any thread may call."""
+
+    def __init__(
+        self,
+        *,
+        slots: StagingSlots,
+        device_bytes: int,
+        new_event: Callable[[], Event] | None = None,
+        on_copy_stream: OnStream = nullcontext,
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            slots: What they pass through; nobody else may use them.
+            device_bytes: What may wait on the device for good.
+            new_event: Makes an event of the device; None when the device is the CPU.
+            on_copy_stream: Makes a stream of the device current, which nobody else copies on.
+        """
+        self.slots = slots
+        self.traffic = ActivationTraffic()
+        self._device_bytes = device_bytes
+        self._new_event = new_event
+        self._on_copy_stream = on_copy_stream
+        self._changed = threading.Condition()
+        self._records: dict[int, Record] = {}  # in the order in which they were saved
+        self._waiting: dict[int, Record] = {}  # those that may be written, oldest first
+        self._reads: deque[Record] = deque()  # those to be read, most urgent first
+        self._garbage: list[str] = []  # keys to forget
+        self._dropped: deque[Record] = deque()
+        self._job: Record | None = None  # what the thread works on
+        self._count = 0
+        self._held_bytes = 0
+        self._ahead_bytes = 0
+        self._errors: dict[str, Exception] = {}  # of keys that could not be written
+        self._thread: ThreadPoolExecutor | None = None
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def put(self, tensor: torch.Tensor) -> Activation:
+        """Take the storage of a tensor that autograd saves; wait until the device has room for it.
+
+        What is issued on the current stream may still fill it.
+
+        Raises:
+            StoreError: The drive failed, for this or an earlier one.
+        """
+        data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        data.set_(tensor.untyped_storage())
+        filled = event_here(self._new_event)
+        with self._changed:
+            self._wait_for_room(data.nbytes)
+            record = Record(
+                number=self._count,
+                nbytes=data.nbytes,
+                saved=tensor.detach(),
+                data=data,
+                filled=filled,
+                device=tensor.device,
+                version=tensor._version,
+            )
+            self._count += 1
+            self._records[record.number] = record
+            self._hold(record)
+            self.traffic.count += 1
+            self.traffic.saved_bytes += record.nbytes
+            if self._held_bytes > self._kept_bytes():
+                self._wake()
+        return Activation(record, self._dropped)
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def take(self, activation: Activation) -> torch.Tensor:
+        """Return all bytes of a storage, for use on the current stream; read ahead what is next.
+
+        They stay on the device until `release`.
+
+        Raises:
+            StoreError: The drive failed.
+            RuntimeError: It was modified after it had been saved.
+            torch.OutOfMemoryError: The device has no room for it.
+        """
+        record = activation.record
+        with self._changed:
+            self._give_up_dropped()
+            if record in self._reads:
+                self._reads.remove(record)
+                self._reads.appendleft(record)
+            elif record.data is None and record.error is None:
+                self._start_read(record, is_ahead=False)
+            record.is_taken = record.was_taken = True
+            self._uncount(record)
+            self._read_ahead(record.number)
+            while record.state is State.READING:
+                self._changed.wait()
+            if record.error is not None:
+                raise record.error
+            self._raise_error()
+            record.check_version()
+            data, filled = record.data, record.filled
+        if data is None:
+            raise AssertionError(f"{record.key} is {record.state.name}, and not on the device")
+        if filled is not None:
+            filled.wait()
+        return data
+
+    def release(self, activation: Activation) -> None:
+        """Let the bytes go: all who were to take them have. They can be taken again."""
+        record = activation.record
+        with self._changed:
+            record.is_taken = False
+            if record.state is State.STORED:
+                record.let_go()
+            elif record.state is State.WAITING:
+                self._hold(record)
+
+    # -- all of it -------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """How many storages are saved, on the device or on the drive."""
+        with self._changed:
+            self._give_up_dropped()
+            return len(self._records)
+
+    def settle(self) -> None:
+        """Wait until nothing is under way and the slots are free.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        with self._changed:
+            self._give_up_dropped()
+            work = self._wake()
+        work.result()
+        with self._changed:
+            self._raise_error()
+
+    def close(self) -> None:
+        """Wait for what is under way, and end the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
+
+    # -- with the lock ---------------------------------------------------------------------------
+
+    def _largest_bytes(self, end: int | None = None) -> int:
+        """Return the size of the largest that is saved; of those before a number."""
+        sizes = (one.nbytes for one in self._records.values() if end is None or one.number < end)
+        return max(sizes, default=0)
+
+    def _kept_bytes(self) -> int:
+        """Return how much is not written, as backward begins with it."""
+        return self._device_bytes + self._largest_bytes()
+
+    def _wait_for_room(self, nbytes: int) -> None:
+        self._give_up_dropped()
+        largest_bytes = max(nbytes, self._largest_bytes())
+        room_bytes = self._device_bytes + IN_FLIGHT_COUNT * largest_bytes - nbytes
+        # Where nothing is to be written, no room will come: those who hold it hold on to it.
+        while self._held_bytes > room_bytes and (self._waiting or self._job) and not self._errors:
+            self._changed.wait()
+            self._give_up_dropped()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raise the first error of what somebody still has; it is raised once."""
+        errors, self._errors = self._errors, {}
+        for error in errors.values():
+            raise error
+
+    def _hold(self, record: Record) -> None:
+        """Count it as held, to be written in its turn."""
+        self._waiting[record.number] = record
+        record.is_held = True
+        self._held_bytes += record.nbytes
+        self.traffic.held_bytes_peak = max(self.traffic.held_bytes_peak, self._held_bytes)
+
+    def _uncount(self, record: Record) -> None:
+        """Count it neither as held nor as read ahead, and have it written no more."""
+        self._waiting.pop(record.number, None)
+        self._held_bytes -= record.is_held * record.nbytes
+        self._ahead_bytes -= record.is_ahead * record.nbytes
+        record.is_held = record.is_ahead = False
+        self._changed.notify_all()
+
+    def _start_read(self, record: Record, *, is_ahead: bool) -> None:
+        """Have the thread read a storage into memory that is allocated on the current stream."""
+        record.data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
+        record.filled = event_here(self._new_event)  # what used this memory before is over then
+        record.state, record.is_ahead = State.READING, is_ahead
+        self._ahead_bytes += is_ahead * record.nbytes
+        if is_ahead:
+            self._reads.append(record)
+        else:
+            self._reads.appendleft(record)
+        self._wake()
+
+    def _read_ahead(self, number: int) -> None:
+        """Start reading those that were saved before this one, the last of them first."""
+        room_bytes = IN_FLIGHT_COUNT * self._largest_bytes(number)
+        for other in reversed(self._records.values()):
+            is_next = other.number < number and other.state is State.STORED
+            if not is_next or other.was_taken or other.data is not None:
+                continue
+            if self._ahead_bytes + other.nbytes > room_bytes:
+                return
+            try:
+                self._start_read(other, is_ahead=True)
+            except torch.OutOfMemoryError:  # then it is read when it is needed
+                return
+
+    def _give_up_dropped(self) -> None:
+        """Give back what those hold that nobody has any more."""
+        busy = []
+        while self._dropped:
+            record = self._dropped.popleft()
+            if record is self._job:
+                busy.append(record)
+                continue
+            if record.state is State.READING:
+                self._reads.remove(record)
+            elif record.is_ahead and record.filled is not None:
+                record.filled.synchronize()  # nobody's stream waits for the copies into it
+            self._uncount(record)
+            del self._records[record.number]
+            self._errors.pop(record.key, None)
+            if record.state is not State.WAITING:
+                self._garbage.append(record.key)
+        self._dropped.extend(busy)
+
+    def _wake(self) -> Future[None]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "memascend-activations")
+        return self._thread.submit(self._work)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Read and write until nothing is left to do; without the lock."""
+        with self._on_copy_stream():
+            while (job := self._next_job()) is not None:
+                record, data = job
+                try:
+                    if record.state is State.READING:
+                        self._read(record, data)
+                    else:
+                        self._write(record, data)
+                except Exception as error:
+                    self._note_failure(record, error)
+                finally:
+                    del data, job
+                    with self._changed:
+                        self._job = None
+                        self._changed.notify_all()
+            try:
+                self.slots.wait_writes()
+            except StoreError as error:
+                with self._changed:
+                    self._errors[error.key or ""] = error
+
+    def _next_job(self) -> tuple[Record, torch.Tensor] | None:
+        """Return a storage to read, else one to write, with its bytes on the device."""
+        self._forget_garbage()
+        with self._changed:
+            self._give_up_dropped()
+            if self._reads:
+                self._job = self._reads.popleft()
+                assert self._job.data is not None
+                return self._job, self._job.data
+            while self._waiting and self._held_bytes > self._kept_bytes():
+                self._job = self._waiting.pop(next(iter(self._waiting)))
+                data = self._job.data
+                if data is not None:  # else its graph was dropped just now
+                    self._job.state = State.WRITING
+                    return self._job, data
+            self._job = None
+            return None
+
+    def _forget_garbage(self) -> None:
+        with self._changed:
+            keys, self._garbage = self._garbage, []
+        for key in keys:
+            self.slots.store.discard(key=key)
+            self.slots.forget_failure(key)
+
+    def _write(self, record: Record, data: torch.Tensor) -> None:
+        if record.filled is not None:
+            record.filled.wait()
+        self.slots.store.reserve(key=record.key, nbytes=record.nbytes)
+        self.slots.write(key=record.key, source=data)
+        self._wait_for_copies()
+        with self._changed:
+            self.traffic.written_bytes += record.nbytes
+            try:
+                record.check_version()
+            except RuntimeError as error:
+                record.error = error
+            record.state = State.STORED
+            if not record.is_taken:
+                self._uncount(record)
+                record.let_go()
+
+    def _read(self, record: Record, data: torch.Tensor) -> None:
+        if record.filled is not None:
+            record.filled.wait()
+        try:
+            self.slots.read(key=record.key, target=data)
+        except BaseException:
+            self._wait_for_copies()  # before the memory goes back
+            raise
+        filled = event_here(self._new_event)
+        with self._changed:
+            self.traffic.read_bytes += record.nbytes
+            record.filled, record.state = filled, State.STORED
+
+    def _wait_for_copies(self) -> None:
+        copied = event_here(self._new_event)
+        if copied is not None:
+            copied.synchronize()
+
+    def _note_failure(self, record: Record, error: Exception) -> None:
+        with self._changed:
+            if record.state is State.READING:
+                record.error, record.state, record.data = error, State.STORED, None
+            else:  # it stays on the device, and counts as held
+                record.state = State.WAITING
+                self._errors[record.key] = error

@@ -1,0 +1,107 @@
+"""Around the engine's forward pass: hooks where a training's section is on, else nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+import torch
+
+from memascend.deepspeed.activations import forward as module
+from tests.support.activation_streams import activation_stream
+
+pytestmark = pytest.mark.deepspeed
+
+
+class Attachment:
+    """What the wrapper asks of one."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        section = SimpleNamespace(enabled=enabled, min_bytes=1024)
+        config = SimpleNamespace(activations=section)
+        self.runtime = SimpleNamespace(config=config, activations=activation_stream())
+
+
+class Engine:
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        self.module.register_buffer("mask", torch.ones(64, 64))
+        self.seen: list[object] = []
+
+    def forward(self, hidden: torch.Tensor, *, scale: float) -> torch.Tensor:
+        self.seen.append(module.current.get())
+        return self.module(hidden * self.module.mask).sum() * scale
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Attachment", Attachment)
+
+
+def run(engine: Engine) -> torch.Tensor:
+    hidden = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    loss: torch.Tensor = module.wrap_forward(Engine.forward)(
+        engine, hidden.requires_grad_(), scale=2.0
+    )
+    return loss
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [None, object(), SimpleNamespace(attachment=Attachment(enabled=False))],
+    ids=["inference", "stock", "off"],
+)
+def test_where_it_is_not_on_nothing_is_done(optimizer: Any) -> None:
+    engine = Engine(optimizer)
+    run(engine).backward()
+    assert engine.seen == [None]
+
+
+def test_without_gradients_nothing_is_done() -> None:
+    attachment = Attachment(enabled=True)
+    engine = Engine(SimpleNamespace(attachment=attachment))
+    with torch.no_grad():
+        run(engine)
+    assert engine.seen == [None]
+    assert attachment.runtime.activations.traffic.count == 0
+
+
+def test_what_forward_saves_goes_and_comes_back() -> None:
+    attachment = Attachment(enabled=True)
+    engine = Engine(SimpleNamespace(attachment=attachment))
+    stock = Engine(None)
+    stock.module.load_state_dict(engine.module.state_dict())
+    loss = run(engine)
+    assert engine.seen[0] is not None
+    assert module.current.get() is None
+    # Each layer's input, and the first one's factor; neither weights nor the buffer.
+    assert attachment.runtime.activations.traffic.count == 4
+    loss.backward()
+    run(stock).backward()
+    for found, expected in zip(engine.module.parameters(), stock.module.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+    assert attachment.runtime.activations.count == 0
+
+
+def test_an_error_ends_the_hooks() -> None:
+    engine = Engine(SimpleNamespace(attachment=Attachment(enabled=True)))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        module.wrap_forward(Engine.forward)(engine, torch.zeros(3, 64), scale=None)
+    assert module.current.get() is None
+
+
+def test_parameters_and_buffers_are_the_models() -> None:
+    engine = Engine(None)
+    is_of_model = module.ModelTensors(engine.module)
+    weight, mask = engine.module[0].weight, engine.module.mask
+    assert is_of_model(weight)
+    assert is_of_model(mask)
+    assert is_of_model(mask[3:])
+    gathered = torch.zeros(3)
+    gathered.ds_id = 3  # type: ignore[attr-defined]
+    assert is_of_model(gathered)
+    assert not is_of_model(torch.zeros(3))

@@ -1,0 +1,166 @@
+"""Storages go to the drive while more is saved, and come back, whatever happens in between."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+
+from memascend.errors import StoreError, StoreFullError
+from memascend.nvme.store import MemoryFaults
+from memascend.streaming.activation_records import Activation, State
+from memascend.streaming.activations import ActivationStream
+from tests.support.activation_streams import activation_stream, keys, numbers, wait_until
+
+NBYTES = numbers(0).nbytes
+
+
+def put_all(stream: ActivationStream, count: int) -> list[Activation]:
+    return [stream.put(numbers(seed)) for seed in range(count)]
+
+
+def take_all(stream: ActivationStream, saved: list[Activation]) -> None:
+    for one in reversed(saved):
+        stream.take(one)
+
+
+def value(stream: ActivationStream, activation: Activation) -> torch.Tensor:
+    found = stream.take(activation).view(torch.float32).clone()
+    stream.release(activation)
+    return found
+
+
+@pytest.mark.parametrize("order", ["backward", "forward"])
+def test_all_come_back_in_any_order_and_leave_nothing(order: str) -> None:
+    stream = activation_stream()
+    saved = dict(enumerate(put_all(stream, 9)))
+    for seed in sorted(saved, reverse=order == "backward"):
+        assert torch.equal(value(stream, saved.pop(seed)), numbers(seed))
+    assert stream.count == 0
+    assert keys(stream) == []
+    traffic = stream.traffic
+    assert (traffic.count, traffic.saved_bytes) == (9, 9 * NBYTES)
+    # Some are taken before they are written, or while they are; one always waits.
+    assert 0 < traffic.read_bytes <= traffic.written_bytes <= 8 * NBYTES
+
+
+def test_what_waits_on_the_device_is_taken_where_it_is() -> None:
+    stream = activation_stream(device_bytes=NBYTES)
+    tensors = [numbers(0), numbers(1)]
+    saved = [stream.put(tensor) for tensor in tensors]
+    stream.settle()
+    assert [stream.take(one).data_ptr() for one in saved] == [t.data_ptr() for t in tensors]
+    assert stream.traffic.written_bytes == 0
+
+
+def test_no_more_is_on_the_device_than_may_be() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults, device_bytes=NBYTES)
+    saved: list[Activation] = []
+    faults.paused = True
+    thread = threading.Thread(target=lambda: saved.extend(put_all(stream, 6)))
+    thread.start()
+    wait_until(lambda: stream.traffic.held_bytes_peak == 3 * NBYTES)
+    thread.join(0.1)
+    assert thread.is_alive()  # the fourth waits for the drive
+    assert stream.traffic.count == 3
+    faults.paused = False
+    thread.join()
+    assert stream.traffic.held_bytes_peak == 3 * NBYTES
+    for seed in reversed(range(6)):
+        assert torch.equal(value(stream, saved.pop()), numbers(seed))
+
+
+def test_the_next_ones_are_read_ahead_within_their_share_of_the_device() -> None:
+    stream = activation_stream()
+    saved = put_all(stream, 8)
+    stream.settle()
+    stream.take(saved[7])
+    stream.settle()
+    there = [one.record.data is not None for one in saved]
+    assert there == [False] * 5 + [True] * 3  # the last was never written
+    assert stream.traffic.read_bytes == 2 * NBYTES
+    stream.take(saved[6])
+    stream.settle()
+    assert stream.traffic.read_bytes == 3 * NBYTES
+
+
+def test_it_can_be_taken_again_after_it_was_let_go() -> None:
+    stream = activation_stream()
+    saved = put_all(stream, 5)
+    for _ in range(3):
+        for seed in reversed(range(5)):
+            assert torch.equal(value(stream, saved[seed]), numbers(seed))
+    saved.append(stream.put(numbers(5)))
+    assert torch.equal(value(stream, saved[5]), numbers(5))
+
+
+def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults)
+    saved = put_all(stream, 5)
+    stream.settle()
+    assert len(keys(stream)) > 0
+    faults.paused = True
+    saved.append(stream.put(numbers(5)))  # the one before is being written
+    wait_until(lambda: saved[4].record.state is State.WRITING)
+    stream.take(saved[5])
+    states = {one.record.state for one in saved}
+    assert states == {State.WAITING, State.WRITING, State.READING, State.STORED}
+    saved.clear()
+    gc.collect()
+    faults.paused = False
+    assert keys(stream) == []
+    assert stream.count == 0
+    assert torch.equal(value(stream, stream.put(numbers(9))), numbers(9))
+    assert stream.count == 0
+    assert (stream._held_bytes, stream._ahead_bytes) == (0, 0)
+
+
+def test_a_broken_drive_is_told_to_whoever_comes_next_and_nobody_hangs() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults)
+    saved = put_all(stream, 4)
+    stream.settle()
+    faults.gone = 5
+    with pytest.raises(StoreError):
+        saved += put_all(stream, 9)
+    with pytest.raises(StoreError):
+        take_all(stream, saved)
+    faults.gone = 0
+    with suppress(StoreError):  # of one that was still on its way
+        stream.settle()
+    # Those who held on to what could not be written keep no one waiting.
+    later = put_all(stream, 5)
+    for seed in reversed(range(5)):
+        assert torch.equal(value(stream, later[seed]), numbers(seed))
+
+
+def test_a_full_drive_is_told_and_loses_nothing_that_is_on_the_device() -> None:
+    stream = activation_stream(MemoryFaults(capacity_bytes=NBYTES))
+    with pytest.raises(StoreFullError):
+        put_all(stream, 40)
+    stream.settle()
+    assert keys(stream) == []
+
+
+def test_what_was_modified_before_it_was_written_is_refused() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults, device_bytes=2 * NBYTES)
+    tensor = numbers(0)
+    waiting = stream.put(tensor)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stream.take(waiting)
+
+
+def test_a_closed_stream_has_no_thread() -> None:
+    stream = activation_stream()
+    saved = put_all(stream, 4)
+    before = threading.active_count()
+    stream.close()
+    assert threading.active_count() == before - 1
+    assert len(saved) == 4

@@ -1,0 +1,47 @@
+"""An activation stream over a store in memory, and what it does in the background."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from memascend.nvme.store import MemoryFaults
+from memascend.streaming.activations import ActivationStream
+from memascend.streaming.staging import StagingSlots
+from tests.support.streaming_hosts import HostTensors, memory_store
+
+#: Smaller than what is saved, so that it passes in several chunks.
+SLOT_BYTES = 4096
+WAIT_S = 60.0
+
+
+def activation_stream(
+    faults: MemoryFaults | None = None, *, device_bytes: int = 0
+) -> ActivationStream:
+    slots = StagingSlots(
+        store=memory_store(faults),
+        memory=HostTensors(),
+        slot_bytes=SLOT_BYTES,
+        slot_count=3,
+        component="activation slots",
+    )
+    return ActivationStream(slots=slots, device_bytes=device_bytes)
+
+
+def keys(stream: ActivationStream) -> list[str]:
+    """What is on the drive once nothing is under way."""
+    stream.settle()
+    return stream.slots.store.keys()  # type: ignore[attr-defined, no-any-return]
+
+
+def numbers(seed: int, count: int = 5000) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited for too long"
+        time.sleep(0.001)
