@@ -345,6 +345,8 @@ def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespac
         "attention is taken to be a flash or sdpa kernel; eager attention needs the square of the "
         "context",
     ]
+    if args.config is None:
+        notes.insert(0, "no --config: Hugging Face's example, and DeepSpeed's own defaults")
     if not training.has_fused_loss:
         notes.append(
             f"logits take {LOGITS_BYTES} bytes for each token and word of the vocabulary; with a "

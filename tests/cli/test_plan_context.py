@@ -50,6 +50,7 @@ def test_every_way_to_train_stands_in_the_table(
         "a context of 131072 tokens, batch 1, bf16", "32.00 GiB", "reduce bucket", "estimate",
         "host memory at its highest", "activations on the drive", "a step takes longer",
         "written of them in 1000 steps", "eager attention", "--fused-loss counts with one",
+        "no --config: Hugging Face's example",
         '"activations": {"enabled": true}', "--device-memory says how large it can be",
         *(way.title for way in WAYS),
     )  # fmt: skip
