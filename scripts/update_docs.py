@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the generated parts of the documents: the configuration reference and the table of models.
+"""Write the generated parts of the documents: the configuration reference and tables of the plan.
 
 tests/test_docs.py fails when a document and the code disagree; this script makes them agree again.
 """
@@ -32,19 +32,23 @@ def reference() -> str:
     return "\n\n".join(_section(MemAscendConfig, ""))
 
 
-def models() -> str:
-    """Return what `memascend plan --table` prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = run_memascend(["plan", "--table"])
+def printed(*arguments: str) -> str:
+    """Return what `memascend` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        status = run_memascend(arguments)
     if status != 0:
-        raise SystemExit(f"memascend plan --table ended with status {status}")
-    return printed.getvalue().strip()
+        raise SystemExit(f"memascend {' '.join(arguments)} ended with status {status}")
+    return output.getvalue().strip()
 
 
+_FIT = ("plan", "--table", "--fit", "--fused-loss")
+_ROOM = ("--device-memory", "24GiB", "--host-memory", "64GiB")
 #: What is generated: its name in the marks, the document, and who writes it.
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration reference": (ROOT / "docs" / "configuration.md", reference),
-    "table of models": (ROOT / "README.md", models),
+    "table of models": (ROOT / "README.md", lambda: printed("plan", "--table")),
+    "table of contexts": (ROOT / "docs" / "context.md", lambda: printed(*_FIT)),
+    "contexts in 24 GiB": (ROOT / "README.md", lambda: printed(*_FIT, *_ROOM)),
 }
 
 

@@ -258,7 +258,10 @@ def test_the_page_of_errors_has_phrases_of_the_code() -> None:
 # -- what is generated is current ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["configuration reference", "table of models"])
+@pytest.mark.parametrize(
+    "name",
+    ["configuration reference", "table of models", "table of contexts", "contexts in 24 GiB"],
+)
 def test_what_is_generated_is_current(update_docs: ModuleType, name: str) -> None:
     text = read(update_docs.PARTS[name][0])
     assert update_docs.replaced(name, text) == text, "run scripts/update_docs.py"

@@ -80,3 +80,8 @@ def page_up(nbytes: int) -> int:
 def page_down(nbytes: int) -> int:
     """Round down to a multiple of the page."""
     return nbytes // PAGE_BYTES * PAGE_BYTES
+
+
+def power_of_two_up(number: int) -> int:
+    """Round up to a power of two; 0 stays 0."""
+    return 1 << (number - 1).bit_length() if number else 0

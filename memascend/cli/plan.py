@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -22,18 +21,29 @@ from rich.table import Table
 
 from memascend.base.json_text import read_json_object
 from memascend.base.units import GIB, format_nbytes
+from memascend.cli.plan_context import (
+    add_context_options,
+    check_context_options,
+    context_json,
+    fit_markdown,
+    is_asked,
+    print_context,
+    training_of,
+    whole_number,
+)
+from memascend.cli.plan_plot import plot
 from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
 from memascend.plan.advice import advise
+from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
 from memascend.plan.request import check_limit_can_be_kept, sections_off
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
 from memascend.plan.states import INEXACT, check_state_dtype, keeps_bf16
 from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
-from memascend.system.files import open_anew
 from memascend.system.memory import memory_total
 
 BILLION = 10**9
@@ -91,7 +101,7 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--limit",
         help='host memory per rank: "6GiB", bytes, or a fraction of what is available, such as 0.5',
     )
-    parser.add_argument("--world", type=_whole, default=1, help="ranks (default: 1)")
+    parser.add_argument("--world", type=whole_number, default=1, help="ranks (default: 1)")
     parser.add_argument(
         "--drive-read",
         type=_speed,
@@ -111,6 +121,7 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--table", action="store_true", help="all built-in models, as a Markdown table"
     )
+    add_context_options(parser)
     parser.set_defaults(run=plan_command, usage_error=parser.error)
 
 
@@ -118,17 +129,30 @@ def plan_command(args: argparse.Namespace) -> int:
     """Derive the accounts, print them, and return the exit status."""
     if (args.model is None) != args.table:
         args.usage_error("give either MODEL or --table")
+    check_context_options(args)
     ds_config = DEFAULT_CONFIG if args.config is None else read_json_object(args.config, "--config")
+    if args.table and args.fit:
+        print(
+            fit_markdown(
+                lambda shapes: _training(_accounts(shapes, ds_config, args), ds_config, args), args
+            )
+        )
+        return 0
     if args.table:
         print(markdown([_accounts(builtin(name), ds_config, args) for name in builtin_names()]))
         return 0
     accounts = _accounts(find_model(args.model), ds_config, args)
+    training = _training(accounts, ds_config, args) if is_asked(args) else None
     if args.json:
-        print(json.dumps(_as_json(accounts, args), indent=2))
+        found = _as_json(accounts, args)
+        found |= {} if training is None else context_json(training, args)
+        print(json.dumps(found, indent=2))
+    elif training is not None:
+        print_context(training, args)
     else:
         _print_table(accounts, ds_config, args)
     if args.plot is not None:
-        _plot(accounts, args.plot)
+        plot(accounts.columns(), accounts.shapes.name, args.plot)
     return 0
 
 
@@ -161,7 +185,7 @@ def markdown(rows: list[Accounts]) -> str:
     for row in sorted(rows, key=lambda row: row.shapes.numel):
         cells = [row.shapes.name, f"{row.shapes.numel / BILLION:.1f} billion"]
         for plan in (row.stock, row.four_pieces):
-            cells += [f"{plan.host_bytes / GIB:.1f}", f"{_peak(plan) / GIB:.1f}"]
+            cells += [f"{plan.host_bytes / GIB:.1f}", f"{plan.peak_bytes / GIB:.1f}"]
         cells += [f"**{row.memascend.host_bytes / GIB:.1f}**", _saved(row.memascend, row.stock)]
         cells.append(f"{row.memascend.drive_bytes / GIB:.0f}")
         lines.append(f"| {' | '.join(cells)} |")
@@ -189,6 +213,19 @@ def _accounts(
     )
 
 
+def _training(
+    accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace
+) -> Training:
+    return training_of(
+        accounts.shapes,
+        accounts.stock,
+        accounts.memascend,
+        ds_config=ds_config,
+        block=_block(ds_config, args),
+        args=args,
+    )
+
+
 def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendConfig:
     """Return the block of the JSON, with --limit in place of its own."""
     raw = dict(find_block(ds_config) or {})
@@ -206,13 +243,6 @@ def _limit(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
     return parse_limit(value, available=memory_total() // args.world if is_fraction else 0)
 
 
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
-
-
 def _speed(text: str) -> float:
     speed = float(text)
     if not (speed > 0 and math.isfinite(speed)):
@@ -221,10 +251,6 @@ def _speed(text: str) -> float:
 
 
 # -- showing ---------------------------------------------------------------------------------------
-
-
-def _peak(plan: Footprint) -> int:
-    return max(plan.initialization_bytes, plan.step_bytes)
 
 
 def _print_table(
@@ -349,39 +375,3 @@ def _as_json(accounts: Accounts, args: argparse.Namespace) -> dict[str, Any]:
             for name, plan in plans.items()
         },
     }
-
-
-def _plot(accounts: Accounts, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"--plot needs matplotlib, which cannot be imported: {error}. pip install "
-            "'memascend[plot]'"
-        ) from error
-    columns = accounts.columns()
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    heights = dict.fromkeys(columns, 0.0)
-    for name in dict.fromkeys(name for plan in columns.values() for name in plan.host):
-        sizes = [plan.host.get(name, 0) / GIB for plan in columns.values()]
-        if max(sizes) * GIB < 1e-3 * accounts.stock.host_bytes:
-            continue
-        axes.bar(list(columns), sizes, bottom=list(heights.values()), label=name)
-        heights = {title: heights[title] + size for title, size in zip(columns, sizes, strict=True)}
-    for index, plan in enumerate(columns.values()):
-        tops = {plan.host_bytes: "bold", _peak(plan): "normal"}
-        axes.hlines(_peak(plan) / GIB, index - 0.4, index + 0.4, colors="black", linestyles=":")
-        for nbytes, weight in tops.items():
-            place, text = (index, nbytes / GIB), f"{nbytes / GIB:.1f}"
-            axes.annotate(text, place, ha="center", va="bottom", fontweight=weight)
-    axes.set_ylabel("host memory of one rank, GiB (dotted: at its peak)")
-    axes.set_title(accounts.shapes.name)
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    picture = io.BytesIO()
-    try:
-        figure.savefig(picture, format=path.suffix[1:] or None)
-        with open(open_anew(path), "wb") as file:
-            file.write(picture.getbuffer())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write --plot {path}: {error}") from error

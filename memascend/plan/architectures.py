@@ -28,6 +28,20 @@ def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict
     Raises:
         ConfigError: The architecture is not known here, or a number is missing or impossible.
     """
+    numbers = numbers_of(config)
+    tensors = list(_ARCHITECTURES[numbers.model_type](numbers))
+    embedding = tensors[0][0]
+    if numbers.flag("tie_word_embeddings"):
+        return tensors, {"lm_head.weight": embedding}
+    return [*tensors, ("lm_head.weight", tensors[0][1])], {}
+
+
+def numbers_of(config: Mapping[str, Any]) -> Numbers:
+    """Return the numbers of a config.json whose architecture is known.
+
+    Raises:
+        ConfigError: It is not known here.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         raise ConfigError(
@@ -36,23 +50,25 @@ def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict
             f"{', '.join(sorted(_ARCHITECTURES))}. Other ways that work for every model: a "
             ".safetensors file, index or folder, or shapes.from_module(module) in a program"
         )
-    numbers = _Numbers(config, _DEFAULTS[model_type])
-    is_tied = numbers.flag("tie_word_embeddings")
-    tensors = list(_ARCHITECTURES[model_type](numbers))
-    embedding = tensors[0][0]
-    if is_tied:
-        return tensors, {"lm_head.weight": embedding}
-    return [*tensors, ("lm_head.weight", tensors[0][1])], {}
+    return Numbers(model_type, config, _DEFAULTS[model_type])
 
 
-class _Numbers:
+class Numbers:
     """The numbers of a config.json; missing or null ones have the default of transformers."""
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model_type: str, config: Mapping[str, Any], defaults: Mapping[str, Any]
+    ) -> None:
+        self.model_type = model_type
         self._config = config
         self._defaults = defaults
 
     def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number of at least 1.
+
+        Raises:
+            ConfigError: It is missing, or something else.
+        """
         value = self._value(key, default)
         maximum = LAYER_COUNT_MAX if key in _LAYER_KEYS else COUNT_MAX
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
@@ -63,6 +79,11 @@ class _Numbers:
         return value
 
     def flag(self, key: str) -> bool:
+        """Return true or false; what is missing is false.
+
+        Raises:
+            ConfigError: It is something else.
+        """
         value = self._value(key, False)
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key} must be true or false, got {show_json(value)}")
@@ -75,7 +96,7 @@ class _Numbers:
         return default if value is None else value
 
 
-def _decoder(numbers: _Numbers, mlp: Callable[[_Numbers, str], Tensors]) -> Tensors:
+def _decoder(numbers: Numbers, mlp: Callable[[Numbers, str], Tensors]) -> Tensors:
     """Yield what Llama, Qwen, Mistral and Mixtral share; `mlp` gives what they do not."""
     hidden = numbers.count("hidden_size")
     yield "model.embed_tokens.weight", (numbers.count("vocab_size"), hidden)
@@ -88,7 +109,7 @@ def _decoder(numbers: _Numbers, mlp: Callable[[_Numbers, str], Tensors]) -> Tens
     yield "model.norm.weight", (hidden,)
 
 
-def _attention(numbers: _Numbers, prefix: str) -> Tensors:
+def _attention(numbers: Numbers, prefix: str) -> Tensors:
     hidden = numbers.count("hidden_size")
     heads = numbers.count("num_attention_heads")
     head_dim = numbers.count("head_dim", default=hidden // heads)
@@ -105,7 +126,7 @@ def _attention(numbers: _Numbers, prefix: str) -> Tensors:
         yield f"{prefix}.k_norm.weight", (head_dim,)
 
 
-def _dense(numbers: _Numbers, prefix: str) -> Tensors:
+def _dense(numbers: Numbers, prefix: str) -> Tensors:
     hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
     has_bias = numbers.flag("mlp_bias_allowed") and numbers.flag("mlp_bias")
     yield from _linear(f"{prefix}.gate_proj", inner, hidden, has_bias)
@@ -113,7 +134,7 @@ def _dense(numbers: _Numbers, prefix: str) -> Tensors:
     yield from _linear(f"{prefix}.down_proj", hidden, inner, has_bias)
 
 
-def _experts(numbers: _Numbers, prefix: str) -> Tensors:
+def _experts(numbers: Numbers, prefix: str) -> Tensors:
     hidden, inner = numbers.count("hidden_size"), numbers.count("intermediate_size")
     experts = numbers.count("num_local_experts")
     yield f"{prefix}.gate.weight", (experts, hidden)
@@ -121,7 +142,7 @@ def _experts(numbers: _Numbers, prefix: str) -> Tensors:
     yield f"{prefix}.experts.down_proj", (experts, hidden, inner)
 
 
-def _gpt2(numbers: _Numbers) -> Tensors:
+def _gpt2(numbers: Numbers) -> Tensors:
     if numbers.flag("add_cross_attention"):
         raise ConfigError(
             "config.json: add_cross_attention=true is not known here. Give the model's "
@@ -158,7 +179,7 @@ def _layer_norm(name: str, size: int) -> Tensors:
     yield f"{name}.bias", (size,)
 
 
-_ARCHITECTURES: dict[str, Callable[[_Numbers], Tensors]] = {
+_ARCHITECTURES: dict[str, Callable[[Numbers], Tensors]] = {
     "llama": lambda numbers: _decoder(numbers, _dense),
     "qwen2": lambda numbers: _decoder(numbers, _dense),
     "qwen3": lambda numbers: _decoder(numbers, _dense),
@@ -173,6 +194,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"attention_bias_allowed": True, "qk_norm": True, "head_dim": 128},
     "mistral": {"num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt2": {"tie_word_embeddings": True, "n_positions": 1024},
 }

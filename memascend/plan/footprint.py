@@ -56,6 +56,11 @@ class Footprint:
         return self.host_bytes + max(self.host_step.values(), default=0)
 
     @property
+    def peak_bytes(self) -> int:
+        """The highest host memory of all."""
+        return max(self.initialization_bytes, self.step_bytes)
+
+    @property
     def drive_bytes(self) -> int:
         """All bytes on the drive."""
         return sum(self.drive.values())

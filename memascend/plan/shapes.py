@@ -6,6 +6,7 @@ for names and shapes, and of a safetensors file only the header is read.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
@@ -49,11 +50,13 @@ class ModelShapes:
         name: For people.
         tensors: Every parameter.
         tied: Names that stand for another tensor, and its name.
+        config: The content of its config.json; None where only shapes are known.
     """
 
     name: str
     tensors: tuple[TensorShape, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def numel(self) -> int:
@@ -151,10 +154,9 @@ def from_config(source: Path | str | Mapping[str, Any], name: str | None = None)
         path = Path(source)
         config = read_json_object(path)
         default_name = path.stem if path.stem != "config" else path.resolve().parent.name
-    tensors, tied = tensors_of(config)
-    return _checked(
-        name or default_name, [TensorShape(name, shape) for name, shape in tensors], tied
-    )
+    shapes, tied = tensors_of(config)
+    tensors = [TensorShape(tensor_name, shape) for tensor_name, shape in shapes]
+    return dataclasses.replace(_checked(name or default_name, tensors, tied), config=config)
 
 
 def from_safetensors(source: Path | str, name: str | None = None) -> ModelShapes:

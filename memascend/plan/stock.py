@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memascend.base.units import MIB
+from memascend.base.units import MIB, power_of_two_up
 from memascend.config.deepspeed_json import flag, section, whole
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
 from memascend.plan.knobs import REPEATED_COUNT_MIN
@@ -226,7 +226,7 @@ class _StockAccount:
 
     def _pinned(self, nbytes: int, is_pinned: bool = True) -> int:
         is_rounded = self._settings.rounds_pinned and is_pinned and not self._has_pieces
-        return 1 << (nbytes - 1).bit_length() if is_rounded and nbytes else nbytes
+        return power_of_two_up(nbytes) if is_rounded else nbytes
 
     # -- host --------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memascend.base.units import format_nbytes, page_down, page_up, parse_nbytes
+from memascend.base.units import format_nbytes, page_down, page_up, parse_nbytes, power_of_two_up
 from memascend.errors import ConfigError
 
 
@@ -47,3 +47,10 @@ def test_formatting_keeps_the_size_within_half_a_percent(nbytes: int) -> None:
 )
 def test_bytes_are_rounded_to_whole_pages(nbytes: int, up: int, down: int) -> None:
     assert (page_up(nbytes), page_down(nbytes)) == (up, down)
+
+
+@pytest.mark.parametrize(
+    ("number", "up"), [(0, 0), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192)]
+)
+def test_a_power_of_two_is_the_next_one_or_the_number_itself(number: int, up: int) -> None:
+    assert power_of_two_up(number) == up

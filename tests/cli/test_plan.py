@@ -111,8 +111,6 @@ def test_a_limit_may_be_a_fraction_of_what_is_available(
         (["Llama-3.1-8B", "--limit", "1.5"], "fraction"),
         (["Llama-9"], "Did you mean"),
         (["Llama-3.1-8B", "--config", "missing.json"], "cannot read --config"),
-        (["Llama-3.1-8B", "--plot", "/nowhere/plan.png"], "cannot write --plot"),
-        (["Llama-3.1-8B", "--plot", "plan.unknown"], "cannot write --plot"),
     ],
 )
 def test_what_cannot_be_planned_is_exit_1(
@@ -144,30 +142,6 @@ def test_a_mistake_in_the_command_line_is_exit_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["plan", *arguments])
     assert caught.value.code == 2
-
-
-def test_a_plot_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plan.png"
-    assert main(["plan", "Llama-3.1-8B", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_link_in_the_place_of_a_plot_is_not_followed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (tmp_path / "victim").write_text("mine")
-    (tmp_path / "plan.png").symlink_to("victim")
-    assert main(["plan", "Llama-3.1-8B", "--plot", str(tmp_path / "plan.png")]) == 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "victim").read_text() == "mine"
-
-
-def test_a_plot_without_matplotlib_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plan", "Llama-3.1-8B", "--plot", str(tmp_path / "plan.png")]) == 1
-    assert "pip install 'memascend[plot]'" in capsys.readouterr().err
 
 
 def test_the_table_has_every_model_and_stands_in_the_readme(

@@ -20,6 +20,8 @@ from memascend.checkpoint.manifest import ITEMSIZES, PADDING_BYTES_MAX, manifest
 from memascend.config import block as config
 from memascend.errors import CheckpointError, ConfigError
 from memascend.plan import safetensors, shapes
+from memascend.plan.context import widths_of
+from memascend.plan.layers import layer_bytes
 from memascend.volumes import weights as volume_weights
 from memascend.volumes.header import HEADER_BYTES, Header, HeaderError, new_header, parse
 from memascend.volumes.signatures import _MAGICS, find_signatures
@@ -343,10 +345,12 @@ def check_model_config(data: bytes) -> None:
     path.write_bytes(data)
     try:
         model = shapes.from_config(path)
+        _check_model(model)
+        found = layer_bytes(widths_of(model), 2)
     except ConfigError as error:
         _check_message(error)
         return
-    _check_model(model)
+    assert found.backward > found.saved > found.hidden > 0
 
 
 def _check_model(model: shapes.ModelShapes) -> None:

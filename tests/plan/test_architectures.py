@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memascend.errors import ConfigError
-from memascend.plan.architectures import LAYER_COUNT_MAX, tensors_of
+from memascend.plan.architectures import LAYER_COUNT_MAX, numbers_of, tensors_of
 from memascend.plan.shapes import from_module
 from tests.support.plan_models import SMALL
 
@@ -63,6 +63,13 @@ def test_an_unknown_architecture_names_the_known_ones_and_the_other_ways(
     with pytest.raises(ConfigError, match=r"gpt2, llama.*safetensors.*from_module") as caught:
         tensors_of({"model_type": model_type, **SMALL})
     assert f"model_type={json.dumps(model_type)}" in str(caught.value)
+
+
+def test_the_numbers_of_a_config_have_the_defaults_of_transformers() -> None:
+    numbers = numbers_of({"model_type": "mixtral", **SMALL, "num_key_value_heads": None})
+    assert (numbers.model_type, numbers.count("num_experts_per_tok")) == ("mixtral", 2)
+    assert numbers.count("num_key_value_heads") == 8
+    assert not numbers.flag("tie_word_embeddings")
 
 
 @pytest.mark.parametrize("value", [0, -1, "32", 3.5, True, [32], 1 << 41])

@@ -35,6 +35,8 @@ def test_what_comes_at_the_start_comes_together_and_in_a_step_one_after_the_othe
     found = footprint(host_initialization=extra, host_step=extra)
     assert found.initialization_bytes == 15 + 4 + 3
     assert found.step_bytes == 15 + 4
+    assert found.peak_bytes == 15 + 4 + 3
+    assert footprint(host_step=extra).peak_bytes == 15 + 4
     assert footprint().initialization_bytes == footprint().step_bytes == 15
 
 

@@ -18,7 +18,7 @@ from memascend.plan.shapes import (
     from_config,
     from_module,
 )
-from tests.support.plan_models import SMALL
+from tests.support.plan_models import SMALL, decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +46,12 @@ class FakeModule:
     def named_parameters(self, *, remove_duplicate: bool) -> list[tuple[str, Any]]:
         assert not remove_duplicate
         return list(self._named)
+
+
+def test_shapes_of_a_config_keep_it_and_others_have_none() -> None:
+    config = {"model_type": "qwen3", **SMALL}
+    assert from_config(config).config == config
+    assert decoder().config is None
 
 
 def test_a_partitioned_module_gives_the_shapes_before_partitioning() -> None:

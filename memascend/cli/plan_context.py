@@ -1,0 +1,380 @@
+"""What `memascend plan` says of a context: `--context`, `--batch`, `--fit` and their like.
+
+Device memory by component, host memory and traffic, for each way to train; and what fits. The
+arithmetic is in memascend/plan/context.py and fit.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from memascend.base.units import GIB, format_nbytes, page_down, parse_nbytes
+from memascend.config.block import MemAscendConfig
+from memascend.errors import ConfigError
+from memascend.plan.context import (
+    HOST_RESERVE_BYTES,
+    OURS_CHECKPOINTS,
+    STOCK_CHECKPOINTS,
+    STOCK_ON_HOST,
+    WAYS,
+    ContextPlan,
+    DeviceSettings,
+    Training,
+    Way,
+    widths_of,
+    with_activations,
+)
+from memascend.plan.derive import Plan, derive
+from memascend.plan.fit import TOKENS_MAX, Fit, Room, fit
+from memascend.plan.knobs import LimitTooSmallError
+from memascend.plan.layers import LOGITS_BYTES
+from memascend.plan.shapes import ModelShapes, builtin
+from memascend.plan.stock import StockPlan
+
+#: Of the table that `--table --fit` prints.
+TABLE_MODELS = ("Qwen2.5-7B", "Llama-3.1-8B")
+TABLE_DEVICES, TABLE_HOSTS = (24 * GIB, 48 * GIB, 96 * GIB), (32 * GIB, 64 * GIB, 128 * GIB)
+TABLE_WAYS = (STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS)
+TABLE_CONTEXT = 4096
+WEAR_STEPS = 1000
+TERABYTE = 10**12
+
+
+def add_context_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("device memory and context")
+    group.add_argument(
+        "--context", type=whole_number, metavar="TOKENS", help="tokens of one sequence"
+    )
+    group.add_argument(
+        "--batch",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="sequences of a rank's micro-step (default: 1)",
+    )
+    group.add_argument("--device-memory", metavar="SIZE", help='of one rank, such as "24GiB"')
+    group.add_argument("--host-memory", metavar="SIZE", help="of one rank, Python and torch in it")
+    group.add_argument(
+        "--fused-loss", action="store_true", help="logits are made in chunks (Liger, TRL)"
+    )
+    group.add_argument(
+        "--tiled-mlp", action="store_true", help="MLPs go over their tokens in tiles (ALST)"
+    )
+    group.add_argument(
+        "--fit",
+        action="store_true",
+        help="the longest context, and with --context the largest batch, in that memory",
+    )
+
+
+def check_context_options(args: argparse.Namespace) -> None:
+    """Refuse options that mean nothing together, as a mistake in the command line."""
+    if args.fit and not args.table and args.device_memory is None:
+        args.usage_error("--fit needs --device-memory")
+    if args.table and args.context is not None and not args.fit:
+        args.usage_error("--context needs MODEL, or --fit beside --table")
+    given = {
+        "--device-memory": args.device_memory is not None,
+        "--host-memory": args.host_memory is not None,
+        "--batch": args.batch != 1,
+        "--fused-loss": args.fused_loss,
+        "--tiled-mlp": args.tiled_mlp,
+    }
+    for option, is_given in given.items():
+        if is_given and not is_asked(args):
+            args.usage_error(f"{option} needs --context or --fit")
+    if (args.context or 1) * args.batch > TOKENS_MAX:
+        args.usage_error(f"--context times --batch must be at most {TOKENS_MAX} tokens")
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Return whether it is about a context."""
+    return args.context is not None or args.fit
+
+
+def training_of(
+    shapes: ModelShapes,
+    stock: StockPlan,
+    ours: Plan,
+    *,
+    ds_config: Mapping[str, Any],
+    block: MemAscendConfig,
+    args: argparse.Namespace,
+) -> Training:
+    """Return what the arithmetic starts from.
+
+    Args:
+        shapes: Of the model, from a config.json.
+        stock: Its account with stock DeepSpeed.
+        ours: Its plan with memascend.
+        ds_config: The DeepSpeed JSON.
+        block: Its block.
+        args: Of the command line.
+
+    Raises:
+        ConfigError: Only shapes are known, or a value cannot be used.
+    """
+    hidden = widths_of(shapes).hidden
+    request = dataclasses.replace(ours.request, has_activations=True)
+    return Training(
+        shapes=shapes,
+        stock=stock,
+        ours=_within(shapes, dataclasses.replace(ours, request=request), _host_bytes(args)),
+        device=DeviceSettings.from_deepspeed(ds_config, hidden=hidden),
+        activations=block.activations,
+        has_fused_loss=args.fused_loss,
+        has_tiled_mlp=args.tiled_mlp,
+    )
+
+
+def context_json(training: Training, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the numbers for `--json`."""
+    found: dict[str, Any] = {}
+    if args.context is not None:
+        plans = _plans(training, args)
+        found["context"] = {
+            "context": args.context,
+            "batch": args.batch,
+            "fused_loss": args.fused_loss,
+            "tiled_mlp": args.tiled_mlp,
+            "ways": {
+                plan.way.title: dataclasses.asdict(plan)
+                | {"device_bytes": plan.device_bytes, "added_seconds": added}
+                for plan, added in ((plan, _added_seconds(training, plan, args)) for plan in plans)
+            },
+        }
+    if args.fit:
+        found["fit"] = {
+            title: {"context": longest.count, "limits": longest.limits}
+            | ({} if largest is None else {"batch": largest.count})
+            for title, (longest, largest) in _fits(training, args).items()
+        }
+    return found
+
+
+def print_context(training: Training, args: argparse.Namespace) -> None:
+    """Print tables for people."""
+    console = Console()
+    if args.context is not None:
+        plans = _plans(training, args)
+        console.print(_table_of_bytes(training, plans, args))
+        for note in _notes(training, plans, args):
+            console.print(f"- {note}", markup=False, highlight=False)
+    if args.fit:
+        console.print(_table_of_fits(training, args))
+
+
+def fit_markdown(training_of_model: Callable[[ModelShapes], Training], args: Any) -> str:
+    """Return what fits, for a few models and machines, as Markdown.
+
+    Args:
+        training_of_model: Makes what the arithmetic starts from.
+        args: Of the command line; a stated memory takes the place of a column's.
+    """
+    context = args.context or TABLE_CONTEXT
+    titles = ["model", "device", "host", *(way.title for way in TABLE_WAYS)]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    device, host = _device_bytes(args), _host_bytes(args)
+    for name in TABLE_MODELS:
+        training = training_of_model(builtin(name))
+        for device_bytes in TABLE_DEVICES if device is None else (device,):
+            for host_bytes in TABLE_HOSTS if host is None else (host,):
+                room = Room(device_bytes=device_bytes, host_bytes=host_bytes)
+                sizes = [f"{nbytes / GIB:g} GiB" for nbytes in (device_bytes, host_bytes)]
+                cells = [_cell(training, way, room, args.batch, context) for way in TABLE_WAYS]
+                lines.append(f"| {' | '.join([name, *sizes, *cells])} |")
+    return "\n".join(lines)
+
+
+def whole_number(text: str) -> int:
+    """Return a count from the command line."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= TOKENS_MAX:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 1 to {TOKENS_MAX}, got {text[:40]}"
+        )
+    return number
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+def _device_bytes(args: argparse.Namespace) -> int | None:
+    return _size(args.device_memory, "--device-memory")
+
+
+def _host_bytes(args: argparse.Namespace) -> int | None:
+    return _size(args.host_memory, "--host-memory")
+
+
+def _size(text: str | None, option: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        nbytes = parse_nbytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    if nbytes == 0:
+        raise ConfigError(f"{option}: must be above 0 bytes, got {text}")
+    return nbytes
+
+
+def _within(shapes: ModelShapes, ours: Plan, host_bytes: int | None) -> Plan:
+    """Return the plan with its activation slots, made to fit host memory where that can be."""
+    plan = derive(shapes, request=ours.request, limit_bytes=ours.limit_bytes)
+    if host_bytes is None or plan.host_bytes + HOST_RESERVE_BYTES <= host_bytes:
+        return plan
+    try:
+        room_bytes = max(0, host_bytes - HOST_RESERVE_BYTES)
+        return derive(shapes, request=ours.request, limit_bytes=room_bytes)
+    except LimitTooSmallError:
+        return plan  # what is short will be said
+
+
+def _plans(training: Training, args: argparse.Namespace) -> list[ContextPlan]:
+    return [training.plan(way, args.context * args.batch) for way in WAYS]
+
+
+def _fits(training: Training, args: argparse.Namespace) -> dict[str, tuple[Fit, Fit | None]]:
+    """Return the longest context, and the largest batch where a context is given, by title."""
+    room = Room(device_bytes=_device_bytes(args) or 0, host_bytes=_host_bytes(args))
+    units = (args.batch, args.context)
+    found = {}
+    for way in WAYS:
+        longest, largest = (
+            unit and fit(training, way, room=room, unit_tokens=unit) for unit in units
+        )
+        found[way.title] = longest, largest
+    return found
+
+
+def _added_seconds(training: Training, plan: ContextPlan, args: argparse.Namespace) -> float:
+    """Return what a step takes longer at least: drive time alone."""
+    steps = training.ours.request.gradient_accumulation_steps
+    with_them = with_activations(training.ours, plan.drive_bytes, steps)
+    speeds = {"read_gb_s": args.drive_read, "write_gb_s": args.drive_write, "ranks": args.world}
+    return with_them.step_seconds(**speeds) - training.ours.step_seconds(**speeds)
+
+
+# -- showing ---------------------------------------------------------------------------------------
+
+
+def _table_of_bytes(
+    training: Training, plans: list[ContextPlan], args: argparse.Namespace
+) -> Table:
+    table = Table(
+        title=f"{training.shapes.name}: a context of {args.context} tokens, batch {args.batch}, "
+        f"{training.ours.request.precision}; bytes of one rank"
+    )
+    table.add_column("")
+    for plan in plans:
+        table.add_column(plan.way.title, justify="right")
+
+    def add(name: str, cells: Iterable[int | str | None], style: str | None = None) -> None:
+        texts = [cell if isinstance(cell, str) else _shown(cell) for cell in cells]
+        table.add_row(name, *texts, style=style)
+
+    def add_all(of: Callable[[ContextPlan], Mapping[str, int]]) -> None:
+        for name in dict.fromkeys(name for plan in plans for name in of(plan)):
+            add(name, (of(plan).get(name) for plan in plans))
+
+    add_all(lambda plan: plan.device)
+    table.add_section()
+    add_all(lambda plan: plan.moments)
+    add("device memory, the largest moment counts", (p.device_bytes for p in plans), style="bold")
+    table.add_section()
+    add("host memory of activations", (plan.host_activation_bytes for plan in plans))
+    add("host memory at its highest", (plan.host_bytes for plan in plans), style="bold")
+    table.add_section()
+    steps = training.ours.request.gradient_accumulation_steps
+    moved = [plan.drive_bytes * steps for plan in plans]
+    add("activations on the drive", (plan.drive_bytes for plan in plans))
+    add("written and read of them per step", moved)
+    added = (_added_seconds(training, plan, args) for plan in plans)
+    add("a step takes longer by at least", (f"{seconds:.1f} s" for seconds in added))
+    written = (f"{nbytes * WEAR_STEPS * args.world / TERABYTE:.2f} TB" for nbytes in moved)
+    add(f"written of them in {WEAR_STEPS} steps", written)
+    return table
+
+
+def _table_of_fits(training: Training, args: argparse.Namespace) -> Table:
+    sizes = f"{args.device_memory} of device memory"
+    if args.host_memory is not None:
+        sizes += f", {args.host_memory} of host memory"
+    table = Table(title=f"{training.shapes.name}: what fits in {sizes}, for one rank")
+    table.add_column("")
+    table.add_column(f"longest context, batch {args.batch}", justify="right")
+    if args.context is not None:
+        table.add_column(f"largest batch, context {args.context}", justify="right")
+    table.add_column("what is short beyond")
+    for title, (longest, largest) in _fits(training, args).items():
+        counts = [str(found.count) for found in (longest, largest) if found is not None]
+        lacking = [f"{name} by {format_nbytes(n)}" for name, n in longest.limits.items()]
+        ends = longest.limits if longest.count else lacking
+        table.add_row(title, *counts, ", ".join(ends))
+    return table
+
+
+def _cell(training: Training, way: Way, room: Room, batch: int, context: int) -> str:
+    """Return the longest context in thousands, and the largest batch."""
+    longest = fit(training, way, room=room, unit_tokens=batch)
+    if not longest.count:
+        return f"no: {' and '.join(longest.limits)}"
+    largest = fit(training, way, room=room, unit_tokens=context)
+    return f"{longest.count // 1000}k, {largest.count}"
+
+
+def _shown(nbytes: int | None) -> str:
+    return "" if nbytes is None else format_nbytes(nbytes)
+
+
+def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespace) -> list[str]:
+    notes = [
+        "checkpointing is gradient checkpointing: one hidden state for each layer, which is "
+        "computed again in backward; its bytes are exact, what is called an estimate is not",
+        "attention is taken to be a flash or sdpa kernel; eager attention needs the square of the "
+        "context",
+    ]
+    if args.config is None:
+        notes.insert(0, "no --config: Hugging Face's example, and DeepSpeed's own defaults")
+    if not training.has_fused_loss:
+        notes.append(
+            f"logits take {LOGITS_BYTES} bytes for each token and word of the vocabulary; with a "
+            "fused loss they are never whole: --fused-loss counts with one"
+        )
+    notes.append(
+        f"{format_nbytes(HOST_RESERVE_BYTES)} of host memory are for Python, torch and the "
+        "device's libraries (estimate)"
+    )
+    if not training.activations.enabled:
+        notes.append('memascend\'s columns need "activations": {"enabled": true} in the block')
+    ours = next(plan for plan in plans if plan.way is OURS_CHECKPOINTS)
+    if ours.drive_bytes:
+        notes.append(_advice(training, ours, _device_bytes(args)))
+    return notes
+
+
+def _advice(training: Training, ours: ContextPlan, device_bytes: int | None) -> str:
+    """Return what to set `device_bytes` to, so that least is written."""
+    key = "activations.device_bytes"
+    if device_bytes is None:
+        return f"the larger {key}, the less is written; --device-memory says how large it can be"
+    spare_bytes = device_bytes - ours.device_bytes
+    if spare_bytes < 0:
+        return f"with checkpointing and memascend the device lacks {format_nbytes(-spare_bytes)}"
+    stays = page_down(min(spare_bytes, ours.drive_bytes))
+    kept = training.activations.device_bytes + stays
+    return (
+        f"{key} can be {kept} ({format_nbytes(kept)}) with checkpointing: {format_nbytes(stays)} "
+        f"of {format_nbytes(ours.drive_bytes)} less are written and read in each micro-step"
+    )

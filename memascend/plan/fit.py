@@ -1,0 +1,75 @@
+"""The longest context and the largest batch that fit, by the arithmetic of context.py.
+
+Memory depends on the tokens of a micro-step alone and grows with them, so the largest number that
+fits is found by halving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from memascend.plan.context import ContextPlan, Training, Way
+
+#: More tokens than any machine has memory for; ends the search where nothing grows.
+TOKENS_MAX = 1 << 40
+DEVICE, HOST = "device memory", "host memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What there is for one rank.
+
+    Attributes:
+        device_bytes: Device memory.
+        host_bytes: Host memory; None: enough.
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+
+    def short(self, plan: ContextPlan) -> dict[str, int]:
+        """Return what is missing, in bytes, by the kind of memory; empty where it fits."""
+        needed = {DEVICE: plan.device_bytes - self.device_bytes}
+        if self.host_bytes is not None:
+            needed[HOST] = plan.host_bytes - self.host_bytes
+        return {name: nbytes for name, nbytes in needed.items() if nbytes > 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What fits of one way to train.
+
+    Attributes:
+        way: The way.
+        count: How many times the unit of tokens fit; 0: not even once.
+        limits: What one unit more would lack, in bytes, by the kind of memory.
+    """
+
+    way: Way
+    count: int
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+def fit(training: Training, way: Way, *, room: Room, unit_tokens: int) -> Fit:
+    """Find the largest multiple of a number of tokens that fits.
+
+    Args:
+        training: The model and what it is trained with.
+        way: One of context.WAYS.
+        room: What there is.
+        unit_tokens: The batch for the longest context; the context for the largest batch.
+    """
+
+    def short(count: int) -> dict[str, int]:
+        return room.short(training.plan(way, count * unit_tokens))
+
+    fits, ends = 0, 1
+    while not short(ends):
+        fits, ends = ends, 2 * ends
+        if ends * unit_tokens > TOKENS_MAX:
+            return Fit(way=way, count=fits)
+    while ends - fits > 1:
+        middle = (fits + ends) // 2
+        fits, ends = (fits, middle) if short(middle) else (middle, ends)
+    return Fit(way=way, count=fits, limits=short(ends))

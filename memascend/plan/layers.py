@@ -1,0 +1,196 @@
+"""What the layers of a model save for backward, in bytes per token, from its config.json alone.
+
+Found by reading the layers of transformers 5.23 (models/*/modeling_*.py); each storage counts once,
+weights do not count. s is the bytes of an element, h the hidden size, q and k the widths of queries
+and of keys (heads, key-value heads, each times the head's size), i the width of the MLP, e the
+experts that a token goes to, of E. Attention is a flash or sdpa kernel, which is linear in tokens:
+eager attention saves squares of the context, and is not counted here.
+
+| saved                                      | by                             | bytes           |
+|--------------------------------------------|--------------------------------|-----------------|
+| Llama, Qwen 2 and 3, Mistral, Mixtral      |                                |                 |
+| input in fp32, 1 / its size (twice)        | RMSNorm: pow, mul, rsqrt       | 4 h + 4         |
+| normalized, and times the weight (twice)   | mul; the next Linear           | 2 s h           |
+| queries and keys in fp32, normalized       | RMSNorm of Qwen 3              | (4 + s)(q + k)  |
+| 1 / their sizes                            | the same                       | 4 (heads + kv)  |
+| queries, keys and values after rotary      | attention kernel               | s (q + 2 k)     |
+| its output, log of the sums in fp32        | attention kernel, o_proj       | s q + 4 heads   |
+| gate, its activation, up, their product    | silu, mul, down_proj           | 4 s i           |
+| the same, Mixtral                          | grouped_mm, silu, mul          | 4 s i e         |
+| inputs of experts, outputs before weights  | grouped_mm, mul                | 2 s h e         |
+| probabilities, indices, weights            | router                         | 4 E + 40 e      |
+| GPT-2                                      |                                |                 |
+| input, mean, 1 / deviation (twice)         | LayerNorm                      | s h + 8         |
+| its output (twice)                         | the next Conv1D                | s h             |
+| queries, keys and values as one            | attention kernel               | 3 s h           |
+| its output, log of the sums in fp32        | attention kernel, c_proj       | s h + 4 heads   |
+| input, tanh, half the input, 1 + tanh      | gelu_new                       | 4 s i           |
+| its output                                 | c_proj                         | s i             |
+| masks (twice)                              | dropout                        | h               |
+
+tests/plan/test_layers.py runs such layers and counts what they save, and the most that is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memascend.plan.architectures import numbers_of
+
+FP32_BYTES = 4
+#: Of the loss, for each element of the logits: log_softmax saves its result in fp32, and its
+#: backward pass has the gradient before and behind it besides (transformers' ForCausalLMLoss).
+LOGITS_BYTES = 3 * FP32_BYTES
+#: In the backward pass of an RMSNorm so many tensors in fp32 are alive, besides what it has saved.
+NORM_TENSORS = 5
+#: Of a fused loss, in tensors as large as a hidden state: the gradient, and logits of one chunk
+#: (Liger: at most twice tokens x hidden elements, ops/fused_linear_cross_entropy.py).
+FUSED_LOSS_TENSORS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """The widths of a decoder.
+
+    Attributes:
+        layers: How many there are.
+        hidden: Elements of a hidden state.
+        vocabulary: Elements of a token's logits.
+        heads: Of the queries.
+        kv_heads: Of the keys, and of the values.
+        head_dim: Elements of a head.
+        inner: Elements of the MLP, of one expert.
+        experts: 0 where there is one MLP.
+        experts_per_token: Of them, those that a token goes to.
+        has_qk_norm: Whether queries and keys are normalized.
+        is_gpt2: Whether norms, MLP and dropout are those of GPT-2.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    experts: int = 0
+    experts_per_token: int = 1
+    has_qk_norm: bool = False
+    is_gpt2: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Widths:
+        """Read the content of a config.json.
+
+        Raises:
+            ConfigError: An architecture that is not known, or a number that cannot be.
+        """
+        numbers = numbers_of(config)
+        if numbers.model_type == "gpt2":
+            hidden, heads = numbers.count("n_embd"), numbers.count("n_head", default=12)
+            return cls(
+                layers=numbers.count("n_layer"),
+                hidden=hidden,
+                vocabulary=numbers.count("vocab_size"),
+                heads=heads,
+                kv_heads=heads,
+                head_dim=max(1, hidden // heads),
+                inner=numbers.count("n_inner", default=4 * hidden),
+                is_gpt2=True,
+            )
+        hidden, heads = numbers.count("hidden_size"), numbers.count("num_attention_heads")
+        has_experts = numbers.model_type == "mixtral"
+        return cls(
+            layers=numbers.count("num_hidden_layers"),
+            hidden=hidden,
+            vocabulary=numbers.count("vocab_size"),
+            heads=heads,
+            kv_heads=numbers.count("num_key_value_heads", default=heads),
+            head_dim=numbers.count("head_dim", default=max(1, hidden // heads)),
+            inner=numbers.count("intermediate_size"),
+            experts=numbers.count("num_local_experts") if has_experts else 0,
+            experts_per_token=numbers.count("num_experts_per_tok") if has_experts else 1,
+            has_qk_norm=numbers.flag("qk_norm"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Bytes per token of one layer; all but the first are estimates.
+
+    Attributes:
+        hidden: Of its input: what a checkpoint of the layer is.
+        saved: Of everything it saves for backward.
+        largest: Of the largest tensor that it saves.
+        backward: At most in its backward pass, what is still saved included.
+        gradients: At most in its backward pass, what was saved left out.
+        tile: In backward with a tiled MLP, for each token of the tile that is in work.
+        final_norm: Of what the norm behind the last layer saves.
+        final_norm_largest: Of its largest tensor.
+    """
+
+    hidden: int
+    saved: int
+    largest: int
+    backward: int
+    gradients: int
+    tile: int
+    final_norm: int
+    final_norm_largest: int
+
+
+def layer_bytes(widths: Widths, itemsize: int, *, has_tiled_mlp: bool = False) -> LayerBytes:
+    """Count a layer.
+
+    Its backward pass needs most in the MLP, with everything saved and the gradients of the two
+    widest tensors, of the input and of the output; or, where the MLP is narrow or tiled, in the
+    norm before it, which computes in fp32 when the MLP's part is gone.
+
+    Args:
+        widths: Of the model.
+        itemsize: Bytes of an element: 2 for bf16 and fp16.
+        has_tiled_mlp: Whether the MLP goes over its tokens in tiles and is computed again in
+            backward, so that it saves its input alone.
+    """
+    hidden = itemsize * widths.hidden
+    inner = itemsize * widths.inner * widths.experts_per_token
+    wide = 2 * inner
+    if widths.is_gpt2:
+        norm_largest, largest = hidden, max(inner, 3 * hidden)
+        norm, norm_backward = 2 * hidden + 8, 2 * hidden
+        rest = 2 * norm + 4 * hidden + 4 * widths.heads + 2 * widths.hidden
+        mlp = 5 * inner
+    else:
+        norm_largest = FP32_BYTES * widths.hidden
+        largest = max(norm_largest, inner * (2 if widths.experts else 1))
+        norm, norm_backward = norm_largest + 4 + 2 * hidden, NORM_TENSORS * norm_largest
+        rest = 2 * norm + _attention(widths, itemsize)
+        mlp = 4 * inner
+    if widths.experts:
+        rest += 4 * widths.experts + 40 * widths.experts_per_token
+        mlp += 2 * hidden * widths.experts_per_token
+        # Their outputs are weighed in fp32.
+        wide = max(wide, 3 * norm_largest * widths.experts_per_token)
+    saved = rest if has_tiled_mlp else rest + mlp
+    in_mlp = 2 * hidden + (0 if has_tiled_mlp else wide)
+    return LayerBytes(
+        hidden=hidden,
+        saved=saved,
+        largest=largest,
+        backward=max(saved + in_mlp, rest + norm_backward),
+        gradients=max(in_mlp, norm_backward + hidden),
+        tile=mlp + wide if has_tiled_mlp else 0,
+        final_norm=norm,
+        final_norm_largest=norm_largest,
+    )
+
+
+def _attention(widths: Widths, itemsize: int) -> int:
+    """Return what attention with rotary positions saves, its norms included."""
+    queries, keys = widths.heads * widths.head_dim, widths.kv_heads * widths.head_dim
+    saved = itemsize * (2 * queries + 2 * keys) + 4 * widths.heads
+    if widths.has_qk_norm:
+        saved += (FP32_BYTES + itemsize) * (queries + keys) + 4 * (widths.heads + widths.kv_heads)
+    return saved

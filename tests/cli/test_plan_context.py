@@ -1,0 +1,233 @@
+"""`memascend plan --context` and `--fit`: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.base.units import GIB
+from memascend.cli.main import main
+from memascend.cli.plan_context import TABLE_WAYS, whole_number
+from memascend.plan.context import WAYS
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS, ON_HOST = "memascend, checkpointing", "stock, checkpoints on the host"
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def written(tmp_path: Path, block: dict[str, Any], **changes: Any) -> str:
+    path = tmp_path / "ds.json"
+    nvme = {"device": "nvme", "nvme_path": "/mnt"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme} | changes
+    content = {"zero_optimization": zero, "bf16": {"enabled": True}, "memascend": block}
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_every_way_to_train_stands_in_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    text = printed(capsys, "Llama-3.1-8B", "--context", "131072")
+    parts = (
+        "a context of 131072 tokens, batch 1, bf16", "32.00 GiB", "reduce bucket", "estimate",
+        "host memory at its highest", "activations on the drive", "a step takes longer",
+        "written of them in 1000 steps", "eager attention", "--fused-loss counts with one",
+        "no --config: Hugging Face's example",
+        '"activations": {"enabled": true}', "--device-memory says how large it can be",
+        *(way.title for way in WAYS),
+    )  # fmt: skip
+    assert [part for part in parts if part not in text] == []
+
+
+def test_the_json_has_what_the_table_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(
+        capsys, "Qwen2.5-7B", "--context", "8192", "--batch", "4", "--fused-loss", "--tiled-mlp"
+    )
+    assert found["memascend"]["host_bytes"] > 0
+    context = found["context"]
+    assert (context["context"], context["batch"]) == (8192, 4)
+    assert (context["fused_loss"], context["tiled_mlp"]) == (True, True)
+    assert list(context["ways"]) == [way.title for way in WAYS]
+    for plan in context["ways"].values():
+        assert plan["tokens"] == 4 * 8192
+        assert plan["device_bytes"] == sum(plan["device"].values()) + max(plan["moments"].values())
+    ours = context["ways"][OURS]
+    assert ours["drive_bytes"] > 0
+    assert ours["added_seconds"] > 0
+    assert context["ways"][ON_HOST]["added_seconds"] == 0
+
+
+def test_slower_drives_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("Llama-3.1-8B", "--context", "65536", "--drive-write")
+    fast, slow = (as_json(capsys, *arguments, speed)["context"]["ways"] for speed in ("4", "1"))
+    assert slow[OURS]["added_seconds"] > 3 * fast[OURS]["added_seconds"]
+
+
+def test_what_is_free_on_the_device_is_offered_for_activations(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("Llama-3.1-8B", "--context", "131072", "--fused-loss", "--device-memory", "48GiB")
+    text = printed(capsys, *arguments)
+    found = re.search(r"activations\.device_bytes can be (\d+) ", text)
+    assert found is not None
+    nbytes = int(found.group(1))
+    block = {"activations": {"enabled": True, "device_bytes": nbytes}}
+    config = written(tmp_path, block)
+    ours = as_json(capsys, *arguments, "--config", config)["context"]["ways"][OURS]
+    assert ours["device"]["activations.device_bytes"] == nbytes
+    assert 48 * GIB - 4096 < ours["device_bytes"] <= 48 * GIB
+    assert '"enabled": true' not in printed(capsys, *arguments, "--config", config)
+
+
+def test_a_device_that_is_too_small_is_told_by_how_much(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("Llama-3.1-8B", "--context", "65536", "--device-memory", "8GiB")
+    assert "the device lacks" in printed(capsys, *arguments)
+
+
+def test_what_fits_is_found_for_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    room = ("--device-memory", "24GiB", "--host-memory", "64GiB", "--fused-loss")
+    found = as_json(capsys, "Llama-3.1-8B", "--fit", *room)
+    assert "context" not in found
+    assert list(found["fit"]) == [way.title for way in WAYS]
+    assert all("batch" not in row for row in found["fit"].values())
+    assert found["fit"][ON_HOST]["limits"].keys() == {"host memory"}
+    longest = found["fit"][OURS]["context"]
+    assert longest > found["fit"]["stock, checkpointing"]["context"] > 0
+    batches = as_json(capsys, "Llama-3.1-8B", "--fit", "--context", "1000", *room)["fit"]
+    assert batches[OURS]["batch"] == longest // 1000
+    of_two = as_json(capsys, "Llama-3.1-8B", "--fit", "--batch", "2", *room)["fit"]
+    assert of_two[OURS]["context"] == longest // 2
+
+
+def test_what_does_not_fit_says_what_is_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    room = ("--device-memory", "3GiB", "--host-memory", "32GiB")
+    text = printed(capsys, "Llama-3.1-8B", "--fit", "--context", "4096", *room)
+    assert "what fits in 3GiB of device memory, 32GiB of host memory" in text
+    assert re.search(r"device memory by \d+\.\d\d GiB, host memory by \d+\.\d\d GiB", text)
+    assert "largest batch, context 4096" in text
+
+
+def test_little_host_memory_makes_our_own_buffers_smaller(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("Llama-3.1-8B", "--fit", "--device-memory", "48GiB", "--host-memory")
+    enough, little, none = (
+        as_json(capsys, *arguments, size)["fit"][OURS] for size in ("64GiB", "3.1GiB", "2GiB")
+    )
+    assert enough["context"] == little["context"] > 0
+    assert (none["context"], set(none["limits"])) == (0, {"host memory"})
+
+
+def test_the_table_has_a_row_for_each_machine_and_stands_in_the_documents(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--table", "--fit", "--fused-loss"]) == 0
+    whole = capsys.readouterr().out.strip()
+    lines = whole.splitlines()
+    assert len(lines) == 2 + 2 * 3 * 3
+    assert all(way.title in lines[0] for way in TABLE_WAYS)
+    assert main(["plan", "--table", "--fit", "--fused-loss", "--host-memory", "64GiB"]) == 0
+    short = capsys.readouterr().out.strip().splitlines()
+    assert short == [line for line in lines if "128 GiB" not in line and "32 GiB" not in line]
+    assert main(["plan", "--table", "--fit", "--device-memory", "24GiB"]) == 0
+    assert "no: host memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fit", "--device-memory", "much"], "--device-memory: not a byte count: 'much'"),
+        (["--fit", "--device-memory", "0"], "--device-memory: must be above 0 bytes"),
+        (["--context", "8", "--host-memory", "-1"], "--host-memory: not a byte count"),
+    ],
+)
+def test_a_size_that_cannot_be_is_exit_1(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["plan", "Llama-3.1-8B", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_shapes_without_a_config_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [8], "data_offsets": [0, 16]}}).encode()
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    assert main(["plan", str(weights), "--context", "4096"]) == 1
+    assert "Give the model's config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "0"], "must be a whole number from 1 to"),
+        (["--context", "long"], "must be a whole number from 1 to"),
+        (["--context", str(1 << 40), "--batch", "2"], "must be at most"),
+        (["--fit"], "--fit needs --device-memory"),
+        (["--batch", "2"], "--batch needs --context or --fit"),
+        (["--fused-loss"], "--fused-loss needs --context or --fit"),
+        (["--tiled-mlp"], "--tiled-mlp needs --context or --fit"),
+        (["--host-memory", "8GiB"], "--host-memory needs --context or --fit"),
+        (["--device-memory", "8GiB"], "--device-memory needs --context or --fit"),
+    ],
+)
+def test_a_mistake_in_the_command_line_is_exit_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "Llama-3.1-8B", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_table_of_all_models_has_no_context(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--table", "--context", "4096"])
+    assert "--fit beside --table" in capsys.readouterr().err
+
+
+def test_a_count_is_a_whole_number() -> None:
+    assert whole_number("131072") == 131072
+    for text in ("1e3", "", "-1", str((1 << 40) + 1)):
+        with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+            whole_number(text)
+
+
+def test_it_runs_where_neither_torch_nor_deepspeed_exists() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'deepspeed', 'transformers', 'numpy'):\n"
+        "    sys.modules[name] = None\n"
+        "from memascend.cli.main import main\n"
+        "sys.exit(main(['plan', 'Llama-3.1-8B', '--context', '4096', '--fit',\n"
+        "               '--device-memory', '24GiB']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "longest context" in done.stdout
