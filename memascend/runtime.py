@@ -121,11 +121,9 @@ class Runtime:
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
             limit_bytes: Most host memory of all components together; None: no limit.
         """
-        self.config = config
-        self.directory = directory
+        self.config, self.directory, self.limit_bytes = config, directory, limit_bytes
         self.walk = Walk()  # of the optimizer, behind its caller
         self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
-        self.limit_bytes = limit_bytes
         self.arena: HostAllocator | None = None
         self.store: ResidentStore | None = None
         if config.allocator.enabled:
@@ -146,12 +144,11 @@ class Runtime:
             self.store = _make_store(config, directory, memory, self.arena)
         self._io = self.store or stock.store
         self.new_event = None if new_event is None else partial(waiting.new_event, new_event)
-        self._wait_idle = wait_idle
-        self._new_stream = new_stream
+        self._wait_idle, self._new_stream = wait_idle, new_stream
         self._staging: StagingSlots | None = None
         self._activations: ActivationStream | None = None
-        self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
         self._slot_count = STAGING_SLOT_COUNT
+        self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
         self.pool = _make_pool(config, stock.slot_memory or memory, parameter_budget_bytes)
         self.overflow_check = _make_overflow_check(config)
         self.wear = WearMeter(

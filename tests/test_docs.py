@@ -237,7 +237,10 @@ def test_the_seams_page_has_a_row_for_each_watched_definition() -> None:
 
 
 def test_the_seams_page_has_what_is_wrapped_of_transformers() -> None:
-    assert first_column("transformers", 1) == set(transformers_seams.WRAPPERS)
+    assert first_column("transformers", 1) == {
+        *transformers_seams.WRAPPERS,
+        *transformers_seams.BY_NAME,
+    }
     assert all(version in read(SEAMS_PAGE) for version in transformers_seams.VERSIONS)
 
 

@@ -198,6 +198,7 @@ def test_a_graph_that_is_dropped_leaves_nothing(saved: SavedTensors) -> None:
         with saved.hooks():
             loss = model(numbers(seed, 4096).view(2, 64, 32))
     del loss
+    assert keys(saved.stream) == []
     assert saved.stream.count == 0
     assert train("none", saved)
 
@@ -207,6 +208,7 @@ def test_a_forward_pass_that_fails_leaves_nothing(saved: SavedTensors) -> None:
     model.layers.append(nn.Linear(7, 7))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), saved.hooks():
         model(numbers(0, 4096).view(2, 64, 32))
+    assert keys(saved.stream) == []
     assert saved.stream.count == 0
     expected = train("nonreentrant", None)
     assert all(map(torch.equal, train("nonreentrant", saved), expected))

@@ -90,7 +90,7 @@ def test_what_forward_saves_goes_and_comes_back() -> None:
 def test_an_error_ends_the_hooks() -> None:
     engine = Engine(SimpleNamespace(attachment=Attachment(enabled=True)))
     with pytest.raises(TypeError, match="unsupported operand"):
-        module.wrap_forward(Engine.forward)(engine, torch.zeros(3, 64), scale=None)
+        module.wrap_forward(Engine.forward)(engine, torch.zeros(64, 64), scale=None)
     assert module.current.get() is None
 
 
