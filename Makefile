@@ -32,7 +32,7 @@ export TRITON_INTERPRET ?= 1
 endif
 
 .PHONY: help all environment demo test test-all test-root lint type test-cpp bench bench-memory bench-step
-.PHONY: bench-overlap bench-volumes kill-test soak fuzz clean device test-device
+.PHONY: bench-overlap bench-context bench-volumes kill-test soak fuzz clean device test-device
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -85,6 +85,9 @@ bench-step: environment ## time and drive traffic of training steps, against sto
 
 bench-overlap: environment ## what of a step overlaps: compute of a stated time beside the drive
 	$(BIN)/python benchmarks/bench_overlap.py $(BENCH_ARGS)
+
+bench-context: environment ## peak memory and time of steps of more and more tokens
+	$(BIN)/python benchmarks/bench_context.py $(BENCH_ARGS)
 
 bench-volumes: environment ## two drives of unlike speed, striped (root: loop devices)
 	$(BIN)/python benchmarks/bench_volumes.py $(BENCH_ARGS)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 
 class _Sleep(torch.autograd.Function):
@@ -33,20 +34,21 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(torch.nn.Module):
-    """One square matrix.
+    """One matrix.
 
     Args:
-        width: Rows and columns.
+        rows: Of it.
+        width: Columns of it.
         seconds: Of sleep in forward, and in backward.
     """
 
-    def __init__(self, width: int, seconds: tuple[float, float]) -> None:
+    def __init__(self, rows: int, width: int, seconds: tuple[float, float]) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(width, width))
+        self.weight = torch.nn.Parameter(torch.zeros(rows, width))
         self._seconds = seconds
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden state, as long as it came; 1-D."""
+        """Return the hidden state, as large as it came."""
         result: torch.Tensor = _Sleep.apply(hidden, self.weight, self._seconds)
         return result
 
@@ -56,21 +58,42 @@ class SleepingModel(torch.nn.Module):
 
     Args:
         layers: Their number.
-        width: Of each.
+        width: Columns of each.
+        rows: Of each; None: as many as columns.
+        hidden: Width of the hidden state.
         forward_s: Sleep of one layer in forward.
-        backward_s: The same in backward.
+        backward_s: The same in backward, recomputing not counted.
     """
 
-    def __init__(self, *, layers: int, width: int, forward_s: float, backward_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        rows: int | None = None,
+        hidden: int = 1,
+        forward_s: float,
+        backward_s: float,
+    ) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            SleepingLayer(width, (forward_s, backward_s)) for _ in range(layers)
+            SleepingLayer(rows or width, width, (forward_s, backward_s)) for _ in range(layers)
         )
+        self._hidden = hidden
+        self._has_checkpoints = False
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Have each layer keep its input alone, and compute again in backward."""
+        self._has_checkpoints = True
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         """Return an object with a `loss`; what it is given only sets the size of the input."""
-        hidden = torch.ones(input_ids.numel(), dtype=torch.bfloat16, device=input_ids.device)
+        size = (input_ids.numel(), self._hidden)
+        hidden = torch.ones(size, dtype=torch.bfloat16, device=input_ids.device)
         hidden.requires_grad_(True)
         for layer in self.layers:
-            hidden = layer(hidden)
-        return SimpleNamespace(loss=hidden.float().pow(2).mean())
+            if self._has_checkpoints:
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            else:
+                hidden = layer(hidden)
+        return SimpleNamespace(loss=hidden[:, 0].float().pow(2).mean())

@@ -34,6 +34,7 @@ MARK = "@@"
 SEED = 42
 #: The model type of a SleepingModel; any other is one of transformers'.
 SLEEPING = "sleeping"
+SLEEPING_SIZES = ("layers", "width", "rows", "hidden", "forward_s", "backward_s")
 
 
 class HighWater:
@@ -70,7 +71,7 @@ def join_group() -> None:
 def build_model(shape: dict[str, Any], dtype: torch.dtype, deepspeed_config: Any) -> Any:
     """A model of random weights; with ZeRO-3 configured, transformers partitions it as it grows."""
     if shape.get("model_type") == SLEEPING:
-        sizes = {name: shape[name] for name in ("layers", "width", "forward_s", "backward_s")}
+        sizes = {name: size for name, size in shape.items() if name in SLEEPING_SIZES}
         with deepspeed.zero.Init(config_dict_or_path=deepspeed_config):
             return SleepingModel(**sizes)
     config = transformers.AutoConfig.for_model(**{"model_type": "llama", **shape}, use_cache=False)
