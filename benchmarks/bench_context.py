@@ -32,9 +32,9 @@ QUESTION = "Context: peak memory and time of a step as its tokens grow"
 HELD, OURS = "checkpoints in memory", "activations on the drive"
 BLOCKS: dict[str, dict[str, Any]] = {HELD: {}, OURS: {"activations": {"enabled": True}}}
 #: Tokens of a step.
-TOKENS = {"small": (512, 1024), "large": (1024, 2048, 4096, 8192, 16384)}
+TOKENS = {"small": (1024, 4096), "large": (1024, 2048, 4096, 8192, 16384)}
 #: Layers, and the width of the hidden state.
-SIZES = {"small": (4, 1024), "large": (16, 4096)}
+SIZES = {"small": (12, 1024), "large": (16, 4096)}
 ROWS = 256  # of a layer's matrix: large enough for the drive, small beside checkpoints
 ITEMSIZE = 2
 ROUNDS = {"small": 1, "large": 5}

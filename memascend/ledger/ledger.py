@@ -48,6 +48,7 @@ class Ledger:
         volumes: What each volume moved, and how fast; empty without a store.
         drives: The wear of the drives below the volumes, from their SMART data; empty without any.
         heap: What serves malloc, and what was set; empty where nobody looked.
+        device_bytes_peak: The most that torch had of the device at once; None where it is the CPU.
         activations: What forward saved for backward; None where that stays on the device.
     """
 
@@ -63,6 +64,7 @@ class Ledger:
     volumes: Sequence[VolumeTraffic] = ()
     drives: Sequence[DriveWear] = ()
     heap: str = ""
+    device_bytes_peak: int | None = None
     activations: ActivationTraffic | None = None
 
     @property
@@ -146,6 +148,9 @@ class Ledger:
         table += [f"  {volume.describe()}" for volume in self.volumes]
         if self.volumes:
             table.append(f"  training waited {self.drive['wait_seconds']:.1f} s for the drives")
+        if self.device_bytes_peak is not None:
+            peak = format_nbytes(self.device_bytes_peak)
+            table.append(f"  device: at most {peak} allocated by torch")
         if self.activations is not None:
             table.append(f"  {self.activations.describe()}")
         if self.wear is not None:

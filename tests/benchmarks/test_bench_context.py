@@ -74,9 +74,6 @@ def test_our_own_bytes_are_the_same_for_every_number_of_tokens(tmp_path: Path) -
     assert len({row["figures"]["own_mb"] for row in steps}) == 1
     assert all(row["config"]["losses_equal"] for row in steps)
     slopes = {row["contender"]: row["figures"] for row in rows if row["case"] == "slope"}
-    assert slopes[bench_context.HELD]["of_checkpoints"] > 0.5
-    less = (
-        slopes[bench_context.HELD]["bytes_per_token"]
-        - slopes[bench_context.OURS]["bytes_per_token"]
-    )
-    assert less > 0
+    assert slopes[bench_context.HELD]["of_checkpoints"] > 0.9
+    # Of twelve checkpoints two are on the device at most, and what the layer at hand needs.
+    assert slopes[bench_context.OURS]["of_checkpoints"] < 0.6

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
@@ -46,6 +47,7 @@ class Attachment:
             self.runtime.ledger(),
             drives=() if self._drives is None else self._drives.drives,
             heap="" if self._heap is None else self._heap.describe(),
+            device_bytes_peak=_device_bytes_peak(),
         )
 
     def adopt(self, plan: Plan) -> None:
@@ -137,6 +139,13 @@ def attachment_of(engine: Any) -> Attachment | None:
 ENGINE_PROPERTY = property(
     attachment_of, doc="memascend's attachment of this engine, None without a block."
 )
+
+
+def _device_bytes_peak() -> int | None:
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():  # the CPU, whose memory is the process's
+        return None
+    return int(accelerator.max_memory_allocated())
 
 
 def _finish(attachment: weakref.ref[Attachment]) -> None:

@@ -281,3 +281,13 @@ def test_the_property_on_the_engine_class_finds_it(make: Make) -> None:
     found = kind()
     found.__dict__.update(vars(engine(SimpleNamespace(attachment=ours))))
     assert found.memascend is ours
+
+
+def test_the_ledger_has_the_peak_of_a_device_that_is_not_the_cpu(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attachment = make()
+    assert attachment.ledger().device_bytes_peak is None
+    device = SimpleNamespace(is_synchronized_device=lambda: False, max_memory_allocated=lambda: 7)
+    monkeypatch.setattr(attaching, "get_accelerator", lambda: device)
+    assert attachment.ledger().device_bytes_peak == 7
