@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.device.trials import (
-    MODES,
-    SECTION_MODES,
+    ACTIVATION_MODES,
+    EVERY_MODE,
+    EVERY_VARIANT,
     STEP_MODES,
-    STEP_VARIANTS,
-    VARIANTS,
     Trial,
     chosen,
     parameters,
@@ -18,7 +17,11 @@ from tests.device.trials import (
 )
 from tests.parity.models import maker
 from tests.parity.workers import Bench, differences
-from tests.support.parity_cases import assert_memascend_did_it, assert_steps_went_behind
+from tests.support.parity_cases import (
+    assert_activations_went,
+    assert_memascend_did_it,
+    assert_steps_went_behind,
+)
 
 pytestmark = pytest.mark.deepspeed
 
@@ -40,6 +43,8 @@ def test_training_gives_the_bits_of_cpu_offload_whatever_the_delays(
             assert all((rank["early_tile_count"] > 0) == begins_early for rank in facts)
         if trial.mode in STEP_MODES:
             assert_steps_went_behind(case, facts)
+        if trial.mode in ACTIVATION_MODES:
+            assert_activations_went(case, facts)
 
 
 def test_every_trial_has_a_name_of_its_own() -> None:
@@ -48,8 +53,8 @@ def test_every_trial_has_a_name_of_its_own() -> None:
 
 
 def test_what_make_test_all_runs_has_each_variant_and_each_mode() -> None:
-    assert {trial.variant for trial in chosen()} == {*VARIANTS, *STEP_VARIANTS}
-    assert {trial.mode for trial in chosen()} == {*MODES, *SECTION_MODES, *STEP_MODES}
+    assert {trial.variant for trial in chosen()} == {*EVERY_VARIANT}
+    assert {trial.mode for trial in chosen()} == {*EVERY_MODE}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

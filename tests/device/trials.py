@@ -88,6 +88,16 @@ STEP_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "all in memory, two ranks": {"limit_bytes": 512 * MIB, "world": 2, "steps": 4},
 }
+#: Of what forward saves: run in ACTIVATION_MODES alone.
+ACTIVATION_VARIANTS: dict[str, dict[str, Any]] = {
+    "checkpoints": {},
+    "checkpoints, two ranks fp16": {"world": 2, "dtype": "fp16", "scale_power": 12},
+    "re-entrant checkpoints": {"checkpointing": "reentrant"},
+    "DeepSpeed's checkpoints": {"checkpointing": "deepspeed"},
+    "offloaded checkpoints": {"checkpointing": "offload"},
+    "no checkpoints": {"checkpointing": "off"},
+    "no checkpoints, two ranks": {"checkpointing": "off", "family": "qwen", "world": 2},
+}
 #: A limit is refused with these.
 WITHOUT_LIMIT = (
     "parameters in host memory",
@@ -121,6 +131,10 @@ STEP_MODES: dict[str, Mode] = {
     "steps are over first": Mode({"walk": "off"}),
     "steps begin when they are waited for": Mode({"walk": "late"}),
 }
+ACTIVATION_MODES: dict[str, Mode] = {
+    "all goes to the drive": Mode({"saved_bytes": 0}),
+    "some stays on the device": Mode({"saved_bytes": 20 << 10, "limit_bytes": 29 * MIB}),
+}
 #: Of four ranks, which take their time, these alone.
 MODES_OF_FOUR = ("no limit", "slots are reused at once")
 #: Of the plain variant in bf16 and fp16 alone.
@@ -146,6 +160,16 @@ NOT_STOCK = (
 )
 
 
+EVERY_VARIANT = VARIANTS | STEP_VARIANTS | ACTIVATION_VARIANTS
+EVERY_MODE = MODES | SECTION_MODES | STEP_MODES | ACTIVATION_MODES
+#: Variants, and the modes that each of them is tried in.
+FAMILIES = (
+    (VARIANTS, MODES),
+    (STEP_VARIANTS, STEP_MODES),
+    (ACTIVATION_VARIANTS, ACTIVATION_MODES),
+)
+
+
 @dataclass(frozen=True)
 class Trial:
     """One variant in one mode."""
@@ -161,12 +185,12 @@ class Trial:
     @property
     def how(self) -> Mode:
         """What the mode stands for."""
-        return (MODES | SECTION_MODES | STEP_MODES)[self.mode]
+        return EVERY_MODE[self.mode]
 
     @property
     def case(self) -> Case:
         """What parity would run."""
-        case = replace(TRAINING, **(VARIANTS | STEP_VARIANTS)[self.variant])
+        case = replace(TRAINING, **EVERY_VARIANT[self.variant])
         case = replace(case, **self.how.changes)
         return case.within_stock() if self.how.backend == "stock" else case
 
@@ -181,7 +205,10 @@ def trials() -> list[Trial]:
         if not (mode not in MODES_OF_FOUR and VARIANTS[variant].get("world") == 4)
     ]
     found += [Trial(variant, mode) for variant in ("bf16", "fp16") for mode in SECTION_MODES]
-    return found + [Trial(variant, mode) for variant in STEP_VARIANTS for mode in STEP_MODES]
+    found += [Trial(variant, mode) for variant in STEP_VARIANTS for mode in STEP_MODES]
+    return found + [
+        Trial(variant, mode) for variant in ACTIVATION_VARIANTS for mode in ACTIVATION_MODES
+    ]
 
 
 #: Always run: slots and chunks, the drive and the device, bf16 and fp16.
@@ -189,14 +216,15 @@ QUICK = (
     Trial("bf16", "large shards have no slot"),
     Trial("fp16 optimizer on the device", "no limit"),
     Trial("changed by hand, all in memory", "steps begin when they are waited for"),
+    Trial("no checkpoints", "all goes to the drive"),
 )
 
 
 def chosen() -> set[Trial]:
     """Return what stands for the rest: the plain variant in every mode, each other one in one."""
     found = set(QUICK) | {trial for trial in trials() if trial.variant == "bf16"}
-    for place, variant in enumerate(VARIANTS | STEP_VARIANTS):
-        modes = STEP_MODES if variant in STEP_VARIANTS else MODES
+    for place, variant in enumerate(EVERY_VARIANT):
+        modes = next(modes for variants, modes in FAMILIES if variant in variants)
         possible = [t for t in trials() if t.variant == variant and t.mode in modes]
         found.add(possible[place % len(possible)])
     return found
