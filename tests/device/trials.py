@@ -92,9 +92,7 @@ STEP_VARIANTS: dict[str, dict[str, Any]] = {
 ACTIVATION_VARIANTS: dict[str, dict[str, Any]] = {
     "checkpoints": {},
     "checkpoints, two ranks fp16": {"world": 2, "dtype": "fp16", "scale_power": 12},
-    "re-entrant checkpoints": {"checkpointing": "reentrant"},
     "DeepSpeed's checkpoints": {"checkpointing": "deepspeed"},
-    "offloaded checkpoints": {"checkpointing": "offload"},
     "no checkpoints": {"checkpointing": "off"},
     "no checkpoints, two ranks": {"checkpointing": "off", "family": "qwen", "world": 2},
 }

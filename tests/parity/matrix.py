@@ -211,23 +211,17 @@ def activation_cases() -> list[Case]:
     """What forward saves on the drive: every way of checkpointing, and every family."""
     drive = Case(saved_bytes=0)
     fp16 = replace(drive, dtype="fp16", steps=5)
-    every = 1 << 30
     return [
         replace(drive, checkpointing="reentrant"),
         replace(drive, checkpointing="nonreentrant", world=2, accumulation=4),
         replace(drive, checkpointing="offload", family="qwen"),
         replace(drive, checkpointing="deepspeed", family="mixtral"),
-        drive,
         replace(drive, family="mixtral", world=2, accumulation=4),
         replace(drive, family="lora", world=2, checkpointing="nonreentrant"),
         replace(fp16, family="gpt2", checkpointing="reentrant"),
-        replace(fp16, family="unused", world=2),
-        replace(drive, saved_bytes=every, checkpointing="nonreentrant", family="gpt2"),
-        replace(drive, saved_bytes=20 << 10, family="qwen", walk="late"),
-        replace(drive, limit_bytes=LIMIT_SMALL_BYTES, checkpointing="reentrant", accumulation=4),
-        replace(drive, verify="full", volumes=("3", "1"), checkpointing="nonreentrant"),
-        replace(drive, resume_at=2, steps=4, checkpointing="nonreentrant", during_backward=True),
-        replace(drive, params="none", clipping=1.0),
+        replace(drive, saved_bytes=20 << 10, limit_bytes=LIMIT_SMALL_BYTES, walk="late"),
+        replace(drive, verify="full", volumes=("3", "1"), resume_at=2, during_backward=True),
+        replace(fp16, params="none", clipping=1.0, family="unused"),
         replace(drive, params="cpu", family="odd", gather_all=True),
     ]
 
