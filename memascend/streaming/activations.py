@@ -188,13 +188,17 @@ class ActivationStream:
 
     def _wait_for_room(self, nbytes: int) -> None:
         self._give_up_dropped()
-        largest_bytes = max(nbytes, self._largest_bytes())
-        room_bytes = self._device_bytes + IN_FLIGHT_COUNT * largest_bytes - nbytes
         # Where nothing is to be written, no room will come: those who hold it hold on to it.
-        while self._held_bytes > room_bytes and (self._waiting or self._job) and not self._errors:
+        while self._lacks_room(nbytes) and (self._waiting or self._job) and not self._errors:
+            if self._job is None:  # less may wait than when the last one was put: largest is gone
+                self._wake()
             self._changed.wait()
             self._give_up_dropped()
         self._raise_error()
+
+    def _lacks_room(self, nbytes: int) -> bool:
+        largest_bytes = max(nbytes, self._largest_bytes())
+        return self._held_bytes + nbytes > self._device_bytes + IN_FLIGHT_COUNT * largest_bytes
 
     def _raise_error(self) -> None:
         """Raise the first error of what somebody still has; it is raised once."""
@@ -308,6 +312,7 @@ class ActivationStream:
                     self._job.state = State.WRITING
                     return self._job, data
             self._job = None
+            self._changed.notify_all()  # whoever waits for a last one that was dropped
             return None
 
     def _forget_garbage(self) -> None:

@@ -13,7 +13,13 @@ from memascend.errors import StoreError, StoreFullError
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.activation_records import Activation, State
 from memascend.streaming.activations import ActivationStream
-from tests.support.activation_streams import activation_stream, keys, numbers, wait_until
+from tests.support.activation_streams import (
+    WAIT_S,
+    activation_stream,
+    keys,
+    numbers,
+    wait_until,
+)
 
 NBYTES = numbers(0).nbytes
 
@@ -72,6 +78,19 @@ def test_no_more_is_on_the_device_than_may_be() -> None:
     assert stream.traffic.held_bytes_peak == 3 * NBYTES
     for seed in reversed(range(6)):
         assert torch.equal(value(stream, saved.pop()), numbers(seed))
+
+
+def test_room_that_the_largest_took_with_it_is_made() -> None:
+    stream = activation_stream()
+    saved = [stream.put(numbers(0, 5000)), *(stream.put(numbers(seed, 500)) for seed in range(9))]
+    stream.settle()
+    del saved[0]  # until now so many small ones could wait as it had bytes
+    thread = threading.Thread(target=lambda: saved.append(stream.put(numbers(9, 500))), daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    stream.settle()
+    assert stream._held_bytes == 500 * 4
 
 
 def test_the_next_ones_are_read_ahead_within_their_share_of_the_device() -> None:
