@@ -83,8 +83,9 @@ class ActivationStream:
         filled = event_here(self._new_event)
         with self._changed:
             self._wait_for_room(data.nbytes)
+            number, self._count = self._count, self._count + 1
             record = Record(
-                number=self._count,
+                number=number,
                 nbytes=data.nbytes,
                 saved=tensor.detach(),
                 data=data,
@@ -92,14 +93,14 @@ class ActivationStream:
                 device=tensor.device,
                 version=tensor._version,
             )
-            self._count += 1
+            activation = Activation(record, self._dropped)  # first: Ctrl-C leaves none to nobody
             self._records[record.number] = record
             self._hold(record)
             self.traffic.count += 1
             self.traffic.saved_bytes += record.nbytes
             if self._held_bytes > self._kept_bytes():
                 self._wake()
-        return Activation(record, self._dropped)
+        return activation
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -116,15 +117,16 @@ class ActivationStream:
         record = activation.record
         with self._changed:
             self._give_up_dropped()
-            if record in self._reads:
-                self._reads.remove(record)
-                self._reads.appendleft(record)
-            elif record.data is None and record.error is None:
+            if record.data is None and record.error is None:
                 self._start_read(record, is_ahead=False)
+            elif record.state is State.READING and record is not self._job:
+                self._reads = deque([record, *(one for one in self._reads if one is not record)])
             record.is_taken = record.was_taken = True
             self._uncount(record)
             self._read_ahead(record.number)
             while record.state is State.READING:
+                if self._job is None:  # Ctrl-C may have come before the thread was told
+                    self._wake()
                 self._changed.wait()
             if record.error is not None:
                 raise record.error
@@ -209,24 +211,28 @@ class ActivationStream:
     def _hold(self, record: Record) -> None:
         """Count it as held, to be written in its turn."""
         self._waiting[record.number] = record
-        record.is_held = True
-        self._held_bytes += record.nbytes
+        added_bytes = 0 if record.is_held else record.nbytes
+        self._held_bytes, record.is_held = self._held_bytes + added_bytes, True
         self.traffic.held_bytes_peak = max(self.traffic.held_bytes_peak, self._held_bytes)
 
     def _uncount(self, record: Record) -> None:
         """Count it neither as held nor as read ahead, and have it written no more."""
         self._waiting.pop(record.number, None)
-        self._held_bytes -= record.is_held * record.nbytes
-        self._ahead_bytes -= record.is_ahead * record.nbytes
-        record.is_held = record.is_ahead = False
+        held_bytes = self._held_bytes - record.is_held * record.nbytes
+        self._held_bytes, record.is_held = held_bytes, False  # Ctrl-C comes before, or behind both
+        self._count_ahead(record, False)
         self._changed.notify_all()
+
+    def _count_ahead(self, record: Record, is_ahead: bool) -> None:
+        ahead_bytes = self._ahead_bytes + (is_ahead - record.is_ahead) * record.nbytes
+        self._ahead_bytes, record.is_ahead = ahead_bytes, is_ahead
 
     def _start_read(self, record: Record, *, is_ahead: bool) -> None:
         """Have the thread read a storage into memory that is allocated on the current stream."""
-        record.data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
-        record.filled = event_here(self._new_event)  # what used this memory before is over then
-        record.state, record.is_ahead = State.READING, is_ahead
-        self._ahead_bytes += is_ahead * record.nbytes
+        data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
+        filled = event_here(self._new_event)  # what used this memory before is over then
+        self._count_ahead(record, is_ahead)
+        record.data, record.filled, record.state = data, filled, State.READING
         if is_ahead:
             self._reads.append(record)
         else:
@@ -249,22 +255,21 @@ class ActivationStream:
 
     def _give_up_dropped(self) -> None:
         """Give back what those hold that nobody has any more."""
-        busy = []
-        while self._dropped:
-            record = self._dropped.popleft()
+        for _ in range(len(self._dropped)):
+            record = self._dropped[0]
             if record is self._job:
-                busy.append(record)
+                self._dropped.rotate(-1)
                 continue
-            if record.state is State.READING:
+            if record in self._reads:
                 self._reads.remove(record)
             elif record.is_ahead and record.filled is not None:
                 record.filled.synchronize()  # nobody's stream waits for the copies into it
             self._uncount(record)
-            del self._records[record.number]
+            self._records.pop(record.number, None)
             self._errors.pop(record.key, None)
             if record.state is not State.WAITING:
                 self._garbage.append(record.key)
-        self._dropped.extend(busy)
+            self._dropped.popleft()  # at last: Ctrl-C may come before
 
     def _wake(self) -> Future[None]:
         if self._thread is None:

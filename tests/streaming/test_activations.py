@@ -117,6 +117,16 @@ def test_it_can_be_taken_again_after_it_was_let_go() -> None:
     assert torch.equal(value(stream, saved[5]), numbers(5))
 
 
+def test_what_two_let_go_is_counted_once() -> None:
+    stream = activation_stream(device_bytes=NBYTES)
+    saved = put_all(stream, 2)
+    for then in (stream.take, stream.take, stream.release, stream.release):
+        then(saved[0])
+    assert stream._held_bytes == 2 * NBYTES
+    saved.clear()
+    assert (stream.count, stream._held_bytes) == (0, 0)
+
+
 def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
     faults = MemoryFaults()
     stream = activation_stream(faults)
