@@ -22,7 +22,6 @@ import torch
 
 from memascend.base.interfaces import Event, OnStream
 from memascend.base.waiting import event_here
-from memascend.errors import StoreError
 from memascend.ledger.traffic import ActivationTraffic
 from memascend.streaming.activation_records import Activation, Record, State
 from memascend.streaming.staging import StagingSlots
@@ -129,7 +128,7 @@ class ActivationStream:
                     self._wake()
                 self._changed.wait()
             if record.error is not None:
-                raise record.error
+                self._errors[record.key], record.error = record.error, None
             self._raise_error()
             record.check_version()
             data, filled = record.data, record.filled
@@ -204,9 +203,13 @@ class ActivationStream:
 
     def _raise_error(self) -> None:
         """Raise the first error of what somebody still has; it is raised once."""
-        errors, self._errors = self._errors, {}
-        for error in errors.values():
-            raise error
+        error = next(iter(self._errors.values()), None)
+        self._errors.clear()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or what its traceback knows, of the device too, stays until a collection
 
     def _hold(self, record: Record) -> None:
         """Count it as held, to be written in its turn."""
@@ -262,8 +265,8 @@ class ActivationStream:
                 continue
             if record in self._reads:
                 self._reads.remove(record)
-            elif record.is_ahead and record.filled is not None:
-                record.filled.synchronize()  # nobody's stream waits for the copies into it
+            elif record.data is not None and record.filled is not None:
+                record.filled.synchronize()  # nobody's stream may wait for the copies into it
             self._uncount(record)
             self._records.pop(record.number, None)
             self._errors.pop(record.key, None)
@@ -297,9 +300,8 @@ class ActivationStream:
                         self._changed.notify_all()
             try:
                 self.slots.wait_writes()
-            except StoreError as error:
-                with self._changed:
-                    self._errors[error.key or ""] = error
+            except Exception as error:
+                self._note_lost(getattr(error, "key", None) or "", error)
 
     def _next_job(self) -> tuple[Record, torch.Tensor] | None:
         """Return a storage to read, else one to write, with its bytes on the device."""
@@ -332,15 +334,12 @@ class ActivationStream:
             record.filled.wait()
         self.slots.store.reserve(key=record.key, nbytes=record.nbytes)
         self.slots.write(key=record.key, source=data)
-        self._wait_for_copies()
+        self.slots.submit_all(record.key)  # the copies are over then, and it may be discarded
         with self._changed:
             self.traffic.written_bytes += record.nbytes
-            try:
-                record.check_version()
-            except RuntimeError as error:
-                record.error = error
             record.state = State.STORED
-            if not record.is_taken:
+            # What was modified stays, and counts as held: whoever takes it is told.
+            if not (record.is_taken or record.is_modified()):
                 self._uncount(record)
                 record.let_go()
 
@@ -350,22 +349,27 @@ class ActivationStream:
         try:
             self.slots.read(key=record.key, target=data)
         except BaseException:
-            self._wait_for_copies()  # before the memory goes back
+            copied = event_here(self._new_event)
+            if copied is not None:
+                copied.synchronize()  # before the memory goes back
             raise
         filled = event_here(self._new_event)
         with self._changed:
             self.traffic.read_bytes += record.nbytes
             record.filled, record.state = filled, State.STORED
 
-    def _wait_for_copies(self) -> None:
-        copied = event_here(self._new_event)
-        if copied is not None:
-            copied.synchronize()
+    def _note_lost(self, key: str, error: Exception) -> None:
+        with self._changed:
+            self._give_up_dropped()
+            if not key or any(one.key == key for one in self._records.values()):
+                self._errors[key] = error
 
     def _note_failure(self, record: Record, error: Exception) -> None:
+        error.with_traceback(None)  # which has the bytes on the device
         with self._changed:
             if record.state is State.READING:
                 record.error, record.state, record.data = error, State.STORED, None
             else:  # it stays on the device, and counts as held
                 record.state = State.WAITING
                 self._errors[record.key] = error
+                self._garbage.append(record.key)
