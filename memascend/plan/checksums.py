@@ -22,6 +22,8 @@ SLAB_BYTES = 64 << 10
 PAGES_BESIDE = 2
 #: Besides the sums: what a program sets by hand.
 GRADIENTS_SET = 1
+#: What forward saves for backward depends on the batch, which no plan knows: so much may lie there.
+ACTIVATIONS_BYTES = 256 << 30
 
 
 def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
@@ -29,6 +31,7 @@ def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
     if request.verify == "off":
         return 0
     _, rounded = _key_bytes(shapes, request, GRADIENTS_SET)
+    rounded += ACTIVATIONS_BYTES * request.has_activations
     pages = -(-rounded // PAGE_SPAN_BYTES) + PAGES_BESIDE * request.volume_count
     return -(-pages * PAGE_BYTES // SLAB_BYTES) * SLAB_BYTES
 

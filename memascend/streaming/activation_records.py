@@ -40,7 +40,7 @@ class Record:
     is_ahead: bool = False  # counted as read ahead
     is_taken: bool = False
     was_taken: bool = False  # so it is not read ahead once more
-    error: Exception | None = None
+    error: Exception | None = None  # of a read that nobody was told of
 
     @property
     def key(self) -> str:
@@ -51,13 +51,18 @@ class Record:
         """Leave the bytes on the device to those who have them."""
         self.data = self.saved = None
 
+    def is_modified(self) -> bool:
+        """Return whether it was modified in place since it was saved."""
+        return self.saved is not None and self.saved._version != self.version
+
     def check_version(self) -> None:
         """Raise what autograd would, had it kept the tensor itself.
 
         Raises:
             RuntimeError: It was modified in place since it was saved.
         """
-        if self.saved is not None and self.saved._version != self.version:
+        if self.is_modified():
+            assert self.saved is not None
             raise modified_error(self.saved, self.version)
 
 

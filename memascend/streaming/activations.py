@@ -22,7 +22,6 @@ import torch
 
 from memascend.base.interfaces import Event, OnStream
 from memascend.base.waiting import event_here
-from memascend.errors import StoreError
 from memascend.ledger.traffic import ActivationTraffic
 from memascend.streaming.activation_records import Activation, Record, State
 from memascend.streaming.staging import StagingSlots
@@ -83,8 +82,9 @@ class ActivationStream:
         filled = event_here(self._new_event)
         with self._changed:
             self._wait_for_room(data.nbytes)
+            number, self._count = self._count, self._count + 1
             record = Record(
-                number=self._count,
+                number=number,
                 nbytes=data.nbytes,
                 saved=tensor.detach(),
                 data=data,
@@ -92,14 +92,14 @@ class ActivationStream:
                 device=tensor.device,
                 version=tensor._version,
             )
-            self._count += 1
+            activation = Activation(record, self._dropped)  # first: Ctrl-C leaves none to nobody
             self._records[record.number] = record
             self._hold(record)
             self.traffic.count += 1
             self.traffic.saved_bytes += record.nbytes
             if self._held_bytes > self._kept_bytes():
                 self._wake()
-        return Activation(record, self._dropped)
+        return activation
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -116,18 +116,19 @@ class ActivationStream:
         record = activation.record
         with self._changed:
             self._give_up_dropped()
-            if record in self._reads:
-                self._reads.remove(record)
-                self._reads.appendleft(record)
-            elif record.data is None and record.error is None:
+            if record.data is None and record.error is None:
                 self._start_read(record, is_ahead=False)
+            elif record.state is State.READING and record is not self._job:
+                self._reads = deque([record, *(one for one in self._reads if one is not record)])
             record.is_taken = record.was_taken = True
             self._uncount(record)
             self._read_ahead(record.number)
             while record.state is State.READING:
+                if self._job is None:  # Ctrl-C may have come before the thread was told
+                    self._wake()
                 self._changed.wait()
             if record.error is not None:
-                raise record.error
+                self._errors[record.key], record.error = record.error, None
             self._raise_error()
             record.check_version()
             data, filled = record.data, record.filled
@@ -188,41 +189,53 @@ class ActivationStream:
 
     def _wait_for_room(self, nbytes: int) -> None:
         self._give_up_dropped()
-        largest_bytes = max(nbytes, self._largest_bytes())
-        room_bytes = self._device_bytes + IN_FLIGHT_COUNT * largest_bytes - nbytes
         # Where nothing is to be written, no room will come: those who hold it hold on to it.
-        while self._held_bytes > room_bytes and (self._waiting or self._job) and not self._errors:
+        while self._lacks_room(nbytes) and (self._waiting or self._job) and not self._errors:
+            if self._job is None:  # less may wait than when the last one was put: largest is gone
+                self._wake()
             self._changed.wait()
             self._give_up_dropped()
         self._raise_error()
 
+    def _lacks_room(self, nbytes: int) -> bool:
+        largest_bytes = max(nbytes, self._largest_bytes())
+        return self._held_bytes + nbytes > self._device_bytes + IN_FLIGHT_COUNT * largest_bytes
+
     def _raise_error(self) -> None:
         """Raise the first error of what somebody still has; it is raised once."""
-        errors, self._errors = self._errors, {}
-        for error in errors.values():
-            raise error
+        error = next(iter(self._errors.values()), None)
+        self._errors.clear()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or what its traceback knows, of the device too, stays until a collection
 
     def _hold(self, record: Record) -> None:
         """Count it as held, to be written in its turn."""
         self._waiting[record.number] = record
-        record.is_held = True
-        self._held_bytes += record.nbytes
+        added_bytes = 0 if record.is_held else record.nbytes
+        self._held_bytes, record.is_held = self._held_bytes + added_bytes, True
         self.traffic.held_bytes_peak = max(self.traffic.held_bytes_peak, self._held_bytes)
 
     def _uncount(self, record: Record) -> None:
         """Count it neither as held nor as read ahead, and have it written no more."""
         self._waiting.pop(record.number, None)
-        self._held_bytes -= record.is_held * record.nbytes
-        self._ahead_bytes -= record.is_ahead * record.nbytes
-        record.is_held = record.is_ahead = False
+        held_bytes = self._held_bytes - record.is_held * record.nbytes
+        self._held_bytes, record.is_held = held_bytes, False  # Ctrl-C comes before, or behind both
+        self._count_ahead(record, False)
         self._changed.notify_all()
+
+    def _count_ahead(self, record: Record, is_ahead: bool) -> None:
+        ahead_bytes = self._ahead_bytes + (is_ahead - record.is_ahead) * record.nbytes
+        self._ahead_bytes, record.is_ahead = ahead_bytes, is_ahead
 
     def _start_read(self, record: Record, *, is_ahead: bool) -> None:
         """Have the thread read a storage into memory that is allocated on the current stream."""
-        record.data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
-        record.filled = event_here(self._new_event)  # what used this memory before is over then
-        record.state, record.is_ahead = State.READING, is_ahead
-        self._ahead_bytes += is_ahead * record.nbytes
+        data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
+        filled = event_here(self._new_event)  # what used this memory before is over then
+        self._count_ahead(record, is_ahead)
+        record.data, record.filled, record.state = data, filled, State.READING
         if is_ahead:
             self._reads.append(record)
         else:
@@ -245,22 +258,21 @@ class ActivationStream:
 
     def _give_up_dropped(self) -> None:
         """Give back what those hold that nobody has any more."""
-        busy = []
-        while self._dropped:
-            record = self._dropped.popleft()
+        for _ in range(len(self._dropped)):
+            record = self._dropped[0]
             if record is self._job:
-                busy.append(record)
+                self._dropped.rotate(-1)
                 continue
-            if record.state is State.READING:
+            if record in self._reads:
                 self._reads.remove(record)
-            elif record.is_ahead and record.filled is not None:
-                record.filled.synchronize()  # nobody's stream waits for the copies into it
+            elif record.data is not None and record.filled is not None:
+                record.filled.synchronize()  # nobody's stream may wait for the copies into it
             self._uncount(record)
-            del self._records[record.number]
+            self._records.pop(record.number, None)
             self._errors.pop(record.key, None)
             if record.state is not State.WAITING:
                 self._garbage.append(record.key)
-        self._dropped.extend(busy)
+            self._dropped.popleft()  # at last: Ctrl-C may come before
 
     def _wake(self) -> Future[None]:
         if self._thread is None:
@@ -288,9 +300,8 @@ class ActivationStream:
                         self._changed.notify_all()
             try:
                 self.slots.wait_writes()
-            except StoreError as error:
-                with self._changed:
-                    self._errors[error.key or ""] = error
+            except Exception as error:
+                self._note_lost(getattr(error, "key", None) or "", error)
 
     def _next_job(self) -> tuple[Record, torch.Tensor] | None:
         """Return a storage to read, else one to write, with its bytes on the device."""
@@ -308,6 +319,7 @@ class ActivationStream:
                     self._job.state = State.WRITING
                     return self._job, data
             self._job = None
+            self._changed.notify_all()  # whoever waits for a last one that was dropped
             return None
 
     def _forget_garbage(self) -> None:
@@ -322,15 +334,12 @@ class ActivationStream:
             record.filled.wait()
         self.slots.store.reserve(key=record.key, nbytes=record.nbytes)
         self.slots.write(key=record.key, source=data)
-        self._wait_for_copies()
+        self.slots.submit_all(record.key)  # the copies are over then, and it may be discarded
         with self._changed:
             self.traffic.written_bytes += record.nbytes
-            try:
-                record.check_version()
-            except RuntimeError as error:
-                record.error = error
             record.state = State.STORED
-            if not record.is_taken:
+            # What was modified stays, and counts as held: whoever takes it is told.
+            if not (record.is_taken or record.is_modified()):
                 self._uncount(record)
                 record.let_go()
 
@@ -340,22 +349,27 @@ class ActivationStream:
         try:
             self.slots.read(key=record.key, target=data)
         except BaseException:
-            self._wait_for_copies()  # before the memory goes back
+            copied = event_here(self._new_event)
+            if copied is not None:
+                copied.synchronize()  # before the memory goes back
             raise
         filled = event_here(self._new_event)
         with self._changed:
             self.traffic.read_bytes += record.nbytes
             record.filled, record.state = filled, State.STORED
 
-    def _wait_for_copies(self) -> None:
-        copied = event_here(self._new_event)
-        if copied is not None:
-            copied.synchronize()
+    def _note_lost(self, key: str, error: Exception) -> None:
+        with self._changed:
+            self._give_up_dropped()
+            if not key or any(one.key == key for one in self._records.values()):
+                self._errors[key] = error
 
     def _note_failure(self, record: Record, error: Exception) -> None:
+        error.with_traceback(None)  # which has the bytes on the device
         with self._changed:
             if record.state is State.READING:
                 record.error, record.state, record.data = error, State.STORED, None
             else:  # it stays on the device, and counts as held
                 record.state = State.WAITING
                 self._errors[record.key] = error
+                self._garbage.append(record.key)

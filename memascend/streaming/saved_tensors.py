@@ -71,7 +71,7 @@ class _Left:
     """A tensor that stays where it is."""
 
     tensor: torch.Tensor
-    version: int | None  # None for a parameter, which is not what it was
+    version: int | None  # None where there are none
 
 
 Packed = Stored | _Left
@@ -160,6 +160,7 @@ class SavedTensors:
             and tensor.device == self._device
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+            and not tensor.is_nested
             and not tensor.is_inference()
         )
         if not is_plain or tensor.nbytes < self._min_bytes * SHARE_MIN:
@@ -195,10 +196,10 @@ def is_part_of(tensor: torch.Tensor, is_of_model: Callable[[torch.Tensor], bool]
 
 
 def _leave(tensor: torch.Tensor) -> _Left:
-    if tensor.is_leaf or tensor.is_inference():
+    if tensor.is_inference():
         return _Left(tensor, None)
-    # Not itself: it may be the result of the very node that keeps it.
-    return _Left(tensor.detach(), tensor._version)
+    # Else not itself: it may be the result of the very node that keeps it.
+    return _Left(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
 
 def _unchanged(left: _Left) -> torch.Tensor:

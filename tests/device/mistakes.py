@@ -76,6 +76,45 @@ def tile_stepped_before_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tiles, "copy_part", copy_part)
 
 
+def activation_used_before_it_came(patch: pytest.MonkeyPatch) -> None:
+    """Backward computes with what is still being copied to the device."""
+    from memascend.streaming.activations import ActivationStream
+
+    original = ActivationStream._read
+
+    def read(self: Any, record: Any, data: Any) -> None:
+        original(self, record, data)
+        record.filled = None
+
+    patch.setattr(ActivationStream, "_read", read)
+
+
+def activation_read_into_memory_in_use(patch: pytest.MonkeyPatch) -> None:
+    """The copy of what is read does not wait for those who had its memory before."""
+    from memascend.streaming.activations import ActivationStream
+
+    original = ActivationStream._start_read
+
+    def start_read(self: Any, record: Any, *, is_ahead: bool) -> None:
+        original(self, record, is_ahead=is_ahead)
+        record.filled = None
+
+    patch.setattr(ActivationStream, "_start_read", start_read)
+
+
+def activation_written_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
+    """The copy to the host does not wait for what computes the activation."""
+    from memascend.streaming.activations import ActivationStream
+
+    original = ActivationStream._write
+
+    def write(self: Any, record: Any, data: Any) -> None:
+        record.filled = None
+        original(self, record, data)
+
+    patch.setattr(ActivationStream, "_write", write)
+
+
 def _on_default_stream(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     from tests.device.emulator import torch_device
 
@@ -98,5 +137,8 @@ MISTAKES: dict[str, Mistake] = {
         gradient_not_recorded,
         put_on_default_stream,
         tile_stepped_before_copied,
+        activation_used_before_it_came,
+        activation_read_into_memory_in_use,
+        activation_written_before_it_is_filled,
     )
 }

@@ -20,9 +20,12 @@ FEW_SLOTS = replace(TRAINING, limit_bytes=29 * MIB, steps=1)
 CHUNKS = replace(FEW_SLOTS, limit_bytes=10 * MIB, family="odd", checkpointing="off")
 #: Weights go to the device in many small tiles.
 WEIGHTS = replace(TRAINING, params="none", limit_bytes=10 * MIB, steps=1)
+#: All that forward saves goes to the drive.
+SAVING = replace(TRAINING, saved_bytes=0, checkpointing="off", steps=1)
 CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
     "slot_taken_before_copied_out": CHUNKS,
     "tile_stepped_before_copied": WEIGHTS,
+    **{name: SAVING for name in MISTAKES if name.startswith("activation_")},
 }
 
 #: With several ranks stock copies what it gathers while the host waits, and so hides these.
@@ -64,7 +67,9 @@ def test_a_mistake_is_noticed(device_bench: Bench, mistake: str, world: int) -> 
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("case", [FEW_SLOTS, CHUNKS], ids=["few slots", "chunks"])
+@pytest.mark.parametrize(
+    "case", [FEW_SLOTS, CHUNKS, SAVING], ids=["few slots", "chunks", "activations"]
+)
 def test_without_a_mistake_nothing_is_noticed(device_bench: Bench, case: Case, world: int) -> None:
     """Otherwise the test above proved nothing. memascend's own events are enough."""
     case = replace(case, world=world)

@@ -1,7 +1,8 @@
 """Trains; one step is left by an error, at each of its gathers in turn, and tried again.
 
 Started by tests/integration/test_retries.py. Prints for each place and error one line of JSON with
-the losses, the norm and the weights that came out, and the bytes of slots that nobody gave back.
+the losses, the norm and the weights that came out, the bytes of slots that nobody gave back, and
+how many activations are still saved.
 """
 
 from __future__ import annotations
@@ -107,12 +108,17 @@ def result(config: dict[str, Any], gathers: Gathers, at: int | None, kind: str) 
         norm = float(engine.get_global_grad_norm()).hex()
         runtime = engine.memascend.runtime
         lost = runtime.pool.held_bytes - runtime.pool.free_bytes
+        saved = 0
+        if runtime.config.activations.enabled:
+            assert runtime.activations.traffic.read_bytes > 0
+            saved = runtime.activations.count
         weights = hashlib.sha256()
         for parameter in engine.module.parameters():
             full = deepspeed.utils.safe_get_full_fp32_param(parameter)
             weights.update(full.contiguous().cpu().numpy().tobytes())
         numbers = [*losses, norm, weights.hexdigest()]
-        return {"at": at, "kind": kind, "gathers": count, "numbers": numbers, "lost": lost}
+        found = {"at": at, "kind": kind, "gathers": count, "numbers": numbers}
+        return found | {"lost": lost, "saved": saved}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,16 @@ pytestmark = pytest.mark.deepspeed
 PROGRAM = REPOSITORY / "tests" / "integration" / "retry_program.py"
 
 
+SAVING = {"activations": {"enabled": True, "min_bytes": 1024}}
+
+
+@pytest.mark.parametrize("more", [{}, SAVING], ids=["", "activations"])
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
-def test_a_step_left_at_any_gather_can_be_tried_again_with_less(tmp_path: Path, every: int) -> None:
+def test_a_step_left_at_any_gather_can_be_tried_again_with_less(
+    tmp_path: Path, every: int, more: dict[str, Any]
+) -> None:
     """The numbers are those of a run in which nothing failed, and every slot has come back."""
-    path = retried_config(tmp_path, BLOCK)
+    path = retried_config(tmp_path, BLOCK | more)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     done = run(
@@ -34,4 +41,4 @@ def test_a_step_left_at_any_gather_can_be_tried_again_with_less(tmp_path: Path, 
     assert len(retried) == 2 * len(range(0, undisturbed["gathers"], every))
     for one in retried:
         assert one["numbers"] == undisturbed["numbers"], one
-        assert one["lost"] == 0, one
+        assert (one["lost"], one["saved"]) == (0, 0), one

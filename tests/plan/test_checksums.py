@@ -8,6 +8,7 @@ import pytest
 
 from memascend.base.components import CHECKSUMS
 from memascend.plan.checksums import (
+    ACTIVATIONS_BYTES,
     CHECKSUM_BYTES,
     GRAIN_BYTES,
     PAGE_SPAN_BYTES,
@@ -68,6 +69,17 @@ def test_a_frozen_tensor_has_no_other_keys_than_its_own() -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
+
+
+def test_activations_have_checksums_too_of_whatever_batch() -> None:
+    without, with_them = (
+        checksum_bytes(model(1), request(has_activations=on)) for on in (False, True)
+    )
+    assert with_them - without >= ACTIVATIONS_BYTES // GRAIN_BYTES * CHECKSUM_BYTES
+    assert checksum_bytes(model(1), request(has_activations=True, verify="off")) == 0
+    assert rounding_bytes(model(1), request(has_activations=True)) == rounding_bytes(
+        model(1), request()
+    )
 
 
 def test_checksums_of_all_grains_take_whole_slabs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -13,7 +14,14 @@ from memascend.errors import StoreError, StoreFullError
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.activation_records import Activation, State
 from memascend.streaming.activations import ActivationStream
-from tests.support.activation_streams import activation_stream, keys, numbers, wait_until
+from tests.support.activation_streams import (
+    WAIT_S,
+    InOrder,
+    activation_stream,
+    keys,
+    numbers,
+    wait_until,
+)
 
 NBYTES = numbers(0).nbytes
 
@@ -74,6 +82,19 @@ def test_no_more_is_on_the_device_than_may_be() -> None:
         assert torch.equal(value(stream, saved.pop()), numbers(seed))
 
 
+def test_room_that_the_largest_took_with_it_is_made() -> None:
+    stream = activation_stream()
+    saved = [stream.put(numbers(0, 5000)), *(stream.put(numbers(seed, 500)) for seed in range(9))]
+    stream.settle()
+    del saved[0]  # until now so many small ones could wait as it had bytes
+    thread = threading.Thread(target=lambda: saved.append(stream.put(numbers(9, 500))), daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    stream.settle()
+    assert stream._held_bytes == 500 * 4
+
+
 def test_the_next_ones_are_read_ahead_within_their_share_of_the_device() -> None:
     stream = activation_stream()
     saved = put_all(stream, 8)
@@ -96,6 +117,16 @@ def test_it_can_be_taken_again_after_it_was_let_go() -> None:
             assert torch.equal(value(stream, saved[seed]), numbers(seed))
     saved.append(stream.put(numbers(5)))
     assert torch.equal(value(stream, saved[5]), numbers(5))
+
+
+def test_what_two_let_go_is_counted_once() -> None:
+    stream = activation_stream(device_bytes=NBYTES)
+    saved = put_all(stream, 2)
+    for then in (stream.take, stream.take, stream.release, stream.release):
+        then(saved[0])
+    assert stream._held_bytes == 2 * NBYTES
+    saved.clear()
+    assert (stream.count, stream._held_bytes) == (0, 0)
 
 
 def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
@@ -147,6 +178,107 @@ def test_a_full_drive_is_told_and_loses_nothing_that_is_on_the_device() -> None:
     assert keys(stream) == []
 
 
+def test_what_was_lost_with_a_dropped_graph_is_nobodys_error() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults)
+    faults.paused = True
+    saved = [stream.put(numbers(seed, 1000)) for seed in range(2)]
+    wait_until(lambda: saved[0].record.state is State.STORED)  # as far as the device knows
+    faults.gone = 5
+    saved.clear()
+    faults.paused = False
+    stream.settle()
+    faults.gone = 0
+    assert torch.equal(value(stream, stream.put(numbers(3))), numbers(3))
+
+
+def test_what_could_not_be_copied_leaves_no_space_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = activation_stream()
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr(stream.slots, "write", fail)
+    saved = put_all(stream, 2)
+    with pytest.raises(RuntimeError, match="no copy"):
+        stream.settle()
+    assert torch.equal(value(stream, saved[0]), numbers(0))
+    saved.clear()
+    assert keys(stream) == []
+
+
+def test_an_error_of_the_device_while_slots_are_written_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = activation_stream()
+
+    def fail() -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(stream.slots, "wait_writes", fail)
+    saved = put_all(stream, 2)
+    stream.close()  # waits for the thread
+    with pytest.raises(RuntimeError, match="no device"):
+        stream.take(saved[1])
+
+
+def test_an_error_keeps_nothing_that_was_to_be_saved() -> None:
+    stream = activation_stream()
+    tensor = numbers(0)
+    found = weakref.ref(tensor)
+    stream._errors["another"] = StoreError(5, "lost")
+    with suppress(StoreError):
+        stream.put(tensor)
+    del tensor
+    assert found() is None
+
+
+def test_a_read_that_failed_is_tried_again_by_whoever_tries_again() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults)
+    saved = put_all(stream, 3)
+    stream.settle()
+    faults.gone = 5
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            stream.take(saved[0])
+    faults.gone = 0
+    assert torch.equal(value(stream, saved[0]), numbers(0))
+
+
+def test_a_key_is_discarded_only_when_the_store_has_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = activation_stream(new_event=InOrder)
+    late: list[str] = []
+    discard = stream._forget_garbage
+
+    def look_and_discard() -> None:
+        late.extend(one.key for one in stream.slots._writes if one.ticket is None)
+        discard()
+
+    monkeypatch.setattr(stream, "_forget_garbage", look_and_discard)
+    saved = put_all(stream, 4)
+    stream.settle()
+    assert late == []
+    assert len(saved) == 4
+
+
+def test_copies_are_over_before_memory_goes_that_nobody_got() -> None:
+    stream = activation_stream(new_event=InOrder)
+    saved = put_all(stream, 4)
+    stream.settle()
+    stream._errors["another"] = StoreError(5, "lost")
+    with suppress(StoreError):
+        stream.take(saved[0])
+    filled = saved[0].record.filled
+    assert isinstance(filled, InOrder)
+    assert not filled.query()
+    saved.clear()
+    assert stream.count == 0
+    assert filled.query()
+
+
 def test_what_was_modified_before_it_was_written_is_refused() -> None:
     faults = MemoryFaults()
     stream = activation_stream(faults, device_bytes=2 * NBYTES)
@@ -155,6 +287,23 @@ def test_what_was_modified_before_it_was_written_is_refused() -> None:
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stream.take(waiting)
+
+
+def test_what_was_modified_while_it_was_written_is_refused_every_time() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults)
+    faults.paused = True
+    tensor = numbers(0)
+    saved = [stream.put(tensor), stream.put(numbers(1))]
+    wait_until(lambda: saved[0].record.state is State.WRITING)
+    tensor.add_(1)
+    faults.paused = False
+    stream.settle()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stream.take(saved[0])
+    saved.clear()
+    assert (stream.count, stream._held_bytes) == (0, 0)
 
 
 def test_a_closed_stream_has_no_thread() -> None:

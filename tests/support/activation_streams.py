@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from memascend.base.interfaces import Event
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.activations import ActivationStream
 from memascend.streaming.staging import StagingSlots
@@ -17,8 +18,31 @@ SLOT_BYTES = 4096
 WAIT_S = 60.0
 
 
+class InOrder:
+    """An event of a device that does what it was told only when somebody waits for it."""
+
+    made = 0
+    passed = 0
+
+    def record(self) -> None:
+        InOrder.made += 1
+        self.number = InOrder.made
+
+    def query(self) -> bool:
+        return self.number <= InOrder.passed
+
+    def synchronize(self) -> None:
+        InOrder.passed = max(InOrder.passed, self.number)
+
+    def wait(self) -> None:
+        """Nothing is issued: copies are made at once."""
+
+
 def activation_stream(
-    faults: MemoryFaults | None = None, *, device_bytes: int = 0
+    faults: MemoryFaults | None = None,
+    *,
+    device_bytes: int = 0,
+    new_event: Callable[[], Event] | None = None,
 ) -> ActivationStream:
     slots = StagingSlots(
         store=memory_store(faults),
@@ -26,8 +50,9 @@ def activation_stream(
         slot_bytes=SLOT_BYTES,
         slot_count=3,
         component="activation slots",
+        new_event=new_event,
     )
-    return ActivationStream(slots=slots, device_bytes=device_bytes)
+    return ActivationStream(slots=slots, device_bytes=device_bytes, new_event=new_event)
 
 
 def keys(stream: ActivationStream) -> list[str]:

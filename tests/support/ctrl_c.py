@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import memascend
 
 OURS = str(Path(memascend.__file__).parent)
-#: Only takes and gives back the lock: the interpreter runs handlers behind calls and in loops, not
-#: between `with` and its block as a tracer would.
+#: Only take and give back a lock: the interpreter runs handlers behind calls and in loops, not
+#: between `with` and its block as a tracer would. A function, and a line.
 LOCKING = "alone"
+LOCKED = "with self._changed:"
+#: Python swallows it there.
+FINALIZING = "__del__"
 
 
 class _Interrupt:
@@ -24,12 +28,13 @@ class _Interrupt:
         self.where = ""
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name == LOCKING:
+        name = frame.f_code.co_filename
+        if not name.startswith(OURS) or frame.f_code.co_name in (LOCKING, FINALIZING):
             return None
-        if event == "line":
+        if event == "line" and linecache.getline(name, frame.f_lineno).strip() != LOCKED:
             self.left -= 1
             if self.left < 0:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self.where = f"{name}:{frame.f_lineno}"
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self

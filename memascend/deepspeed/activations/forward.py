@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -44,23 +44,18 @@ def saving(engine: Any) -> AbstractContextManager[object]:
         device=torch.device(get_accelerator().current_device_name()),
         is_of_model=ModelTensors(engine.module),
     )
-    return _Saving(saved)
+    return _saving(saved)
 
 
-class _Saving:
-    """A block in which the hooks are set, and known to whoever asks for them."""
-
-    def __init__(self, saved: SavedTensors) -> None:
-        self._saved = saved
-        self._hooks = saved.hooks()
-
-    def __enter__(self) -> None:
-        self._token = current.set(self._saved)
-        self._hooks.__enter__()
-
-    def __exit__(self, *details: Any) -> None:
-        current.reset(self._token)
-        self._hooks.__exit__(*details)
+@contextmanager
+def _saving(saved: SavedTensors) -> Iterator[None]:
+    """Set the hooks, known to whoever asks for them."""
+    with saved.hooks():
+        token = current.set(saved)
+        try:
+            yield
+        finally:
+            current.reset(token)
 
 
 class ModelTensors:

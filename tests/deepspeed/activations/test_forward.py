@@ -94,6 +94,14 @@ def test_an_error_ends_the_hooks() -> None:
     assert module.current.get() is None
 
 
+def test_where_hooks_cannot_be_set_nothing_stays_behind() -> None:
+    engine = Engine(SimpleNamespace(attachment=Attachment(enabled=True)))
+    refused = torch.autograd.graph.disable_saved_tensors_hooks("not here")
+    with refused, pytest.raises(RuntimeError, match="not here"):
+        run(engine)
+    assert module.current.get() is None
+
+
 def test_parameters_and_buffers_are_the_models() -> None:
     engine = Engine(None)
     is_of_model = module.ModelTensors(engine.module)
