@@ -42,7 +42,7 @@ def counted(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def byte_of(staging: StagingSlots, key: str, offset: int) -> torch.Tensor:
-    return next(staging.read_chunks(key=key, numel=1, dtype=torch.uint8, offset_bytes=offset))[1]
+    return next(staging.read_each([(key, offset, 1, torch.uint8)]))
 
 
 # -- whole transfers -----------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_chunk_is_read_changed_and_written_back(
     staging: StagingSlots, store: FakeRangeStore
 ) -> None:
     store.content["a"] = torch.arange(100.0).view(torch.uint8)
-    _, chunk = next(staging.read_chunks(key="a", numel=10, dtype=torch.float32, offset_bytes=40))
+    chunk = next(staging.read_each([("a", 40, 10, torch.float32)]))
     chunk.add_(1)
     staging.submit("a", chunk, 40)
     staging.wait_writes()
