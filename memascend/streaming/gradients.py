@@ -126,8 +126,9 @@ class GradientSpool:
         if window is None:
             numel, dtype, device = gradient.numel(), gradient.dtype, gradient.device
             window = Window(not accumulate, numel, dtype, device)
-        waits = arrived is not None and not final and result is None
-        if not (waits and self._append(shard, window, gradient, arrived or gradient.dtype)):
+        if final or result is not None:
+            arrived = None  # somebody asks for the sum
+        if arrived is None or not self._append(shard, window, gradient, arrived):
             self._add_up(shard, window, gradient, final=final, result=result)
         return shard
 

@@ -133,6 +133,23 @@ def test_a_chunk_is_read_changed_and_written_back(
     assert store.value("a", torch.float32)[9:21].tolist() == [9, *range(11, 21), 20]
 
 
+@pytest.mark.parametrize("slot_count", [2, 3, 5])
+def test_runs_are_read_ahead_in_order_by_who_keeps_a_slot_meanwhile(
+    store: FakeRangeStore, slot_count: int
+) -> None:
+    staging = make(store, slot_count=slot_count)
+    for key in "ab":
+        store.content[key] = counted(4 * SLOT_BYTES, torch.uint8, ord(key))
+    runs = [(key, begin * SLOT_BYTES, SLOT_BYTES, torch.uint8) for begin in (0, 3) for key in "ab"]
+    kept = staging.take(SLOT_BYTES, torch.uint8)
+    for run, staged in zip(runs, staging.read_each(runs), strict=True):
+        key, begin, count, _ = run
+        assert torch.equal(staged, store.content[key][begin : begin + count])
+        staging.give_back(staged)
+    staging.give_back(kept)
+    assert store.in_flight_peak == slot_count - 1
+
+
 @pytest.mark.parametrize("numel", [0, -1, 1025])
 def test_a_slot_is_not_given_for_what_does_not_fit(staging: StagingSlots, numel: int) -> None:
     for _ in range(10):  # and none is lost

@@ -103,8 +103,8 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _narrow_dtype(self, param: Any) -> torch.dtype | None:
         """Return the dtype in which a gradient was reduced, if upstream has widened it for a sum.
 
-        None where the configuration announces no micro-steps: what alone makes a window whose end
-        is not known had better be stored as it is.
+        None where the configuration announces no micro-steps: where a script ends windows in
+        `step()`, the only gradient of one would be stored twice.
         """
         if self.gradient_accumulation_steps == 1 or self.all2all_process_group is not None:
             return None
