@@ -6,7 +6,8 @@ more are read when the window is over. They are added in the order in which they
 dtype, on the device they came from: the sum is the same to the bit. Where the dtypes are equal
 appending would move as many bytes as adding does, so there each gradient is added as it comes.
 
-Knows torch and the slots; never DeepSpeed.
+Here are also the records of what a shard has on the drive. Knows torch and the slots; never
+DeepSpeed.
 """
 
 from __future__ import annotations

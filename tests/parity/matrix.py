@@ -177,7 +177,7 @@ def sum_cases() -> list[Case]:
     eight = Case(gradients_in_fp32=True, accumulation=8)
     four = replace(eight, accumulation=4)
     # Some steps are left out, the scale grows in some.
-    fp16 = replace(four, dtype="fp16", steps=10, scale_window=2)
+    fp16 = replace(four, dtype="fp16", steps=6, scale_window=2)
     return [
         replace(eight, family="alternating", world=2, clipping=1.0),
         replace(fp16, family="unused", boundary="stepped"),
