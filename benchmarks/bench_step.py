@@ -8,6 +8,8 @@ bypass the page cache. Ratios are to stock, within a round.
 In every round the drive is also timed with what memascend's optimizer step moves and nothing else
 (`transfers.py`): no step that moves these bytes can take less.
 
+With --accumulation a step has micro-steps, whose gradients are added up in --sum-dtype.
+
 With --vary the runs are memascend's own and differ in one key; ratios are to the first:
 
     heap   freed memory goes back to the system: what it saves at the peak, what page faults cost
@@ -22,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import harness
@@ -86,9 +89,14 @@ VARIATIONS = {
 }
 
 
-def training_config(model: Model, optimizer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def training_config(
+    model: Model,
+    optimizer: Mapping[str, Any],
+    directory: Path,
+    micro_steps: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """The repository's own CPU configuration, with buffers as large as this model's tensors."""
-    return deepspeed_config(
+    config = deepspeed_config(
         directory=directory,
         zero={
             "sub_group_size": 17_000_000,
@@ -101,6 +109,7 @@ def training_config(model: Model, optimizer: Mapping[str, Any], directory: Path)
         parameters={"buffer_count": 8, "buffer_size": model.largest_numel},
         optimizer=optimizer,
     )
+    return config | dict(micro_steps)
 
 
 def run(
@@ -109,13 +118,16 @@ def run(
     contenders: Mapping[str, Contender] = CONTENDERS,
     *,
     tokens: int = TOKENS,
+    micro_steps: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[harness.Row]:
     """Trains every size so many rounds with all of them, in turns; ratios are to the first."""
     base = next(iter(contenders))
     circumstances = harness.machine(directory)
     for numel, rounds in cases.items():
         model = model_of(numel)
-        steps = take_steps(model, directory, rounds, contenders, tokens=tokens)
+        steps = take_steps(
+            model, directory, rounds, contenders, tokens=tokens, micro_steps=micro_steps
+        )
         case = f"{round(model.numel / 1e6)}M"
         losses = {
             tuple(step["loss"] for step in taken) for name, taken in steps.items() if name != DRIVE
@@ -126,7 +138,7 @@ def run(
                 config |= {"element_bytes": ELEMENT_BYTES}
             else:
                 config |= {
-                    **training_config(model, contenders[name].optimizer, directory),
+                    **training_config(model, contenders[name].optimizer, directory, micro_steps),
                     "tokens": tokens,
                     "losses_equal": len(losses) == 1,
                 }
@@ -142,6 +154,7 @@ def take_steps(
     contenders: Mapping[str, Contender] = CONTENDERS,
     *,
     tokens: int = TOKENS,
+    micro_steps: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, list[dict[str, Any]]]:
     """The figures of each contender's steps but the first ones; they start in rotating order."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (*contenders, DRIVE)}
@@ -150,7 +163,7 @@ def take_steps(
             stack.enter_context(
                 Trainee(
                     name,
-                    training_config(model, contender.optimizer, directory),
+                    training_config(model, contender.optimizer, directory, micro_steps),
                     model,
                     directory,
                     block=contender.block,
@@ -241,14 +254,27 @@ def run_and_report(options: argparse.Namespace) -> None:
         name, question = options.vary, f"Step: time and memory by {options.vary}"
         cases, contenders = VARIED_CASES, VARIATIONS[name]
     sizes = cases["small" if options.small else "large"]
-    rows = list(run(sizes, options.directory, contenders, tokens=options.tokens))
+    micro_steps = {
+        "gradient_accumulation_steps": options.accumulation,
+        "data_types": {"grad_accum_dtype": options.sum_dtype},
+    }
+    rows = list(
+        run(sizes, options.directory, contenders, tokens=options.tokens, micro_steps=micro_steps)
+    )
     for part in ("training", "optimizer", "memory"):
         harness.report(name, f"{question}: {part} step", table_rows(rows, part), None)
     harness.write(name, rows, options.out)
 
 
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = harness.parser(QUESTION)
+    parser.add_argument("--vary", choices=VARIATIONS, help="a key of ours, without stock")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-step")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step")
+    parser.add_argument("--sum-dtype", choices=("bf16", "fp32"), default="bf16")
+    return parser
+
+
 if __name__ == "__main__":
-    arguments = harness.parser(QUESTION)
-    arguments.add_argument("--vary", choices=VARIATIONS, help="a key of ours, without stock")
-    arguments.add_argument("--tokens", type=int, default=TOKENS, help="of a step")
-    run_and_report(arguments.parse_args())
+    run_and_report(arguments().parse_args())

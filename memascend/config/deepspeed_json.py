@@ -111,7 +111,7 @@ def precision(parent: Mapping[str, Any], key: str, default: str) -> str:
         ConfigError: It is another one; names the nearest.
     """
     found = value(parent, key, default)
-    known = _PRECISIONS.get(str(found).removeprefix("torch."))
+    known = _PRECISIONS.get(str(found).lower().removeprefix("torch."))
     if known is None:
         raise _refused(parent, key, found, '"bf16", "fp16" or "fp32"', tuple(_PRECISIONS))
     return known

@@ -54,11 +54,12 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
         sizes += [(tensor.shard_numel(world) * itemsize, 1) for tensor in shapes.tensors]
         sizes += [(tensor.shard_numel(world) * itemsize, values - 1) for tensor in shapes.trainable]
     if request.optimizer_device == "nvme":
-        copies = request.gradient_copies + gradients_set
+        window = request.window
         state_itemsize = request.state_itemsize or request.master_itemsize
         for tensor in shapes.trainable:
             numel = tensor.shard_numel(world)
-            sizes.append((numel * request.gradient_itemsize, copies))
+            sizes.append((numel * window.sum_itemsize, window.sums + gradients_set))
+            sizes.append((numel * window.arriving_itemsize, window.places))
             # Of whole sub-groups: one for each tensor is the most there can be.
             sizes.append((numel * request.master_itemsize, values))
             sizes.append((numel * state_itemsize, values * request.states))

@@ -176,7 +176,7 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
 def _resident(totals: Mapping[str, int], request: PlanRequest, room_bytes: int) -> dict[str, int]:
     """Share memory out, first to the stream of which a byte saves the drive most."""
     order = [PARAMETERS, GRADIENTS, MASTER, STATE]
-    if request.gradient_accumulation_steps > 1:
+    if request.gradient_accumulation_steps > 1 and not request.window.appends:
         order = [GRADIENTS, PARAMETERS, MASTER, STATE]
     resident = {}
     for stream in order:
@@ -192,25 +192,26 @@ def _traffic(
     resident: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return what lies on the drive and what moves in one optimizer step."""
-    steps = request.gradient_accumulation_steps
-    copies = request.gradient_copies
+    steps, window = request.gradient_accumulation_steps, request.window
     drive = {stream: nbytes - resident.get(stream, 0) for stream, nbytes in totals.items()}
     # Frozen parameters are read like the others and never written.
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     written_parameters = min(drive[PARAMETERS], learning * request.param_itemsize)
     # Where a sum is in memory, the last one gives way to it.
-    given_way_bytes = resident.get(GRADIENTS, 0) * (copies - 1)
+    given_way_bytes = resident.get(GRADIENTS, 0) if steps > 1 else 0
+    stored_numel = drive[GRADIENTS] // window.sum_itemsize
+    passes_gradients = window.read_bytes * stored_numel
     read = {
         PARAMETERS: request.passes_bytes(drive[PARAMETERS], shapes.numel) * steps,
-        GRADIENTS: drive[GRADIENTS] * steps,
+        GRADIENTS: passes_gradients + drive[GRADIENTS],
         MASTER: drive[MASTER],
         STATE: drive[STATE],
     }
     written = {
         PARAMETERS: written_parameters,
-        GRADIENTS: read[GRADIENTS] + given_way_bytes,
+        GRADIENTS: window.written_bytes * stored_numel + given_way_bytes,
     }
-    on_drive = drive | {GRADIENTS: drive[GRADIENTS] * copies + given_way_bytes}
+    on_drive = drive | {GRADIENTS: window.drive_bytes * stored_numel + given_way_bytes}
     if request.during_backward:
         # Only what has nothing of its master weights in memory; those are there from the first on.
         part = Fraction(drive[MASTER], max(1, totals[MASTER]))
@@ -226,7 +227,7 @@ def _traffic(
         "drive": on_drive,
         "read_bytes": read,
         "written_bytes": read | written,
-        "passes_read_bytes": read[PARAMETERS] + drive[GRADIENTS] * (steps - 1),
+        "passes_read_bytes": read[PARAMETERS] + passes_gradients,
         "passes_written_bytes": written[GRADIENTS],
     }
 

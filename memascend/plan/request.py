@@ -15,6 +15,7 @@ from memascend.config.deepspeed_json import DEVICES, device, flag, precision, se
 from memascend.errors import ConfigError
 from memascend.plan.optimizers import kind_of, state_count_of
 from memascend.plan.states import STATE_ITEMSIZES, why_not_cpu_adam
+from memascend.plan.window import WindowBytes
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUP_SIZE = 10**9
@@ -31,6 +32,7 @@ class PlanRequest:
         world: Ranks that share the model.
         gradient_accumulation_steps: Micro-steps of one optimizer step.
         precision: "bf16", "fp16" or "fp32": the parameters on the device.
+        arriving_itemsize: Bytes of a gradient as it is reduced; None: those of a parameter.
         accumulation_itemsize: Bytes of an accumulated gradient; None: those of a parameter.
         master_itemsize: Bytes of a master weight.
         state_itemsize: Bytes of an element of each state; None: those of a master weight.
@@ -58,6 +60,7 @@ class PlanRequest:
     world: int = 1
     gradient_accumulation_steps: int = 1
     precision: str = "bf16"
+    arriving_itemsize: int | None = None
     accumulation_itemsize: int | None = None
     master_itemsize: int = 4
     state_itemsize: int | None = None
@@ -88,7 +91,8 @@ class PlanRequest:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
         if self.precision not in ITEMSIZES:
             raise ConfigError(f"precision must be one of {', '.join(ITEMSIZES)}: {self.precision}")
-        for name in ("accumulation_itemsize", "master_itemsize", "state_itemsize"):
+        itemsizes = ("arriving", "accumulation", "master", "state")
+        for name in (f"{what}_itemsize" for what in itemsizes):
             if getattr(self, name) not in (None, 2, 4):
                 raise ConfigError(f"{name} must be 2 or 4, got {getattr(self, name)}")
         for name in ("parameters_device", "optimizer_device"):
@@ -108,9 +112,13 @@ class PlanRequest:
         return self.accumulation_itemsize or self.param_itemsize
 
     @property
-    def gradient_copies(self) -> int:
-        """Sums on the drive: with accumulation one is read while the next is written."""
-        return 2 if self.gradient_accumulation_steps > 1 else 1
+    def window(self) -> WindowBytes:
+        """What the micro-steps of one optimizer step keep and move."""
+        return WindowBytes(
+            steps=self.gradient_accumulation_steps,
+            arriving_itemsize=self.arriving_itemsize or self.param_itemsize,
+            sum_itemsize=self.gradient_itemsize,
+        )
 
     @property
     def states(self) -> int:
@@ -186,6 +194,9 @@ class PlanRequest:
             world=world,
             gradient_accumulation_steps=_accumulation_steps(ds_config, world),
             precision=model_precision,
+            arriving_itemsize=ITEMSIZES[
+                precision(ds_config, "communication_data_type", model_precision)
+            ],
             accumulation_itemsize=ITEMSIZES[
                 precision(data_types, "grad_accum_dtype", model_precision)
             ],

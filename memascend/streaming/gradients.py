@@ -8,71 +8,40 @@ A shard's gradient is two values at most. `latest` is what the micro-steps of th
 up; `seen` is what the next optimizer step works on: the sum of the last window in whose final
 micro-step the shard got a gradient. They part only while a window is under way (or when its final
 micro-step passes a shard by), so a sum in the making goes to the other one of two places on the
-drive and never overwrites what is seen. The sum of squares is found while the bytes pass by.
+drive and never overwrites what is seen. Summands may wait in places of their own (window.py). The
+sum of squares is found while the bytes pass by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from memascend.base.interfaces import TensorIO, Ticket
 from memascend.streaming.staging import StagingSlots
+from memascend.streaming.window import (
+    SET_PLACE,
+    SUM_PLACES,
+    WINDOW_PLACES,
+    Factor,
+    GradientShard,
+    StoredGradient,
+    Window,
+)
 
 #: A shard that gets no gradient is multiplied by every step's factor; after so many the product is
 #: written back.
 FACTOR_COUNT_MAX = 8
 
-Factor = float | torch.Tensor
 #: Called with `key`, `nbytes`, `over` and `before`: the first is about to be written, the third is
 #: needed less from now on; a store that keeps some keys in memory keeps the first, and calls the
 #: last before it moves anything.
 GiveMemory = Callable[..., None]
 #: `memascend.kernels.overflow.sum_of_squares`, with its options chosen.
 SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredGradient:
-    """A value on the drive: `numel` elements of `dtype` in one of a shard's places."""
-
-    key: str
-    place: int
-    numel: int
-    dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class GradientShard:
-    """Record of one parameter's gradient on this rank.
-
-    Attributes:
-        name: What its keys begin with.
-        offset: First element in the sub-group.
-        latest: The sum in the making; None before the first gradient.
-        seen: What the next step works on; None reads as zero, as do elements behind its end.
-        factors: What finished steps multiplied the seen value by, in order.
-        squares: Sum of squares of `latest`, 0-dim; fp64 where the device has it.
-    """
-
-    name: str
-    offset: int
-    latest: StoredGradient | None = None
-    seen: StoredGradient | None = None
-    factors: list[Factor] = field(default_factory=list)
-    squares: torch.Tensor | None = None
-
-    def key(self, place: int) -> str:
-        """Return the store's name for one of the shard's places."""
-        return f"{self.name}.{place}"
-
-
-#: Places of sums; the third holds values that were set or multiplied for good.
-_SUM_PLACES = (0, 1)
-_SET_PLACE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +74,7 @@ class GradientSpool:
         slots: StagingSlots,
         sum_of_squares: SumOfSquares | None = None,
         give_memory_to: GiveMemory | None = None,
+        memory_of: Callable[..., int] | None = None,
     ) -> None:
         """Make an empty spool: every gradient reads as zero.
 
@@ -113,11 +83,13 @@ class GradientSpool:
             slots: What they pass through.
             sum_of_squares: None when nobody asks for norms.
             give_memory_to: None when the store keeps nothing in memory.
+            memory_of: Returns how many bytes of `key` the store keeps in memory; None likewise.
         """
         self._store = store
         self._slots = slots
         self._sum_of_squares = sum_of_squares
         self._give_memory_to = give_memory_to
+        self._memory_of = memory_of
         self._shards: dict[str, dict[int, GradientShard]] = {}
 
     # -- backward --------------------------------------------------------------------------------
@@ -130,6 +102,7 @@ class GradientSpool:
         *,
         accumulate: bool = False,
         final: bool = True,
+        arrived: torch.dtype | None = None,
         result: torch.Tensor | None = None,
     ) -> GradientShard:
         """Take the gradient of one shard; it may be overwritten on return, in stream order.
@@ -137,9 +110,11 @@ class GradientSpool:
         Args:
             group: Name of the sub-group.
             offset: First element of the shard in it.
-            gradient: 1-D, on any device.
+            gradient: 1-D, on any device, in the dtype of sums.
             accumulate: Add to the latest value instead of replacing it.
             final: The step sees the result; else it sees it after `finish`.
+            arrived: A narrower dtype that has all of its values, if there is one: in that it may
+                wait on the drive to be added.
             result: Filled with the new value, if given; on any device, of any dtype.
 
         Raises:
@@ -147,29 +122,23 @@ class GradientSpool:
             StoreFullError: The drive is full.
         """
         shard = self._shard(group, offset)
-        target = self._target(shard, gradient, final=final, anew=not accumulate)
-        squares: torch.Tensor | None = None
-        with closing(self._start_chunks(shard, gradient, accumulate=accumulate)) as chunks:
-            for begin, staged in chunks:
-                piece = gradient.narrow(0, begin, staged.numel())
-                with self._slots.given_back_on_error(staged):
-                    value = _fill(staged, piece, accumulate=accumulate)
-                    filled = self._slots.event_here()  # the drive needs nothing that comes below
-                    if self._sum_of_squares is not None:
-                        part = self._sum_of_squares(value)
-                        squares = part if squares is None else squares + part
-                    if result is not None:
-                        result.narrow(0, begin, staged.numel()).copy_(value)
-                self._slots.submit(target.key, staged, begin * gradient.element_size(), filled)
-        shard.latest, shard.squares = target, squares
-        if final:
-            self.finish(group, offset)
+        window = shard.window if accumulate else None
+        if window is None:
+            numel, dtype, device = gradient.numel(), gradient.dtype, gradient.device
+            window = Window(not accumulate, numel, dtype, device)
+        if final or result is not None:
+            arrived = None  # somebody asks for the sum
+        if arrived is None or not self._append(shard, window, gradient, arrived):
+            self._add_up(shard, window, gradient, final=final, result=result)
         return shard
 
     def finish(self, group: str, offset: int) -> None:
         """Make the latest value of a shard the one that the next step sees."""
         shard = self._shards[group][offset]
-        self._see(shard, shard.latest)
+        if shard.window is not None:
+            self._add_up(shard, shard.window, final=True)
+        else:
+            self._see(shard, shard.latest)
 
     def find(self, group: str, offset: int) -> GradientShard | None:
         """Return the shard at an offset; None when it never got a gradient."""
@@ -180,6 +149,8 @@ class GradientSpool:
         total = torch.zeros((), dtype=torch.float64)
         for shards in self._shards.values():
             for shard in shards.values():
+                if shard.window is not None:
+                    self._add_up(shard, shard.window, final=False)
                 if shard.squares is not None:
                     total = total.to(shard.squares) + shard.squares
         return total
@@ -276,7 +247,7 @@ class GradientSpool:
     def set(self, group: str, offset: int, value: torch.Tensor) -> None:
         """Replace what the next step sees of the shard at `offset`, in the dtype of `value`."""
         shard = self._shard(group, offset)
-        target = self._reserve(shard, _SET_PLACE, value)
+        target = self._reserve(shard, SET_PLACE, value.numel(), value.dtype)
         self._slots.write(key=target.key, source=value)
         self._see(shard, target)
 
@@ -285,7 +256,7 @@ class GradientSpool:
         self._slots.wait_writes()
         for shards in self._shards.values():
             for shard in shards.values():
-                for place in (*_SUM_PLACES, _SET_PLACE):
+                for place in (*SUM_PLACES, SET_PLACE, *WINDOW_PLACES):
                     self._store.discard(key=shard.key(place))
         self._shards.clear()
 
@@ -307,59 +278,98 @@ class GradientSpool:
             if first < last:
                 yield _SeenPart(shard, value, first - begin, last - first, first - shard.offset)
 
+    def _append(
+        self, shard: GradientShard, window: Window, gradient: torch.Tensor, arrived: torch.dtype
+    ) -> bool:
+        """Have a gradient wait on the drive; return whether it does."""
+        if len(window.gradients) == len(WINDOW_PLACES):
+            return False
+        # Here, so that no later micro-step meets a full drive.
+        target = self._target(shard, window, final=True, anew=False)
+        if self._memory_of is not None and self._memory_of(key=target.key) >= gradient.nbytes:
+            return False  # where adding costs the drive nothing
+        place = WINDOW_PLACES[len(window.gradients)]
+        stored = self._reserve(shard, place, window.numel, arrived)
+        self._slots.write(key=stored.key, source=gradient, dtype=arrived)
+        window.gradients.append(stored)
+        shard.window = window
+        return True
+
+    def _add_up(
+        self,
+        shard: GradientShard,
+        window: Window,
+        last: torch.Tensor | None = None,
+        *,
+        final: bool,
+        result: torch.Tensor | None = None,
+    ) -> None:
+        """Store the sum of a shard's latest value, a window, and one more gradient."""
+        anew = window.replaces or shard.latest is None
+        target = self._target(shard, window, final=final, anew=anew)
+        squares: torch.Tensor | None = None
+        with closing(window.add_up(self._slots, shard.latest, last)) as chunks:
+            for begin, staged, value in chunks:
+                with self._slots.given_back_on_error(staged):
+                    filled = self._slots.event_here()  # the drive needs nothing that comes below
+                    if self._sum_of_squares is not None:
+                        part = self._sum_of_squares(value)
+                        squares = part if squares is None else squares + part
+                    if result is not None:
+                        result.narrow(0, begin, staged.numel()).copy_(value)
+                self._slots.submit(target.key, staged, begin * target.dtype.itemsize, filled)
+        shard.latest, shard.window, shard.squares = target, None, squares
+        if final:
+            self._see(shard, target)
+
     def _target(
-        self, shard: GradientShard, gradient: torch.Tensor, *, final: bool, anew: bool
+        self, shard: GradientShard, like: Window, *, final: bool, anew: bool
     ) -> StoredGradient:
-        """Find the place of a shard's next value: never over what is seen, unless it takes over."""
-        free = list(_SUM_PLACES)
+        """Find the place of a shard's next sum: never over what is seen, unless it takes over."""
+        free = list(SUM_PLACES)
         if not final and shard.seen is not None and shard.seen.place in free:
             free.remove(shard.seen.place)
+        numel, dtype = like.numel, like.dtype
         if shard.latest is not None and shard.latest.place in free:
-            return self._reserve(shard, shard.latest.place, gradient, anew=anew)
+            return self._reserve(shard, shard.latest.place, numel, dtype, anew=anew)
         if shard.seen is not None and self._give_memory_to is not None:
             # The sum is read and written by every micro-step; what is seen, most often never again.
             new, seen = shard.key(free[0]), shard.seen.key
             self._give_memory_to(
                 key=new,
-                nbytes=gradient.nbytes,
+                nbytes=numel * dtype.itemsize,
                 over=seen,
                 before=lambda: self._slots.submit_all(new, seen),
             )
-        return self._reserve(shard, free[0], gradient, anew=anew)
+        return self._reserve(shard, free[0], numel, dtype, anew=anew)
 
     def _reserve(
-        self, shard: GradientShard, place: int, like: torch.Tensor, *, anew: bool = True
+        self,
+        shard: GradientShard,
+        place: int,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        anew: bool = True,
     ) -> StoredGradient:
         key = shard.key(place)
         if anew and self._slots.forget_failure(key):
             # All of it is about to be written: a new place forgets what was lost in the old one.
             self._slots.submit_all(key)
             self._store.discard(key=key)
-        self._store.reserve(key=key, nbytes=like.nbytes)
-        return StoredGradient(key=key, place=place, numel=like.numel(), dtype=like.dtype)
-
-    def _start_chunks(
-        self, shard: GradientShard, gradient: torch.Tensor, *, accumulate: bool
-    ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield where a chunk begins, and a slot; with `accumulate` the latest value is in it."""
-        numel, dtype = gradient.numel(), gradient.dtype
-        if accumulate and shard.latest is not None:
-            yield from self._slots.read_chunks(key=shard.latest.key, numel=numel, dtype=dtype)
-            return
-        for begin, count in self._slots.chunks(numel, dtype.itemsize):
-            staged = self._slots.take(count, dtype)
-            yield begin, staged.zero_() if accumulate else staged
+        self._store.reserve(key=key, nbytes=numel * dtype.itemsize)
+        return StoredGradient(key=key, place=place, numel=numel, dtype=dtype)
 
     def _see(self, shard: GradientShard, value: StoredGradient | None) -> None:
         old, shard.seen = shard.seen, value
         shard.factors.clear()
-        if old is not None and old.place == _SET_PLACE and (value is None or old.key != value.key):
+        if old is not None and old.place == SET_PLACE and (value is None or old.key != value.key):
             self._slots.submit_all(old.key)
             self._store.discard(key=old.key)
 
     def _multiply(self, shard: GradientShard, seen: StoredGradient, dtype: torch.dtype) -> None:
         """Store the product of the seen value and its factors, in the step's dtype."""
-        key = shard.key(_SET_PLACE)
+        key = shard.key(SET_PLACE)
         self._store.reserve(key=key, nbytes=seen.numel * dtype.itemsize)
         for begin, count in self._slots.chunks(seen.numel, dtype.itemsize):
             product = self._slots.take(count, dtype)
@@ -368,7 +378,7 @@ class GradientSpool:
                 for factor in shard.factors:
                     product.mul_(factor)
             self._slots.submit(key, product, begin * dtype.itemsize)
-        self._see(shard, StoredGradient(key, _SET_PLACE, seen.numel, dtype))
+        self._see(shard, StoredGradient(key, SET_PLACE, seen.numel, dtype))
 
     def _read(self, part: _SeenPart, target: torch.Tensor) -> None:
         """Read a part chunk by chunk, converting to the target's dtype."""
@@ -383,18 +393,3 @@ def _zero_between(parts: Iterable[_SeenPart], target: torch.Tensor) -> None:
         target.narrow(0, end, part.begin - end).zero_()
         end = part.begin + part.count
     target.narrow(0, end, target.numel() - end).zero_()
-
-
-def _fill(staged: torch.Tensor, piece: torch.Tensor, *, accumulate: bool) -> torch.Tensor:
-    """Put a piece into a slot, or add it to what is there; return the result where `piece` lies.
-
-    Added on the device as DeepSpeed does, in the gradient's dtype.
-    """
-    if not accumulate:
-        staged.copy_(piece, non_blocking=True)
-        return piece
-    if piece.device.type == "cpu":
-        return staged.add_(piece)
-    value = staged.to(piece.device, non_blocking=True).add_(piece)
-    staged.copy_(value, non_blocking=True)
-    return value

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from memascend.streaming.gradients import Factor, GradientSpool
+from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import Member, State, SubGroup, SubGroups, make_anew
 from memascend.streaming.tiles import Tile, Tiles
 from memascend.streaming.updates import (
@@ -39,6 +39,7 @@ from memascend.streaming.updates import (
     let_go,
     step_nothing,
 )
+from memascend.streaming.window import Factor
 
 
 class OptimizerStream:

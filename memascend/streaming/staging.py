@@ -8,9 +8,10 @@ says when a slot may go on. One thread at a time may call; Ctrl-C may come anywh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -20,6 +21,9 @@ from memascend.base.waiting import Ended, event_here
 from memascend.streaming.lent_slots import GivenBackOnError, LentSlots, Slot
 
 SLOT_COUNT_MIN = 2
+
+#: What to read: a key, the offset of the first byte in it, elements, and their dtype.
+Run = tuple[str, int, int, torch.dtype]
 
 
 @dataclass(slots=True)
@@ -122,7 +126,9 @@ class StagingSlots:
         for begin, count in self.chunks(source.numel(), stored.itemsize):
             staged = self.take(count, stored)
             with self.given_back_on_error(staged):
-                staged.copy_(source.narrow(0, begin, count), non_blocking=True)
+                piece = source.narrow(0, begin, count)
+                # A copy from a device that casts would make a host temporary of its own.
+                staged.copy_(piece if piece.is_cpu else piece.to(stored), non_blocking=True)
             self.submit(key, staged, offset_bytes + begin * stored.itemsize)
 
     def read(
@@ -241,40 +247,36 @@ class StagingSlots:
         """Give a taken slot back when an error leaves the block, whoever raised it."""
         return GivenBackOnError(self.give_back, staged)
 
-    def read_chunks(
-        self, *, key: str, numel: int, dtype: torch.dtype, offset_bytes: int = 0, ahead: int = 1
-    ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yield where each chunk of a key begins, and a slot with it that is the caller's to end.
+    def read_each(
+        self, runs: Iterable[Run], *, ahead: int | None = None
+    ) -> Generator[torch.Tensor, None, None]:
+        """Yield a slot with each run, in order; it is the caller's to end.
 
         Args:
-            key: In the store.
-            numel: Elements, cut as `chunks` does.
-            dtype: As they are stored.
-            offset_bytes: Of the first.
-            ahead: Further chunks that are being read meanwhile; each takes a slot.
+            runs: None larger than a slot.
+            ahead: Further ones that are being read meanwhile; each takes a slot. None: as many as
+                leave one free for a caller who has another.
 
         Raises:
             StoreError: A read failed.
         """
-        coming: deque[tuple[int, torch.Tensor, Ticket]] = deque()
-        rest = self.chunks(numel, dtype.itemsize)
+        if ahead is None:
+            ahead = max(0, len(self._slots) - 2)
+        coming: deque[tuple[torch.Tensor, Ticket]] = deque()
+        rest = iter(runs)
         try:
             while True:
-                while len(coming) <= ahead:
-                    begin, count = next(rest, (0, 0))
-                    if count == 0:
-                        break
+                for key, offset_bytes, count, dtype in islice(rest, ahead + 1 - len(coming)):
                     staged = self.take(count, dtype)
                     with self.given_back_on_error(staged):
-                        ticket = self._read(key, staged, offset_bytes + begin * dtype.itemsize)
-                    coming.append((begin, staged, ticket))
+                        ticket = self._read(key, staged, offset_bytes)
+                    coming.append((staged, ticket))
                 if not coming:
                     return
-                coming[0][2].wait()
-                begin, staged, _ = coming.popleft()
-                yield begin, staged
+                coming[0][1].wait()
+                yield coming.popleft()[0]
         finally:
-            for _, staged, ticket in coming:  # an error is on its way up
+            for staged, ticket in coming:  # an error is on its way up
                 _settle(ticket)
                 self.give_back(staged)
 
@@ -284,11 +286,9 @@ class StagingSlots:
         Raises:
             StoreError: A read failed.
         """
-        # One slot stays free: whoever consumes this may need one.
-        ahead = max(0, len(self._slots) - 2)
-        chunks = self.read_chunks(key=key, numel=nbytes, dtype=torch.uint8, ahead=ahead)
-        with closing(chunks):
-            for _, staged in chunks:
+        runs = ((key, begin, count, torch.uint8) for begin, count in self.chunks(nbytes, 1))
+        with closing(self.read_each(runs)) as each:  # whoever consumes this may need a slot
+            for staged in each:
                 try:
                     yield staged
                 finally:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from memascend.streaming.gradients import Factor
 from memascend.streaming.sub_groups import Member, State, SubGroup
+from memascend.streaming.window import Factor
 
 
 class FusedUpdate(Protocol):

@@ -61,6 +61,23 @@ def test_every_run_starts_a_round_in_its_turn(
     assert taken[names[0]][0]["above_imports_bytes"] == 10
 
 
+def test_micro_steps_are_those_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[dict[str, Any]] = []
+
+    def start(self: trainee.Trainee) -> None:
+        configs.append(self.config)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(trainee.Trainee, "start", start)
+    options = ["--small", "--accumulation", "8", "--sum-dtype", "fp32"]
+    with pytest.raises(RuntimeError, match="enough"):
+        bench_step.run_and_report(
+            bench_step.arguments().parse_args([*options, "--directory", str(tmp_path)])
+        )
+    assert configs[0]["gradient_accumulation_steps"] == 8
+    assert configs[0]["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
 @pytest.mark.parametrize("key", bench_step.VARIATIONS)
 def test_a_variation_is_of_valid_blocks_that_differ(key: str) -> None:
     blocks = [contender.block or {} for contender in bench_step.VARIATIONS[key].values()]

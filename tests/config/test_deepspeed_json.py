@@ -112,6 +112,7 @@ def test_refusals_name_the_whole_key_the_value_and_the_nearest_one() -> None:
         device(section(zero, "offload_param"))
     for part in ("zero_optimization.offload_param.device", '"nvmee"', '"cpu"', 'mean "nvme"'):
         assert part in str(caught.value)
+    assert precision({"communication_data_type": "BF16"}, "communication_data_type", "") == "bf16"
     with pytest.raises(ConfigError, match=r"data_types\.grad_accum_dtype: .*float33.*float32"):
         precision(section({"data_types": {"grad_accum_dtype": "float33"}}, "data_types"),
                   "grad_accum_dtype", "bf16")  # fmt: skip

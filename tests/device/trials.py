@@ -38,6 +38,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd shapes": {"family": "odd", "checkpointing": "off"},
     "odd shapes, two ranks": {"family": "odd", "checkpointing": "off", "world": 2},
     "a layer now and then": {"family": "alternating", "checkpointing": "off"},
+    "sums in fp32": {
+        **{"gradients_in_fp32": True, "accumulation": 4},
+        **{"family": "alternating", "checkpointing": "off"},
+    },
     "changed by hand": {"accessors": "change", "modify_weights": True},
     "changed by hand, two ranks": {"accessors": "change", "modify_weights": True, "world": 2},
     "resumed": {"resume_at": 2, "steps": 4},
@@ -156,6 +160,7 @@ NOT_STOCK = (
     "odd shapes",
     "odd shapes, two ranks",
     "a layer now and then",
+    "sums in fp32",
     "changed by hand",
     "changed by hand, two ranks",
     "resumed",

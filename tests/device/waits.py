@@ -26,8 +26,8 @@ STEPS = (3, 5)
 SHOWN_MS_MIN = 0.1
 #: A place has a few frames: who is called in backward, and for a slot there and elsewhere.
 PUTTING = (
-    *("gradients.put", "gradients._start_chunks", "gradients._target"),
-    *("staging.read_chunks", "staging.take"),
+    *("gradients.put", "gradients._add_up", "gradients._target", "window.add_up"),
+    *("staging.read_each", "staging.take"),
 )
 
 

@@ -47,6 +47,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": options.accumulation,
         "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": options.sum_dtype},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
             "stage": 3,
@@ -82,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recomputes", action="store_true")
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--sum-dtype", default="bf16")
     parser.add_argument("--reuse-distance", type=int, default=0)
     parser.add_argument("--state-dtype", default="fp32")
     parser.add_argument("--during-backward", action="store_true")

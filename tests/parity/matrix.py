@@ -10,8 +10,9 @@
 - Tensors striped over several directories of different weights.
 - Everything compared with checksums, on the streams, over several drives, and without the streams.
 - The streams on what they could get wrong: scales that fall and grow, clipping that bites, sums
-  over micro-batches however their end is announced, frozen and tied weights, optimizers of every
-  kind, each stream without the others, and with each other section off.
+  over micro-batches however their end is announced and in another dtype than gradients, frozen and
+  tied weights, optimizers of every kind, each stream without the others, and with each other
+  section off.
 - Resuming: saved and loaded by every way of stepping, by stock and by CPU offload, and beyond the
   step from which on CPU offload's own resumed run differs in the last bit (6, with these betas).
 - Steps that are over first, and steps that begin behind their caller when they are first waited for
@@ -169,6 +170,33 @@ def streaming_cases() -> list[Case]:
             Case(world=2, optimizer_type=name),
         ]
     return cases
+
+
+def sum_cases() -> list[Case]:
+    """Sums in fp32 of narrower gradients, which wait on the drive to be added up."""
+    eight = Case(gradients_in_fp32=True, accumulation=8)
+    four = replace(eight, accumulation=4)
+    # Some steps are left out, the scale grows in some.
+    fp16 = replace(four, dtype="fp16", steps=6, scale_window=2)
+    return [
+        replace(eight, family="alternating", world=2, clipping=1.0),
+        replace(fp16, family="unused", boundary="stepped"),
+        replace(eight, accumulation=1),
+        replace(eight, accumulation=1, boundary="stepped", world=2),
+        replace(eight, accumulation=17, family="odd", boundary="stepped", steps=2),
+        replace(eight, accumulation=9, family="alternating", boundary="stated", steps=3),
+        replace(fp16, family="alternating", world=2),
+        replace(fp16, during_backward=True),
+        replace(four, family="alternating", during_backward=True, world=2, steps=4),
+        replace(four, accessors="change", steps=4),
+        replace(four, accessors="read", boundary="stepped", world=2, steps=4),
+        replace(four, limit_bytes=LIMIT_SMALL_BYTES, checkpointing="nonreentrant"),
+        replace(four, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, family="alternating"),
+        replace(four, limit_bytes=LIMIT_EVERYTHING_BYTES, world=2),
+        replace(four, sections=tuple(name for name in SECTIONS if name != "streaming.optimizer")),
+        replace(four, resume_at=2, steps=4),
+        replace(four, verify="full", volumes=("3", "1")),
+    ]
 
 
 def stream_choice_cases() -> list[Case]:

@@ -103,6 +103,13 @@ def test_streams_give_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     assert_memascend_did_it(case, facts)
 
 
+@pytest.mark.parametrize("case", quick(matrix.sum_cases(), 0, 1), ids=case_name)
+def test_sums_of_narrower_gradients_have_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+
+
 @pytest.mark.parametrize("case", quick(matrix.step_cases(), 0, 3, 4), ids=case_name)
 def test_steps_behind_their_caller_and_at_once_give_the_bits_of_cpu_offload(
     bench: Bench, case: Case

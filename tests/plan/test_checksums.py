@@ -49,6 +49,16 @@ def request(**changes: Any) -> PlanRequest:
         (1, {"parameters_device": "cpu", "state_count": 0}, 2 * GRAIN_BYTES - 2 - 4),
         (1, {"parameters_device": "cpu", "gradient_accumulation_steps": 2}, 5 * GRAIN_BYTES - 16),
         (1, {"parameters_device": "cpu", "accumulation_itemsize": 4}, 4 * GRAIN_BYTES - 16),
+        # With micro-steps two gradients in bf16 that wait.
+        (
+            1,
+            {
+                "parameters_device": "cpu",
+                "accumulation_itemsize": 4,
+                "gradient_accumulation_steps": 3,
+            },
+            6 * GRAIN_BYTES - 16 - 2 * 2,
+        ),
         # A grain has 16384 elements of a master weight, and 32768 of a state in bf16.
         (32768, {"parameters_device": "cpu", "state_itemsize": 2}, 0),
         (1, {"parameters_device": "cpu", "state_itemsize": 2}, 4 * GRAIN_BYTES - 2 - 4 - 2 * 2),

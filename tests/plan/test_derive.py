@@ -130,6 +130,9 @@ def test_the_drive_holds_parameters_master_weights_states_and_gradients() -> Non
     assert plan.drive == expected
     accumulating = derive(decoder(), request=PlanRequest(gradient_accumulation_steps=3))
     assert accumulating.drive == expected | {"gradients": 2 * 2 * numel}
+    request = PlanRequest(gradient_accumulation_steps=3, accumulation_itemsize=4)
+    waiting = derive(decoder(), request=request)
+    assert waiting.drive == expected | {"gradients": (4 + 2 * 2) * numel}
 
 
 def test_states_in_bf16_lie_and_move_in_half_of_the_bytes() -> None:
@@ -176,6 +179,15 @@ def test_a_step_reads_and_writes_what_each_stream_needs() -> None:
     assert plan.written_bytes == {"parameters": 2 * numel} | gradients | states
     assert plan.passes_read_bytes == (3 * 2 * 2 + 2 * 2) * numel
     assert plan.passes_written_bytes == 3 * 2 * numel
+    # In fp32 two of three wait to be added, and the step reads the sum.
+    request = dataclasses.replace(request, accumulation_itemsize=4)
+    plan = derive(decoder(), request=request)
+    assert plan.read_bytes["gradients"] == (2 * 2 + 4) * numel
+    assert plan.passes_read_bytes == (3 * 2 * 2 + 2 * 2) * numel
+    assert plan.written_bytes["gradients"] == plan.passes_written_bytes == (2 * 2 + 4) * numel
+    # None does where it is reduced in fp32.
+    plan = derive(decoder(), request=dataclasses.replace(request, arriving_itemsize=4))
+    assert plan.written_bytes["gradients"] == 3 * 4 * numel
 
 
 @pytest.mark.parametrize(("distance", "quarters"), [(0, 8), (1, 6), (2, 4), (3, 4)])

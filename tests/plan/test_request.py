@@ -20,7 +20,9 @@ def test_the_gpu_configuration_reads_as_the_defaults() -> None:
     ds_config = json.loads((ROOT / "configs" / "nvme_gpu.json").read_text())
     request = PlanRequest.from_deepspeed(ds_config)
     # Besides what the file says for stock's sake, as the tutorials do.
-    expected = PlanRequest(accumulation_itemsize=2, state_count=2, max_in_cpu=10**9)
+    expected = PlanRequest(
+        arriving_itemsize=2, accumulation_itemsize=2, state_count=2, max_in_cpu=10**9
+    )
     assert request == expected
 
 
@@ -97,9 +99,12 @@ def test_what_a_configuration_says_is_read() -> None:
     ds_config["zero_optimization"]["sub_group_size"] = 1e8
     request = PlanRequest.from_deepspeed(ds_config, world=4)
     assert (request.precision, request.gradient_itemsize) == ("fp16", 4)
+    assert request.window.appends
     assert request.gradient_accumulation_steps == 8
     assert (request.states, request.sub_group_size) == (1, 10**8)
     assert (request.tile_bytes, request.prefetch_bytes) == (MIB, 7)
+    in_fp32 = ds_config | {"communication_data_type": "fp32"}
+    assert not PlanRequest.from_deepspeed(in_fp32, world=4).window.appends
 
 
 def test_a_configuration_from_python_reads_as_one_from_json() -> None:
@@ -134,6 +139,7 @@ def test_a_configuration_from_python_reads_as_one_from_json() -> None:
         ({"zero_optimization": True}, "zero_optimization: true is not allowed"),
         (nvme(gradient_accumulation_steps=1.5), "gradient_accumulation_steps: 1.5 .* whole number"),
         (nvme(data_types={"grad_accum_dtype": "int8"}), "data_types.grad_accum_dtype"),
+        (nvme(communication_data_type="int8"), "communication_data_type"),
         (nvme(memascend={"tile": 1}), "unknown key"),
     ],
 )

@@ -16,42 +16,13 @@ from hypothesis import strategies as st
 
 from memascend.errors import StoreError
 from memascend.kernels.overflow import sum_of_squares
-from memascend.nvme.store import MemoryFaults, TensorStore
+from memascend.nvme.store import TensorStore
 from memascend.streaming.gradients import FACTOR_COUNT_MAX, GradientSpool
 from memascend.streaming.staging import StagingSlots
 from tests.support.examples import examples
+from tests.support.gradient_spools import GROUP, FlatBuffers, open_spool, same_bits
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 from tests.support.streaming_hosts import memory_store, staging_slots
-
-GROUP = "0_9"
-
-
-def open_spool(
-    *, slot_count: int = 3, faults: MemoryFaults | None = None
-) -> tuple[GradientSpool, TensorStore, StagingSlots]:
-    store = memory_store(faults)
-    slots = staging_slots(store, slot_count=slot_count)
-    return GradientSpool(store=store, slots=slots, sum_of_squares=sum_of_squares), store, slots
-
-
-class FlatBuffers:
-    """What the spool must equal."""
-
-    def __init__(self, sizes: list[int], dtype: torch.dtype) -> None:
-        self.sizes = sizes
-        self.offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        self.sums = torch.zeros(sum(sizes), dtype=dtype)
-        self.seen = torch.zeros(sum(sizes))
-
-    def put(self, index: int, gradient: torch.Tensor, *, accumulate: bool, final: bool) -> None:
-        part = self.sums.narrow(0, self.offsets[index], gradient.numel())
-        part.add_(gradient) if accumulate else part.copy_(gradient)
-        if final:
-            self.finish(index, gradient.numel())
-
-    def finish(self, index: int, numel: int) -> None:
-        offset = self.offsets[index]
-        self.seen.narrow(0, offset, numel).copy_(self.sums.narrow(0, offset, numel))
 
 
 def seen_by_tiles(spool: GradientSpool, numel: int, tile_numel: int, dtype: torch.dtype):
@@ -66,10 +37,6 @@ def seen_by_tiles(spool: GradientSpool, numel: int, tile_numel: int, dtype: torc
         spool.load(GROUP, begin, raw, gradient)
         tiles.append(gradient.clone())
     return torch.cat(tiles)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
 events = st.lists(

@@ -42,7 +42,7 @@ def counted(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def byte_of(staging: StagingSlots, key: str, offset: int) -> torch.Tensor:
-    return next(staging.read_chunks(key=key, numel=1, dtype=torch.uint8, offset_bytes=offset))[1]
+    return next(staging.read_each([(key, offset, 1, torch.uint8)]))
 
 
 # -- whole transfers -----------------------------------------------------------------------------
@@ -126,11 +126,28 @@ def test_a_chunk_is_read_changed_and_written_back(
     staging: StagingSlots, store: FakeRangeStore
 ) -> None:
     store.content["a"] = torch.arange(100.0).view(torch.uint8)
-    _, chunk = next(staging.read_chunks(key="a", numel=10, dtype=torch.float32, offset_bytes=40))
+    chunk = next(staging.read_each([("a", 40, 10, torch.float32)]))
     chunk.add_(1)
     staging.submit("a", chunk, 40)
     staging.wait_writes()
     assert store.value("a", torch.float32)[9:21].tolist() == [9, *range(11, 21), 20]
+
+
+@pytest.mark.parametrize("slot_count", [2, 3, 5])
+def test_runs_are_read_ahead_in_order_by_who_keeps_a_slot_meanwhile(
+    store: FakeRangeStore, slot_count: int
+) -> None:
+    staging = make(store, slot_count=slot_count)
+    for key in "ab":
+        store.content[key] = counted(4 * SLOT_BYTES, torch.uint8, ord(key))
+    runs = [(key, begin * SLOT_BYTES, SLOT_BYTES, torch.uint8) for begin in (0, 3) for key in "ab"]
+    kept = staging.take(SLOT_BYTES, torch.uint8)
+    for run, staged in zip(runs, staging.read_each(runs), strict=True):
+        key, begin, count, _ = run
+        assert torch.equal(staged, store.content[key][begin : begin + count])
+        staging.give_back(staged)
+    staging.give_back(kept)
+    assert store.in_flight_peak == slot_count - 1
 
 
 @pytest.mark.parametrize("numel", [0, -1, 1025])

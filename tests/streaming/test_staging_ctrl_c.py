@@ -64,8 +64,8 @@ class Work:
         for key in SMALL:
             staging.write(key=key, source=device.tensor(torch.full((4,), float(value))))
         staging.fill(key="filled", nbytes=NUMEL * 4, source=functools.partial(fill_with, value))
-        with closing(staging.read_chunks(key="chunk", numel=8, dtype=torch.float32)) as chunks:
-            _, chunk = next(chunks)
+        with closing(staging.read_each([("chunk", 0, 8, torch.float32)])) as chunks:
+            chunk = next(chunks)
         chunk.fill_(value)
         staging.submit("chunk", chunk, 0)
         target = device.tensor(torch.zeros(NUMEL))
@@ -132,7 +132,7 @@ def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive(
 
     monkeypatch.setattr(FakeRangeTicket, "wait", interrupt)
     with suppress(KeyboardInterrupt):  # pytest.raises would keep the frames, and they the slot
-        next(staging.read_chunks(key="a", numel=16, dtype=torch.float32))
+        next(staging.read_each([("a", 0, 16, torch.float32)]))
     others = [staging.take(16, torch.float32).fill_(7) for _ in range(SLOT_COUNT - 1)]
     with pytest.raises(AssertionError, match="every staging slot is taken"):
         staging.take(16, torch.float32)
@@ -157,7 +157,7 @@ def test_ctrl_c_behind_the_start_of_a_read_leaves_its_slot_alone(
 
     monkeypatch.setattr(store, "read", interrupted_read)
     for ask in (
-        lambda: next(staging.read_chunks(key="a", numel=16, dtype=torch.float32)),
+        lambda: next(staging.read_each([("a", 0, 16, torch.float32)])),
         lambda: staging.read(key="a", target=torch.zeros(16)),
         lambda: list(staging.stream(key="a", nbytes=64)),
     ):

@@ -155,8 +155,7 @@ def test_any_mix_of_transfers_gives_what_program_order_gives(
                 checks.append((target, expected[key][part].clone()))
             elif kind == "chunk":
                 count = min(count, SLOT_BYTES // dtype.itemsize)
-                where = {"key": key, "dtype": dtype, "offset_bytes": offset_bytes}
-                _, chunk = next(staging.read_chunks(numel=count, **where))
+                chunk = next(staging.read_each([(key, offset_bytes, count, dtype)]))
                 assert torch.equal(chunk, expected[key][begin : begin + count])
                 chunk.fill_(seed)
                 expected[key][begin : begin + count] = seed

@@ -15,7 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
-from memascend.streaming.gradients import GradientShard, GradientSpool
+from memascend.streaming.gradients import GradientSpool
+from memascend.streaming.window import GradientShard
 
 
 class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -90,6 +91,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             gradient.to(self.gradient_accumulation_dtype),
             accumulate=self.micro_step_id != 0,
             final=is_final,
+            arrived=self._narrow_dtype(param),
             result=finished,
         )
         if is_final:
@@ -97,6 +99,19 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self.note_final(name, offset)
         if finished is not None:
             self._hand_over(group_index, offset, finished)
+
+    def _narrow_dtype(self, param: Any) -> torch.dtype | None:
+        """Return the dtype in which a gradient was reduced, if upstream has widened it for a sum.
+
+        None where the configuration announces no micro-steps: where a script ends windows in
+        `step()`, the only gradient of one would be stored twice.
+        """
+        if self.gradient_accumulation_steps == 1 or self.all2all_process_group is not None:
+            return None
+        dtype = self.get_param_comm_dtype(param)
+        if dtype == self.dtype:  # upstream takes every gradient to be of this one
+            dtype = torch.promote_types(dtype, param.grad.dtype)
+        return dtype if dtype.itemsize < self.gradient_accumulation_dtype.itemsize else None
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         """Finish a window whose end was not known during its backward passes."""
@@ -107,11 +122,11 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             group_index, offset, _ = self.grad_position[self.get_param_id(param)]
             name = self.fp32_partitioned_groups_flat[group_index].ds_id
             shard = self.spool.find(name, offset)
-            if shard is None or shard.latest is None:
+            if shard is None or shard.is_empty:
                 continue
             self.spool.finish(name, offset)
             self._note_norm(param, shard)
-            if not self.streams_optimizer:
+            if shard.latest is not None and not self.streams_optimizer:
                 dtype = self.master_weights_and_grads_dtype
                 gradient = torch.empty(shard.latest.numel, dtype=dtype)
                 self.spool.get(name, offset, gradient)

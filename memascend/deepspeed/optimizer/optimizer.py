@@ -151,6 +151,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
                 slots=runtime.staging,
                 sum_of_squares=squares if self.streams_gradients else None,
                 give_memory_to=runtime.store.give_memory_to,
+                memory_of=runtime.store.memory_of,
             )
         super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
 

@@ -127,6 +127,7 @@ def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, An
     return dataclasses.replace(
         request,
         precision=_precision(optimizer.dtype),
+        arriving_itemsize=optimizer.communication_data_type.itemsize,
         accumulation_itemsize=optimizer.gradient_accumulation_dtype.itemsize,
         master_itemsize=optimizer.master_weights_and_grads_dtype.itemsize,
         # With its module where a message names it: it may be called as a known one.

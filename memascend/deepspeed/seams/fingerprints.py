@@ -20,6 +20,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing.restore_offloaded_activations": (
         "743825170b888e0c",
     ),
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer.get_param_comm_dtype": ("9d78ed5efc528d25",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_all_ckpt_names": ("a24ccada572b829e",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_ckpt_name": ("dde27c9c2babb90c",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_rank_zero_ckpt_name": ("1746fb3d2d0d245f",),
@@ -56,6 +57,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters.Init._partition_param": ("7fbef61d28d0e884",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": ("1d52aef714a7864f",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__avg_scatter_contiguous_grads": (
+        "a5f3def498f2cb6c",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads": (
+        "d528d97dbf7fa612",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__init__": ("3016df5217657fff",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._clear_fp32_optimizer_param_groups": (
         "3ebe429f954c6ac3",

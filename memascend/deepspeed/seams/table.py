@@ -150,6 +150,8 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_create_fp32_partitions",
             "_swap_in_sub_group_to_flat_buffer",
             "initialize_optimizer_states",
+            "__avg_scatter_contiguous_grads",
+            "__avg_scatter_grads",
             "partition_grads",
             "_finalize_offload_gradient_accumulation",
             "_constant_buffered_norm2",
@@ -192,6 +194,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_get_zero_param_shapes",
         )
     ),
+    ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.get_param_comm_dtype"),
     (f"{_ZERO}.utils", "get_norm_dtype"),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
     (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),

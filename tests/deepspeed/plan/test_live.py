@@ -246,6 +246,7 @@ def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
     optimizer = SimpleNamespace(
         optimizer=kind([torch.nn.Parameter(torch.ones(3))]),
         dtype=torch.bfloat16,
+        communication_data_type=torch.bfloat16,
         gradient_accumulation_dtype=torch.float32,
         master_weights_and_grads_dtype=torch.float32,
         fp16_partitioned_groups_flat_numel=[5, 7],
@@ -254,6 +255,7 @@ def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
     assert request.is_tiled == (kind is torch.optim.AdamW)
     assert (request.states, request.largest_sub_group_numel) == (2, 7)
     assert request.optimizer.endswith("AdamW")
+    assert (request.arriving_itemsize, request.gradient_itemsize) == (2, 4)
 
 
 def test_a_limit_that_nobody_set_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
