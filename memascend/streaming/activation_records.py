@@ -35,6 +35,7 @@ class Record:
     filled: Event | None  # behind what fills them
     device: torch.device
     version: int
+    stream: torch.Stream | None = None  # on which memory was taken to read it into
     state: State = State.WAITING
     is_held: bool = False  # counted as held
     is_ahead: bool = False  # counted as read ahead

@@ -136,6 +136,9 @@ class ActivationStream:
             raise AssertionError(f"{record.key} is {record.state.name}, and not on the device")
         if filled is not None:
             filled.wait()
+        here = self._stream_here(data.device)
+        if record.stream is not None and here is not None and record.stream != here:
+            data.record_stream(here)  # it goes back to the other one when nobody has it any more
         return data
 
     def release(self, activation: Activation) -> None:
@@ -234,6 +237,7 @@ class ActivationStream:
         """Have the thread read a storage into memory that is allocated on the current stream."""
         data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
         filled = event_here(self._new_event)  # what used this memory before is over then
+        record.stream = self._stream_here(record.device)
         self._count_ahead(record, is_ahead)
         record.data, record.filled, record.state = data, filled, State.READING
         if is_ahead:
@@ -241,6 +245,13 @@ class ActivationStream:
         else:
             self._reads.appendleft(record)
         self._wake()
+
+    def _stream_here(self, device: torch.device) -> torch.Stream | None:
+        """Return the current stream; None on the CPU."""
+        if self._new_event is None:
+            return None
+        here: torch.Stream = torch.get_device_module(device).current_stream()
+        return here
 
     def _read_ahead(self, number: int) -> None:
         """Start reading those that were saved before this one, the last of them first."""

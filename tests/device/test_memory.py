@@ -13,6 +13,7 @@ from tests.support.program import RunProgram
 PROGRAM = Path(__file__).with_name("memory_program.py")
 LIMIT_COUNT = 8
 PEAK_PROGRAM = Path(__file__).with_name("peak_program.py")
+STREAMS_PROGRAM = Path(__file__).with_name("streams_program.py")
 RELEASED_COUNT = 4
 #: In use, gathered ahead of use, and let go without being counted yet.
 LIVE_COUNT_MAX = 9
@@ -58,3 +59,13 @@ def test_a_host_ahead_of_a_slow_device_does_not_take_its_memory_for_the_whole_mo
         assert bounded[phase] <= at_most, phase
         # The device was slow enough to tell.
         assert unbounded[phase] > 1.5 * at_most, phase
+
+
+@pytest.mark.deepspeed
+def test_what_is_read_on_one_stream_may_be_used_on_another(run_program: RunProgram) -> None:
+    """Layers side by side on two streams: backward takes on either what it read ahead on one."""
+    if reason := why_not():
+        pytest.skip(reason)
+    found = run_program(str(STREAMS_PROGRAM))
+    assert found["read_bytes"] > 0
+    assert (found["before"], found["findings"], found["equal"]) == ({}, {}, True)
