@@ -168,7 +168,10 @@ def take_steps(
 def rows_of(
     model: Wide, tokens: int, taken: dict[str, list[dict[str, Any]]]
 ) -> Iterator[harness.Row]:
-    """A row for each: peak and own bytes in MB, seconds of a step, and beside checkpoints held."""
+    """A row for each: MB at the peak, of ours, of what forward saved; seconds of a step.
+
+    The last two beside the run whose checkpoints are held.
+    """
     losses = {tuple(step["loss"] for step in steps) for steps in taken.values()}
     for name, steps in taken.items():
         own = steps[-1]["components"]
@@ -176,6 +179,7 @@ def rows_of(
             "peak_mb": peak_bytes(steps) / 1e6,
             "of_held": peak_bytes(steps) / peak_bytes(taken[HELD]),
             "own_mb": own["all, held"] / 1e6,
+            "saved_mb": (steps[-1]["saved_bytes_peak"] or model.checkpoint_bytes(tokens)) / 1e6,
             "step_s": harness.spread([step["training"]["wall_s"] for step in steps]),
             "time_to_held": harness.spread(
                 [

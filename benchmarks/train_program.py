@@ -111,6 +111,13 @@ def components(engine: Any) -> dict[str, int] | None:
     return dict(sorted(found.items())) | {"all, held": ledger.held_bytes_peak}
 
 
+def saved_bytes_peak(engine: Any) -> int | None:
+    """Most bytes that memascend had on the device of what forward saved; None where it stays."""
+    attachment = getattr(engine, "memascend", None)
+    traffic = None if attachment is None else attachment.ledger().activations
+    return None if traffic is None else int(traffic.device_bytes_peak)
+
+
 class Training:
     """An engine and its batches: one for each micro-step, the same ones in every step."""
 
@@ -156,6 +163,7 @@ class Training:
             device_bytes=None if self._counted is None else self._counted.take_peaks(),
             on_device=self._device.take_peaks(),
             components=components(self.engine),
+            saved_bytes_peak=saved_bytes_peak(self.engine),
             **more,
         )
 

@@ -42,14 +42,14 @@ class ActivationTraffic:
         saved_bytes: Of all of them.
         written_bytes: Of those that went to the drive.
         read_bytes: Of those that came back.
-        held_bytes_peak: The most that was on the device at once, saved and not written.
+        device_bytes_peak: The most that was on the device at once: waiting, read ahead, or in use.
     """
 
     count: int = 0
     saved_bytes: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
-    held_bytes_peak: int = 0
+    device_bytes_peak: int = 0
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -57,7 +57,7 @@ class ActivationTraffic:
             f"activations: {format_nbytes(self.saved_bytes)} saved for backward, "
             f"{format_nbytes(self.written_bytes)} of it written to the drives and "
             f"{format_nbytes(self.read_bytes)} read; at most "
-            f"{format_nbytes(self.held_bytes_peak)} waited on the device"
+            f"{format_nbytes(self.device_bytes_peak)} were on the device"
         )
 
 

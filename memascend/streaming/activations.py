@@ -123,6 +123,7 @@ class ActivationStream:
             record.is_taken = record.was_taken = True
             self._uncount(record)
             self._read_ahead(record.number)
+            self._note_peak()
             while record.state is State.READING:
                 if self._job is None:  # Ctrl-C may have come before the thread was told
                     self._wake()
@@ -219,7 +220,11 @@ class ActivationStream:
         self._waiting[record.number] = record
         added_bytes = 0 if record.is_held else record.nbytes
         self._held_bytes, record.is_held = self._held_bytes + added_bytes, True
-        self.traffic.held_bytes_peak = max(self.traffic.held_bytes_peak, self._held_bytes)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        nbytes = sum(one.nbytes for one in self._records.values() if one.data is not None)
+        self.traffic.device_bytes_peak = max(self.traffic.device_bytes_peak, nbytes)
 
     def _uncount(self, record: Record) -> None:
         """Count it neither as held nor as read ahead, and have it written no more."""

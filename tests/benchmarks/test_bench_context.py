@@ -19,6 +19,7 @@ def step_of(peak_bytes: int, wall_s: float) -> dict[str, Any]:
         "baseline_bytes": 1000,
         "training": {"wall_s": wall_s},
         "components": {"all, held": 5_000_000},
+        "saved_bytes_peak": None,
         "loss": "1.0",
     }
 

@@ -56,7 +56,7 @@ def test_what_is_not_ours_is_the_rest_of_the_resident_peak() -> None:
 
 def test_what_is_on_a_device_and_what_forward_saved_have_a_line_each() -> None:
     assert "device" not in LEDGER.describe()
-    saved = ActivationTraffic(3, saved_bytes=9 * MIB, written_bytes=6 * MIB, held_bytes_peak=MIB)
+    saved = ActivationTraffic(3, saved_bytes=9 * MIB, written_bytes=6 * MIB, device_bytes_peak=MIB)
     ledger = replace(LEDGER, device_bytes_peak=7 * MIB, activations=saved)
     found = ledger.describe()
     assert f"device: at most {format_nbytes(7 * MIB)} allocated" in found
@@ -64,7 +64,7 @@ def test_what_is_on_a_device_and_what_forward_saved_have_a_line_each() -> None:
         f"activations: {format_nbytes(9 * MIB)} saved for backward, {format_nbytes(6 * MIB)}"
         in found
     )
-    assert json.loads(json.dumps(ledger.as_dict()))["activations"]["held_bytes_peak"] == MIB
+    assert json.loads(json.dumps(ledger.as_dict()))["activations"]["device_bytes_peak"] == MIB
 
 
 def test_memory_that_the_device_does_not_know_has_a_line_of_its_own() -> None:

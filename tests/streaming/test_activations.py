@@ -71,13 +71,13 @@ def test_no_more_is_on_the_device_than_may_be() -> None:
     faults.paused = True
     thread = threading.Thread(target=lambda: saved.extend(put_all(stream, 6)))
     thread.start()
-    wait_until(lambda: stream.traffic.held_bytes_peak == 3 * NBYTES)
+    wait_until(lambda: stream.traffic.device_bytes_peak == 3 * NBYTES)
     thread.join(0.1)
     assert thread.is_alive()  # the fourth waits for the drive
     assert stream.traffic.count == 3
     faults.paused = False
     thread.join()
-    assert stream.traffic.held_bytes_peak == 3 * NBYTES
+    assert stream.traffic.device_bytes_peak == 3 * NBYTES
     for seed in reversed(range(6)):
         assert torch.equal(value(stream, saved.pop()), numbers(seed))
 
