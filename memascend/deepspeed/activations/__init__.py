@@ -1,1 +1,1 @@
-"""DeepSpeed's parameter swapper over our parameter stream."""
+"""What forward saves for backward, around DeepSpeed's engine and its checkpoints."""
