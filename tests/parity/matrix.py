@@ -251,6 +251,7 @@ def activation_cases() -> list[Case]:
         replace(drive, verify="full", volumes=("3", "1"), resume_at=2, during_backward=True),
         replace(fp16, params="none", clipping=1.0, family="unused"),
         replace(drive, params="cpu", family="odd", gather_all=True),
+        replace(drive, family="tiled", accumulation=4),
     ]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.runtime.sequence_parallel import ulysses_sp
 from torch import nn
 
 VOCABULARY = 2048
@@ -76,6 +77,41 @@ class PartlyUsed(nn.Module):
         return self.head(self.last(hidden))
 
 
+class TiledBlock(Block):
+    """Computes its tokens in two parts, as DeepSpeed does for long contexts."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        def dense(block: Block, part: torch.Tensor) -> torch.Tensor:
+            return block.narrow(torch.tanh(block.widen(part)))
+
+        tiled = ulysses_sp.TiledMLP.apply(dense, self, hidden, 2, list(self.parameters()))
+        return hidden + tiled
+
+
+class Tiled(nn.Module):
+    """DeepSpeed's tiled layers, and its loss that never has all logits; gives the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(TiledBlock() for _ in range(3))
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+
+        def loss(model: Tiled, part: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            logits = model.head(part).float().flatten(0, -2)
+            return nn.functional.cross_entropy(logits, ids.flatten())
+
+        next_ids, parts, weights = input_ids.roll(-1, dims=1), 2, [self.head.weight]
+        return ulysses_sp.TiledFusedLogitsLoss.apply(
+            loss, self, hidden, next_ids, None, parts, weights, "mean"
+        )
+
+
 class NormalisedDescent(torch.optim.Optimizer):
     """Not elementwise: a step is as long as the learning rate, whatever the gradient."""
 
@@ -105,6 +141,8 @@ def maker(family: str) -> Callable[[], nn.Module]:
         return OddShapes
     if family in ("unused", "alternating"):
         return functools.partial(PartlyUsed, alternate=family == "alternating")
+    if family == "tiled":
+        return Tiled
     if family == "lora":
         return maker("qwen")
     import transformers
@@ -185,8 +223,11 @@ def batch(*, seed: int, step: int, rank: int, rows: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    output = logits_of(model, input_ids)
+    if output.dim() == 0:
+        return output
     return nn.functional.cross_entropy(
-        logits_of(model, input_ids)[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten()
+        output[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten()
     )
 
 
