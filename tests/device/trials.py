@@ -150,10 +150,6 @@ SECTION_MODES: dict[str, Mode] = {
     "threads": Mode({"engine": "threads"}),
     "libaio": Mode({"engine": "libaio"}),
     "everything compared": Mode({"verify": "full"}),
-    "activations": Mode({"saved_bytes": 0}),
-    "activations, some on the device": Mode({"saved_bytes": 256 << 10, "limit_bytes": 29 * MIB}),
-    "activations, no checkpoints": Mode({"saved_bytes": 0, "checkpointing": "off"}),
-    "activations, DeepSpeed's checkpoints": Mode({"saved_bytes": 0, "checkpointing": "deepspeed"}),
 }
 #: Stock's own swapper dies or errs here: tests/parity/test_stock_parity.py.
 NOT_STOCK = (
