@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.device.emulator.build import why_not
-from tests.integration.programs import BLOCK, retried_config
+from tests.integration.programs import BLOCK, SAVING, retried_config
 from tests.support.program import RunProgram
 
 PROGRAM = Path(__file__).with_name("memory_program.py")
@@ -23,13 +24,14 @@ PARAMETER_BYTES = 512 << 10  # of the program's layers
 
 @pytest.mark.deepspeed
 @pytest.mark.full
+@pytest.mark.parametrize("more", [{}, SAVING], ids=["", "activations"])
 def test_a_step_that_does_not_fit_the_device_can_be_tried_again_with_less(
-    tmp_path: Path, run_program: RunProgram
+    tmp_path: Path, run_program: RunProgram, more: dict[str, Any]
 ) -> None:
     """Wherever memory runs out: the numbers are those of a run with room, no slot is lost."""
     if reason := why_not():
         pytest.skip(reason)
-    path = retried_config(tmp_path, BLOCK | {"host_memory_limit": "200MiB"})
+    path = retried_config(tmp_path, BLOCK | more | {"host_memory_limit": "200MiB"})
     undisturbed, *retried = run_program(str(PROGRAM), str(path), str(LIMIT_COUNT))
     assert len(retried) == LIMIT_COUNT
     failed = {one["where"] for one in retried}

@@ -23,6 +23,8 @@ FINETUNE = REPOSITORY / "scripts" / "finetune.py"
 ARMED_LINE = re.compile(r"\bmemascend \S+ armed: ")
 #: A block that asks nothing special of the machine.
 BLOCK: dict[str, Any] = {"allocator": {"page_lock": False}, "direct_nvme": {"engine": "threads"}}
+#: And the inputs of small layers go to the drive.
+SAVING = {"activations": {"enabled": True, "min_bytes": 1024}}
 TIMEOUT_S = 400.0  # the first run on a machine compiles DeepSpeed's ops
 
 

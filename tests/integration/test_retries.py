@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from .programs import BLOCK, REPOSITORY, free_port, retried_config, run
+from .programs import BLOCK, REPOSITORY, SAVING, free_port, retried_config, run
 
 pytestmark = pytest.mark.deepspeed
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "retry_program.py"
-
-
-SAVING = {"activations": {"enabled": True, "min_bytes": 1024}}
 
 
 @pytest.mark.parametrize("more", [{}, SAVING], ids=["", "activations"])
