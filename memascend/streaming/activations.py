@@ -128,6 +128,8 @@ class ActivationStream:
                 if self._job is None:  # Ctrl-C may have come before the thread was told
                     self._wake()
                 self._changed.wait()
+                if record.data is None and record.error is None:  # another one was told why
+                    self._start_read(record, is_ahead=False)
             if record.error is not None:
                 self._errors[record.key], record.error = record.error, None
             self._raise_error()

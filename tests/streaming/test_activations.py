@@ -246,6 +246,33 @@ def test_a_read_that_failed_is_tried_again_by_whoever_tries_again() -> None:
     assert torch.equal(value(stream, saved[0]), numbers(0))
 
 
+def test_two_who_wait_for_a_read_that_fails_are_both_told() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults)
+    saved = put_all(stream, 3)
+    stream.settle()
+    faults.paused = True
+    errors: list[type[Exception]] = []
+
+    def take() -> None:
+        try:
+            stream.take(saved[0])
+        except Exception as error:
+            errors.append(type(error))
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: saved[0].record.state is State.READING)
+    for thread in threads:
+        thread.join(0.1)  # so that both wait
+    faults.gone = 5
+    faults.paused = False
+    for thread in threads:
+        thread.join()
+    assert errors == [StoreError, StoreError]
+
+
 def test_a_key_is_discarded_only_when_the_store_has_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
