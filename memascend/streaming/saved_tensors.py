@@ -105,8 +105,10 @@ class SavedTensors:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Give storages away that are saved by what runs in this block and has no other hooks."""
+        # A compiled model's forward would compile whatever Python runs within it.
+        pack, unpack = map(torch.compiler.disable, (self.pack, self.unpack))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 yield
         finally:
             self._known.clear()

@@ -215,6 +215,26 @@ def test_a_forward_pass_that_fails_leaves_nothing(saved: SavedTensors) -> None:
     assert all(map(torch.equal, train("nonreentrant", saved), expected))
 
 
+def test_a_compiled_model_does_not_compile_the_hooks(saved: SavedTensors) -> None:
+    frames = []
+    for around in (contextlib.nullcontext, saved.hooks):
+        torch._dynamo.reset()
+
+        @torch.compiler.disable(recursive=False)
+        def apart(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden.exp().tanh()
+
+        compiled = torch.compile(lambda hidden, apart=apart: apart(hidden * 2) + 1, backend="eager")
+        hidden = numbers(0).requires_grad_()
+        torch._dynamo.utils.counters.clear()
+        with around():
+            loss = compiled(hidden).sum()
+        loss.backward()
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert frames[0] == frames[1] > 0
+    assert saved.stream.traffic.count > 0
+
+
 def test_outside_the_block_nothing_is_saved(saved: SavedTensors) -> None:
     with saved.hooks():
         pass
