@@ -96,8 +96,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if hasattr(session.config, "workerinput"):  # one of several processes: others still run tests
         return
-    for path in set(shared_memory()) - session.config.stash[SHARED_MEMORY_BEFORE]:
-        path.unlink(missing_ok=True)
+    if set(shared_memory()) - session.config.stash[SHARED_MEMORY_BEFORE]:
+        time.sleep(STARTING_S)  # some may be of ranks that another run starts right now
+        remove_shared_memory(older_than_s=STARTING_S)
     if exitstatus != pytest.ExitCode.OK or not session.config.getoption("--some-must-run"):
         return
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
