@@ -18,12 +18,13 @@ import argparse
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import harness
 from bench_memory import slope
+from bench_overlap import Sleeping
 from bench_step import training_config
 from trainee import Trainee
 from transfers import Transfers
@@ -55,50 +56,20 @@ FORWARD_TO_WRITE = FORWARD_S_PER_BYTE * DRIVE_WRITE_BYTES_S
 BACKWARD_TO_READ = 2 * FORWARD_S_PER_BYTE * DRIVE_READ_BYTES_S
 
 
-@dataclass(frozen=True, slots=True)
-class Wide:
-    """A SleepingModel whose hidden state is wide.
+def wide(layers: int, width: int) -> Sleeping:
+    """A model of small matrices whose hidden state is as wide as they are."""
+    return Sleeping(layers, width, rows=ROWS, hidden=width)
 
-    Attributes:
-        layers: Their number.
-        width: Of the hidden state, and of each layer's matrix.
-        forward_s: Compute of one layer in forward.
-        backward_s: The same in backward, recomputing not counted.
-    """
 
-    layers: int
-    width: int
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """What the program builds it of."""
-        return {
-            "model_type": "sleeping",
-            "vocab_size": 2,
-            "layers": self.layers,
-            "width": self.width,
-            "rows": ROWS,
-            "hidden": self.width,
-            "forward_s": self.forward_s,
-            "backward_s": self.backward_s,
-        }
-
-    @property
-    def largest_numel(self) -> int:
-        """Elements of the largest tensor."""
-        return ROWS * self.width
-
-    def checkpoint_bytes(self, tokens: int) -> int:
-        """What all layers together save."""
-        return self.layers * self.width * ITEMSIZE * tokens
+def checkpoint_bytes(model: Sleeping, tokens: int) -> int:
+    """What all layers together save."""
+    return model.layers * model.hidden * ITEMSIZE * tokens
 
 
 def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Trains with every number of tokens, then gives the slopes over them."""
     size = "small" if options.small else "large"
-    idle = Wide(*SIZES[size])
+    idle = wide(*SIZES[size])
     write_s, read_s = time_drive(idle, max(TOKENS[size]), options.directory)
     peaks: dict[str, list[tuple[float, float]]] = {name: [] for name in BLOCKS}
     for tokens in TOKENS[size]:
@@ -111,14 +82,14 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
             yield row
     for name, points in peaks.items():
         figures = {"bytes_per_token": slope(points)}
-        figures["of_checkpoints"] = figures["bytes_per_token"] / idle.checkpoint_bytes(1)
+        figures["of_checkpoints"] = figures["bytes_per_token"] / checkpoint_bytes(idle, 1)
         yield harness.Row("context", "slope", name, figures, {"points": points})
 
 
-def time_drive(model: Wide, tokens: int, directory: Path) -> tuple[float, float]:
+def time_drive(model: Sleeping, tokens: int, directory: Path) -> tuple[float, float]:
     """Seconds that the drive needs to write the checkpoints of all layers, and to read them."""
     moved = {"parameter": ITEMSIZE}
-    multiple = model.checkpoint_bytes(tokens) / (ITEMSIZE * TIMED_NUMEL)
+    multiple = checkpoint_bytes(model, tokens) / (ITEMSIZE * TIMED_NUMEL)
     times = []
     with Transfers(TIMED_NUMEL, directory) as transfers:
         for read, written in (({}, moved), (moved, {})):
@@ -128,7 +99,7 @@ def time_drive(model: Wide, tokens: int, directory: Path) -> tuple[float, float]
     return times[0], times[1]
 
 
-def computing(idle: Wide, share: float, *, write_s: float, read_s: float) -> Wide:
+def computing(idle: Sleeping, share: float, *, write_s: float, read_s: float) -> Sleeping:
     """The model whose layers compute as long as stated, with a share of the tokens."""
     return replace(
         idle,
@@ -138,7 +109,7 @@ def computing(idle: Wide, share: float, *, write_s: float, read_s: float) -> Wid
 
 
 def take_steps(
-    model: Wide, tokens: int, directory: Path, rounds: int
+    model: Sleeping, tokens: int, directory: Path, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
     """The steps of both but the first ones; they start in rotating order."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in BLOCKS}
@@ -166,7 +137,7 @@ def take_steps(
 
 
 def rows_of(
-    model: Wide, tokens: int, taken: dict[str, list[dict[str, Any]]]
+    model: Sleeping, tokens: int, taken: dict[str, list[dict[str, Any]]]
 ) -> Iterator[harness.Row]:
     """A row for each: MB at the peak, of ours, of what forward saved; seconds of a step.
 
@@ -179,7 +150,7 @@ def rows_of(
             "peak_mb": peak_bytes(steps) / 1e6,
             "of_held": peak_bytes(steps) / peak_bytes(taken[HELD]),
             "own_mb": own["all, held"] / 1e6,
-            "saved_mb": (steps[-1]["saved_bytes_peak"] or model.checkpoint_bytes(tokens)) / 1e6,
+            "saved_mb": (steps[-1]["saved_bytes_peak"] or checkpoint_bytes(model, tokens)) / 1e6,
             "step_s": harness.spread([step["training"]["wall_s"] for step in steps]),
             "time_to_held": harness.spread(
                 [
@@ -189,7 +160,7 @@ def rows_of(
             ),
         }
         config = {"model": model.shape, "losses_equal": len(losses) == 1}
-        config["checkpoint_bytes"] = model.checkpoint_bytes(tokens)
+        config["checkpoint_bytes"] = checkpoint_bytes(model, tokens)
         yield harness.Row("context", f"{tokens} tokens", name, figures, config)
 
 

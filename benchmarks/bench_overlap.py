@@ -58,16 +58,20 @@ class Sleeping:
     """A SleepingModel.
 
     Attributes:
-        layers: Square matrices.
-        width: Of each.
+        layers: Matrices.
+        width: Columns of each.
         forward_s: Compute of one layer in forward.
-        backward_s: The same in backward.
+        backward_s: The same in backward, recomputing not counted.
+        rows: Of each matrix; None: as many as columns.
+        hidden: Width of the hidden state.
     """
 
     layers: int
     width: int
     forward_s: float = 0.0
     backward_s: float = 0.0
+    rows: int | None = None
+    hidden: int = 1
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -77,6 +81,8 @@ class Sleeping:
             "vocab_size": 2,
             "layers": self.layers,
             "width": self.width,
+            "rows": self.rows,
+            "hidden": self.hidden,
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
         }
@@ -89,7 +95,7 @@ class Sleeping:
     @property
     def largest_numel(self) -> int:
         """Elements of the largest tensor."""
-        return self.width * self.width
+        return (self.rows or self.width) * self.width
 
     def compute_s(self, phase: str) -> float:
         """What all layers compute in a phase."""

@@ -230,7 +230,8 @@ class Runtime:
             self.store.core.provide_checksums(nbytes=plan.checksum_bytes)
         self._exchange_slots(plan.staging_slot_bytes, plan.staging_slot_count)
         _ = self.staging  # takes them where there were none
-        _ = self.config.activations.enabled and self.activations
+        if self.config.activations.enabled:
+            _ = self.activations
         if self.pool.is_bounded:
             self.pool.resize(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
         if self.store is not None and self.store.granted != resident:

@@ -43,8 +43,8 @@ DEVICE_RESERVE_BYTES = 3 * GIB // 2
 HOST_RESERVE_BYTES = 3 * GIB
 #: Stock squares a gradient's norm in fp64, so many elements at once (_constant_buffered_norm2).
 NORM_NUMEL, FP64_BYTES = 250_000_000, 8
-#: Of what is saved, tensors on their way between device and drive, or device and host.
-IN_FLIGHT = 2
+#: Of the largest that is saved, so many are on their way between device and drive, or host.
+IN_FLIGHT_COUNT = 2
 
 # Components of device memory.
 GATHERED = "parameters gathered (estimate)"
@@ -250,7 +250,7 @@ class Training:
         in_layers = tokens * widths.layers * of_layer
         largest = tokens * (layer.hidden if way.has_checkpoints else layer.largest)
         if way.place == "host":
-            return {FLIGHT: min(IN_FLIGHT * largest, in_layers)}, 0
+            return {FLIGHT: min(IN_FLIGHT_COUNT * largest, in_layers)}, 0
         if way.place == "device" or largest < self.activations.min_bytes:
             return {CHECKPOINTS if way.has_checkpoints else SAVED: in_layers}, 0
         kept = min(self.activations.device_bytes, in_layers)
@@ -260,7 +260,7 @@ class Training:
             behind += FP32_BYTES * widths.vocabulary
         drive_bytes = max(0, in_layers + tokens * behind - self.activations.device_bytes)
         on_device = {KEPT: kept} if kept else {}
-        return {**on_device, FLIGHT: min(IN_FLIGHT * largest, in_layers - kept)}, drive_bytes
+        return {**on_device, FLIGHT: min(IN_FLIGHT_COUNT * largest, in_layers - kept)}, drive_bytes
 
     # -- parameters and gradients ------------------------------------------------------------------
 

@@ -23,11 +23,9 @@ import torch
 from memascend.base.interfaces import Event, OnStream
 from memascend.base.waiting import event_here
 from memascend.ledger.traffic import ActivationTraffic
+from memascend.plan.context import IN_FLIGHT_COUNT
 from memascend.streaming.activation_records import Activation, Record, State
 from memascend.streaming.staging import StagingSlots
-
-#: Of the largest, so many may be on the device beside `device_bytes`.
-IN_FLIGHT_COUNT = 2
 
 
 class ActivationStream:

@@ -25,14 +25,14 @@ def step_of(peak_bytes: int, wall_s: float) -> dict[str, Any]:
 
 
 def test_layers_compute_in_proportion_to_what_they_save() -> None:
-    idle = bench_context.Wide(4, 8)
+    idle = bench_context.wide(4, 8)
     whole = bench_context.computing(idle, 1.0, write_s=2.0, read_s=1.0)
     half = bench_context.computing(idle, 0.5, write_s=2.0, read_s=1.0)
     assert whole.forward_s == pytest.approx(bench_context.FORWARD_TO_WRITE * 0.5)
     assert (half.forward_s, half.backward_s) == (whole.forward_s / 2, whole.backward_s / 2)
     # An 8B layer keeps this drive busy for nearly as long as it computes, and half as long after.
     assert 0.5 < bench_context.FORWARD_TO_WRITE < 1.5 < bench_context.BACKWARD_TO_READ
-    assert idle.checkpoint_bytes(16) == 4 * 8 * 2 * 16
+    assert bench_context.checkpoint_bytes(idle, 16) == 4 * 8 * 2 * 16
 
 
 def test_a_row_has_peaks_above_the_baseline_and_ratios_within_a_round() -> None:
@@ -40,7 +40,7 @@ def test_a_row_has_peaks_above_the_baseline_and_ratios_within_a_round() -> None:
         bench_context.HELD: [step_of(5_001_000, 2.0), step_of(9_001_000, 4.0)],
         bench_context.OURS: [step_of(3_001_000, 3.0), step_of(2_001_000, 6.0)],
     }
-    rows = list(bench_context.rows_of(bench_context.Wide(4, 8), 16, taken))
+    rows = list(bench_context.rows_of(bench_context.wide(4, 8), 16, taken))
     ours = rows[1].figures
     assert (ours["peak_mb"], ours["of_held"]) == (3.0, pytest.approx(1 / 3))
     assert ours["time_to_held"].p50 == 1.5

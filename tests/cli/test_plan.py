@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 from memascend.base.units import GIB
 from memascend.cli.main import main
 from memascend.plan.shapes import builtin_names
+from tests.support.without_torch import printed_without_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -154,18 +153,10 @@ def test_the_table_has_every_model_and_stands_in_the_readme(
 
 
 def test_it_runs_where_neither_torch_nor_deepspeed_exists() -> None:
-    program = (
-        "import sys\n"
-        "for name in ('torch', 'deepspeed', 'transformers', 'numpy', 'matplotlib'):\n"
-        "    sys.modules[name] = None\n"
-        "from memascend.cli.main import main\n"
-        "sys.exit(main(['plan', 'Llama-3.1-70B', '--limit', '2GiB']))\n"
+    assert "optimizer tiles" in printed_without_torch(
+        "from memascend.cli.main import main",
+        "sys.exit(main(['plan', 'Llama-3.1-70B', '--limit', '2GiB']))",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "optimizer tiles" in done.stdout
 
 
 def written(tmp_path: Path, content: dict[str, Any]) -> str:

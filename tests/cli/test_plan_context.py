@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from memascend.base.units import GIB
 from memascend.cli.main import main
 from memascend.cli.plan_context import TABLE_WAYS, whole_number
 from memascend.plan.context import WAYS
+from tests.support.without_torch import printed_without_torch
 
-ROOT = Path(__file__).resolve().parents[2]
 OURS, ON_HOST = "memascend, checkpointing", "stock, checkpoints on the host"
 
 
@@ -218,16 +216,8 @@ def test_a_count_is_a_whole_number() -> None:
 
 
 def test_it_runs_where_neither_torch_nor_deepspeed_exists() -> None:
-    program = (
-        "import sys\n"
-        "for name in ('torch', 'deepspeed', 'transformers', 'numpy'):\n"
-        "    sys.modules[name] = None\n"
-        "from memascend.cli.main import main\n"
-        "sys.exit(main(['plan', 'Llama-3.1-8B', '--context', '4096', '--fit',\n"
-        "               '--device-memory', '24GiB']))\n"
+    options = ["--context", "4096", "--fit", "--device-memory", "24GiB"]
+    assert "longest context" in printed_without_torch(
+        "from memascend.cli.main import main",
+        f"sys.exit(main(['plan', 'Llama-3.1-8B', *{options}]))",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "longest context" in done.stdout

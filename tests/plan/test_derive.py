@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +13,7 @@ from memascend.errors import ConfigError
 from memascend.plan.derive import SECOND_VALUES, PlanRequest, default_limit, derive
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
-
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.support.without_torch import printed_without_torch
 
 # -- defaults --------------------------------------------------------------------------------------
 
@@ -221,18 +216,12 @@ def test_a_plan_is_a_plain_frozen_value() -> None:
 
 
 def test_the_plan_needs_neither_torch_nor_deepspeed() -> None:
-    program = (
-        "import sys\n"
-        "sys.modules['torch'] = sys.modules['deepspeed'] = sys.modules['transformers'] = None\n"
-        "from memascend.plan.derive import PlanRequest, derive\n"
-        "from memascend.plan.shapes import builtin\n"
-        "print(derive(builtin('Qwen2.5-7B'), request=PlanRequest()).host_bytes)\n"
+    printed = printed_without_torch(
+        "from memascend.plan.derive import PlanRequest, derive",
+        "from memascend.plan.shapes import builtin",
+        "print(derive(builtin('Qwen2.5-7B'), request=PlanRequest()).host_bytes)",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 800 * MIB
+    assert int(printed) > 800 * MIB
 
 
 def test_parameters_that_the_user_keeps_in_memory_are_counted() -> None:

@@ -30,6 +30,15 @@ def put_all(stream: ActivationStream, count: int) -> list[Activation]:
     return [stream.put(numbers(seed)) for seed in range(count)]
 
 
+def stored(count: int) -> tuple[MemoryFaults, ActivationStream, list[Activation]]:
+    """A stream with all but the last on the drive, and what its drive does wrong."""
+    faults = MemoryFaults()
+    stream = activation_stream(faults)
+    saved = put_all(stream, count)
+    stream.settle()
+    return faults, stream, saved
+
+
 def take_all(stream: ActivationStream, saved: list[Activation]) -> None:
     for one in reversed(saved):
         stream.take(one)
@@ -130,10 +139,7 @@ def test_what_two_let_go_is_counted_once() -> None:
 
 
 def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
-    faults = MemoryFaults()
-    stream = activation_stream(faults)
-    saved = put_all(stream, 5)
-    stream.settle()
+    faults, stream, saved = stored(5)
     assert len(keys(stream)) > 0
     faults.paused = True
     saved.append(stream.put(numbers(5)))  # the one before is being written
@@ -152,10 +158,7 @@ def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
 
 
 def test_a_broken_drive_is_told_to_whoever_comes_next_and_nobody_hangs() -> None:
-    faults = MemoryFaults()
-    stream = activation_stream(faults)
-    saved = put_all(stream, 4)
-    stream.settle()
+    faults, stream, saved = stored(4)
     faults.gone = 5
     with pytest.raises(StoreError):
         saved += put_all(stream, 9)
