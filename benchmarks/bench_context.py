@@ -124,7 +124,7 @@ def take_steps(
                 directory,
                 block=block,
                 tokens=tokens,
-                options=["--checkpointing"],
+                options=["--checkpointing", "device"],
             )
             runs.append(stack.enter_context(run))
         for index in range(WARMUPS + rounds):

@@ -1,7 +1,8 @@
 """What does a training step take on a GPU: host and device memory, tokens per second, waiting?
 
-Random models in the shapes of public ones, at two sizes of a step and two divisions of it, trained
-by stock and by memascend: one process after the other, as two of them would share the device.
+Random models in the shapes of public ones, at two sizes of a step and two divisions of it, and with
+one long sequence whose checkpoints stay, go to host memory or to the drive, trained by stock and by
+memascend: one process after the other, as two of them would share the device.
 Which cases run is chosen by what the machine has; --list says why one does not. What the device
 waits for is found in a profiler's trace of one more step, whose own time does not count.
 
@@ -76,7 +77,8 @@ def measure(
     run: Run, machine: Machine, folder: Path, *, accelerator: str = "cuda"
 ) -> dict[str, Any]:
     """Trains, and gives the figures of a row; or why there are none."""
-    options = ["--sequences", str(run.sequences), "--checkpointing"]
+    where = "host" if run.offloads_checkpoints else "device"
+    options = ["--sequences", str(run.sequences), "--checkpointing", where]
     options += ["--loss-tokens", str(min(LOSS_TOKENS, run.sequence_tokens - 1))]
     started_s = time.monotonic()
     available = memory_available()

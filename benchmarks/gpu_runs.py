@@ -19,8 +19,11 @@ from memascend.plan.shapes import ModelShapes, from_config
 from memascend.plan.stock import StockSettings, stock
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "nvme_gpu.json"
-STEP_TOKENS = {"4k": 4096, "64k": 65536}
+#: One sequence of so many tokens: what its layers save is most of the memory.
+CONTEXTS = {"context-32k": 32768, "context-64k": 65536, "context-128k": 131072}
+STEP_TOKENS = {"4k": 4096, "64k": 65536, **CONTEXTS}
 ACCUMULATIONS = (1, 8)
+#: Where the step is not one sequence.
 SEQUENCE_TOKENS_MAX = 4096
 #: The logits of a whole sequence would take more device memory than all the rest: its last tokens
 #: have a loss, as those of an answer have.
@@ -32,7 +35,7 @@ USABLE = 0.9
 
 
 def _decoder(model_type: str, **numbers: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "max_position_embeddings": SEQUENCE_TOKENS_MAX, **numbers}
+    return {"model_type": model_type, "max_position_embeddings": max(CONTEXTS.values()), **numbers}
 
 
 def _numbers(
@@ -72,6 +75,9 @@ MODELS = {
 
 STOCK, TUNED, LEAN, HALF = "stock", "stock-tuned", "memascend", "memascend-half"
 CONTENDERS = (STOCK, TUNED, LEAN, HALF)
+#: Checkpoints in page-locked memory by transformers' own switch, and on the drive.
+STOCK_OFFLOAD, OFFLOAD, ACTIVATIONS = "stock-offload", "memascend-offload", "memascend-activations"
+CONTEXT_CONTENDERS = (STOCK_OFFLOAD, LEAN, OFFLOAD, ACTIVATIONS)
 #: Page-locked memory without rounding, which DeepSpeed and torch have behind variables.
 TUNED_VARIABLES = {
     "DS_PIN_MEMORY_BACKEND": "native",
@@ -101,7 +107,8 @@ class Run:
     @property
     def sequence_tokens(self) -> int:
         """Tokens of one of its sequences."""
-        return min(self.micro_tokens, SEQUENCE_TOKENS_MAX)
+        longest = self.micro_tokens if self.tokens in CONTEXTS else SEQUENCE_TOKENS_MAX
+        return min(self.micro_tokens, longest)
 
     @property
     def sequences(self) -> int:
@@ -111,15 +118,20 @@ class Run:
     @property
     def is_stock(self) -> bool:
         """Whether memascend has no part in it."""
-        return self.contender in (STOCK, TUNED)
+        return self.contender in (STOCK, TUNED, STOCK_OFFLOAD)
+
+    @property
+    def offloads_checkpoints(self) -> bool:
+        """Whether transformers puts the checkpoints into page-locked memory."""
+        return self.contender in (STOCK_OFFLOAD, OFFLOAD)
 
 
 RUNS = [
     Run(model, tokens, accumulation, contender)
     for model in MODELS
     for tokens in STEP_TOKENS
-    for accumulation in ACCUMULATIONS
-    for contender in CONTENDERS
+    for accumulation in (ACCUMULATIONS if tokens not in CONTEXTS else (1,))
+    for contender in (CONTENDERS if tokens not in CONTEXTS else CONTEXT_CONTENDERS)
 ]
 
 
@@ -145,6 +157,8 @@ def config_of(run: Run, machine: Machine) -> dict[str, Any]:
     if not run.is_stock:
         del parameters["max_in_cpu"]
         config["memascend"] = {}
+    if run.contender == ACTIVATIONS:
+        config["memascend"]["activations"] = {"enabled": True}
     if run.contender == HALF:
         config["memascend"]["host_memory_limit"] = machine.total_bytes // 2 // max(1, machine.gpus)
     return config
@@ -165,19 +179,29 @@ def host_bytes(run: Run, machine: Machine) -> int:
     else:
         limit = config["memascend"].get("host_memory_limit")
         plan = derive(shapes, request=request, limit_bytes=limit)
-    return world * max(plan.initialization_bytes, plan.step_bytes)
+    in_memory = checkpoint_bytes(run) if run.offloads_checkpoints else 0
+    return world * (in_memory + max(plan.initialization_bytes, plan.step_bytes))
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """What the layers of a micro-step save: a hidden state each, as large as torch's pins it."""
+    shape = MODELS[run.model].shape
+    saved_bytes = 2 * run.micro_tokens * shape["hidden_size"]
+    return shape["num_hidden_layers"] * (1 << (saved_bytes - 1).bit_length())
 
 
 def device_bytes(run: Run) -> int:
     """Device memory that a run is likely to take: an estimate, from which a case may be left out.
 
-    Kept activations (one of each layer), those of the layer that is computed again, logits of the
-    tokens with a loss in four forms, parameters that stay (stage3_max_live_parameters), and the
-    largest tensor with its gradient.
+    Kept activations (one of each layer, where they stay), those of the layer that is computed
+    again, logits of the tokens with a loss in four forms, parameters that stay
+    (stage3_max_live_parameters), and the largest tensor with its gradient.
     """
     shape = MODELS[run.model].shape
     hidden, ffn = shape["hidden_size"], shape["intermediate_size"]
-    of_token = 2 * (shape["num_hidden_layers"] * hidden + 12 * hidden + 5 * ffn)
+    stay = not run.offloads_checkpoints and run.contender != ACTIVATIONS
+    layers = shape["num_hidden_layers"] if stay else 3
+    of_token = 2 * (layers * hidden + 12 * hidden + 5 * ffn)
     logits = run.sequences * (LOSS_TOKENS + 1) * shape["vocab_size"] * (2 + 4 + 4 + 4)
     shapes = MODELS[run.model].shapes
     live = 2 * min(shapes.numel, 10**9)
@@ -188,8 +212,11 @@ def device_bytes(run: Run) -> int:
 def why_not(run: Run, machine: Machine) -> str:
     """What the machine lacks for a run; empty when it has all."""
     of_parameter = STOCK_DRIVE_BYTES if run.is_stock else OUR_DRIVE_BYTES
+    drive_bytes = of_parameter * MODELS[run.model].shapes.numel
+    if run.contender == ACTIVATIONS:
+        drive_bytes += checkpoint_bytes(run)
     needed = {
-        "on the drive": (of_parameter * MODELS[run.model].shapes.numel, machine.drive_bytes),
+        "on the drive": (drive_bytes, machine.drive_bytes),
         "of a device's memory": (device_bytes(run), machine.device_bytes),
         "of host memory": (host_bytes(run, machine), machine.host_bytes),
     }

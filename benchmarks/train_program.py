@@ -245,7 +245,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, required=True, help="of a sequence")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-step")
     parser.add_argument("--loss-tokens", type=int, help="last ones of a sequence that have a loss")
-    parser.add_argument("--checkpointing", action="store_true", help="of activations")
+    parser.add_argument(
+        "--checkpointing", choices=("device", "host"), help="of activations, and where they stay"
+    )
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--device-bytes", action="store_true", help="account for device memory")
     return parser.parse_args()
@@ -269,7 +271,9 @@ def main() -> None:
     dtype = torch.float16 if is_fp16 else torch.bfloat16
     model = build_model(options.shape, dtype, options.config)
     if options.checkpointing:
-        model.gradient_checkpointing_enable()
+        # The switch is newer than the oldest transformers that trains here.
+        offload = {"offload": True} if options.checkpointing == "host" else {}
+        model.gradient_checkpointing_enable(**offload)
     answer("built", peak_bytes=high_water.take_bytes())
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=options.config

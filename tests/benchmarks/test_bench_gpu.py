@@ -62,7 +62,7 @@ def test_models_have_their_published_sizes_for_torch_and_for_the_plan(
 @pytest.mark.parametrize("run", gpu_runs.RUNS, ids=lambda run: run.name)
 def test_a_step_has_as_many_tokens_as_its_name_says(run: gpu_runs.Run) -> None:
     tokens = run.sequence_tokens * run.sequences * run.accumulation
-    assert tokens == {"4k": 4096, "64k": 65536}[run.tokens]
+    assert tokens == int(run.tokens.removeprefix("context-").removesuffix("k")) * 1024
     config = gpu_runs.config_of(run, LARGE)
     assert config["gradient_accumulation_steps"] == run.accumulation
     assert ("memascend" in config) == run.contender.startswith("memascend")
@@ -78,6 +78,41 @@ def test_contenders_differ_in_the_memory_that_they_plan_with() -> None:
     }
     assert needed["memascend"] < 4 * GIB < needed["stock-tuned"] < needed["stock"]
     assert 32 * GIB < needed["memascend-half"] <= LARGE.total_bytes // 2
+
+
+def test_a_context_is_one_sequence_of_a_model_that_knows_so_many_positions() -> None:
+    contexts = [run for run in gpu_runs.RUNS if run.tokens.startswith("context-")]
+    assert {run.contender for run in contexts} == {*gpu_runs.CONTEXT_CONTENDERS}
+    for run in contexts:
+        assert (run.sequences, run.accumulation) == (1, 1)
+        known = gpu_runs.MODELS[run.model].shape["max_position_embeddings"]
+        assert run.sequence_tokens <= known
+
+
+def test_checkpoints_are_counted_where_they_are() -> None:
+    runs = {
+        name: run_of(f"llama-3.1-8b/context-128k/x1/{name}") for name in gpu_runs.CONTEXT_CONTENDERS
+    }
+    saved = gpu_runs.checkpoint_bytes(runs["memascend"])
+    assert saved == 32 * 131072 * 4096 * 2
+    host = {name: gpu_runs.host_bytes(run, LARGE) for name, run in runs.items()}
+    device = {name: gpu_runs.device_bytes(run) for name, run in runs.items()}
+    assert host["memascend-offload"] == host["memascend"] + saved
+    # Slots of its own, and nothing that grows with tokens.
+    assert host["memascend"] < host["memascend-activations"] < host["memascend"] + GIB
+    assert device["memascend"] - device["memascend-activations"] > 0.9 * saved
+    assert device["memascend-offload"] == device["memascend-activations"]
+
+
+def test_a_context_runs_with_activations_on_the_drive_alone() -> None:
+    machine = replace(LARGE, host_bytes=28 * GIB, total_bytes=32 * GIB, device_bytes=48 * GIB)
+    why = {
+        name: gpu_runs.why_not(run_of(f"llama-3.1-8b/context-128k/x1/{name}"), machine)
+        for name in gpu_runs.CONTEXT_CONTENDERS
+    }
+    assert why.pop("memascend-activations") == ""
+    assert "device's memory" in why.pop("memascend")
+    assert all("host memory" in text for text in why.values())
 
 
 # -- choice by machine ---------------------------------------------------------------------------
@@ -207,7 +242,7 @@ def test_every_run_is_listed_with_what_it_lacks() -> None:
     done = run_script("--list", "*/memascend")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == len(gpu_runs.RUNS) // len(gpu_runs.CONTENDERS)
+    assert len(lines) == sum(run.contender == "memascend" for run in gpu_runs.RUNS)
     assert all("device's memory" in line for line in lines)
 
 
@@ -223,9 +258,12 @@ def test_a_child_measures_the_run_that_it_is_asked_for(
 
 @pytest.mark.deepspeed
 @pytest.mark.full
-@pytest.mark.parametrize("contender", ["stock-tuned", "memascend"])
+@pytest.mark.parametrize(
+    "name",
+    ["4k/x8/stock-tuned", "4k/x8/memascend", "context-32k/x1/memascend-activations"],
+)
 def test_a_run_is_measured_without_a_device_but_for_what_a_device_waits_for(
-    contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = gpu_runs.MODELS["qwen2.5-0.5b"].shape | {
         "vocab_size": 1024,
@@ -236,7 +274,8 @@ def test_a_run_is_measured_without_a_device_but_for_what_a_device_waits_for(
     }
     monkeypatch.setitem(gpu_runs.MODELS, "qwen2.5-0.5b", gpu_runs.Public(shape))
     monkeypatch.setitem(gpu_runs.STEP_TOKENS, "4k", 256)
-    run = run_of(f"qwen2.5-0.5b/4k/x8/{contender}")
+    monkeypatch.setitem(gpu_runs.STEP_TOKENS, "context-32k", 512)
+    run = run_of(f"qwen2.5-0.5b/{name}")
     found = bench_gpu.measure(run, LARGE, tmp_path, accelerator="cpu")
     assert found["steps"] == bench_gpu.STEPS
     assert found["rss_bytes"] > 0
