@@ -33,10 +33,14 @@ void check_device_locked(const Stream& on, const Use& use, const std::string& wh
 void launch(const std::string& name, const std::vector<Use>& uses, std::function<void()> run) {
   Stream& on = current();
   const std::string what = name + " at " + site();
-  const std::lock_guard lock(state_mutex);
-  tick_locked(on);
-  for (const Use& use : uses) check_device_locked(on, use, what);
-  on.push(Kind::kernel, std::move(run));
+  {
+    const std::lock_guard lock(state_mutex);
+    tick_locked(on);
+    for (const Use& use : uses) check_device_locked(on, use, what);
+    on.push(Kind::kernel, std::move(run));
+  }
+  // The host learns nothing from it, so that races are found as ever.
+  if (launches_block) wait_without_gil(record_marker(on));
 }
 
 /// One copy between host and device; both sides are contiguous.

@@ -100,6 +100,8 @@ class Stream {
 
 /// Random delays of at most so many microseconds, before every second copy or kernel.
 inline std::atomic<std::int64_t> copy_delay_us{0}, kernel_delay_us{0};
+/// What is queued holds its tensors; with this, no more memory is held than a GPU would hold.
+inline std::atomic<bool> launches_block{false};
 inline thread_local std::int64_t current_id = 0;
 /// As with CUDA 12: a thread has a context once it has set the device or used it.
 inline thread_local bool has_context = false;
@@ -114,6 +116,7 @@ void tick_locked(Stream& on);
 MarkerPtr record_marker(Stream& on);
 /// The host now knows what had happened before the marker.
 void learn(const MarkerPtr& marker);
+void wait_without_gil(const MarkerPtr& marker);
 /// Blocks the host, and notes what that costs under the caller's place.
 void host_wait(const MarkerPtr& marker, const char* why);
 void synchronize(Stream& on, const char* why);

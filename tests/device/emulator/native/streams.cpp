@@ -156,15 +156,19 @@ void learn(const MarkerPtr& marker) {
   merge(host_clock, marker->clock);
 }
 
-void host_wait(const MarkerPtr& marker, const char* why) {
-  const std::string where = site();
-  const std::uint64_t start = now_ns();
+void wait_without_gil(const MarkerPtr& marker) {
   if (PyGILState_Check()) {
     const py::gil_scoped_release released;
     marker->wait();
   } else {
     marker->wait();
   }
+}
+
+void host_wait(const MarkerPtr& marker, const char* why) {
+  const std::string where = site();
+  const std::uint64_t start = now_ns();
+  wait_without_gil(marker);
   note_wait(why, where, now_ns() - start);
   learn(marker);
   raise_kept_error();
