@@ -252,6 +252,7 @@ def activation_cases() -> list[Case]:
         replace(fp16, params="none", clipping=1.0, family="unused"),
         replace(drive, params="cpu", family="odd", gather_all=True),
         replace(drive, family="tiled", accumulation=4),
+        replace(drive, family="liger", checkpointing="nonreentrant"),
     ]
 
 

@@ -112,6 +112,29 @@ class Tiled(nn.Module):
         )
 
 
+class FusedLoss(nn.Module):
+    """A model whose loss is Liger's, which never has all logits; gives the loss.
+
+    Liger reads the weight of the head outside of the head's module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        from liger_kernel.transformers import monkey_patch
+
+        # Its other kernels do not run in Triton's interpreter.
+        off = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
+        monkey_patch.apply_liger_kernel_to_llama(
+            model=model, fused_linear_cross_entropy=True, **off
+        )
+        self.model = model
+        self.activation_checkpointing_enable = model.activation_checkpointing_enable
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=input_ids, labels=input_ids).loss
+        return loss
+
+
 class NormalisedDescent(torch.optim.Optimizer):
     """Not elementwise: a step is as long as the learning rate, whatever the gradient."""
 
@@ -145,6 +168,8 @@ def maker(family: str) -> Callable[[], nn.Module]:
         return Tiled
     if family == "lora":
         return maker("qwen")
+    if family == "liger":
+        return maker("llama")
     import transformers
 
     config = _configuration(family)
@@ -158,10 +183,13 @@ def maker(family: str) -> Callable[[], nn.Module]:
 
 
 def adapted(family: str, model: nn.Module) -> nn.Module:
-    """With LoRA by peft where the family asks for it, as scripts do it: outside of zero.Init.
+    """With LoRA by peft or Liger's loss where the family asks for it, as scripts do it: outside of
+    zero.Init.
 
-    Every weight of the model is frozen then, and a few small ones beside them learn.
+    With LoRA every weight of the model is frozen, and a few small ones beside them learn.
     """
+    if family == "liger":
+        return FusedLoss(model)
     if family != "lora":
         return model
     import peft
