@@ -251,7 +251,7 @@ class Store:
 
         eio_retries, stalls, slow_spells, bytes_verified, bytes_read_back, mismatches, corruptions,
         checksum_bytes, reserved_bytes, used_bytes, available_bytes, key_count, in_flight_count,
-        wait_seconds.
+        wait_seconds (of all threads but those that called `wait_behind`).
         """
     def volume_stats(self) -> list[VolumeStats]: ...
     def provide_checksums(self, *, nbytes: int) -> None:
@@ -271,6 +271,9 @@ class Store:
     def offset_alignment_bytes(self) -> int: ...
     @property
     def memory_alignment_bytes(self) -> int: ...
+
+def wait_behind() -> None:
+    """Count this thread's waits for drives no more: its work goes on behind training."""
 
 class Crc32cMethod:
     @property

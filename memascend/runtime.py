@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from memascend import _core
 from memascend.base import waiting
 from memascend.base.components import (
     ACTIVATION_SLOTS,
@@ -122,7 +123,7 @@ class Runtime:
             limit_bytes: Most host memory of all components together; None: no limit.
         """
         self.config, self.directory, self.limit_bytes = config, directory, limit_bytes
-        self.walk = Walk()  # of the optimizer, behind its caller
+        self.walk = Walk(_core.wait_behind)  # of the optimizer, behind its caller
         self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
         self.arena: HostAllocator | None = None
         self.store: ResidentStore | None = None

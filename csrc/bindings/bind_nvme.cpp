@@ -10,6 +10,7 @@
 #include "bindings/bindings.hpp"
 #include "memory/allocator.hpp"
 #include "nvme/store.hpp"
+#include "nvme/wait_account.hpp"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -296,6 +297,7 @@ void bind_crc32c(py::module_& module) {
 
 void bind_nvme(py::module_& module) {
   module.def("describe_cause", &describe_cause, py::kw_only(), "code"_a);
+  module.def("wait_behind", [] { waits_behind = true; });
   bind_faults(module);
   bind_ticket(module);
   bind_volumes(module);

@@ -75,7 +75,7 @@ struct VolumeStats {
 
 struct StoreStats {
   std::map<std::string, std::uint64_t> counts;  // by the names that Python knows them by
-  double wait_seconds;                          // spent by callers in waiting
+  double wait_seconds;                          // spent in waiting, but for threads behind training
 };
 
 class Store {

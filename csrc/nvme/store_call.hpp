@@ -12,6 +12,7 @@
 
 #include "base/check.hpp"
 #include "nvme/store.hpp"
+#include "nvme/wait_account.hpp"
 
 namespace memascend {
 
@@ -40,7 +41,7 @@ class Store::LockedCall {
   bool entered() const noexcept { return lock_.owns_lock(); }
   void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
   /// Waits until `condition()`, and no longer than `timeout`; returns the condition then. Accounts
-  /// the time. Throws what StoreOptions::while_waiting throws.
+  /// the time, unless nobody waits for this thread. Throws what StoreOptions::while_waiting throws.
   template <typename Condition>
   bool wait(std::condition_variable& event, std::size_t* waiter_count, Condition condition,
             std::chrono::milliseconds timeout = kForever) {
@@ -49,7 +50,7 @@ class Store::LockedCall {
     ++*waiter_count;
     const Afterwards account([&] {
       --*waiter_count;
-      store_.wait_time_ += Clock::now() - start;
+      if (!waits_behind) store_.wait_time_ += Clock::now() - start;
     });
     while (!event.wait_until(lock_, std::min(end, Clock::now() + kSlice), condition)) {
       if (Clock::now() >= end) return false;

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import Any
 
 from memascend.base.interfaces import Event
 
@@ -76,3 +79,37 @@ def event_here(make: Callable[[], Event] | None) -> Event | None:
     event = make()
     event.record()
     return event
+
+
+class CountedEvents:
+    """Makes events of a device, and counts the time that threads wait for them.
+
+    Stands where the accelerator's class of events does.
+    """
+
+    def __init__(self, make: Callable[..., Event]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self.waited_s = 0.0
+
+    def __call__(self, **settings: Any) -> Event:
+        """Return an event like the accelerator's."""
+        return _CountedEvent(self._make(**settings), self)
+
+    def add(self, seconds: float) -> None:
+        """Count what a thread has waited."""
+        with self._lock:
+            self.waited_s += seconds
+
+
+class _CountedEvent:
+    def __init__(self, event: Event, counter: CountedEvents) -> None:
+        self._event, self._counter = event, counter
+        self.record, self.query, self.wait = event.record, event.query, event.wait
+
+    def synchronize(self) -> None:
+        started_s = monotonic()
+        try:
+            self._event.synchronize()
+        finally:
+            self._counter.add(monotonic() - started_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 DISABLE_VARIABLE = "MEMASCEND_DISABLE"
 CONFIG_VARIABLE = "MEMASCEND_CONFIG"
+TRACE_VARIABLE = "MEMASCEND_TRACE"
 
 #: With which glibc is told what malloc gives back; each is also a tunable, by the other name.
 _MALLOC_VARIABLES = {
@@ -29,6 +30,12 @@ def is_disabled() -> bool:
 def block_text() -> str:
     """Return the block that MEMASCEND_CONFIG holds, as text; empty when it holds none."""
     return os.environ.get(CONFIG_VARIABLE, "").strip()
+
+
+def trace_folder() -> Path | None:
+    """Return the folder that traces of runs go to; None where nobody asks for one."""
+    folder = os.environ.get(TRACE_VARIABLE, "").strip()
+    return Path(folder) if folder else None
 
 
 def malloc_settings() -> list[str]:

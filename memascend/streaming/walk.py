@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 
 #: One sub-group's part; calls back with the elements that are new so far, counted from its start.
 Step = Callable[[Callable[[int], None]], None]
@@ -36,11 +37,22 @@ class _Course:
 class Walk:
     """Steps behind the caller, one walk at a time. Any thread may ask and wait; one starts."""
 
-    def __init__(self) -> None:
-        """Begin with nothing to wait for."""
+    def __init__(self, prepare_thread: Callable[[], object] = int) -> None:
+        """Begin with nothing to wait for.
+
+        Args:
+            prepare_thread: Called once on the thread that the steps run on.
+        """
+        self._prepare_thread = prepare_thread
+        self._waited_s = 0.0
         self._changed = threading.Condition()
         self._course: _Course | None = None
         self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which some thread waited for values or for a walk's end."""
+        return self._waited_s
 
     @property
     def is_under_way(self) -> bool:
@@ -96,8 +108,7 @@ class Walk:
         late = [name for name in names if not course.has_passed(name)]
         if not late:
             return
-        with self._changed:
-            self._changed.wait_for(lambda: course.is_over or all(map(course.has_passed, late)))
+        self._wait_until(lambda: course.is_over or all(map(course.has_passed, late)))
         if course.error is not None and not all(map(course.has_passed, late)):
             raise course.error
 
@@ -110,8 +121,8 @@ class Walk:
         course = self._course
         if course is None:
             return
+        self._wait_until(lambda: course.is_over)
         with self._changed:
-            self._changed.wait_for(lambda: course.is_over)
             if self._course is not course:
                 return  # another thread has finished it
             self._course = None
@@ -124,11 +135,19 @@ class Walk:
         if thread is not None:
             thread.shutdown()
 
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        started_s = monotonic()
+        with self._changed:
+            try:
+                self._changed.wait_for(condition)
+            finally:
+                self._waited_s += monotonic() - started_s
+
     def _get_thread(self) -> ThreadPoolExecutor:
         if self._thread is None:
             # One for all walks: each thread has a stack and OpenMP's helpers.
             thread = ThreadPoolExecutor(1, "memascend-optimizer")
-            thread.submit(int).result()
+            thread.submit(self._prepare_thread).result()
             self._thread = thread
         return self._thread
 

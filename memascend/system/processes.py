@@ -1,7 +1,7 @@
 """Watches the memory, disk and I/O of a process and all its descendants from outside.
 
-Reads /proc only and knows nothing of what the processes do. One sampler watches one tree from one
-thread of its own; read `samples` after `stop()`.
+Reads what the kernel tells and knows nothing of what the processes do. One sampler watches one tree
+from one thread of its own; read `samples` after `stop()`.
 
 Two facts of Linux decide how things are counted here:
 - Explicit huge pages are in no process's RSS or PSS. They are added, or memory would vanish from
@@ -24,11 +24,13 @@ from pathlib import Path
 import psutil
 
 from memascend.base.units import KIB
+from memascend.system.drive_counters import DriveCounters, drives_of, read_counters
 from memascend.system.memory import process_status
 from memascend.system.mounts import PROC, read_lines
 
 # Finding the processes walks all of /proc, the others page tables and folders: less often.
 TREE_INTERVAL_S = 0.25
+DRIVE_INTERVAL_S = 0.25
 PSS_INTERVAL_S = 0.5
 DISK_INTERVAL_S = 1.0
 
@@ -65,6 +67,18 @@ class Sample:
         return sum(max(0, rss - baseline_bytes) for rss in self.rss_bytes.values())
 
 
+@dataclass(frozen=True, slots=True)
+class DriveSample:
+    """The drives at one moment: their counters by name, of all programs of the machine.
+
+    Attributes:
+        time_s: Seconds since the sampler started.
+    """
+
+    time_s: float
+    counters: dict[str, DriveCounters]
+
+
 @dataclass(slots=True)
 class Peaks:
     """Largest values seen so far, of what is not kept sample by sample."""
@@ -80,15 +94,17 @@ class TreeSampler:
     Args:
         pid: Root of the tree.
         interval_s: Seconds between samples of the resident memory.
-        folders: Folders whose newly written files count as disk used.
+        folders: Folders whose newly written files count as disk used, and whose drives are watched.
     """
 
     def __init__(self, pid: int, *, interval_s: float = 0.05, folders: Sequence[Path] = ()) -> None:
         self.samples: list[Sample] = []
+        self.drive_samples: list[DriveSample] = []
         self.peaks = Peaks()
         self._root = pid
         self._interval_s = interval_s
         self._folders = tuple(folders)
+        self._drives = drives_of(folders)
         self._started_at = time.time()
         self._started_s = time.monotonic()
         self._stopping = threading.Event()
@@ -105,7 +121,7 @@ class TreeSampler:
 
     def _run(self) -> None:
         pids: list[int] = []
-        tree_due = pss_due = disk_due = 0.0
+        tree_due = drive_due = pss_due = disk_due = 0.0
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= tree_due:
@@ -114,6 +130,9 @@ class TreeSampler:
             sample = self._sample(pids, now - self._started_s)
             if sample.rss_bytes:
                 self.samples.append(sample)
+            if now >= drive_due and self._drives:
+                self.drive_samples.append(self._drive_sample(now - self._started_s))
+                drive_due = now + DRIVE_INTERVAL_S
             if now >= pss_due:
                 pss = sum(pss_bytes(pid) for pid in pids)
                 self.peaks.pss_bytes = max(self.peaks.pss_bytes, pss)
@@ -124,6 +143,10 @@ class TreeSampler:
                 self.peaks.disk_bytes = max(self.peaks.disk_bytes, used)
                 disk_due = time.monotonic() + DISK_INTERVAL_S
             self._stopping.wait(self._interval_s)
+
+    def _drive_sample(self, time_s: float) -> DriveSample:
+        found = {name: read_counters(name) for name in self._drives}
+        return DriveSample(time_s, {name: each for name, each in found.items() if each is not None})
 
     def _sample(self, pids: list[int], time_s: float) -> Sample:
         rss: dict[int, int] = {}

@@ -18,6 +18,7 @@ from memascend.base.json_text import parse_json
 from memascend.base.units import format_nbytes
 from memascend.cli.compare import report as compare_report
 from memascend.cli.compare.activity import activity
+from memascend.cli.compare.html.page import write_page
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run, columns_by_name, run_column
 from memascend.cli.compare.warm_up import WarmUp, warm_up
@@ -27,8 +28,9 @@ example:
   memascend compare --out compare-out -- \\
       deepspeed --num_gpus 1 scripts/finetune.py --deepspeed_config configs/nvme_cpu.json
 
-The same command runs once per column. For the stock columns memascend is switched off, whatever the
-configuration says; for the other, a configuration without a "memascend" block gets an empty one.
+The same command runs once per column, or with --repeat several times, in turns. For the stock
+columns memascend is switched off, whatever the configuration says; for the other, a configuration
+without a "memascend" block gets an empty one.
 Exit status: 0 when every run succeeded and printed the same losses, 1 otherwise."""
 
 
@@ -70,6 +72,13 @@ def compare_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
         action="store_true",
         help="add stock-tuned: stock with the exact page-locking that it has behind variables",
     )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run every column N times, in turns, and show median and range",
+    )
     parser.add_argument("--nvme-path", type=Path, help="where it offloads to, if not in its JSON")
     parser.add_argument("--interval-ms", type=int, default=50, help="time between memory samples")
     parser.add_argument(
@@ -90,26 +99,27 @@ def compare_command(args: argparse.Namespace) -> int:
     command: list[str] = args.command
     target = read_target(command, args.nvme_path)
     columns = _columns(args, target)
+    if args.repeat < 1:
+        args.fail(f"--repeat {args.repeat} is not allowed. Allowed: a whole number of at least 1")
     args.out.mkdir(parents=True, exist_ok=True)
     found = WarmUp() if args.no_warm_up else show_warm_up(console, args.out)
     skipped = _skipped(found, target, columns)
     runs = [
-        _run(console, column, command, target, args)
+        _run(console, column, number, command, target, args)
+        # In turns: whatever else the machine does meanwhile meets all columns alike.
+        for number in (range(1, args.repeat + 1) if args.repeat > 1 else [0])
         for column in columns
         if column.name not in skipped
     ]
-    report = Report(command, found.baseline_bytes, runs, skipped)
+    report = Report(command, found.baseline_bytes, runs, skipped, target.config or {})
     compare_report.write_json(report, args.out / "report.json")
-    is_drawn = compare_report.write_picture(report, args.out / "rss.png")
+    write_page(report, args.out / "report.html")
     for text in compare_report.failures(report):
         console.print(text, style="red")
     for name, reason in skipped.items():
         console.print(f"{name} was left out: {reason}", style="yellow")
     console.print(compare_report.table(report), soft_wrap=False)
-    picture = f", {args.out}/rss.png" if is_drawn else ""
-    console.print(f"{args.out}/report.json{picture}, logs beside them")
-    if not is_drawn:
-        console.print("no picture: matplotlib is missing; pip install 'memascend[plot]'")
+    console.print(f"{args.out}/report.html, for a browser; report.json and logs are beside it")
     return report.exit_status
 
 
@@ -219,20 +229,24 @@ class _LiveColumn:
 def _run(
     console: Console,
     column: Column,
+    number: int,
     command: Sequence[str],
     target: Target,
     args: argparse.Namespace,
 ) -> Run:
     live = _LiveColumn(console)
-    with activity(console, f"{column.name}: running the command", live.detail):
+    title = f"{column.name} {number} of {args.repeat}" if number else column.name
+    log = f"{column.name}-{number}.log" if number else f"{column.name}.log"
+    with activity(console, f"{title}: running the command", live.detail):
         run = run_column(
             column,
             command,
-            log=args.out / f"{column.name}.log",
+            log=args.out / log,
             folders=target.folders,
             interval_s=args.interval_ms / 1000,
             on_line=live.hear,
+            number=number,
         )
     outcome = f"failed: {run.problem}" if run.problem else "done"
-    console.print(f"{column.name}: {outcome} after {run.elapsed_s:.1f} s")
+    console.print(f"{title}: {outcome} after {run.elapsed_s:.1f} s")
     return run

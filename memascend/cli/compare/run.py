@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,19 @@ from pathlib import Path
 
 import psutil
 
+from memascend.config.environment import CONFIG_VARIABLE, DISABLE_VARIABLE, TRACE_VARIABLE
+from memascend.ledger.trace import Recording, read_recording
 from memascend.system.files import open_anew
-from memascend.system.processes import IoCounter, Peaks, Sample, TreeSampler, process_tree
+from memascend.system.processes import (
+    DriveSample,
+    IoCounter,
+    Peaks,
+    Sample,
+    TreeSampler,
+    process_tree,
+)
 
 TERMINATE_GRACE_S = 20.0
-
-_CONFIG = "MEMASCEND_CONFIG"
-_DISABLE = "MEMASCEND_DISABLE"
 
 # "loss 1.5", "loss: 1.5", "loss=1.5", {'loss': '1.5'}; not "eval_loss", not "loss scale".
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
@@ -52,25 +59,38 @@ class Column:
 
 @dataclass(slots=True)
 class Run:
-    """The outcome of one column; filled while it runs.
+    """One outcome of a column; filled while it runs.
 
     Attributes:
+        number: Which of the column's runs it is, from 1 on; 0 for the only one.
+        started_s: On the clock that all processes share.
         losses: The printed losses, as text: equality of runs is equality of every digit.
         loss_times_s: When each of them was printed, in seconds since the start.
+        drive_samples: Of the drives below the folders that it offloads to.
         io_bytes: Bytes (read, written) on storage by all its processes; None where not known.
+        recording: What memascend wrote down in the run; empty where it is off.
         problem: Why it does not count, empty when it does.
     """
 
     column: Column
     log: Path
+    number: int = 0
+    started_s: float = 0.0
     exit_status: int = -1
     elapsed_s: float = 0.0
     losses: list[str] = field(default_factory=list)
     loss_times_s: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    drive_samples: list[DriveSample] = field(default_factory=list)
     peaks: Peaks = field(default_factory=Peaks)
     io_bytes: tuple[int, int] | None = None
+    recording: Recording = field(default_factory=Recording)
     problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """The column's, with the number where there are several."""
+        return f"{self.column.name} {self.number}" if self.number else self.column.name
 
     @property
     def step_times_s(self) -> list[float]:
@@ -85,17 +105,17 @@ def columns_by_name(*, config_has_block: bool) -> dict[str, Column]:
     A configuration without a block gets one through the environment: the caller's own
     MEMASCEND_CONFIG if there is one, so that one key can be tried out, else an empty block.
     """
-    supplied = os.environ.get(_CONFIG, "" if config_has_block else "{}")
+    supplied = os.environ.get(CONFIG_VARIABLE, "" if config_has_block else "{}")
     tuned = {
         "DS_PIN_MEMORY_BACKEND": "native",
         "PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1",
     }
     return {
-        "stock": Column("stock", {_DISABLE: "1"}),
+        "stock": Column("stock", {DISABLE_VARIABLE: "1"}),
         "memascend": Column(
-            "memascend", {_CONFIG: supplied} if supplied else {}, expects_plugin=True
+            "memascend", {CONFIG_VARIABLE: supplied} if supplied else {}, expects_plugin=True
         ),
-        "stock-tuned": Column("stock-tuned", {_DISABLE: "1", **tuned}),
+        "stock-tuned": Column("stock-tuned", {DISABLE_VARIABLE: "1", **tuned}),
     }
 
 
@@ -107,19 +127,36 @@ def run_column(
     folders: Sequence[Path],
     interval_s: float,
     on_line: Callable[[Run, str], None],
+    number: int = 0,
 ) -> Run:
     """Run the command to its end and record what it printed and used.
 
+    What memascend writes down in it lies in a folder that is gone on return.
     Every line of output goes to `log` and to `on_line`. A command that cannot be started,
     that fails, or in which an expected plugin stayed silent leaves a `problem`, not an exception.
     """
-    run = Run(column, log)
+    with tempfile.TemporaryDirectory(prefix="memascend-compare-") as traces:
+        traced = {TRACE_VARIABLE: traces} if column.expects_plugin else {}
+        environment = child_environment({**column.environment, **traced})
+        run = _run(Run(column, log, number), command, environment, folders, interval_s, on_line)
+        run.recording = read_recording(Path(traces))
+    return run
+
+
+def _run(
+    run: Run,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folders: Sequence[Path],
+    interval_s: float,
+    on_line: Callable[[Run, str], None],
+) -> Run:
     counter = IoCounter()
-    started_s = time.monotonic()
+    started_s = run.started_s = time.monotonic()
     try:
         process = subprocess.Popen(
             list(command),
-            env=child_environment(column.environment),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -133,7 +170,7 @@ def run_column(
     sampler = TreeSampler(process.pid, interval_s=interval_s, folders=folders)
     sampler.start()
     # Shared with the sampler's thread, which only appends: the latest sample is for the live line.
-    run.samples = sampler.samples
+    run.samples, run.drive_samples = sampler.samples, sampler.drive_samples
     try:
         has_armed = _follow(process, run, started_s, on_line)
     except BaseException:
@@ -147,7 +184,7 @@ def run_column(
     run.io_bytes = counter.read_and_written_bytes()
     if run.exit_status != 0:
         run.problem = f"exit status {run.exit_status}" + _signal_name(run.exit_status)
-    elif column.expects_plugin and not has_armed:
+    elif run.column.expects_plugin and not has_armed:
         run.problem = (
             "memascend did not log that it was armed: this run was stock as well. Likely cause: "
             "it is not installed where the command runs. Check there with: memascend doctor"
@@ -163,7 +200,7 @@ def find_losses(line: str) -> list[str]:
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return our environment with a column's changes, and launchers found beside our own python."""
     environment = dict(os.environ)
-    for name in (_CONFIG, _DISABLE):
+    for name in (CONFIG_VARIABLE, DISABLE_VARIABLE, TRACE_VARIABLE):
         environment.pop(name, None)
     beside_python = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join([beside_python, environment.get("PATH", os.defpath)])

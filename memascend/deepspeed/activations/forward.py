@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.ledger.trace import FORWARD
 from memascend.streaming.saved_tensors import SavedTensors
 
 #: Of the forward pass that runs.
@@ -23,17 +24,22 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
-        with saving(self):
+        with timing(self), saving(self):
             return original(self, *inputs, **keywords)
 
     return forward
 
 
+def timing(engine: Any) -> AbstractContextManager[object]:
+    """Return a block that is a step's forward pass; one of no effect in evaluation."""
+    attachment = _attachment_of_training(engine)
+    return nullcontext() if attachment is None else attachment.phase(FORWARD)
+
+
 def saving(engine: Any) -> AbstractContextManager[object]:
     """Return a block whose saved tensors go to the drive; one of no effect where none should."""
-    # Only a model that is trained has an optimizer of ours.
-    attachment = getattr(engine.optimizer, "attachment", None)
-    if not isinstance(attachment, Attachment) or not torch.is_grad_enabled():
+    attachment = _attachment_of_training(engine)
+    if attachment is None:
         return nullcontext()
     section = attachment.runtime.config.activations
     if not section.enabled:
@@ -45,6 +51,13 @@ def saving(engine: Any) -> AbstractContextManager[object]:
         is_of_model=ModelTensors(engine.module),
     )
     return _saving(saved)
+
+
+def _attachment_of_training(engine: Any) -> Attachment | None:
+    # Only a model that is trained has an optimizer of ours.
+    attachment = getattr(engine.optimizer, "attachment", None)
+    is_trained = isinstance(attachment, Attachment) and torch.is_grad_enabled()
+    return attachment if is_trained else None
 
 
 @contextmanager

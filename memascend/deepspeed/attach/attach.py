@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from memascend.base.units import format_nbytes
+from memascend.base.waiting import CountedEvents
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed_json import flag, section, whole
-from memascend.config.environment import local_world_size, malloc_settings
+from memascend.config.environment import local_world_size, malloc_settings, trace_folder
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.attach.device import device_of
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
 from memascend.errors import ConfigError
 from memascend.ledger.drives import DriveWatch
+from memascend.ledger.trace import Measures, Trace, measures_of
 from memascend.plan.request import check_limit_can_be_kept
 from memascend.plan.states import check_state_dtype
 from memascend.runtime import Runtime, StockParts
@@ -57,6 +60,10 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
     _warn_of_memory(config, limit_bytes)
     heap = _set_heap(config)
     device = device_of(get_accelerator())
+    folder = trace_folder() if dist.get_rank() == 0 else None
+    events = None
+    if folder is not None and device.new_event is not None:
+        events = CountedEvents(device.new_event)
     runtime = Runtime(
         config=config,
         directory=directory,
@@ -65,7 +72,7 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
         registrar=device.registrar,
         pci_address=device.pci_address,
         stock=_stock_parts(config, ds_config, directory),
-        new_event=device.new_event,
+        new_event=events or device.new_event,
         wait_idle=device.wait_idle,
         new_stream=device.new_stream,
         limit_bytes=limit_bytes,
@@ -73,7 +80,17 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
     )
     _log_armed(config, ds_config, runtime, heap)
     drives = _watch_drives(config, directory) if dist.get_rank() == 0 else None
-    return Attachment(runtime, drives, heap)
+    trace = None if folder is None else Trace(folder, partial(_measure, runtime, events))
+    return Attachment(runtime, drives, heap, trace)
+
+
+def _measure(runtime: Runtime, events: CountedEvents | None) -> Measures:
+    return measures_of(
+        allocator=runtime.arena.core if runtime.arena is not None else None,
+        store=runtime.store.core if runtime.store is not None else None,
+        device_wait_s=0.0 if events is None else events.waited_s,
+        optimizer_wait_s=runtime.walk.waited_s,
+    )
 
 
 def _set_heap(config: MemAscendConfig) -> Heap:

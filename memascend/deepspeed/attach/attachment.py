@@ -18,6 +18,7 @@ from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.ledger import Ledger, describe_plan
+from memascend.ledger.trace import Trace
 from memascend.plan.derive import Plan
 from memascend.runtime import Runtime
 from memascend.system.heap import Heap
@@ -30,13 +31,18 @@ class Attachment:
     """A runtime together with the DeepSpeed side it serves. Parameters and optimizer share one."""
 
     def __init__(
-        self, runtime: Runtime, drives: DriveWatch | None = None, heap: Heap | None = None
+        self,
+        runtime: Runtime,
+        drives: DriveWatch | None = None,
+        heap: Heap | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.runtime = runtime
         self._heap = heap
         self._drives = drives
         self._rank = dist.get_rank()
         self._is_finished = False
+        self._trace = trace
         # Scripts that end without engine.destroy() get their report all the same.
         atexit.register(_finish, weakref.ref(self))
         self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
@@ -52,9 +58,17 @@ class Attachment:
 
     def adopt(self, plan: Plan) -> None:
         """Have the runtime take the memory that the plan says, and log the plan on rank 0."""
+        if self._trace is not None:
+            self._trace.mark()  # what served while the model was built
         self.runtime.adopt(plan)
+        if self._trace is not None:
+            self._trace.mark()
         if self._rank == 0:
             log.info("memascend: host memory of this rank:\n%s", describe_plan(plan))
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Return a block that is a phase of a step, for whoever traces the run."""
+        return nullcontext() if self._trace is None else self._trace.phase(name)
 
     def note_step(self) -> None:
         """Count an optimizer step; log it on rank 0 when the write budget is first exceeded."""
@@ -81,6 +95,8 @@ class Attachment:
         if self._drives is not None:
             self._drives.end()
         ledger = self.ledger()
+        if self._trace is not None:
+            self._trace.end(ledger.as_dict())
         log.info("memascend: host memory of this rank, measured:\n%s", ledger.describe())
         if self.runtime.config.report is not None:
             try:

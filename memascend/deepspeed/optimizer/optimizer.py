@@ -31,6 +31,7 @@ from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
 from memascend.errors import ConfigError
 from memascend.kernels.overflow import sum_of_squares
+from memascend.ledger.trace import OPTIMIZER
 from memascend.plan.advice import advise
 from memascend.plan.shapes import from_module
 from memascend.runtime import streams_parameters
@@ -176,6 +177,11 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self._finish_writes()
 
     # -- a step ----------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        """Step as the kind does."""
+        with self.attachment.phase(OPTIMIZER):
+            super().step(closure)
 
     def clear_backward_seen_flag(self) -> None:
         """Begin a forward pass; what a backward pass that an error has left had not reduced goes.

@@ -1,0 +1,165 @@
+"""The figures of runs: what each is called, how it is shown, and what repeated runs make of it.
+
+Pure; knows neither tables nor files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from memascend.base.units import format_nbytes
+from memascend.cli.compare.run import Run
+
+UNKNOWN = "n/a"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One figure of several runs.
+
+    Attributes:
+        median: Of all of them.
+        least: The smallest.
+        most: The largest.
+    """
+
+    median: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure that runs are compared by.
+
+    Attributes:
+        key: Its name in report.json.
+        title: Its name for people.
+        of_run: Finds it; None where it was not measured.
+        form: Shows it.
+    """
+
+    key: str
+    title: str
+    of_run: Callable[[Run], float | None]
+    form: Callable[[float], str]
+
+    def of_runs(self, runs: Sequence[Run]) -> Spread | None:
+        """Return the figure of the runs that count; None where none of them has it."""
+        found = [self.of_run(run) for run in runs if not run.problem]
+        values = [value for value in found if value is not None]
+        return Spread(median(values), min(values), max(values)) if values else None
+
+    def show(self, runs: Sequence[Run], reference: Sequence[Run] | None = None) -> str:
+        """Return it as text, with its range in a second line where there are several runs.
+
+        Args:
+            runs: Of one column.
+            reference: Of the column that it is compared with, by the medians.
+        """
+        spread = self.of_runs(runs)
+        if spread is None:
+            return UNKNOWN
+        text = f"{self.form(spread.median)} {self.change(runs, reference)}".rstrip()
+        if len(runs) > 1:
+            text += f"\n{self.show_range(spread)}"
+        return text
+
+    def show_range(self, spread: Spread) -> str:
+        """Return "1.72 - 1.74 GiB", with one unit where both have the same."""
+        least, most = self.form(spread.least), self.form(spread.most)
+        if least == most:
+            return "each time"
+        number, _, unit = least.partition(" ")
+        return f"{number if most.endswith(f' {unit}') else least} - {most}"
+
+    def change(self, runs: Sequence[Run], reference: Sequence[Run] | None) -> str:
+        """Return by how many percent the medians differ, such as "(-25 %)"; empty if unknown."""
+        before = self.of_runs(reference) if reference is not None else None
+        now = self.of_runs(runs)
+        if before is None or now is None or not before.median:
+            return ""
+        return f"({(now.median / before.median - 1) * 100:+.0f} %)"
+
+
+def figures(baseline_bytes: int) -> list[Figure]:
+    """Return all figures, the most important one first.
+
+    Args:
+        baseline_bytes: Of a process that has only imported; 0 where that was not measured.
+    """
+    return [
+        Figure(
+            "rss_above_baseline_bytes_max",
+            "peak RSS above imports",
+            lambda run: (
+                _largest(s.above(baseline_bytes) for s in run.samples) if baseline_bytes else None
+            ),
+            format_nbytes,
+        ),
+        Figure(
+            "rss_bytes_max",
+            "peak RSS",
+            lambda run: _largest(s.total_rss_bytes for s in run.samples),
+            format_nbytes,
+        ),
+        Figure(
+            "process_rss_bytes_max",
+            "peak RSS, largest process",
+            lambda run: _largest(run.peaks.process_rss_bytes.values()),
+            format_nbytes,
+        ),
+        Figure("pss_bytes_max", "peak PSS", lambda run: run.peaks.pss_bytes or None, format_nbytes),
+        Figure(
+            "locked_bytes_max",
+            "page-locked",
+            lambda run: _largest(s.locked_bytes for s in run.samples),
+            format_nbytes,
+        ),
+        Figure(
+            "registered_bytes_max",
+            "pinned by the kernel",
+            lambda run: _largest(s.registered_bytes for s in run.samples),
+            format_nbytes,
+        ),
+        Figure(
+            "step_time_s_mean",
+            "step time, mean",
+            lambda run: fmean(run.step_times_s) if run.step_times_s else None,
+            format_seconds,
+        ),
+        Figure(
+            "read_bytes",
+            "read from SSD",
+            lambda run: run.io_bytes[0] if run.io_bytes else None,
+            format_nbytes,
+        ),
+        Figure(
+            "written_bytes",
+            "written to SSD",
+            lambda run: run.io_bytes[1] if run.io_bytes else None,
+            format_nbytes,
+        ),
+        Figure(
+            "disk_bytes_max", "disk used", lambda run: run.peaks.disk_bytes or None, format_nbytes
+        ),
+    ]
+
+
+def shown_figures(baseline_bytes: int) -> list[Figure]:
+    """Return those that a table shows: without what was not measured, or says little."""
+    left_out = {"registered_bytes_max"}
+    if not baseline_bytes:
+        left_out.add("rss_above_baseline_bytes_max")
+    return [figure for figure in figures(baseline_bytes) if figure.key not in left_out]
+
+
+def format_seconds(value: float) -> str:
+    """Return "0.25 s" for 0.25."""
+    return f"{value:.2f} s"
+
+
+def _largest(values: Iterable[int]) -> int | None:
+    return max(values, default=None)

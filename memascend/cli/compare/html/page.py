@@ -1,0 +1,195 @@
+"""The page: puts what is known of a comparison in order, and writes it as one HTML file.
+
+The file needs nothing besides itself: style and drawings are in it, and there is no script. What
+others have written (commands, configurations, paths, logs) is escaped by the template engine.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memascend.base.units import format_nbytes
+from memascend.cli.compare import report as comparison
+from memascend.cli.compare.figures import UNKNOWN, Figure, figures, format_seconds
+from memascend.cli.compare.html.series import (
+    component_charts,
+    drive_charts,
+    loss_chart,
+    memory_charts,
+    step_chart,
+    style_of,
+)
+from memascend.cli.compare.html.steps import PhaseTime, phase_times
+from memascend.cli.compare.report import Report
+from memascend.cli.compare.run import Run
+from memascend.config.environment import DISABLE_VARIABLE
+from memascend.system.files import replace_durably
+
+#: Figures on top of the page; of each group the first that is known.
+HEADLINES = (
+    ("rss_above_baseline_bytes_max", "rss_bytes_max"),
+    ("locked_bytes_max", "registered_bytes_max"),
+    ("step_time_s_mean",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One column's part of a headline.
+
+    Attributes:
+        percent: Of the longest bar.
+        change: Against the first column, such as "-25 %"; empty for that one.
+    """
+
+    name: str
+    style: str
+    text: str
+    detail: str
+    percent: float
+    change: str
+
+
+def write_page(report: Report, path: Path) -> None:
+    """Write the report as HTML, in the place of an older one."""
+    replace_durably(path, render(report))
+
+
+def render(report: Report) -> str:
+    """Return the document."""
+    # torch requires jinja2, so it is there wherever memascend is installed.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["nbytes"] = format_nbytes
+    environment.filters["seconds"] = format_seconds
+    return environment.get_template("page.html.jinja").render(_content(report))
+
+
+def _content(report: Report) -> dict[str, Any]:
+    names = list(report.columns)
+    return {
+        "report": report,
+        "command": shlex.join(report.command),
+        "names": names,
+        "verdict": _verdict(report),
+        "style_of": style_of,
+        "machine": comparison.machine(),
+        "headlines": _headlines(report),
+        "rows": comparison.table_rows(report),
+        "is_repeated": any(len(runs) > 1 for runs in report.columns.values()),
+        "failures": [(run, comparison.log_tail(run.log)) for run in report.runs if run.problem],
+        "memory": memory_charts(report),
+        "components": component_charts(report),
+        "drives": drive_charts(report),
+        "steps": step_chart(report),
+        "losses": loss_chart(report),
+        "loss_rows": _loss_rows(report),
+        "breakdowns": _breakdowns(report),
+        "ledgers": _ledgers(report),
+        "settings": _settings(report),
+        "config": json.dumps(report.config, indent=2, default=str) if report.config else "",
+    }
+
+
+def _verdict(report: Report) -> str:
+    failed = len(report.runs) - len(report.complete)
+    if failed:
+        return f"{failed} of {len(report.runs)} runs failed"
+    return "Losses differ" if report.loss_difference else "Every run succeeded"
+
+
+def _headlines(report: Report) -> list[tuple[str, list[Bar]]]:
+    """Return title and bars of the figures on top."""
+    by_key = {figure.key: figure for figure in figures(report.baseline_bytes)}
+    found = []
+    for keys in HEADLINES:
+        known = ((by_key[key].title, _bars(report, by_key[key])) for key in keys)
+        found += [(title, bars) for title, bars in known if bars][:1]
+    return found
+
+
+def _bars(report: Report, figure: Figure) -> list[Bar]:
+    columns = report.columns
+    spreads = {name: figure.of_runs(runs) for name, runs in columns.items()}
+    known = {name: spread for name, spread in spreads.items() if spread is not None}
+    longest = max((spread.median for spread in known.values()), default=0.0)
+    if not longest:
+        return []
+    first = next(iter(columns))
+    return [
+        Bar(
+            name=name,
+            style=style_of(name),
+            text=figure.form(spread.median),
+            detail=figure.show_range(spread) if len(columns[name]) > 1 else "",
+            percent=100 * spread.median / longest,
+            change=""
+            if name == first
+            else figure.change(columns[name], report.reference).strip("()"),
+        )
+        for name, spread in known.items()
+    ]
+
+
+def _loss_rows(report: Report) -> list[tuple[int, list[str], bool]]:
+    """Return number and digits of each loss, and whether all runs printed the same ones."""
+    losses = [run.losses for run in report.complete]
+    rows = []
+    for index in range(max(map(len, losses), default=0)):
+        printed = [each[index] if index < len(each) else UNKNOWN for each in losses]
+        rows.append((index + 1, printed, len(set(printed)) == 1))
+    return rows
+
+
+def _breakdowns(report: Report) -> list[tuple[Run, list[PhaseTime], float]]:
+    """Return the phases of a step of each column that has them, and the longest phase."""
+    found = []
+    for run in _recorded(report):
+        phases = phase_times(run.recording.marks)
+        if phases:
+            found.append((run, phases, sum(phase.total_s for phase in phases)))
+    return found
+
+
+def _ledgers(report: Report) -> list[tuple[Run, Mapping[str, Any]]]:
+    return [(run, run.recording.ledger) for run in _recorded(report) if run.recording.ledger]
+
+
+def _recorded(report: Report) -> list[Run]:
+    """Return the first run of each column that left marks."""
+    firsts = (
+        next((run for run in runs if run.recording.marks), None) for runs in report.columns.values()
+    )
+    return [run for run in firsts if run is not None]
+
+
+def _settings(report: Report) -> list[tuple[str, list[str], bool]]:
+    """Return each setting with its value in every column, and whether these differ."""
+    columns = [runs[0].column for runs in report.columns.values()]
+    names = dict.fromkeys(name for column in columns for name in column.environment)
+    rows = [[column.environment.get(name, "") for column in columns] for name in names]
+    if "memascend" in report.config:
+        block = json.dumps(report.config["memascend"])
+        titles = [*names, '"memascend" in the JSON']
+        rows.append([_block_of(column.environment, block) for column in columns])
+    else:
+        titles = list(names)
+    return [
+        (title, values, len(set(values)) > 1) for title, values in zip(titles, rows, strict=True)
+    ]
+
+
+def _block_of(environment: Mapping[str, str], block: str) -> str:
+    return "not looked at" if DISABLE_VARIABLE in environment else block
