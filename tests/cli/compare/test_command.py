@@ -43,10 +43,11 @@ def test_equal_losses_and_less_memory_are_reported(tmp_path: Path) -> None:
     stock, ours = report["columns"]["stock"], report["columns"]["memascend"]
     assert status == 0
     assert report["losses_equal"]
-    assert stock["losses"] == ours["losses"] == ["4.125", "2.0", "1.0000000000000002"]
+    assert stock["runs"][0]["losses"] == ours["runs"][0]["losses"] == ["4.125", "2.0", "1.0000000000000002"]
     assert abs(stock["rss_bytes_max"] - ours["rss_bytes_max"] - 64 * MIB) < 8 * MIB
     assert stock["step_time_s_mean"] == pytest.approx(0.1, abs=0.05)
-    assert (tmp_path / "out" / "rss.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "1.0000000000000002" in page
 
 
 # -- with runs that do not take place --------------------------------------------------------------
@@ -59,6 +60,7 @@ class Runs:
     columns: list[Column] = field(default_factory=list)
     commands: list[list[str]] = field(default_factory=list)
     folders: list[tuple[Path, ...]] = field(default_factory=list)
+    logs: list[str] = field(default_factory=list)
     lines: Callable[[str], list[str]] = lambda name: ["loss 2.0", "loss 1.0"]
     problems: dict[str, str] = field(default_factory=dict)
 
@@ -70,7 +72,14 @@ class Runs:
         self.columns.append(column)
         self.commands.append(command)
         self.folders.append(details["folders"])
-        run = Run(column, details["log"], exit_status=0, problem=self.problems.get(column.name, ""))
+        self.logs.append(details["log"].name)
+        run = Run(
+            column,
+            details["log"],
+            number=details["number"],
+            exit_status=0,
+            problem=self.problems.get(column.name, ""),
+        )
         run.samples.append(Sample(0.0, {1: MIB}, locked_bytes=0, registered_bytes=0))
         lines = self.lines(column.name)
         run.log.write_text("\n".join(lines), encoding="utf-8")
@@ -165,24 +174,47 @@ def test_a_failed_run_shows_the_end_of_its_log_and_the_others_still_run(
     runs.lines = lambda name: [f"[bold] not enough buffers in {name}"]
     status, report = compare_here(tmp_path, command=["true"])
     assert status == 1
-    assert report["columns"]["stock"]["problem"] == "exit status 1"
-    assert not report["columns"]["memascend"]["problem"]
+    assert report["columns"]["stock"]["runs"][0]["problem"] == "exit status 1"
+    assert not report["columns"]["memascend"]["runs"][0]["problem"]
     printed = spoken(capsys)
     assert "[bold] not enough buffers in stock" in printed
     assert "not enough buffers in memascend" not in printed
 
 
-def test_without_matplotlib_all_but_the_picture_is_written(
-    tmp_path: Path,
-    runs: Runs,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_repeated_columns_take_turns_and_keep_every_log(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    status, _ = compare_here(tmp_path, command=["true"])
+    status, report = compare_here(tmp_path, "--repeat", "2", command=["true"])
     assert status == 0
-    assert "pip install 'memascend[plot]'" in spoken(capsys)
-    assert not (tmp_path / "out" / "rss.png").exists()
+    assert runs.names == ["stock", "memascend", "stock", "memascend"]
+    assert runs.logs == ["stock-1.log", "memascend-1.log", "stock-2.log", "memascend-2.log"]
+    assert [len(column["runs"]) for column in report["columns"].values()] == [2, 2]
+    assert "stock 2 of 2" in spoken(capsys)
+
+
+def test_once_is_once_without_a_number(tmp_path: Path, runs: Runs) -> None:
+    compare_here(tmp_path, command=["true"])
+    assert runs.logs == ["stock.log", "memascend.log"]
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_less_than_once_is_a_usage_error(
+    runs: Runs, capsys: pytest.CaptureFixture[str], tmp_path: Path, count: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", "--out", str(tmp_path / "out"), "--repeat", count, "--", "true"])
+    assert caught.value.code == 2
+    assert f"--repeat {count} is not allowed. Allowed: a whole number of at least 1" in (
+        spoken_error(capsys)
+    )
+    assert runs.names == []
+
+
+def test_the_page_has_the_configuration_that_the_command_names(tmp_path: Path, runs: Runs) -> None:
+    config = write_config(tmp_path, gradient_clipping=0.125)
+    compare_here(tmp_path, command=["train.py", str(config)])
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "&#34;gradient_clipping&#34;: 0.125" in page
 
 
 # -- the warm-up -----------------------------------------------------------------------------------

@@ -253,3 +253,43 @@ def test_an_interrupted_run_leaves_no_process_behind(
         shell(tmp_path, f"{trap}sleep 30 & echo $!; wait", on_line=interrupt)
     [pid] = pids
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+# -- what the run leaves of itself -----------------------------------------------------------------
+
+
+def test_what_memascend_wrote_down_is_read_and_its_folder_is_gone(tmp_path: Path) -> None:
+    script = (
+        'echo "memascend 0.1.0 armed: engine threads"; echo "in $MEMASCEND_TRACE"; '
+        "echo '{\"time_s\": 5, \"phase\": \"optimizer\"}' > $MEMASCEND_TRACE/7-0.trace.jsonl"
+    )
+    folders: list[Path] = []
+
+    def hear(run: Run, line: str) -> None:
+        folders.extend([Path(line.removeprefix("in "))] if line.startswith("in ") else [])
+
+    column = columns_by_name(config_has_block=True)["memascend"]
+    run = shell(tmp_path, script, column=column, on_line=hear)
+    assert [(mark.time_s, mark.phase) for mark in run.recording.marks] == [(5.0, "optimizer")]
+    assert run.started_s > 0
+    [folder] = folders
+    assert folder.name.startswith("memascend-compare-")
+    assert not folder.exists()
+
+
+def test_stock_is_not_asked_to_write_anything_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMASCEND_TRACE", "/somewhere")
+    lines: list[str] = []
+    column = columns_by_name(config_has_block=True)["stock"]
+    run = shell(
+        tmp_path, 'echo "<$MEMASCEND_TRACE>"', column=column, on_line=lambda _, x: lines.append(x)
+    )
+    assert lines == ["<>"]
+    assert run.recording.marks == ()
+
+
+def test_several_runs_of_a_column_have_numbers() -> None:
+    assert Run(PLAIN, Path("log")).name == "stock"
+    assert Run(PLAIN, Path("log"), number=2).name == "stock 2"
