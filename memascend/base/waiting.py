@@ -105,7 +105,15 @@ class CountedEvents:
 class _CountedEvent:
     def __init__(self, event: Event, counter: CountedEvents) -> None:
         self._event, self._counter = event, counter
-        self.record, self.query, self.wait = event.record, event.query, event.wait
+
+    def record(self) -> None:
+        self._event.record()
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.wait()
 
     def synchronize(self) -> None:
         started_s = monotonic()

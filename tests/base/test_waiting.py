@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memascend.base.waiting import CopyTicket, Ended, event_here, new_event, wait_all
+from memascend.base.waiting import CopyTicket, CountedEvents, Ended, event_here, new_event, wait_all
 from tests.support.streaming_fakes import FakeEvent
 
 
@@ -82,3 +82,31 @@ def test_the_ticket_of_a_copy_is_over_with_its_event() -> None:
     ticket.wait()
     assert event.wait_count == 1
     assert ticket.done()
+
+
+def test_waits_for_a_device_are_counted_and_events_stay_what_they_are() -> None:
+    made: list[ChoosyEvent] = []
+
+    class Slow(ChoosyEvent):
+        def __init__(self, **settings: bool) -> None:
+            super().__init__(**settings)
+            self.is_waited_for = False
+            made.append(self)
+
+        def synchronize(self) -> None:
+            self.is_waited_for = True
+            raise RuntimeError("the device is gone")
+
+    events = CountedEvents(Slow)
+    event = new_event(events)
+    assert made[0].blocking
+    event.record()
+    assert event.query()
+    assert events.waited_s == 0.0
+    with pytest.raises(RuntimeError):
+        event.synchronize()
+    assert events.waited_s > 0.0
+
+
+def test_an_accelerator_without_blocking_events_is_known_as_such_when_counted() -> None:
+    assert new_event(CountedEvents(SpinningEvent)).query()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +76,13 @@ def test_what_the_user_told_malloc_to_give_back_is_named(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert environment.malloc_settings() == found
+
+
+@pytest.mark.parametrize(("text", "folder"), [("", None), (" ", None), ("/traces", "/traces")])
+def test_traces_go_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, text: str, folder: str | None
+) -> None:
+    monkeypatch.setenv(environment.TRACE_VARIABLE, text)
+    assert environment.trace_folder() == (None if folder is None else Path(folder))
+    monkeypatch.delenv(environment.TRACE_VARIABLE)
+    assert environment.trace_folder() is None

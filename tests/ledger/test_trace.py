@@ -1,4 +1,4 @@
-"""The trace of a run: phases as they end, memory as it changes, and a reader that expects anything."""
+"""The trace of a run: phases as they end, memory as it changes; a reader that expects anything."""
 
 from __future__ import annotations
 

@@ -317,3 +317,22 @@ def test_a_start_keeps_the_interpreter_while_the_store_is_free():
     for ticket in tickets:
         ticket.wait()
     assert during == 0
+
+
+def test_time_is_counted_of_who_waits_but_not_of_who_works_behind_training(store):
+    def waited():
+        return store.stats()["wait_seconds"]
+
+    def wait_behind():
+        _core.wait_behind()
+        store.wait_all()
+
+    store.wait_all()
+    before = waited()
+    assert before > 0
+    thread = threading.Thread(target=wait_behind)
+    thread.start()
+    thread.join()
+    assert waited() == before
+    store.wait_all()
+    assert waited() > before

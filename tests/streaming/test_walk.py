@@ -212,3 +212,27 @@ def test_all_walks_have_one_thread_until_it_is_given_back(held: Held) -> None:
     assert len(seen) == 1
     walk.close()
     assert not seen & {thread.ident for thread in threading.enumerate()}
+
+
+def test_the_thread_of_the_steps_is_prepared_once() -> None:
+    prepared: list[str] = []
+    ran: list[str] = []
+    walk = Walk(lambda: prepared.append(threading.current_thread().name))
+    for _ in range(2):
+        walk.start([lambda reach: ran.append(threading.current_thread().name)], {}, lambda: None)
+        walk.finish()
+    assert len(prepared) == 1
+    assert ran == prepared * 2
+
+
+def test_time_is_counted_of_who_waits_for_values_or_for_the_end(held: Held) -> None:
+    walk = Walk()
+    walk.wait_for(["a"])
+    walk.finish()
+    assert walk.waited_s == 0.0
+    walk.start(held.steps, PLACES, held.end)
+    walk.wait_for(["no value of the walk"])
+    assert walk.waited_s == 0.0
+    held.let_go(4)
+    walk.finish()
+    assert walk.waited_s > 0.0

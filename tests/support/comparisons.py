@@ -8,8 +8,16 @@ from typing import Any
 from memascend.base.units import MIB
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run
-from memascend.ledger.trace import BACKWARD, FORWARD, OPTIMIZER, OTHER, SETUP, Measures
-from memascend.ledger.trace import Mark, Recording
+from memascend.ledger.trace import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    SETUP,
+    Mark,
+    Measures,
+    Recording,
+)
 from memascend.system.drive_counters import DriveCounters
 from memascend.system.processes import DriveSample, Peaks, Sample
 

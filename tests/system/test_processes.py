@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from memascend.base.units import MIB
+from memascend.system import processes
+from memascend.system.drive_counters import DriveCounters
 from memascend.system.processes import (
     IoCounter,
     Sample,
@@ -134,3 +136,28 @@ def test_open_files_without_a_name_are_disk_use_once(tmp_path: Path) -> None:
         assert nameless_disk_bytes([os.getpid()], [tmp_path]) == MIB
         os.close(again)
     assert nameless_disk_bytes([os.getpid()], [tmp_path]) == 0
+
+
+def test_drives_are_sampled_from_the_start_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = iter(DriveCounters(moved, 2 * moved, 0.5) for moved in range(10**9))
+    monkeypatch.setattr(processes, "DRIVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(processes, "drives_of", lambda folders: ["sda", "gone"][: 2 * len(folders)])
+    monkeypatch.setattr(
+        processes, "read_counters", lambda name: next(counters) if name == "sda" else None
+    )
+    for folders, is_watched in (([tmp_path], True), ([], False)):
+        process = holding_process(MIB)
+        sampler = TreeSampler(process.pid, interval_s=0.001, folders=folders)
+        sampler.start()
+        while len(sampler.samples) < 3:
+            time.sleep(0.001)
+        process.communicate()
+        sampler.stop()
+        found = sampler.drive_samples
+        assert (len(found) > 2) == is_watched
+        assert [each.time_s for each in found] == sorted(each.time_s for each in found)
+        assert all(set(each.counters) == {"sda"} for each in found)
+        moved = [each.counters["sda"].read_bytes for each in found]
+        assert moved == sorted(moved)

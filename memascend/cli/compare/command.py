@@ -18,7 +18,7 @@ from memascend.base.json_text import parse_json
 from memascend.base.units import format_nbytes
 from memascend.cli.compare import report as compare_report
 from memascend.cli.compare.activity import activity
-from memascend.cli.compare.html.page import write_page
+from memascend.cli.compare.page import write_page
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run, columns_by_name, run_column
 from memascend.cli.compare.warm_up import WarmUp, warm_up

@@ -12,7 +12,6 @@ BY_KEY = {figure.key: figure for figure in figures(50 * MIB)}
 PEAK = BY_KEY["rss_bytes_max"]
 
 
-
 @pytest.mark.parametrize(
     ("sizes", "spread"),
     [((100,), (100, 100, 100)), ((300, 100, 200), (200, 100, 300)), ((100, 200), (150, 100, 200))],

@@ -60,12 +60,16 @@ def test_the_first_different_digit_is_named(
 
 
 def test_every_run_is_compared_with_the_first() -> None:
-    report = make_report(make_run("stock", "1"), make_run("memascend", "1"), make_run("stock-tuned", "3"))
+    report = make_report(
+        make_run("stock", "1"), make_run("memascend", "1"), make_run("stock-tuned", "3")
+    )
     assert "stock and stock-tuned" in report.loss_difference
 
 
 def test_what_failed_is_not_compared_and_is_not_success() -> None:
-    report = make_report(make_run("stock", "1", problem="exit status 1"), make_run("memascend", "2"))
+    report = make_report(
+        make_run("stock", "1", problem="exit status 1"), make_run("memascend", "2")
+    )
     assert [run.column.name for run in report.complete] == ["memascend"]
     assert report.loss_difference == ""
     assert report.exit_status == 1
@@ -111,7 +115,11 @@ def test_nothing_is_compared_with_nothing() -> None:
 
 
 def test_a_first_column_that_failed_is_no_reference() -> None:
-    runs = [make_run("stock", "1", problem="exit status 1"), make_run("memascend", "1"), make_run("b", "1")]
+    runs = [
+        make_run("stock", "1", problem="exit status 1"),
+        make_run("memascend", "1"),
+        make_run("b", "1"),
+    ]
     shown = rows(make_report(*runs))
     assert shown["peak RSS"] == ["n/a", "200.00 MiB", "200.00 MiB"]
     assert shown["result"] == ["failed", "ok", "ok"]

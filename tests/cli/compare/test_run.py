@@ -261,7 +261,7 @@ def test_an_interrupted_run_leaves_no_process_behind(
 def test_what_memascend_wrote_down_is_read_and_its_folder_is_gone(tmp_path: Path) -> None:
     script = (
         'echo "memascend 0.1.0 armed: engine threads"; echo "in $MEMASCEND_TRACE"; '
-        "echo '{\"time_s\": 5, \"phase\": \"optimizer\"}' > $MEMASCEND_TRACE/7-0.trace.jsonl"
+        'echo \'{"time_s": 5, "phase": "optimizer"}\' > $MEMASCEND_TRACE/7-0.trace.jsonl'
     )
     folders: list[Path] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,13 @@ class Attachment:
         section = SimpleNamespace(enabled=enabled, min_bytes=1024)
         config = SimpleNamespace(activations=section)
         self.runtime = SimpleNamespace(config=config, activations=activation_stream())
+        self.phases: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(f"{name} begins")
+        yield
+        self.phases.append(f"{name} ends")
 
 
 class Engine:
@@ -61,6 +70,12 @@ def test_where_it_is_not_on_nothing_is_done(optimizer: Any) -> None:
     assert engine.seen == [None]
 
 
+def test_a_forward_pass_of_training_is_a_phase_of_its_step() -> None:
+    attachment = Attachment(enabled=False)
+    run(Engine(SimpleNamespace(attachment=attachment)))
+    assert attachment.phases == ["forward begins", "forward ends"]
+
+
 def test_without_gradients_nothing_is_done() -> None:
     attachment = Attachment(enabled=True)
     engine = Engine(SimpleNamespace(attachment=attachment))
@@ -68,6 +83,7 @@ def test_without_gradients_nothing_is_done() -> None:
         run(engine)
     assert engine.seen == [None]
     assert attachment.runtime.activations.traffic.count == 0
+    assert attachment.phases == []
 
 
 def test_what_forward_saves_goes_and_comes_back() -> None:

@@ -19,6 +19,7 @@ from memascend.base.units import GIB
 from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
+from memascend.ledger.trace import FORWARD, SETUP, read_recording
 from memascend.system import heap
 from tests.support.deepspeed_json import WORKING
 from tests.support.fake_accelerator import FakeAccelerator
@@ -233,3 +234,42 @@ def test_an_application_that_set_up_logging_keeps_it(
     activation._show_log_lines()
     assert ours.handlers == []
     assert ours.propagate
+
+
+# -- the trace -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "is_traced"), [(0, True), (1, False)])
+def test_rank_0_traces_where_the_environment_asks_for_it(
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    is_traced: bool,
+) -> None:
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    monkeypatch.setenv("MEMASCEND_TRACE", str(traces))
+    monkeypatch.setattr(activation, "get_accelerator", FakeAccelerator)
+    attachment = attach(rank=rank)
+    with attachment.phase(FORWARD):
+        attachment.runtime.new_event().synchronize()
+    found = read_recording(traces).marks
+    assert [mark.phase for mark in found] == [SETUP, SETUP, FORWARD] * is_traced
+    if is_traced:
+        assert found[0].measures.components["bounce buffers"] > 0
+        assert found[-1].measures.device_wait_s > found[0].measures.device_wait_s == 0
+        assert found[-1].measures.drive_wait_s == 0
+    attachment.runtime.close()
+
+
+def test_nothing_is_traced_or_counted_without_being_asked_for(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEMASCEND_TRACE", raising=False)
+    monkeypatch.setattr(activation, "get_accelerator", FakeAccelerator)
+    attachment = attach()
+    with attachment.phase(FORWARD):
+        pass
+    assert isinstance(attachment.runtime.new_event(), FakeAccelerator.Event)
+    attachment.runtime.close()

@@ -23,6 +23,7 @@ from memascend.deepspeed.stock.aio_handle import AioHandle, wrap_builder
 from memascend.errors import StoreError
 from memascend.ledger.drives import DriveReport, DriveWatch, DriveWear
 from memascend.ledger.ledger import Ledger
+from memascend.ledger.trace import Measures, Trace, read_recording
 from memascend.ledger.wear import WearMeter
 from memascend.plan.derive import PlanRequest, derive
 from memascend.streaming.walk import Walk
@@ -75,11 +76,12 @@ def make(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> M
         has_arena: bool = True,
         has_store: bool = True,
         drives: DriveWatch | None = None,
+        trace: Trace | None = None,
         **block: Any,
     ) -> Attachment:
         monkeypatch.setattr(attaching.dist, "get_rank", lambda: rank)
         runtime: Any = FakeRuntime(block, has_arena=has_arena, has_store=has_store)
-        return Attachment(runtime, drives)
+        return Attachment(runtime, drives, trace=trace)
 
     return run
 
@@ -291,3 +293,18 @@ def test_the_ledger_has_the_peak_of_a_device_that_is_not_the_cpu(
     device = SimpleNamespace(is_synchronized_device=lambda: False, max_memory_allocated=lambda: 7)
     monkeypatch.setattr(attaching, "get_accelerator", lambda: device)
     assert attachment.ledger().device_bytes_peak == 7
+
+
+def test_a_trace_has_the_plan_the_phases_and_the_account_at_the_end(
+    make: Make, tmp_path: Path
+) -> None:
+    attachment = make(trace=Trace(tmp_path, Measures))
+    attachment.adopt(derive(decoder(), request=PlanRequest()))
+    with attachment.phase("forward"):
+        pass
+    attachment.finish()
+    found = read_recording(tmp_path)
+    assert [mark.phase for mark in found.marks] == ["setup"] * 4 + ["forward", "backward"]
+    assert found.ledger["held_bytes"] == 0
+    with make().phase("forward"):
+        pass  # which nobody traces

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from memascend.base.units import GIB, MIB, format_nbytes
-from memascend.cli.compare.figures import format_seconds
-from memascend.cli.compare.html.charts import (
+from memascend.cli.compare.charts import (
     POINTS_MAX,
     SIDE,
     TICKS_MAX,
@@ -21,6 +20,7 @@ from memascend.cli.compare.html.charts import (
     thinned,
     ticks,
 )
+from memascend.cli.compare.figures import format_seconds
 
 
 def line(name: str, *points: Point, muted: bool = False) -> Series:

@@ -16,7 +16,9 @@ from typing import Any
 from memascend.base.units import format_nbytes
 from memascend.cli.compare import report as comparison
 from memascend.cli.compare.figures import UNKNOWN, Figure, figures, format_seconds
-from memascend.cli.compare.html.series import (
+from memascend.cli.compare.report import Report
+from memascend.cli.compare.run import Run
+from memascend.cli.compare.series import (
     component_charts,
     drive_charts,
     loss_chart,
@@ -24,9 +26,7 @@ from memascend.cli.compare.html.series import (
     step_chart,
     style_of,
 )
-from memascend.cli.compare.html.steps import PhaseTime, phase_times
-from memascend.cli.compare.report import Report
-from memascend.cli.compare.run import Run
+from memascend.cli.compare.steps import PhaseTime, phase_times
 from memascend.config.environment import DISABLE_VARIABLE
 from memascend.system.files import replace_durably
 
@@ -66,7 +66,7 @@ def render(report: Report) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memascend.base.units import MIB
-from memascend.cli.compare.html.steps import phase_times
+from memascend.cli.compare.steps import phase_times
 from memascend.ledger.trace import BACKWARD, FORWARD, OPTIMIZER, OTHER, PHASES
 from tests.support.comparisons import make_marks
 

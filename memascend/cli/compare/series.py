@@ -11,8 +11,8 @@ from functools import partial
 from itertools import pairwise
 
 from memascend.base.units import format_nbytes
+from memascend.cli.compare.charts import Chart, Point, Series, area_chart, line_chart
 from memascend.cli.compare.figures import format_seconds
-from memascend.cli.compare.html.charts import Chart, Point, Series, area_chart, line_chart
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Run
 

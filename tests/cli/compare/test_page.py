@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from memascend.base.units import MIB
-from memascend.cli.compare.html.page import render, write_page
+from memascend.cli.compare.page import render, write_page
 from memascend.cli.compare.report import Report
 from tests.support.comparisons import make_comparison, make_report, make_run
 from tests.support.source_tree import ROOT
@@ -163,7 +163,7 @@ def test_drawings_are_whole() -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_what_is_behind_it(scheme: str) -> None:
     """WCAG 2.1, level AA: 4.5 to 1 for text."""
-    style = (ROOT / "memascend/cli/compare/html/page.css").read_text(encoding="utf-8")
+    style = (ROOT / "memascend/cli/compare/templates/page.css").read_text(encoding="utf-8")
     roots = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     assert len(roots) == 2
     colours = dict(re.findall(r"--([\w-]+): (#\w{6})", roots[scheme == "dark"]))

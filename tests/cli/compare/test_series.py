@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memascend.base.units import MIB
-from memascend.cli.compare.html import series
-from memascend.cli.compare.html.charts import Chart
+from memascend.cli.compare import series
+from memascend.cli.compare.charts import Chart
 from memascend.ledger.trace import SETUP, Mark, Measures, Recording
 from memascend.system.drive_counters import DriveCounters
 from memascend.system.processes import DriveSample
@@ -84,7 +84,7 @@ def test_a_drive_that_is_not_always_there_is_drawn_where_it_is() -> None:
 def test_steps_and_losses_are_counted_from_one() -> None:
     report = make_report(make_run("stock", "4.0", "3.5", "3.0"))
     [steps], [losses] = series.step_chart(report), series.loss_chart(report)
-    assert [tick.label for tick in steps.x_ticks][0] == "2"  # no loss before the first
+    assert steps.x_ticks[0].label == "2"  # no loss before the first
     assert [losses.x_ticks[0].label, losses.x_ticks[-1].label] == ["1", "3"]
     assert "2.00 s" in steps.description
 

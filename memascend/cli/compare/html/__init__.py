@@ -1,1 +1,0 @@
-"""The report of a comparison as one HTML file: charts, tables, and the page around them."""
