@@ -93,6 +93,23 @@ class Chart:
 Form = Callable[[float], str]
 
 
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What x counts.
+
+    Attributes:
+        from_zero: Whether it begins at 0; else at the first value.
+        is_whole: Whether only whole numbers mean something.
+    """
+
+    title: str
+    from_zero: bool = True
+    is_whole: bool = False
+
+
+TIME = Axis("seconds since the start")
+
+
 def line_chart(
     title: str,
     series: Sequence[Series],
@@ -100,7 +117,7 @@ def line_chart(
     form: Form,
     base: float = 10,
     from_zero: bool = True,
-    x_title: str = "seconds since the start",
+    x_axis: Axis = TIME,
 ) -> Chart | None:
     """Return a chart of one line for each series; None when there is nothing to draw.
 
@@ -110,14 +127,14 @@ def line_chart(
         form: Shows a value of y.
         base: Ticks are round numbers of its powers.
         from_zero: Whether y begins at 0.
-        x_title: What x counts.
+        x_axis: What x counts.
     """
     drawn = [each for each in series if each.points]
     if not drawn:
         return None
     values = [y for each in drawn for _, y in each.points]
     y_ticks = ticks(0.0 if from_zero else min(values), max(values), base)
-    plane = _Plane(drawn, y_ticks)
+    plane = _Plane(drawn, y_ticks, x_axis)
     shapes = [
         Shape(
             each.name,
@@ -128,7 +145,7 @@ def line_chart(
         )
         for each in drawn
     ]
-    return plane.chart(title, shapes, form, x_title, is_stacked=False)
+    return plane.chart(title, shapes, form, is_stacked=False)
 
 
 def area_chart(
@@ -137,9 +154,8 @@ def area_chart(
     *,
     form: Form,
     base: float = 10,
-    x_title: str = "seconds since the start",
 ) -> Chart | None:
-    """Return a chart of areas on top of each other, the first one at the bottom.
+    """Return a chart of areas over time, on top of each other, the first one at the bottom.
 
     All series have the same x; values hold from their point to the next one.
     """
@@ -153,7 +169,7 @@ def area_chart(
         top = [below + y for below, (_, y) in zip(floor, each.points, strict=True)]
         bands.append((each, floor, top))
         floor = top
-    plane = _Plane(drawn, ticks(0.0, max(floor), base))
+    plane = _Plane(drawn, ticks(0.0, max(floor), base), TIME)
     shapes = [
         Shape(
             each.name,
@@ -163,7 +179,7 @@ def area_chart(
         )
         for each, low, high in bands
     ]
-    return plane.chart(title, shapes, form, x_title, is_stacked=True)
+    return plane.chart(title, shapes, form, is_stacked=True)
 
 
 def ticks(low: float, high: float, base: float = 10) -> list[float]:
@@ -195,9 +211,11 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 class _Plane:
     """The values that the square shows, and where in it they lie."""
 
-    def __init__(self, series: Sequence[Series], y_ticks: Sequence[float]) -> None:
-        self._y_ticks = y_ticks
+    def __init__(self, series: Sequence[Series], y_ticks: Sequence[float], x_axis: Axis) -> None:
+        self._y_ticks, self._x_axis = y_ticks, x_axis
         self._left = min(each.points[0][0] for each in series)
+        if x_axis.from_zero:
+            self._left = min(0.0, self._left)
         self._right = max(each.points[-1][0] for each in series)
         if self._right == self._left:
             self._right += 1.0
@@ -213,24 +231,27 @@ class _Plane:
         below = _stairs(xs, low, self._right)[::-1]
         return self.line([*above, *below]) + "Z"
 
-    def chart(
-        self, title: str, shapes: Sequence[Shape], form: Form, x_title: str, *, is_stacked: bool
-    ) -> Chart:
-        x_values = [
-            x for x in ticks(self._left, self._right) if self._left <= x <= self._right
-        ] or [self._left]
+    def chart(self, title: str, shapes: Sequence[Shape], form: Form, *, is_stacked: bool) -> Chart:
         return Chart(
             title=title,
             description="; ".join(shape.label for shape in shapes if not shape.is_muted),
             shapes=shapes,
-            x_ticks=[Tick(self._place(x, 0)[0] / SIDE * 100, f"{x:g}") for x in x_values],
+            x_ticks=[Tick(self._place(x, 0)[0] / SIDE * 100, f"{x:g}") for x in self._x_values()],
             y_ticks=[
                 Tick(100 - self._place(self._left, y)[1] / SIDE * 100, _short(form(y)))
                 for y in self._y_ticks
             ],
-            x_title=x_title,
+            x_title=self._x_axis.title,
             is_stacked=is_stacked,
         )
+
+    def _x_values(self) -> list[float]:
+        return [
+            x
+            for x in ticks(self._left, self._right)
+            if self._left <= x <= self._right
+            if not self._x_axis.is_whole or x == round(x)
+        ]
 
     def _place(self, x: float, y: float) -> Point:
         bottom, top = self._y_ticks[0], self._y_ticks[-1]

@@ -149,7 +149,7 @@ def _loss_rows(report: Report) -> list[tuple[int, list[str], bool]]:
     rows = []
     for index in range(max(map(len, losses), default=0)):
         printed = [each[index] if index < len(each) else UNKNOWN for each in losses]
-        rows.append((index + 1, printed, len(set(printed)) == 1))
+        rows.append((index, printed, len(set(printed)) == 1))
     return rows
 
 

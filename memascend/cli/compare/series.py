@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 from memascend.base.units import format_nbytes
-from memascend.cli.compare.charts import Chart, Point, Series, area_chart, line_chart
+from memascend.cli.compare.charts import Axis, Chart, Point, Series, area_chart, line_chart
 from memascend.cli.compare.figures import format_seconds
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Run
@@ -20,6 +20,9 @@ from memascend.cli.compare.run import Run
 BINARY = 1024
 #: Colours that the style sheet has for components; the last is for all that are left.
 SHADE_COUNT = 8
+
+#: As losses are counted, from 0 on.
+STEPS = Axis("step", from_zero=False, is_whole=True)
 
 
 def style_of(name: str) -> str:
@@ -74,9 +77,9 @@ def drive_charts(report: Report) -> list[Chart]:
 
 
 def step_chart(report: Report) -> list[Chart]:
-    """Return the time from each printed loss to the next."""
-    series = _of_runs(report, lambda run: list(enumerate(run.step_times_s, start=2)))
-    return _drawn(line_chart("Time of each step", series, form=format_seconds, x_title="step"))
+    """Return the time from each printed loss to the next, which is that of the next one's step."""
+    series = _of_runs(report, lambda run: list(enumerate(run.step_times_s, start=1)))
+    return _drawn(line_chart("Time of each step", series, form=format_seconds, x_axis=STEPS))
 
 
 def loss_chart(report: Report) -> list[Chart]:
@@ -85,11 +88,11 @@ def loss_chart(report: Report) -> list[Chart]:
         report,
         lambda run: [
             (index, float(loss))
-            for index, loss in enumerate(run.losses, start=1)
+            for index, loss in enumerate(run.losses)
             if math.isfinite(float(loss))
         ],
     )
-    return _drawn(line_chart("Loss", series, form="{:.4g}".format, from_zero=False, x_title="step"))
+    return _drawn(line_chart("Loss", series, form="{:.4g}".format, from_zero=False, x_axis=STEPS))
 
 
 def _of_runs(report: Report, points: Callable[[Run], Sequence[Point]]) -> list[Series]:

@@ -12,6 +12,7 @@ from memascend.cli.compare.charts import (
     POINTS_MAX,
     SIDE,
     TICKS_MAX,
+    Axis,
     Chart,
     Point,
     Series,
@@ -79,7 +80,7 @@ def test_lines_share_one_plane_and_what_has_no_points_is_left_out() -> None:
 
 
 def test_a_single_moment_has_a_place() -> None:
-    chart = drawn(line_chart("t", [line("a", (3, 0))], form=format_seconds))
+    chart = drawn(line_chart("t", [line("a", (0, 0))], form=format_seconds))
     assert corners(chart.shapes[0].path) == [(0, SIDE)] * 2
     assert chart.x_ticks[0].percent == 0
 
@@ -97,6 +98,22 @@ def test_faint_lines_are_drawn_and_not_in_the_legend() -> None:
     )
     assert [shape.is_muted for shape in chart.shapes] == [False, True]
     assert [shape.label for shape in chart.legend] == ["a: at most 1.00 s"]
+
+
+def test_time_begins_at_zero_and_steps_where_they_begin_with_whole_numbers() -> None:
+    series = [line("a", (1, 0), (3, 10))]
+    over_time = drawn(line_chart("t", series, form=format_seconds))
+    assert (over_time.x_ticks[0].percent, over_time.x_ticks[0].label) == (0, "0")
+    assert corners(over_time.shapes[0].path)[0] == pytest.approx((SIDE / 3, SIDE), abs=0.1)
+    steps = Axis("step", from_zero=False, is_whole=True)
+    chart = drawn(line_chart("t", series, form=format_seconds, x_axis=steps))
+    assert [(tick.percent, tick.label) for tick in chart.x_ticks] == [
+        (0, "1"),
+        (50, "2"),
+        (100, "3"),
+    ]
+    assert chart.x_title == "step"
+    assert [tick.label for tick in over_time.x_ticks][1] == "0.5"
 
 
 def test_losses_need_not_begin_at_zero() -> None:

@@ -81,7 +81,7 @@ def test_everything_is_on_it_the_headlines_first() -> None:
         "Drive nvme0n1: read per second",
         "Requests of rank 0 by class",
         "Every digit that was printed",
-        "3 1.0000000000000002 1.0000000000000002 yes",
+        "2 1.0000000000000002 1.0000000000000002 yes",
         "What differs between the runs",
         "The machine",
     )
@@ -184,6 +184,18 @@ def luminance(colour: str) -> float:
     parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return sum(p * weight for p, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+def test_all_that_it_is_made_from_is_packaged() -> None:
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    package_data = settings.partition("[tool.setuptools.package-data]")[2].partition("\n[")[0]
+    package = ROOT / "memascend"
+    packaged = {
+        path for pattern in re.findall('"(.*?)"', package_data) for path in package.glob(pattern)
+    }
+    templates = set((package / "cli/compare/templates").iterdir())
+    assert len(templates) == 3
+    assert templates <= packaged
 
 
 # -- with less to show -----------------------------------------------------------------------------

@@ -81,11 +81,11 @@ def test_a_drive_that_is_not_always_there_is_drawn_where_it_is() -> None:
     assert series.drive_charts(make_report(make_run("stock"))) == []
 
 
-def test_steps_and_losses_are_counted_from_one() -> None:
+def test_steps_are_counted_as_losses_are() -> None:
     report = make_report(make_run("stock", "4.0", "3.5", "3.0"))
     [steps], [losses] = series.step_chart(report), series.loss_chart(report)
-    assert steps.x_ticks[0].label == "2"  # no loss before the first
-    assert [losses.x_ticks[0].label, losses.x_ticks[-1].label] == ["1", "3"]
+    assert steps.x_ticks[0].label == "1"  # no loss before the first
+    assert [losses.x_ticks[0].label, losses.x_ticks[-1].label] == ["0", "2"]
     assert "2.00 s" in steps.description
 
 
