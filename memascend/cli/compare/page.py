@@ -37,6 +37,9 @@ HEADLINES = (
     ("step_time_s_mean",),
 )
 
+#: Of the table of losses; report.json has all.
+LOSS_ROWS_MAX = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -96,6 +99,7 @@ def _content(report: Report) -> dict[str, Any]:
         "steps": step_chart(report),
         "losses": loss_chart(report),
         "loss_rows": _loss_rows(report),
+        "losses_longest": max((len(run.losses) for run in report.complete), default=0),
         "breakdowns": _breakdowns(report),
         "ledgers": _ledgers(report),
         "settings": _settings(report),
@@ -144,10 +148,10 @@ def _bars(report: Report, figure: Figure) -> list[Bar]:
 
 
 def _loss_rows(report: Report) -> list[tuple[int, list[str], bool]]:
-    """Return number and digits of each loss, and whether all runs printed the same ones."""
+    """Return number and digits of the first losses, and whether all runs printed the same ones."""
     losses = [run.losses for run in report.complete]
     rows = []
-    for index in range(max(map(len, losses), default=0)):
+    for index in range(min(LOSS_ROWS_MAX, max(map(len, losses), default=0))):
         printed = [each[index] if index < len(each) else UNKNOWN for each in losses]
         rows.append((index, printed, len(set(printed)) == 1))
     return rows

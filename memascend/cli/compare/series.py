@@ -15,6 +15,7 @@ from memascend.cli.compare.charts import Axis, Chart, Point, Series, area_chart,
 from memascend.cli.compare.figures import format_seconds
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Run
+from memascend.ledger.trace import Mark
 
 #: Ticks of bytes are powers of it.
 BINARY = 1024
@@ -105,7 +106,7 @@ def _of_runs(report: Report, points: Callable[[Run], Sequence[Point]]) -> list[S
 
 
 def _components(run: Run) -> list[Series]:
-    marks = run.recording.marks
+    marks = _changes(run.recording.marks)
     peaks: dict[str, int] = {}
     for mark in marks:
         for name, nbytes in mark.measures.components.items():
@@ -125,6 +126,16 @@ def _components(run: Run) -> list[Series]:
     series = [Series(name, f"shade-{index}", sums([name])) for index, name in enumerate(named)]
     others = Series("others", f"shade-{SHADE_COUNT - 1}", sums(rest))
     return [*series, others] if rest else series
+
+
+def _changes(marks: Sequence[Mark]) -> list[Mark]:
+    """Return the marks at which components have other sizes than before, and the last."""
+    changed = [
+        after
+        for before, after in pairwise(marks)
+        if after.measures.components != before.measures.components
+    ]
+    return [marks[0], *changed, marks[-1]]
 
 
 def _rates(run: Run, name: str, counter: str) -> list[Point]:

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from memascend.base.units import MIB
+from memascend.cli.compare import page as module
 from memascend.cli.compare.page import render, write_page
 from memascend.cli.compare.report import Report
 from tests.support.comparisons import make_comparison, make_report, make_run
@@ -224,6 +225,17 @@ def test_a_run_that_failed_is_shown_with_the_end_of_its_log(tmp_path: Path) -> N
     text = page(make_report(run)).text
     assert "stock failed: exit status 1" in text
     assert "| not enough <buffers>" in text
+
+
+def test_of_many_losses_the_table_has_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOSS_ROWS_MAX", 2)
+    runs = [make_run(name, "4.0", "3.0", "2.03125") for name in ("stock", "memascend")]
+    text = page(make_report(*runs)).text
+    assert "of the first 2 losses; all are in report.json" in text
+    assert "1 3.0 3.0 yes" in text
+    assert "2 2.03125 2.03125" not in text
+    runs = [make_run(name, "4.0", "3.0") for name in ("stock", "memascend")]
+    assert "of the first" not in page(make_report(*runs)).text
 
 
 def test_settings_show_what_differs() -> None:

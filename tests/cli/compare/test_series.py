@@ -57,6 +57,18 @@ def test_many_components_end_in_one_for_the_others() -> None:
     ]
 
 
+def test_long_runs_are_drawn_by_what_changes() -> None:
+    few, many = (Measures(components={"slots": size * MIB}) for size in (1, 2))
+    marks = [Mark(float(second), SETUP, few) for second in range(500)]
+    marks += [Mark(float(second), SETUP, many) for second in range(500, 1000)]
+    [chart] = series.component_charts(
+        make_report(make_run("memascend", recording=Recording(marks)))
+    )
+    [shape] = chart.shapes
+    assert shape.path.count("L") < 20
+    assert "500.5 " in shape.path  # 500 of 999 seconds
+
+
 def test_drives_are_drawn_as_rates_one_chart_for_each_way() -> None:
     charts = series.drive_charts(make_comparison())
     assert [chart.title for chart in charts] == [
