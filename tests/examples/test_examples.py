@@ -123,11 +123,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.deepspeed
+@pytest.mark.full
 @needs_entry_point
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "trainer" else pytest.mark.full) for name in NAMES],
-)
+@each_example
 def test_an_example_gives_the_bits_of_cpu_offload(name: str, runs: Runs) -> None:
     needed(name)
     ours, stock = runs.of(name)
@@ -158,6 +156,7 @@ def test_a_resumed_trainer_ends_like_one_never_interrupted(runs: Runs) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.full
+@needs_entry_point
 def test_what_an_example_saves_is_a_model_to_start_from(runs: Runs) -> None:
     needed("trainer")
     runs.of("trainer")
