@@ -73,7 +73,13 @@ def _place_of(group: str) -> int:
     """Order by how long it takes: parity, more so of several ranks, then what starts programs."""
     beginnings = (
         *("parity 2", "device 4", "device 2", "parity 1", "device 1"),
-        *("tests/parity/", "tests/integration/", "root", "tests/"),
+        *(
+            "tests/parity/",
+            "tests/examples/test_examples.py",
+            "tests/integration/",
+            "root",
+            "tests/",
+        ),
     )
     return next(place for place, text in enumerate(beginnings) if group.startswith(text))
 

@@ -26,6 +26,8 @@ CONFIGURATION = ROOT / "docs" / "configuration.md"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted(ROOT.glob("*/README.md")),
+    *sorted(ROOT.glob("configs/*/README.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob(".github/**/*.md")),
 ]
@@ -36,6 +38,7 @@ SOURCE_FOLDERS = (
     "configs",
     "csrc",
     "docs",
+    "examples",
     "memascend",
     "scripts",
     "tests",

@@ -14,7 +14,7 @@ FILE_LINES_MAX, FUNCTION_LINES_MAX, HEADER_LINES_MAX = 400, 70, 200
 
 SOURCES = sorted(
     path.relative_to(ROOT)
-    for folder in ("memascend", "benchmarks", "scripts", "tests")
+    for folder in ("memascend", "benchmarks", "examples", "scripts", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
 

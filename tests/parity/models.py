@@ -16,6 +16,8 @@ import torch
 from deepspeed.runtime.sequence_parallel import ulysses_sp
 from torch import nn
 
+from . import families
+
 VOCABULARY = 2048
 SEQUENCE = 4
 HIDDEN = 512
@@ -170,6 +172,8 @@ def maker(family: str) -> Callable[[], nn.Module]:
         return maker("qwen")
     if family == "liger":
         return maker("llama")
+    if family in families.NAMES:
+        return families.maker(family)
     import transformers
 
     config = _configuration(family)
@@ -254,11 +258,13 @@ def loss_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     output = logits_of(model, input_ids)
     if output.dim() == 0:
         return output
+    output = output[:, -input_ids.shape[1] :]  # what comes before is an image
     return nn.functional.cross_entropy(
         output[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten()
     )
 
 
 def logits_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    output = model(input_ids)
+    config = getattr(getattr(model, "module", model), "config", None)
+    output = model(input_ids) if config is None else model(**families.inputs(config, input_ids))
     return output if isinstance(output, torch.Tensor) else output.logits

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Fine-tunes with a loop of one's own over accelerate."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import accelerate
+import datasets
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    """Train, and save the model."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="toy/llama", help="a folder, or a name on the Hub")
+    parser.add_argument("--data", default=str(HERE.parent / "data" / "text.jsonl"))
+    parser.add_argument("--deepspeed_config", default=str(HERE / "ds_config.json"))
+    parser.add_argument("--output", default="out/accelerate")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
+    args = parser.parse_args()
+
+    # Made before the model, so that from_pretrained puts the weights where they belong at once.
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=args.deepspeed_config)
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+    transformers.set_seed(42)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype="bfloat16")
+    model.gradient_checkpointing_enable()
+
+    rows = datasets.load_dataset("json", data_files=args.data, split="train")
+    rows = rows.map(
+        lambda row: tokenizer(row["text"], truncation=True, max_length=512),
+        remove_columns=rows.column_names,
+    )
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, args.steps)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+
+    step = 0
+    while step < args.steps:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            accelerator.print(f"step {step} loss {loss.item()!r}")
+            step += 1
+            if step == args.steps:
+                break
+
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        args.output, is_main_process=accelerator.is_main_process, state_dict=state
+    )
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(args.output)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Every example trains as it is, and to the bit as it does without the block on CPU offload."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.config.block import parse_block
+from tests.integration.programs import (
+    REPOSITORY,
+    armed_lines,
+    free_port,
+    losses,
+    needs_entry_point,
+    run,
+)
+
+FOLDER = REPOSITORY / "examples"
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/train.py"))
+#: A progress bar may stand before it in its line.
+SAMPLE = re.compile(r"sample '.*'|trainable params.*")
+STEPS = ("--steps", "3")
+#: Models of an example, where there is more than one: the reference of DPO.
+MODEL_COUNT = {"dpo": 2}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+each_example = pytest.mark.parametrize("name", NAMES)
+
+
+@dataclasses.dataclass
+class Trained:
+    """What came of one run: its log, each step's figures, and a digest of each file of weights."""
+
+    log: str
+    steps: list[dict[str, Any]]
+    weights: dict[str, str]
+
+
+def train(name: str, folder: Path, toys: Path, *arguments: str, is_stock: bool = False) -> Trained:
+    """Run one example in a folder of its own: with the block, or without it on CPU offload."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "toy").exists():
+        (folder / "toy").symlink_to(toys)
+    script = [str(FOLDER / name / "train.py"), "--output", "out", *arguments]
+    launcher = [
+        *("-m", "deepspeed.launcher.runner"),
+        *("--num_gpus", "1", "--master_port", str(free_port())),
+    ]
+    environment = dict(ONE_THREAD)
+    if is_stock:
+        (folder / "cpu.json").write_text(json.dumps(on_cpu_offload(name)))
+        script += ["--deepspeed_config", "cpu.json"]
+        # The launcher imports DeepSpeed twice more.
+        launcher = []
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = run([*launcher, *script], cwd=folder, environment=environment)
+    assert done.returncode == 0, done.stdout[-8000:]
+    model_count = 0 if is_stock else MODEL_COUNT.get(name, 1)
+    assert len(armed_lines(done.stdout)) == model_count
+    assert done.stdout.count("host memory of this rank, measured") == model_count
+    return Trained(done.stdout, figures(folder / "out", done.stdout), weights(folder / "out"))
+
+
+def on_cpu_offload(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((FOLDER / name / "ds_config.json").read_text())
+    del config["memascend"]
+    for section in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][section] = {"device": "cpu"}
+    return config
+
+
+def figures(out: Path, log: str) -> list[dict[str, Any]]:
+    """Return what was logged of each step, but for times."""
+    state = out / "trainer_state.json"
+    if not state.exists():
+        return [{"loss": float(loss)} for loss in losses(log)]
+    timed = ("runtime", "per_second", "flos", "tokens_per")
+    return [
+        {key: value for key, value in row.items() if not any(word in key for word in timed)}
+        for row in json.loads(state.read_text())["log_history"]
+    ]
+
+
+def weights(out: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(out.glob("*.safetensors"))
+    }
+
+
+@dataclasses.dataclass
+class Runs:
+    """Runs of the examples, each made once: with the block, and without it on CPU offload."""
+
+    folder: Path
+    toys: Path
+    done: dict[str, tuple[Trained, Trained]] = dataclasses.field(default_factory=dict)
+
+    def of(self, name: str) -> tuple[Trained, Trained]:
+        if name not in self.done:
+            ours = train(name, self.folder / f"{name} ours", self.toys, *STEPS)
+            stock = train(name, self.folder / f"{name} stock", self.toys, *STEPS, is_stock=True)
+            self.done[name] = ours, stock
+        return self.done[name]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("examples")
+    done = run([str(FOLDER / "toy.py")], cwd=folder, environment=ONE_THREAD)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return Runs(folder, folder / "toy")
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+@needs_entry_point
+@each_example
+def test_an_example_gives_the_bits_of_cpu_offload(name: str, runs: Runs) -> None:
+    needed(name)
+    ours, stock = runs.of(name)
+    found = [row["loss"] for row in ours.steps if "loss" in row]
+    assert len(found) == 3
+    assert all(math.isfinite(loss) for loss in found)
+    assert ours.steps == stock.steps
+    assert ours.weights == stock.weights != {}
+    assert SAMPLE.findall(ours.log) == SAMPLE.findall(stock.log)
+    assert list((runs.folder / f"{name} ours" / "nvme_swap").iterdir()) == []
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+@needs_entry_point
+def test_a_resumed_trainer_ends_like_one_never_interrupted(runs: Runs) -> None:
+    needed("trainer")
+    _, stock = runs.of("trainer")
+    folder = runs.folder / "trainer ours"
+    shutil.rmtree(folder / "out" / "checkpoint-3")
+    again = train("trainer", folder, runs.toys, *STEPS, "--resume")
+    assert again.log.count("'loss': ") == 1
+    assert again.weights == stock.weights
+    assert [row for row in again.steps if "loss" in row] == [
+        row for row in stock.steps if "loss" in row
+    ]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+@needs_entry_point
+def test_what_an_example_saves_is_a_model_to_start_from(runs: Runs) -> None:
+    needed("trainer")
+    runs.of("trainer")
+    transformers = pytest.importorskip("transformers")
+    out = runs.folder / "trainer ours" / "out"
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert str(model.dtype) == "torch.bfloat16"
+    assert transformers.AutoTokenizer.from_pretrained(out)("a").input_ids == [64]
+
+
+def needed(name: str) -> None:
+    """Skip where a library that the example imports is not installed."""
+    tree = ast.parse((FOLDER / name / "train.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                pytest.importorskip(alias.name.split(".")[0])
+
+
+# -- what an example is made of ------------------------------------------------------------------
+
+
+@each_example
+def test_an_example_does_not_mention_memascend(name: str) -> None:
+    text = (FOLDER / name / "train.py").read_text(encoding="utf-8")
+    assert "memascend" not in text.lower()
+
+
+@each_example
+def test_an_example_has_a_block_that_is_accepted(name: str) -> None:
+    config = json.loads((FOLDER / name / "ds_config.json").read_text(encoding="utf-8"))
+    parse_block(config["memascend"])
+
+
+@each_example
+def test_an_example_tells_how_to_run_it(name: str) -> None:
+    text = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+    assert f"deepspeed --num_gpus 1 examples/{name}/train.py" in text
+    toy = re.search(r'default="(toy/\w+)"', (FOLDER / name / "train.py").read_text())
+    assert toy is not None
+    assert f"python examples/toy.py {toy[1].removeprefix('toy/')}\n" in text
+    assert f"| [{name}]({name}/README.md) |" in (FOLDER / "README.md").read_text()
+
+
+def test_there_is_an_example_of_each_kind() -> None:
+    assert len(NAMES) == 10

@@ -1,0 +1,89 @@
+"""Recipes: each framework's YAML leads to a JSON of ours that is accepted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.config.block import active_config
+from memascend.deepspeed.attach.refusals import check_config
+from memascend.plan.request import PlanRequest
+from tests.integration.programs import REPOSITORY
+
+yaml = pytest.importorskip("yaml")
+
+FOLDER = REPOSITORY / "configs" / "recipes"
+JSONS = sorted(FOLDER.glob("*.json"))
+#: Where a YAML names the JSON; the first of accelerate's two files has nothing of DeepSpeed.
+KEYS = {
+    "axolotl": ("deepspeed",),
+    "llama_factory": ("deepspeed",),
+    "ms_swift": ("deepspeed",),
+    "open_instruct": None,
+    "open_instruct_accelerate": ("deepspeed_config", "deepspeed_config_file"),
+}
+
+
+def by_stem(path: Path) -> str:
+    return path.stem
+
+
+def load(name: str) -> dict[str, Any]:
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+def json_of(name: str) -> str | None:
+    found: Any = load(name)
+    for key in KEYS[name] or ():
+        found = found[key]
+    return found if KEYS[name] else None
+
+
+def test_every_recipe_is_tested() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(KEYS)
+    assert {json_of(name) for name in KEYS} - {None} == {path.name for path in JSONS}
+
+
+@pytest.mark.parametrize("name", [name for name, keys in KEYS.items() if keys])
+def test_a_recipe_names_a_json_beside_it(name: str) -> None:
+    found = json_of(name)
+    assert found is not None
+    assert (FOLDER / found).is_file()
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_numbers_in_a_recipe_are_numbers(name: str) -> None:
+    """YAML reads 1e-5, without a point, as text."""
+    rates = [value for key, value in load(name).items() if key.endswith(("rate", "ratio"))]
+    assert all(isinstance(rate, float) for rate in rates)
+
+
+@pytest.mark.parametrize("path", JSONS, ids=by_stem)
+def test_a_json_of_the_recipes_is_accepted_with_everything_on_the_drive(path: Path) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    assert config["memascend"] == {}
+    assert active_config(config) is not None
+    check_config(config)
+    request = PlanRequest.from_deepspeed(config)
+    assert (request.parameters_device, request.optimizer_device) == ("nvme", "nvme")
+
+
+def test_accelerate_reads_its_recipe() -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    path = FOLDER / "open_instruct_accelerate.yaml"
+    config = config_args.load_config_from_file(str(path))
+    assert config.distributed_type == "DEEPSPEED"
+    assert config.deepspeed_config["zero3_init_flag"] is True
+    # What is in the JSON must not be said twice.
+    said = {*load(path.stem), *config.deepspeed_config}
+    assert not said & {"mixed_precision", "zero_stage", "gradient_clipping"}
+
+
+def test_who_makes_the_optimizer_itself_gets_a_json_without_one() -> None:
+    named = {path.name: "optimizer" in json.loads(path.read_text()) for path in JSONS}
+    assert named == {"trainer.json": True, "accelerate.json": False}
