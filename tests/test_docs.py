@@ -30,6 +30,7 @@ SOURCE_FOLDERS = (
     "benchmarks",
     "configs",
     "csrc",
+    "deploy",
     "docs",
     "memascend",
     "scripts",
