@@ -21,6 +21,10 @@ DEMO_OUT ?= demo-out
 DEMO_CONFIG ?= configs/nvme_cpu.json
 DEMO_ARGS ?=
 
+# Tools of the site alone, which neither tests nor training have beside them.
+DOCS := .venv/docs
+DOCS_REQUIREMENTS := scripts/requirements-docs.txt
+
 # DeepSpeed's compiled operators belong to this environment: its usual cache is shared by all, keyed
 # by name alone.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
@@ -31,8 +35,8 @@ export DS_ACCELERATOR ?= cpu
 export TRITON_INTERPRET ?= 1
 endif
 
-.PHONY: help all environment demo test test-all test-root lint type test-cpp bench bench-memory bench-step
-.PHONY: bench-overlap bench-context bench-volumes kill-test soak fuzz clean device test-device
+.PHONY: help all environment demo test test-all test-root lint type test-cpp docs bench bench-memory
+.PHONY: bench-step bench-overlap bench-context bench-volumes kill-test soak fuzz clean device test-device
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -68,11 +72,18 @@ lint: environment ## style of Python, C++ and shell, and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files '*.cpp' '*.hpp' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run -Werror
-	$(BIN)/shellcheck scripts/*.sh .ci/run
+	$(BIN)/shellcheck scripts/*.sh deploy/*.sh .ci/run
 	git ls-files | xargs --no-run-if-empty $(BIN)/codespell
 
 type: environment ## types of the package
 	$(BIN)/mypy
+
+docs: environment ## the documents as a site in build/site, for reading offline; broken links fail
+	@test "$$(cat $(DOCS)/made-with 2> /dev/null)" = "$$(cat $(DOCS_REQUIREMENTS))" || { \
+	    $(BIN)/python -m venv --clear $(DOCS); \
+	    $(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS_REQUIREMENTS); \
+	    cp $(DOCS_REQUIREMENTS) $(DOCS)/made-with; }
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --clean
 
 bench: environment ## engine, overflow check and allocator against DeepSpeed's
 	$(BIN)/python benchmarks/run.py

@@ -43,10 +43,13 @@ def printed(*arguments: str) -> str:
 
 _FIT = ("plan", "--table", "--fit", "--fused-loss")
 _ROOM = ("--device-memory", "24GiB", "--host-memory", "64GiB")
+_MEMORY = ROOT / "docs" / "memory.md"
 #: What is generated: its name in the marks, the document, and who writes it.
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration reference": (ROOT / "docs" / "configuration.md", reference),
     "table of models": (ROOT / "README.md", lambda: printed("plan", "--table")),
+    "table of models, one rank": (_MEMORY, lambda: printed("plan", "--table")),
+    "table of models, eight ranks": (_MEMORY, lambda: printed("plan", "--table", "--world", "8")),
     "table of contexts": (ROOT / "docs" / "context.md", lambda: printed(*_FIT)),
     "contexts in 24 GiB": (ROOT / "README.md", lambda: printed(*_FIT, *_ROOM)),
 }

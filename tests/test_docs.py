@@ -23,20 +23,14 @@ SEAMS_PAGE = ROOT / "docs" / "SEAMS.md"
 ERRORS = ROOT / "docs" / "errors.md"
 PUBLIC = ROOT / "docs" / "public.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
-    *sorted(ROOT.glob("*/README.md")),
-    *sorted(ROOT.glob("configs/*/README.md")),
-    *sorted(ROOT.glob("examples/*/README.md")),
-    *sorted(ROOT.glob("docs/**/*.md")),
-    *sorted(ROOT.glob(".github/**/*.md")),
-]
+DOCUMENTS = [*load_script("docs_site").documents(), *sorted(ROOT.glob(".github/**/*.md"))]
 LINES_MAX = {README: 200, ARCHITECTURE: 250}
 SOURCE_FOLDERS = (
     ".github",
     "benchmarks",
     "configs",
     "csrc",
+    "deploy",
     "docs",
     "examples",
     "memascend",
@@ -264,10 +258,7 @@ def test_the_page_of_errors_has_phrases_of_the_code() -> None:
 # -- what is generated is current ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["configuration reference", "table of models", "table of contexts", "contexts in 24 GiB"],
-)
+@pytest.mark.parametrize("name", load_script("update_docs").PARTS)
 def test_what_is_generated_is_current(update_docs: ModuleType, name: str) -> None:
     text = read(update_docs.PARTS[name][0])
     assert update_docs.replaced(name, text) == text, "run scripts/update_docs.py"

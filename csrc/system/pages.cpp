@@ -183,7 +183,16 @@ void Notes::add(std::string note) {
   }
 }
 
+void require_page_bytes(std::uint64_t system_page_bytes) {
+  if (system_page_bytes == kPageBytes) return;
+  throw HostMemoryError(
+      join("cannot divide host memory: this kernel has pages of ", system_page_bytes,
+           " bytes, memascend is made for ", kPageBytes, ". fix: a kernel with pages of 4 KiB"),
+      system_page_bytes, 0, 0);
+}
+
 AddressRange::AddressRange(std::uint64_t nbytes, std::uint64_t nbytes_min) : owner_(getpid()) {
+  require_page_bytes(static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)));
   const std::uint64_t least = align_up(std::max<std::uint64_t>(nbytes_min, 1), kHugePageBytes);
   nbytes_ = std::max(align_up(nbytes, kHugePageBytes), least);
   while (true) {

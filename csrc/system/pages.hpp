@@ -37,6 +37,10 @@ class HostMemoryError : public std::runtime_error {
   std::uint64_t limit_bytes;
 };
 
+/// Throws unless the system's pages are ours. With larger ones (arm64 kernels may have 16 or 64
+/// KiB) giving a block back would take what its neighbour has on the same page.
+void require_page_bytes(std::uint64_t system_page_bytes);
+
 /// Which huge pages to ask for. kAuto takes explicit ones when enough are free and the kernel can
 /// be asked for them without the risk of SIGBUS (from Linux 5.14 on), else transparent ones.
 enum class HugePages { kAuto, kExplicit, kTransparent, kOff };

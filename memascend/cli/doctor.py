@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memascend.base.interfaces import Registrar
-from memascend.base.units import GIB, MIB, format_nbytes
+from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.system.heap import examine_heap
@@ -117,6 +117,9 @@ def examine(path: Path) -> list[Check]:
 def _system() -> Check:
     if sys.platform != "linux":
         return Check("system", "problem", platform.platform(), "run it on Linux")
+    if mmap.PAGESIZE != PAGE_BYTES:
+        found = f"pages of {mmap.PAGESIZE} bytes, memascend is made for {PAGE_BYTES}"
+        return Check("system", "problem", found, "a kernel with pages of 4 KiB")
     return Check(
         "system", "ok", f"Linux {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
     )

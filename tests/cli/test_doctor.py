@@ -66,6 +66,12 @@ def test_memory_is_not_accepted_as_a_disk(capsys: pytest.CaptureFixture[str]) ->
     assert checks["disk"]["state"] == "problem"
 
 
+def test_larger_pages_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.mmap, "PAGESIZE", 65536)
+    check = doctor._system()
+    assert (check.state, "65536" in check.found) == ("problem", True)
+
+
 @pytest.mark.parametrize(("state", "status"), [("ok", 0), ("note", 0), ("problem", 1)])
 def test_the_table_has_every_finding_as_it_is_and_only_problems_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, status: int

@@ -1,4 +1,6 @@
-// The one check of these test programs: prints what failed and ends with 1.
+// The one check of these test programs: prints what failed and ends with 1. And whether they run in
+// an emulator of another machine (scripts/test_cpp.py --arch), which lacks some calls of the
+// kernel.
 #pragma once
 
 #include <cstdio>
@@ -11,3 +13,5 @@
       std::exit(1);                                                                \
     }                                                                              \
   } while (false)
+
+inline bool is_emulated() { return std::getenv("MEMASCEND_TEST_EMULATED") != nullptr; }

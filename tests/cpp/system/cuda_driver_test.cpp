@@ -57,8 +57,10 @@ StandIn build_stand_in(const std::string& directory) {
   std::string source = __FILE__;
   source = source.substr(0, source.rfind('/')) + "/../support/fake_cuda.cpp";
   stand_in.path = directory + "/libfakecuda.so";
-  const std::string command =
-      "c++ -std=c++17 -shared -fPIC -o '" + stand_in.path + "' '" + source + "'";
+  const char* compiler = std::getenv("CXX");  // of the machine that this program is for
+  const std::string command = std::string(compiler != nullptr ? compiler : "c++") +
+                              " -std=c++17 -shared -fPIC -o '" + stand_in.path + "' '" + source +
+                              "'";
   if (std::system(command.c_str()) != 0) {
     std::puts("skipped: no c++ on the path to build the stand-in for libcuda");
     std::exit(77);

@@ -1,0 +1,91 @@
+"""Builds the site of the repository's documents where they lie: a hook of mkdocs (mkdocs.yml).
+
+Pages come from the whole repository under their own paths, and so does every file that a page
+links. A link is then right in the repository, where tests/test_docs.py checks it, and on the site,
+where mkdocs does.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).resolve().parent.parent
+#: What is a page, in the repository.
+PATTERNS = ("*.md", "*/README.md", "docs/**/*.md", "configs/**/README.md", "examples/**/README.md")
+#: Where a page is on the site, when not under its own name.
+ADDRESSES = {"docs/start.md": "index.html", "README.md": "overview.html"}
+STYLE = "docs/pictures/site.css"
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+FETCHED = re.compile(
+    r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"> ]+)"
+)
+
+
+def documents() -> list[Path]:
+    """Return every page of the site."""
+    return sorted({path for pattern in PATTERNS for path in ROOT.glob(pattern)})
+
+
+def linked_files() -> list[Path]:
+    """Return what pages link to beside pages: pictures, configurations, programs."""
+    found = {ROOT / STYLE}
+    for document in documents():
+        for link in LINK.findall(document.read_text(encoding="utf-8")):
+            target = (document.parent / link).resolve()
+            if "://" not in link and target.suffix != ".md" and target.is_file():
+                found.add(target)
+    return sorted(found)
+
+
+def navigation(entries: list[Any]) -> list[Any]:
+    """Return the menu with the pages of every folder in it, without folders that have none."""
+    result: list[Any] = []
+    for entry in entries:
+        [(title, value)] = entry.items()
+        if isinstance(value, str) and value.endswith("/"):
+            names = [path.relative_to(ROOT).as_posix() for path in documents()]
+            value = [name for name in names if name.startswith(value)]
+        if value:
+            result.append({title: value})
+    return result
+
+
+def fetched_elsewhere(page: str) -> list[str]:
+    """Return the addresses from which a reader's browser would fetch parts of a page."""
+    return FETCHED.findall(page)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Give headings the anchors that they have on GitHub, and the menu its folders."""
+    from pymdownx.slugs import slugify
+
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    config.nav = navigation(config.nav or [])
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace what lies in docs/ by the documents of the repository, and what they link to."""
+    from mkdocs.structure.files import File
+
+    found = type(files)([file for file in files if file.src_dir != config.docs_dir])
+    for path in [*documents(), *linked_files()]:
+        name = path.relative_to(ROOT).as_posix()
+        file = File.generated(config, name, abs_src_path=str(path))
+        if name in ADDRESSES:
+            file.dest_uri = file.url = ADDRESSES[name]
+        found.append(file)
+    return found
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site that cannot be read offline."""
+    for path in sorted(Path(config.site_dir).rglob("*.html")):
+        if found := fetched_elsewhere(path.read_text(encoding="utf-8")):
+            raise SystemExit(f"{path} fetches {', '.join(found)}; the site has to work offline")

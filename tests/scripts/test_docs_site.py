@@ -1,0 +1,80 @@
+"""The site has every document once, and needs nothing from elsewhere (its links: `make docs`)."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.scripts import load_script
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    return load_script("docs_site")
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def named(entries: list[Any]) -> list[str]:
+    """Return the pages of a menu, in their order."""
+    found: list[str] = []
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            found += named(value) if isinstance(value, list) else [value]
+    return found
+
+
+def test_the_menu_has_every_document_once(site: ModuleType, config: Any) -> None:
+    pages = [path.relative_to(ROOT).as_posix() for path in site.documents()]
+    assert sorted(named(site.navigation(config["nav"]))) == pages
+    assert "README.md" in pages
+
+
+def test_a_folder_in_the_menu_stands_for_its_pages(site: ModuleType) -> None:
+    menu = site.navigation([{"Files": "configs/"}, {"None": "csrc/"}, {"Start": "docs/start.md"}])
+    assert menu == [{"Files": ["configs/README.md"]}, {"Start": "docs/start.md"}]
+
+
+def test_no_two_pages_have_one_address(site: ModuleType) -> None:
+    names = [path.relative_to(ROOT).as_posix() for path in site.documents()]
+    known = [site.ADDRESSES.get(name, name.removesuffix(".md") + ".html") for name in names]
+    assert len({address.lower() for address in known}) == len(known)
+    assert set(site.ADDRESSES) <= set(names)
+
+
+def test_what_a_page_links_to_is_on_the_site(site: ModuleType) -> None:
+    assert {ROOT / "LICENSE", *PICTURES} <= set(site.linked_files())
+
+
+def test_a_page_that_needs_another_host_is_noticed(site: ModuleType) -> None:
+    page = '<a href="https://arxiv.org"><script src="a.js"></script><link rel=x href="b.css">'
+    assert site.fetched_elsewhere(page) == []
+    page += '<script async src="https://cdn.example/m.js"></script><img src=//example.org/i.png>'
+    assert site.fetched_elsewhere(page) == ["https://cdn.example/m.js", "//example.org/i.png"]
+
+
+def test_the_site_asks_for_no_fonts(config: Any) -> None:
+    assert config["theme"]["font"] is False
+    assert config["strict"] is True
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
+def test_a_picture_is_described_and_needs_nothing_from_elsewhere(picture: Path) -> None:
+    text = picture.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    known = {element.tag.rpartition("}")[2]: element.text for element in root}
+    assert known["title"]
+    assert known["desc"]
+    assert text.replace('xmlns="http://www.w3.org/2000/svg"', "").count("://") == 0
+    assert "prefers-color-scheme: dark" in text

@@ -1,0 +1,168 @@
+"""Files for containers, clusters and conda: what they state of the package is so."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memascend.version import __version__
+from tests.support.seccomp import DENY_DOCKER, on_x86_64
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "deploy"
+#: Rights beyond Docker's defaults.
+RIGHTS = {"privileged", "security_opt", "cap_add", "ipc", "pid", "network_mode", "devices"}
+
+
+def text(name: str) -> str:
+    return (DEPLOY / name).read_text(encoding="utf-8")
+
+
+def parsed(name: str) -> Any:
+    return yaml.safe_load(text(name))
+
+
+def stated_requirements() -> set[str]:
+    """Return what pyproject.toml requires to build and to run, without spaces."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lists = re.findall(r"^(?:requires|dependencies) = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r'"([^"]+)"', "".join(lists)))
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the Dockerfile's instructions, continued lines joined."""
+    lines = re.sub(r"^\s*#.*\n", "", text("Dockerfile"), flags=re.MULTILINE)
+    joined = lines.replace("\\\n", " ").splitlines()
+    return [(line.split()[0], line.partition(" ")[2].strip()) for line in joined if line.strip()]
+
+
+def let_in(name: str) -> bool:
+    """Return whether a path reaches the image: the last rule that fits decides, as in Docker."""
+    result = True
+    for rule in text("Dockerfile.dockerignore").splitlines():
+        pattern = rule.lstrip("!").removeprefix("**/")
+        parts = [name, *(str(folder) for folder in Path(name).parents), Path(name).name]
+        if rule and not rule.startswith("#") and any(fnmatch.fnmatch(p, pattern) for p in parts):
+            result = rule.startswith("!")
+    return result
+
+
+# -- containers ------------------------------------------------------------------------------------
+
+
+def test_the_image_is_built_from_what_the_wheel_needs_and_nothing_built_before() -> None:
+    needed = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"]
+    assert [
+        name for name in (*needed, "csrc/base/align.hpp", "memascend/py.typed") if not let_in(name)
+    ] == []
+    assert [name for name in needed if not (ROOT / name).is_file()] == []
+    assert not any(map(let_in, ("tests/conftest.py", ".git/HEAD", "memascend/_core.x.so")))
+
+
+def test_the_image_needs_no_root_to_run_and_ends_with_the_doctor() -> None:
+    found = instructions()
+    assert {name for name, _ in found} <= {
+        *("ARG", "FROM", "RUN", "COPY", "ENV", "USER", "WORKDIR", "CMD")
+    }
+    assert [value for name, value in found if name == "USER"] == ["trainer"]
+    name, command = found[-1]
+    assert (name, json.loads(command)) == ("CMD", ["memascend", "doctor", "--path", "/swap"])
+    # DeepSpeed is built in an environment that has torch already.
+    runs = [value for name, value in found if name == "RUN"]
+    [torch] = [index for index, run in enumerate(runs) if "TORCH_SPEC" in run]
+    [wheel] = [index for index, run in enumerate(runs) if "/dist/*.whl" in run]
+    assert torch < wheel
+    assert "--no-build-isolation" in runs[wheel]
+
+
+def test_compose_asks_for_no_right_beyond_dockers_defaults() -> None:
+    [service] = parsed("compose.yaml")["services"].values()
+    assert not RIGHTS & set(service)
+    build = service["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+    assert {mount["target"] for mount in service["volumes"]} == {"/swap", "/work"}
+
+
+def test_the_pod_states_what_kubernetes_wants_beside_huge_pages() -> None:
+    specification = parsed("pod.yaml")["spec"]
+    assert specification["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    [container] = specification["containers"]
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    resources = container["resources"]
+    assert "hugepages-2Mi" in resources["limits"]
+    assert {"cpu", "memory"} <= set(resources["requests"])
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in specification["volumes"]}
+
+
+@on_x86_64
+def test_the_doctors_trial_passes_under_dockers_default_profile(tmp_path: Path) -> None:
+    program = DENY_DOCKER + "from memascend.cli.main import main\nmain(sys.argv[1:])\n"
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys\n" + program, "doctor", "--json", "--path", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["io_uring"]["state"] == "note"
+    assert checks["trial"]["state"] == "ok"
+    assert "read and compared by libaio" in checks["trial"]["found"]
+
+
+# -- a cluster, conda ------------------------------------------------------------------------------
+
+
+def test_the_job_gives_each_run_a_folder_of_its_own_and_the_training_its_options(
+    tmp_path: Path,
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("memascend", "deepspeed"):
+        (programs / name).write_text('#!/bin/bash\necho "$(basename "$0") $*"\n')
+        (programs / name).chmod(0o700)
+    with (programs / "deepspeed").open("a") as launcher:
+        launcher.write('cat "$5"\n')
+    config = tmp_path / "ds.json"
+    config.write_text('{"nvme_path": "@SWAP@"}')
+    done = subprocess.run(
+        ["bash", DEPLOY / "slurm.sh", "train.py", config, "--steps", "3"],
+        env={
+            "PATH": f"{programs}:/usr/bin:/bin",
+            "SLURM_TMPDIR": str(tmp_path),
+            "SLURM_JOB_ID": "7",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    doctor, launch, written = done.stdout.splitlines()
+    assert re.fullmatch(rf"memascend doctor --path {tmp_path}/memascend-7-\w+/swap", doctor)
+    config_of_job = rf"{tmp_path}/memascend-7-\w+/ds.json"
+    expected = rf"deepspeed --num_gpus 1 train.py --deepspeed_config {config_of_job} --steps 3"
+    assert re.fullmatch(expected, launch)
+    assert json.loads(written)["nvme_path"] == doctor.split()[-1]
+    assert list(tmp_path.glob("memascend-7-*")) == []
+
+
+def test_the_recipe_states_this_version_and_the_requirements_of_the_package() -> None:
+    recipe = yaml.safe_load(
+        re.sub(r'"\{\{.*?\}\}"', "x", text("conda/meta.yaml")).replace("{{ PYTHON }}", "python")
+    )
+    assert recipe["package"]["version"] == __version__
+    lists = [*recipe["requirements"]["host"], *recipe["requirements"]["run"]]
+    stated = {name.replace("pytorch", "torch").replace(" ", "") for name in lists}
+    assert stated_requirements() <= stated | {"wheel"}
+    assert (DEPLOY / "conda" / recipe["source"]["path"]).resolve() == ROOT
