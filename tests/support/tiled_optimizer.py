@@ -62,6 +62,7 @@ class Optimizer(TiledSteps):
         self.attachment = SimpleNamespace(runtime=self.runtime)
         self.loss_scaler, self.custom_loss_scaler = SimpleNamespace(cur_scale=4.0), False
         self.clip_grad = 0.0
+        self.micro_step_id = 0
         self.master_weights_and_grads_dtype = torch.float32
         self.gradient_accumulation_dtype = self.dtype = BF16
         self.unflattened: list[int] = []

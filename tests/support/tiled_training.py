@@ -51,6 +51,7 @@ class Training:
         state_count: int = 2,
         device: LateDevice | None = None,
         state_dtype: torch.dtype = torch.float32,
+        spare_count: int = 0,
     ) -> None:
         self.device = device
         self.store = store or memory_store()
@@ -63,6 +64,7 @@ class Training:
             state_count=state_count,
             state_dtype=state_dtype,
             gradient_dtype=gradient_dtype,
+            spare_count=spare_count,
         )
         tiles = Tiles(
             store=self.store,
