@@ -170,3 +170,18 @@ def lose_drive_at(call: int, stream: OptimizerStream, patch: pytest.MonkeyPatch)
         write_back(*arguments, **keywords)
 
     patch.setattr(stream, "_write_back", fail)
+
+
+def moved_gradients(training: Training, patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the key of each read and write of a gradient from now on."""
+    keys: list[str] = []
+    store = training.store
+    for name in ("read", "write"):
+
+        def move(*, key: str, call: Any = getattr(store, name), **keywords: Any) -> Any:
+            if key.startswith("gradient."):
+                keys.append(key)
+            return call(key=key, **keywords)
+
+        patch.setattr(store, name, move)
+    return keys
