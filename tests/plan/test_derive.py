@@ -160,10 +160,8 @@ def test_a_step_during_backward_has_second_values_beside_those_on_the_drive() ->
     assert plan.host_bytes - other.host_bytes == waiting_bytes
     assert (plan.read_bytes["gradients"], plan.written_bytes["gradients"]) == (0, 0)
     summed = dataclasses.replace(early, gradient_accumulation_steps=4, accumulation_itemsize=4)
-    steps = [
-        derive(shapes, request=one)
-        for one in (summed, dataclasses.replace(summed, during_backward=False))
-    ]
+    after = dataclasses.replace(summed, during_backward=False)
+    steps = [derive(shapes, request=one) for one in (summed, after)]
     for moved in ("read_bytes", "written_bytes"):
         gradients = [getattr(step, moved)["gradients"] for step in steps]
         assert gradients == [3 * 2 * shapes.numel, (3 * 2 + 4) * shapes.numel]

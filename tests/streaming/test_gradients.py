@@ -268,7 +268,7 @@ def test_the_next_chunk_of_a_sum_is_being_read_while_one_is_added() -> None:
     assert (target == 2).all()
 
 
-# -- what goes to tiles ------------------------------------------------------------------------------
+# -- what goes to tiles ----------------------------------------------------------------------------
 
 NUMEL = 4096
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -176,12 +177,12 @@ def moved_gradients(training: Training, patch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that gets the key of each read and write of a gradient from now on."""
     keys: list[str] = []
     store = training.store
+
+    def move(call: Callable[..., Any], *, key: str, **keywords: Any) -> Any:
+        if key.startswith("gradient."):
+            keys.append(key)
+        return call(key=key, **keywords)
+
     for name in ("read", "write"):
-
-        def move(*, key: str, call: Any = getattr(store, name), **keywords: Any) -> Any:
-            if key.startswith("gradient."):
-                keys.append(key)
-            return call(key=key, **keywords)
-
-        patch.setattr(store, name, move)
+        patch.setattr(store, name, functools.partial(move, getattr(store, name)))
     return keys
