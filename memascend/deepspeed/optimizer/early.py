@@ -125,7 +125,7 @@ class StepsEarly(StepsBehind):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Forget all that was of the coming step."""
+        """Forget all that was for the coming step."""
         if self._early is not None:
             self._early.forget()
             self._arrived.clear()
@@ -135,13 +135,16 @@ class StepsEarly(StepsBehind):
         """Return where a gradient goes that the coming step works on; None: to the drive."""
         if self._early is None:
             return None
+        if (name, offset) in self._arrived:
+            if self.micro_step_id == 0:  # another backward pass takes the place of the one before
+                self._end_step()
+            else:
+                self._stop_if_watched("another backward pass is added to a last one")
         if not self._early_basis:
             self._early_basis = self._basis()
             parts = [] if self._is_watched else self._early_parts()
             if self._early is not None:  # there is room
                 self._early.begin(parts)
-        if self.micro_step_id != 0 and (name, offset) in self._arrived:
-            self._stop_if_watched("another backward pass is added to a last one")
         return None if self._early is None else self._early.places(name, offset)
 
     def note_final(self, name: str, offset: int) -> None:

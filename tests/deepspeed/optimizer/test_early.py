@@ -471,7 +471,9 @@ def test_a_second_backward_pass_counts_and_the_first_does_not() -> None:
     for optimizer in (early, late):
         train(optimizer, range(2))
         backward(optimizer, 2)
+        change_rate(optimizer)  # as after zero_grad
         train(optimizer, range(3, 5))
+    assert early.early_tile_count == 2 * TILES
     assert_equal(early, late)
 
 
