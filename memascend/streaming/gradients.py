@@ -316,9 +316,8 @@ class GradientSpool:
                 with self._slots.given_back_on_error(staged):
                     first, count = shard.offset + begin, staged.numel()
                     tile = None if places is None else places.find(first, count)
-                    kept = staged if tile is None else tile
-                    if value is not kept:
-                        kept.copy_(value, non_blocking=True)
+                    if value is not staged or tile is not None:
+                        (staged if tile is None else tile).copy_(value, non_blocking=True)
                     filled = self._slots.event_here()  # the drive needs nothing that comes below
                     if self._sum_of_squares is not None:
                         part = self._sum_of_squares(value)

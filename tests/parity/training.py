@@ -190,9 +190,7 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
             if case.second_model:
                 other = dataclasses.replace(case, second_model=False, steps=1)
                 extra["second"] = run_case(other, config)
-        # Later, a step that is made during backward has no gradient to look at.
-        probed = 1 if case.during_backward else case.steps // 2
-        is_probed = case.accessors != "none" and step == probed
+        is_probed = case.accessors != "none" and step == case.steps // 2
         for number in range(case.accumulation):
             is_last = number == case.accumulation - 1
             if case.boundary == "stated":

@@ -141,7 +141,7 @@ class StepsEarly(StepsBehind):
             else:
                 self._stop_if_watched("another backward pass is added to a last one")
         if not self._early_basis:
-            self._early_basis = self._basis()
+            self._early_basis = self._basis(self._coming_scale())
             parts = [] if self._is_watched else self._early_parts()
             if self._early is not None:  # there is room
                 self._early.begin(parts)
@@ -161,7 +161,7 @@ class StepsEarly(StepsBehind):
             return {}, ""
         self._early.close()
         begins, error = self._early.take(self.spool.bring_back)
-        changed = _difference(self._early_basis, self._basis())
+        changed = _difference(self._early_basis, self._basis(float(self.loss_scale)))
         reason = self._doubt or (changed and f"{changed} between backward and step()")
         if error is not None and not reason:
             reason = f"a tile could not be stepped during backward ({error})"
@@ -214,23 +214,32 @@ class StepsEarly(StepsBehind):
                 log.warning("memascend: %s has no effect from now on: %s", key, reason)
             self._discard_early()
 
-    def _basis(self) -> list[Basis]:
+    def _coming_scale(self) -> float:
+        """Return the loss scale that the coming step divides by, if it is made.
+
+        Upstream brings the scale forward first: where it grows, the gradients have the one before.
+        """
+        if self.custom_loss_scaler:
+            return float(self.loss_scale)
+        scaler = copy.copy(self.loss_scaler)
+        scaler.consecutive_hysteresis = False  # it says so in the log
+        scaler.update_scale(False)
+        return float(scaler.cur_scale)
+
+    def _basis(self, loss_scale: float) -> list[Basis]:
         """Return what a step would be computed from now."""
         numbers = range(len(self.fp16_groups))
         states = [self.optimizer.state.get(flat, {}) for flat in self.fp32_partitioned_groups_flat]
         return [
             {
                 "step": states[number].get("step"),
-                "loss_scale": float(self.loss_scale),
+                "loss_scale": loss_scale,
                 "gradient_clipping": self.clip_grad,
                 # A copy: a list of betas may be changed in place.
                 **{name: copy.deepcopy(self._group(number)[name]) for name in _HYPERPARAMETERS},
             }
             for number in numbers
         ]
-
-    def _factor_unclipped(self) -> float:
-        return 1.0 / float(self.loss_scale)
 
     def _group(self, sub_group_id: int) -> Any:
         return self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
@@ -260,7 +269,7 @@ class StepsEarly(StepsBehind):
         name = self.fp32_partitioned_groups_flat[sub_group_id].ds_id
         places = [(offset, numel) for _, offset, numel in self._gradient_places(sub_group_id)]
         return EarlyPart(
-            step=EarlyStep(name, update, self._factor_unclipped(), self._members(sub_group_id)),
+            step=EarlyStep(name, update, 1.0 / self._coming_scale(), self._members(sub_group_id)),
             begins=self.groups.begins(name),
             places=[place for place in places if (name, place[0]) not in self._may_miss],
             kept=[place for place in places if (name, place[0]) in self._may_miss],
