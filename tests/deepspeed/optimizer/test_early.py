@@ -41,7 +41,12 @@ def test_a_scale_that_grows_in_a_step_is_known_before() -> None:
     early, late = make(), make(early=False)
     for optimizer in (early, late):
         optimizer.loss_scaler = DynamicLossScaler(
-            init_scale=4.0, scale_window=2, dtype=torch.float16
+            init_scale=4.0,
+            scale_window=2,
+            min_scale=1.0,
+            delayed_shift=1,
+            consecutive_hysteresis=False,
+            dtype=torch.float16,
         )
         train(optimizer, range(7))
         assert optimizer.loss_scale > 16.0
