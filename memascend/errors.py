@@ -62,6 +62,18 @@ class TornStepError(MemAscendError, RuntimeError):
     """An optimizer step ended half-way, so the values do not belong together any more."""
 
 
+class GradientGoneError(MemAscendError, RuntimeError):
+    """A gradient is asked for that a step during backward has used up; nothing was changed."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}: streaming.optimizer.during_backward has stepped with this gradient, and kept "
+            "it nowhere. Weights and optimizer states are those of before the step: training can "
+            "go on with another backward pass, or be saved. fix: change and read nothing between "
+            'backward and step(), or set "during_backward": false'
+        )
+
+
 class WriteBudgetError(MemAscendError, RuntimeError):
     """A run wrote more than the user allows; its checkpoint is complete."""
 

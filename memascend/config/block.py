@@ -95,8 +95,8 @@ class OptimizerStreamConfig(Section):
     )
     during_backward: bool = Field(
         False,
-        description="without clipping the step begins during backward; takes drive space for "
-        "second values of all it changes",
+        description="without clipping the step begins during backward and uses gradients up; takes "
+        "drive space for second values of all it changes",
     )
     tile_bytes: Nbytes | None = Field(
         None,

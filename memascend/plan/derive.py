@@ -23,7 +23,13 @@ from memascend.base.units import page_down, page_up
 from memascend.errors import ConfigError
 from memascend.plan.checksums import rounding_bytes
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
-from memascend.plan.knobs import BOUNCE_BYTES, Knobs, LimitTooSmallError, choose_knobs
+from memascend.plan.knobs import (
+    BOUNCE_BYTES,
+    Knobs,
+    LimitTooSmallError,
+    choose_knobs,
+    spare_count,
+)
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
@@ -79,6 +85,11 @@ class Plan(Footprint):
     def checksum_bytes(self) -> int:
         """Bytes of the checksums of what is on the drives; 0 without verification."""
         return self.host.get(CHECKSUMS, 0)
+
+    @property
+    def spare_count(self) -> int:
+        """Blocks beside the tiles, for gradients that come before their tile is read."""
+        return spare_count(self.request)
 
     @property
     def tile_bytes(self) -> int:
@@ -221,6 +232,9 @@ def _traffic(
         # sub-group was early: all of them at most.
         kept_bytes = min(resident.get(PARAMETERS, 0), parameters)
         read[SECOND_VALUES] = written[SECOND_VALUES] = int(part * kept_bytes)
+        # Of a gradient the sum goes to its tile. Those on the drive have their weights there, too.
+        read[GRADIENTS] = passes_gradients
+        written[GRADIENTS] -= window.sum_itemsize * stored_numel
     if request.verify != "off":
         on_drive[ROUNDING] = rounding_bytes(shapes, request)
     return {

@@ -40,6 +40,9 @@ STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_MIN = 8 * MIB, 256 * KIB
 TILE_NUMEL, TILE_NUMEL_MIN = 1 << 20, 16 << 10
 TILE_NUMEL_STEP = PAGE_BYTES  # elements: keeps every block of a tile a multiple of the page
 TILE_COUNT = 3  # one is read, one computed, one written
+#: Gradients of so many tiles wait in memory where the step begins during backward: some for a
+#: neighbour in another layer, or of another sub-group, one that comes now, and those that are read.
+SPARE_COUNT = 8
 GRADIENT_FP32_BYTES = 4
 #: Below these a step takes noticeably longer: `bench_step.py --vary tile`.
 TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE = 256 << 10, MIB
@@ -100,7 +103,7 @@ class Knobs:
         return {
             BOUNCE_BUFFERS: BOUNCE_BYTES,
             **dict.fromkeys(slot_sets(request), self.staging_slot_count * self.staging_slot_bytes),
-            OPTIMIZER_TILES: self.tile_count * self.tile_numel * tile_element_bytes(request),
+            OPTIMIZER_TILES: self.tile_numel * tiles_element_bytes(request, self.tile_count),
             OPTIMIZER_SCRATCH: self.tile_numel * scratch_element_bytes(request),
             PARAMETER_SLOTS: self.layer_bytes + self.prefetch_bytes,
             **checksums,
@@ -126,6 +129,17 @@ def tile_element_bytes(request: PlanRequest) -> int:
     """Return host bytes per element of a tile: weight, states, gradient, 16-bit result."""
     output = request.param_itemsize if request.param_itemsize < request.master_itemsize else 0
     return request.master_itemsize + request.states_bytes + request.gradient_itemsize + output
+
+
+def tiles_element_bytes(request: PlanRequest, tile_count: int) -> int:
+    """Return the same of all tiles, and of the gradients that wait for one."""
+    spare_bytes = spare_count(request) * request.gradient_itemsize
+    return tile_count * tile_element_bytes(request) + spare_bytes
+
+
+def spare_count(request: PlanRequest) -> int:
+    """Return how many tiles' gradients may wait in memory."""
+    return SPARE_COUNT if request.during_backward else 0
 
 
 def scratch_element_bytes(request: PlanRequest) -> int:
@@ -260,7 +274,7 @@ def _shrink_moving(least: _Least, knobs: Knobs, request: PlanRequest, excess_byt
     gradients have g bytes. Under a limit the sum of what they cost is least where each has memory
     in proportion to the root of its own cost and price.
     """
-    numel_bytes = knobs.tile_count * tile_element_bytes(request) + scratch_element_bytes(request)
+    numel_bytes = tiles_element_bytes(request, knobs.tile_count) + scratch_element_bytes(request)
     sets = len(slot_sets(request))
     staging_bytes = sets * knobs.staging_slot_count * knobs.staging_slot_bytes
     room_bytes = knobs.tile_numel * numel_bytes + staging_bytes - excess_bytes

@@ -20,6 +20,7 @@ from memascend.plan.window import WindowBytes
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUP_SIZE = 10**9
 REUSE_NUMEL = 10**9
+GRADIENT_CLIPPING = 1.0
 #: Without a word about it: what Hugging Face's Trainer uses.
 OPTIMIZER = "AdamW"
 
@@ -254,7 +255,7 @@ def _steps_during_backward(block: MemAscendConfig, ds_config: Mapping[str, Any])
     zero = section(ds_config, "zero_optimization")
     places = {device(section(zero, f"offload_{what}")) for what in ("param", "optimizer")}
     # What is left to the trainer clips: its own default is 1.0.
-    is_clipped = ds_config.get(key) == "auto" or value(ds_config, key, 0.0)
+    is_clipped = ds_config.get(key) == "auto" or value(ds_config, key, GRADIENT_CLIPPING)
     return (
         streaming.optimizer.during_backward
         and streaming.optimizer.fused

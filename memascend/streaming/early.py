@@ -3,28 +3,42 @@
 Knows when the gradient of a tile is complete, and a thread that steps such tiles one after the
 other; neither what a step computes nor where the bytes lie. Nothing that was early is the step's
 until the step takes it: new values go beside the old ones, so that whatever decides against them (a
-norm that is not finite, another learning rate, an error in backward) has only to forget them.
+norm that is not finite, an error in backward) has only to forget them.
+
+A gradient goes to memory of its tile, and nowhere else: the step uses it up. As long as a tile
+waits for the rest of its gradients, or for the drive, it has a block; where there is none backward
+waits for a tile that is being stepped. A tile that gets none even so is not early: what comes for
+it goes to the drive.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
+
+from memascend.base.interfaces import Event, Ticket
+from memascend.base.waiting import CopyTicket, event_here, wait_all
 from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.tiles import Tiles
 from memascend.streaming.updates import EarlyStep
+from memascend.streaming.window import TilePlaces
 
 #: Begins of tiles by sub-group.
 Begins = Mapping[str, frozenset[int]]
+#: Called with a sub-group, the offset of a gradient in it, the first element of a part, and that.
+BringBack = Callable[[str, int, int, torch.Tensor], None]
 
 
 class _Coverage:
-    """Of one sub-group, the tiles whose gradients are not complete."""
+    """Of one sub-group, the gradients that have not come, and the elements that tiles lack."""
 
-    def __init__(self, begins: range, places: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, begins: range, places: Sequence[tuple[int, int]]) -> None:
         """Expect all.
 
         Args:
@@ -32,35 +46,75 @@ class _Coverage:
             places: Offset and elements of each gradient.
         """
         self._begins = begins
-        self._numel = dict(places)
-        self._missing = dict.fromkeys(begins, 0)
-        for offset in self._numel:
-            for begin in self._tiles_of(offset):
-                self._missing[begin] += 1
+        self._offsets = {offset for offset, _ in places}
+        self._missing = Counter[int]()
+        for offset, numel in places:
+            for begin in _tiles_of(offset, numel, begins.step):
+                end = min(begin + begins.step, offset + numel)
+                self._missing[begin] += end - max(begin, offset)
 
-    def note(self, offset: int) -> list[int] | None:
-        """Return what a gradient completes; None when it is not expected, or not any more."""
-        if offset not in self._numel:
-            return None
-        begins = self._tiles_of(offset)
-        del self._numel[offset]
-        for begin in begins:
-            self._missing[begin] -= 1
-        return [begin for begin in begins if self._missing[begin] == 0]
+    def take(self, offset: int) -> bool:
+        """Note that a gradient comes; return whether it is the first time."""
+        is_first = offset in self._offsets
+        self._offsets.discard(offset)
+        return is_first
 
-    def _tiles_of(self, offset: int) -> range:
-        tile_numel = self._begins.step
-        end = offset + self._numel[offset]
-        return range(offset // tile_numel * tile_numel, end, tile_numel)
+    def fill(self, begin: int, numel: int) -> bool:
+        """Note elements of a tile; return whether they complete it."""
+        self._missing[begin] -= numel
+        return self._missing[begin] == 0
+
+    def is_all_missing(self, begin: int) -> bool:
+        """Return whether gradients are to fill a tile from one end to the other."""
+        return self._missing[begin] == min(self._begins.step, self._begins.stop - begin)
+
+
+def _tiles_of(offset: int, numel: int, tile_numel: int) -> range:
+    return range(offset // tile_numel * tile_numel, offset + numel, tile_numel)
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyPart:
-    """One sub-group that may be stepped early, and where its gradients lie in it."""
+    """One sub-group that may be stepped early, and where its gradients lie in it.
+
+    Attributes:
+        step: What is done to it.
+        begins: Of its tiles.
+        places: Offset and elements of each gradient that comes.
+        kept: Offset and elements of those that are to go to the drive, wherever they lie.
+    """
 
     step: EarlyStep
     begins: range
     places: Sequence[tuple[int, int]]
+    kept: Sequence[tuple[int, int]] = ()
+
+    def late_tiles(self) -> Iterable[tuple[str, int]]:
+        """Yield the tiles that are not stepped early."""
+        tile_numel = self.begins.step
+        for offset, numel in self.kept:
+            for begin in _tiles_of(offset, numel, tile_numel):
+                yield self.step.name, begin
+
+
+@dataclass(slots=True, eq=False)
+class _TileGradient:
+    """The gradient of one tile, as far as it has come."""
+
+    name: str
+    begin: int
+    block: torch.Tensor
+    copies: list[Ticket] = field(default_factory=list)
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset, begin, elements
+
+    def wait(self) -> None:
+        """Return when all copies into it are over."""
+        copies, self.copies = self.copies, []
+        wait_all([copy.wait for copy in copies])
+
+    def part(self, begin: int, count: int) -> torch.Tensor:
+        """Return elements of it, counted in the sub-group."""
+        return self.block.narrow(0, begin - self.begin, count)
 
 
 class EarlySteps:
@@ -70,22 +124,27 @@ class EarlySteps:
         self,
         *,
         stream: OptimizerStream,
-        is_stored: Callable[[str, int], bool],
+        tiles: Tiles,
         run: Callable[[Callable[[], None]], Future[None]],
+        new_event: Callable[[], Event] | None = None,
     ) -> None:
         """Begin with nothing to step.
 
         Args:
             stream: Steps tiles.
-            is_stored: Whether the gradients of a tile may be read.
+            tiles: Its tiles.
             run: Runs a function on the thread that steps, each behind the one before.
+            new_event: Makes an event of the device; None when the device is the CPU.
         """
-        self._stream = stream
-        self._is_stored = is_stored
-        self._run = run
+        self._stream, self._tiles = stream, tiles
+        self._run, self._new_event = run, new_event
         self._steps: dict[str, EarlyStep] = {}
         self._coverage: dict[str, _Coverage] = {}
-        self._complete: deque[tuple[str, int]] = deque()  # gradients may be on their way to it
+        self._kept: set[tuple[str, int]] = set()  # sub-group and offset of gradients
+        self._late: set[tuple[str, int]] = set()  # sub-group and begin of tiles
+        self._waiting: dict[tuple[str, int], _TileGradient] = {}  # of tiles that are not stepped
+        self._filled: list[tuple[_TileGradient, int]] = []  # elements: copies that are not noted
+        self._running: deque[Future[None]] = deque()
         self._done: dict[str, set[int]] = {}
         self._is_running = False
         self._is_open = False
@@ -98,44 +157,65 @@ class EarlySteps:
         self.forget()
         self._steps = {part.step.name: part.step for part in parts}
         self._coverage = {part.step.name: _Coverage(part.begins, part.places) for part in parts}
-        self._is_open = bool(parts)
+        self._kept = {(part.step.name, offset) for part in parts for offset, _ in part.kept}
+        self._late = {tile for part in parts for tile in part.late_tiles()}
+        if parts:
+            self._is_open = True
+            self._start(_do_nothing)  # if there is no thread the drive takes the gradients
 
-    def note(self, name: str, offset: int) -> None:
-        """Note that a gradient is final; tiles that are complete by it are stepped soon.
+    def places(self, name: str, offset: int) -> TilePlaces | None:
+        """Return where a gradient goes that is about to come; None: to the drive.
 
         One that comes twice is of another backward pass: then nothing was early.
         """
-        if not self._is_open or name not in self._coverage:
-            return
-        begins = self._coverage[name].note(offset)
-        if begins is None:
+        is_known = name in self._coverage and (name, offset) not in self._kept
+        if not self._is_open or not is_known:
+            return None
+        if not self._coverage[name].take(offset):
             self.forget()
-            return
-        self._complete += [(name, begin) for begin in begins]
-        while self._is_open and self._complete and self._is_stored(*self._complete[0]):
-            self._stream.expect_early(*self._complete.popleft())
-            self._is_running = True
-            try:
-                self._run(self._step_next)
-            except RuntimeError as error:  # no thread: nobody needs these steps
-                self._fail(error)
+            return None
+        return TilePlaces(
+            offset=offset,
+            tile_numel=self._tiles.shape.numel,
+            find=functools.partial(self._find, name, offset),
+        )
+
+    def note(self) -> None:
+        """Note that what came has been copied; tiles that are complete by it are stepped soon."""
+        filled, self._filled = self._filled, []
+        event = event_here(self._new_event) if filled else None
+        for gradient, numel in filled:
+            if event is not None:
+                gradient.copies.append(CopyTicket(event))
+            if self._is_open and self._coverage[gradient.name].fill(gradient.begin, numel):
+                self._stream.expect_early(gradient.name, gradient.begin)
+                self._start(self._step_next)
 
     def close(self) -> None:
         """Step nothing more, and return when nothing is in flight."""
         self._is_open = False
-        self._complete.clear()
         if self._is_running:
             # Behind all tiles, whichever of them Ctrl-C has let this thread know of.
             with suppress(RuntimeError):
                 self._run(_do_nothing).result()
             self._is_running = False
+            self._running.clear()
             try:
                 self._stream.drain()
             except Exception as error:  # of a write: what it was to hold is worth nothing
                 self._fail(error)
 
-    def take(self) -> tuple[Begins, Exception | None]:
-        """Return what was stepped early, or the error that spoilt it, once; closed before."""
+    def take(self, bring_back: BringBack) -> tuple[Begins, Exception | None]:
+        """Return what was stepped early, or the error that spoilt it, once; closed before.
+
+        Args:
+            bring_back: Given each part of a gradient whose tile was not stepped.
+        """
+        for gradient in self._waiting.values():
+            gradient.wait()
+            for offset, begin, count in gradient.parts:
+                bring_back(gradient.name, offset, begin, gradient.part(begin, count))
+        self._clear()
         done, error = self._done, self._error
         self._done, self._error = {}, None
         if error is not None:
@@ -145,18 +225,73 @@ class EarlySteps:
     def forget(self) -> None:
         """Forget what was early; errors, too."""
         self.close()
-        self.take()
+        self._clear()
+        self._done, self._error = {}, None
         self._steps, self._coverage = {}, {}
+
+    def _clear(self) -> None:
+        """Give the blocks of all tiles back that were not stepped."""
+        self._filled = []
+        while self._waiting:
+            _, gradient = self._waiting.popitem()
+            gradient.wait()
+            self._tiles.give_spare(gradient.block)
+
+    # -- the caller's thread -----------------------------------------------------------------------
+
+    def _find(self, name: str, offset: int, begin: int, count: int) -> torch.Tensor | None:
+        """Return where a part of a gradient goes, counted in the sub-group; None: to the drive."""
+        self.note()  # the parts before
+        tile_numel = self._tiles.shape.numel
+        tile = (name, begin // tile_numel * tile_numel)
+        if not self._is_open or tile in self._late:
+            return None
+        gradient = self._waiting.get(tile)
+        if gradient is None:
+            block = self._take_block()
+            if block is None:
+                self._late.add(tile)
+                return None
+            gradient = self._waiting[tile] = _TileGradient(*tile, block)
+            if not self._coverage[name].is_all_missing(tile[1]):
+                block.zero_()
+        gradient.parts.append((offset, begin, count))
+        self._filled.append((gradient, count))
+        return gradient.part(begin, count)
+
+    def _take_block(self) -> torch.Tensor | None:
+        """Return a block, if need be of a tile that is being stepped; None when all wait."""
+        block = self._tiles.take_spare()
+        while block is None and self._running:
+            self._running.popleft().result()
+            block = self._tiles.take_spare()
+        return block
+
+    def _start(self, function: Callable[[], None]) -> None:
+        self._is_running = True
+        while self._running and self._running[0].done():
+            self._running.popleft()
+        try:
+            self._running.append(self._run(function))
+        except RuntimeError as error:  # no thread: nobody needs these steps
+            self._fail(error)
+
+    # -- the thread that steps ---------------------------------------------------------------------
 
     def _step_next(self) -> None:
         """Step the tile that is due; nothing once this is closed or something has failed."""
         if not self._is_open:
             return
         try:
-            name, begin = self._stream.step_early(self._steps)
+            name, begin = self._stream.step_early(self._steps, self._take_gradient)
             self._done.setdefault(name, set()).add(begin)
         except Exception as error:  # told to whoever takes the rest
             self._fail(error)
+
+    def _take_gradient(self, name: str, begin: int) -> torch.Tensor:
+        """Return the block of a complete tile, which has it from now on."""
+        self._waiting[name, begin].wait()
+        return self._waiting.pop((name, begin)).block
 
     def _fail(self, error: Exception) -> None:
         self._is_open = False

@@ -14,13 +14,13 @@ sum of squares is found while the bytes pass by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 
 import torch
 
 from memascend.base.interfaces import TensorIO, Ticket
+from memascend.errors import GradientGoneError
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.window import (
     SET_PLACE,
@@ -28,8 +28,11 @@ from memascend.streaming.window import (
     WINDOW_PLACES,
     Factor,
     GradientShard,
+    SeenPart,
     StoredGradient,
+    TilePlaces,
     Window,
+    zero_between,
 )
 
 #: A shard that gets no gradient is multiplied by every step's factor; after so many the product is
@@ -44,28 +47,8 @@ GiveMemory = Callable[..., None]
 SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _SeenPart:
-    """Part of a seen value that falls into a range of its sub-group."""
-
-    shard: GradientShard
-    value: StoredGradient
-    begin: int  # in the range
-    count: int
-    value_begin: int
-
-    @property
-    def offset_bytes(self) -> int:
-        """Offset of its first byte in the value's key."""
-        return self.value_begin * self.value.dtype.itemsize
-
-
 class GradientSpool:
-    """Gradients by sub-group and offset. One thread at a time may call.
-
-    Another one may read, by `start_read`, `complete` and `load`, gradients of this dtype that are
-    final.
-    """
+    """Gradients by sub-group and offset. One thread at a time may call."""
 
     def __init__(
         self,
@@ -104,6 +87,7 @@ class GradientSpool:
         final: bool = True,
         arrived: torch.dtype | None = None,
         result: torch.Tensor | None = None,
+        places: TilePlaces | None = None,
     ) -> GradientShard:
         """Take the gradient of one shard; it may be overwritten on return, in stream order.
 
@@ -116,12 +100,16 @@ class GradientSpool:
             arrived: A narrower dtype that has all of its values, if there is one: in that it may
                 wait on the drive to be added.
             result: Filled with the new value, if given; on any device, of any dtype.
+            places: Take parts of a final gradient instead of the drive.
 
         Raises:
             StoreError: The drive failed.
             StoreFullError: The drive is full.
+            GradientGoneError: The latest value, to be added to, was given to tiles.
         """
         shard = self._shard(group, offset)
+        if accumulate and shard.away and shard.latest is shard.seen:
+            raise GradientGoneError("cannot add another backward pass to the one before")
         window = shard.window if accumulate else None
         if window is None:
             numel, dtype, device = gradient.numel(), gradient.dtype, gradient.device
@@ -129,7 +117,7 @@ class GradientSpool:
         if final or result is not None:
             arrived = None  # somebody asks for the sum
         if arrived is None or not self._append(shard, window, gradient, arrived):
-            self._add_up(shard, window, gradient, final=final, result=result)
+            self._add_up(shard, window, gradient, final=final, result=result, places=places)
         return shard
 
     def finish(self, group: str, offset: int) -> None:
@@ -160,11 +148,6 @@ class GradientSpool:
     def submit(self) -> None:
         """Have the store know of everything that was put, for `start_read`."""
         self._slots.submit_all()
-
-    def is_stored(self, group: str, begin: int, count: int) -> bool:
-        """Return whether the store has all that was put of a range, so that it may be read."""
-        parts = self._seen_in(group, begin, count)
-        return not any(self._slots.is_pending(part.value.key) for part in parts)
 
     def needs_slots(self, dtype: torch.dtype) -> bool:
         """Return whether a step on gradients stored in `dtype` passes values through slots."""
@@ -200,13 +183,13 @@ class GradientSpool:
         parts = list(self._seen_in(group, begin, raw.numel()))
         if any(part.shard.factors or part.value.dtype != raw.dtype for part in parts):
             return False
-        _zero_between(parts, raw)
+        zero_between(parts, raw)
         return True
 
     def load(self, group: str, begin: int, raw: torch.Tensor, gradient: torch.Tensor) -> None:
         """Make gradients of what `start_read` has read; `gradient` may be `raw` itself."""
         parts = list(self._seen_in(group, begin, raw.numel()))
-        _zero_between(parts, gradient)
+        zero_between(parts, gradient)
         for part in parts:
             target = gradient.narrow(0, part.begin, part.count)
             if part.value.dtype != raw.dtype:
@@ -236,9 +219,15 @@ class GradientSpool:
     # -- single values ---------------------------------------------------------------------------
 
     def get(self, group: str, begin: int, target: torch.Tensor) -> None:
-        """Fill a host tensor with the gradients of a range as the next step would see them."""
+        """Fill a host tensor with the gradients of a range as the next step would see them.
+
+        Raises:
+            GradientGoneError: Tiles were given some of it.
+        """
         target.zero_()
         for part in self._seen_in(group, begin, target.numel()):
+            if part.shard.away:
+                raise GradientGoneError("cannot read a gradient")
             values = target.narrow(0, part.begin, part.count)
             self._read(part, values)
             for factor in part.shard.factors:
@@ -250,6 +239,19 @@ class GradientSpool:
         target = self._reserve(shard, SET_PLACE, value.numel(), value.dtype)
         self._slots.write(key=target.key, source=value)
         self._see(shard, target)
+
+    def away(self, group: str) -> Iterator[tuple[int, int]]:
+        """Yield the shard's offset, and where it begins, of each part that tiles were given."""
+        for offset, shard in self._shards.get(group, {}).items():
+            yield from ((offset, begin) for begin, _ in shard.away)
+
+    def bring_back(self, group: str, offset: int, begin: int, part: torch.Tensor) -> None:
+        """Store a part of the shard at `offset` that a tile was given and has not used."""
+        shard, found = self._shards[group][offset], (begin, part.numel())
+        if shard.seen is not None and found in shard.away:  # all of the shard came
+            shard.away.remove(found)
+            offset_bytes = (begin - offset) * part.element_size()
+            self._slots.write(key=shard.seen.key, source=part, offset_bytes=offset_bytes)
 
     def discard(self) -> None:
         """Forget every gradient, and give the drive's space back."""
@@ -266,17 +268,16 @@ class GradientSpool:
         new = GradientShard(name=f"gradient.{group}.{offset}", offset=offset)
         return self._shards.setdefault(group, {}).setdefault(offset, new)
 
-    def _seen_in(self, group: str, begin: int, count: int) -> Iterator[_SeenPart]:
+    def _seen_in(self, group: str, begin: int, count: int) -> Iterator[SeenPart]:
         """Yield what is seen in a range of a sub-group, in no order."""
-        # A copy: gradients of others may come while tiles are stepped early.
-        for shard in list(self._shards.get(group, {}).values()):
+        for shard in self._shards.get(group, {}).values():
             value = shard.seen
             if value is None:
                 continue
             first = max(begin, shard.offset)
             last = min(begin + count, shard.offset + value.numel)
             if first < last:
-                yield _SeenPart(shard, value, first - begin, last - first, first - shard.offset)
+                yield SeenPart(shard, value, first - begin, last - first, first - shard.offset)
 
     def _append(
         self, shard: GradientShard, window: Window, gradient: torch.Tensor, arrived: torch.dtype
@@ -303,24 +304,35 @@ class GradientSpool:
         *,
         final: bool,
         result: torch.Tensor | None = None,
+        places: TilePlaces | None = None,
     ) -> None:
         """Store the sum of a shard's latest value, a window, and one more gradient."""
         anew = window.replaces or shard.latest is None
         target = self._target(shard, window, final=final, anew=anew)
         squares: torch.Tensor | None = None
-        with closing(window.add_up(self._slots, shard.latest, last)) as chunks:
+        away = []
+        with closing(window.add_up(self._slots, shard.latest, last, places)) as chunks:
             for begin, staged, value in chunks:
                 with self._slots.given_back_on_error(staged):
+                    first, count = shard.offset + begin, staged.numel()
+                    tile = None if places is None else places.find(first, count)
+                    if value is not staged or tile is not None:
+                        (staged if tile is None else tile).copy_(value, non_blocking=True)
                     filled = self._slots.event_here()  # the drive needs nothing that comes below
                     if self._sum_of_squares is not None:
                         part = self._sum_of_squares(value)
                         squares = part if squares is None else squares + part
                     if result is not None:
-                        result.narrow(0, begin, staged.numel()).copy_(value)
-                self._slots.submit(target.key, staged, begin * target.dtype.itemsize, filled)
+                        result.narrow(0, begin, count).copy_(value)
+                if tile is None:
+                    self._slots.submit(target.key, staged, begin * target.dtype.itemsize, filled)
+                else:
+                    away.append((first, count))
+                    self._slots.give_back(staged)
         shard.latest, shard.window, shard.squares = target, None, squares
         if final:
             self._see(shard, target)
+            shard.away = away
 
     def _target(
         self, shard: GradientShard, like: Window, *, final: bool, anew: bool
@@ -363,6 +375,8 @@ class GradientSpool:
     def _see(self, shard: GradientShard, value: StoredGradient | None) -> None:
         old, shard.seen = shard.seen, value
         shard.factors.clear()
+        if value is not old:
+            shard.away = []
         if old is not None and old.place == SET_PLACE and (value is None or old.key != value.key):
             self._slots.submit_all(old.key)
             self._store.discard(key=old.key)
@@ -374,22 +388,13 @@ class GradientSpool:
         for begin, count in self._slots.chunks(seen.numel, dtype.itemsize):
             product = self._slots.take(count, dtype)
             with self._slots.given_back_on_error(product):
-                self._read(_SeenPart(shard, seen, 0, count, begin), product)
+                self._read(SeenPart(shard, seen, 0, count, begin), product)
                 for factor in shard.factors:
                     product.mul_(factor)
             self._slots.submit(key, product, begin * dtype.itemsize)
         self._see(shard, StoredGradient(key, SET_PLACE, seen.numel, dtype))
 
-    def _read(self, part: _SeenPart, target: torch.Tensor) -> None:
+    def _read(self, part: SeenPart, target: torch.Tensor) -> None:
         """Read a part chunk by chunk, converting to the target's dtype."""
         key, dtype = part.value.key, part.value.dtype
         self._slots.read(key=key, target=target, offset_bytes=part.offset_bytes, dtype=dtype)
-
-
-def _zero_between(parts: Iterable[_SeenPart], target: torch.Tensor) -> None:
-    """Make zero what no part of a range fills."""
-    end = 0
-    for part in sorted(parts, key=lambda part: part.begin):
-        target.narrow(0, end, part.begin - end).zero_()
-        end = part.begin + part.count
-    target.narrow(0, end, target.numel() - end).zero_()

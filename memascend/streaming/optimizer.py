@@ -166,13 +166,22 @@ class OptimizerStream:
         """Have a tile follow those that are stepped early, on whatever thread."""
         self._early_coming.append((self._groups.group(name), begin))
 
-    def step_early(self, steps: Mapping[str, EarlyStep]) -> tuple[str, int]:
+    def step_early(
+        self,
+        steps: Mapping[str, EarlyStep],
+        take_gradient: Callable[[str, int], torch.Tensor],
+    ) -> tuple[str, int]:
         """Step the next tile that is expected, beside its old values; return which it was.
+
+        Args:
+            steps: By sub-group.
+            take_gradient: Returns the block of the tiles' with the gradient of a tile.
 
         Raises:
             StoreError: The drive failed.
         """
         with self._next_due() as tile:
+            self._tiles.exchange_gradient(tile, take_gradient(tile.owner, tile.begin))
             group = self._groups.group(tile.owner)
             step = steps[tile.owner]
             values: dict[str, Any] = {}
@@ -230,7 +239,8 @@ class OptimizerStream:
         """Start reading what comes next: one tile if there is any, more while tiles are idle."""
         while self._tiles.has_idle() or (not self._reading and self._tiles.has_retired()):
             following = next(self._coming, None)
-            if following is None and self._early_coming:
+            is_early = following is None
+            if is_early and self._early_coming:
                 following = self._early_coming.popleft()
             if following is None:
                 return
@@ -244,8 +254,9 @@ class OptimizerStream:
                     block.fill_(group.fills[name])
                 else:
                     self._tiles.read(tile, group.key(name), block)
-            raw = tile.raw.narrow(0, 0, tile.numel)
-            tile.tickets += self._spool.start_read(group.name, begin, raw)
+            if not is_early:
+                raw = tile.raw.narrow(0, 0, tile.numel)
+                tile.tickets += self._spool.start_read(group.name, begin, raw)
 
     # -- the optimizer's view --------------------------------------------------------------------
 
@@ -292,10 +303,12 @@ class OptimizerStream:
         """Step a tile in one pass, of its gradient as it is stored where that is all of it."""
         gradient = tile.raw.narrow(0, 0, tile.numel)
         multiplier = as_number(factor)
-        if not self._spool.complete(tile.owner, tile.begin, gradient) or multiplier is None:
-            gradient, multiplier = self._load_gradient(tile, factor), 1.0
         if not early:
+            is_whole = self._spool.complete(tile.owner, tile.begin, gradient)
+            if multiplier is None or not is_whole:
+                gradient, multiplier = self._load_gradient(tile, factor), 1.0
             self._groups.integrity.note_change()
+        assert multiplier is not None
         fused(
             begin=tile.begin,
             gradient=gradient,

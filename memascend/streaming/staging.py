@@ -230,11 +230,6 @@ class StagingSlots:
         while any(one.ticket is None and (not keys or one.key in keys) for one in self._writes):
             self._submit_next()
 
-    def is_pending(self, key: str) -> bool:
-        """Return whether the store does not have all that was submitted for a key."""
-        self._submit_filled()
-        return any(one.ticket is None and one.key == key for one in self._writes)
-
     def give_back(self, staged: torch.Tensor) -> None:
         """Free a taken slot, once the copies out of it that were issued so far have happened."""
         event = self.event_here()

@@ -29,6 +29,7 @@ class TileShape:
         state_dtype: Of states.
         gradient_dtype: In which gradients are stored.
         parameter_dtype: Of the parameters.
+        spare_count: Blocks beside the tiles, for gradients that come before their tile is read.
     """
 
     numel: int
@@ -38,6 +39,7 @@ class TileShape:
     state_dtype: torch.dtype
     gradient_dtype: torch.dtype
     parameter_dtype: torch.dtype
+    spare_count: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +103,7 @@ class Tiles:
             for _ in range(shape.count)
         )
         self._retired: deque[Tile] = deque()
+        self._spare = deque(self._block(shape.gradient_dtype) for _ in range(shape.spare_count))
         self._scratch: torch.Tensor | None = None
         if shape.gradient_dtype != shape.master_dtype:
             self._scratch = self._block(shape.master_dtype, OPTIMIZER_SCRATCH)
@@ -193,6 +196,24 @@ class Tiles:
         """Return where gradients of the tile are computed with: one place for all, or its own."""
         block = tile.raw if self._scratch is None else self._scratch
         return block.narrow(0, 0, tile.numel)
+
+    # -- gradients that come before their tile: any thread may call -------------------------------
+
+    def take_spare(self) -> torch.Tensor | None:
+        """Return a block that takes the gradients of a tile; None when all are taken."""
+        try:
+            return self._spare.popleft()
+        except IndexError:
+            return None
+
+    def give_spare(self, block: torch.Tensor) -> None:
+        """Give a block back."""
+        self._spare.append(block)
+
+    def exchange_gradient(self, tile: Tile, block: torch.Tensor) -> None:
+        """Make a block the tile's own, and give the tile's back in its place."""
+        block, tile.raw = tile.raw, block
+        self.give_spare(block)
 
     def _block(self, dtype: torch.dtype, component: str = OPTIMIZER_TILES) -> torch.Tensor:
         self.nbytes += self.shape.numel * dtype.itemsize

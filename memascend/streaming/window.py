@@ -12,7 +12,7 @@ DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -61,23 +61,30 @@ class Window:
     gradients: list[StoredGradient] = field(default_factory=list)
 
     def add_up(
-        self, slots: StagingSlots, latest: StoredGradient | None, last: torch.Tensor | None
+        self,
+        slots: StagingSlots,
+        latest: StoredGradient | None,
+        last: torch.Tensor | None,
+        places: TilePlaces | None = None,
     ) -> Generator[tuple[int, torch.Tensor, torch.Tensor], None, None]:
-        """Yield the sum chunk by chunk: where each begins, a slot with it, the same on the device.
+        """Yield the sum chunk by chunk: where each begins, a slot for it, and the sum itself.
 
-        The slot is the caller's to end; the copy into it is issued.
+        The slot is the caller's to fill, unless it has the sum already, and to end.
 
         Args:
             slots: What everything passes through.
             latest: The shard's, of `dtype`; None is zero, which makes 0.0 of a first -0.0.
             last: One more gradient, of `dtype` and on `device`.
+            places: No chunk is to lie in two of their tiles.
 
         Raises:
             StoreError: A read failed.
         """
         has_latest = latest is not None and not self.replaces
         stored = [latest, *self.gradients] if latest and has_latest else self.gradients
-        chunks = list(slots.chunks(self.numel, self.dtype.itemsize))
+        numel_max = slots.slot_bytes // self.dtype.itemsize
+        cut = slots.chunks(self.numel, self.dtype.itemsize)
+        chunks = list(cut if places is None else places.chunks(self.numel, numel_max))
         runs = (
             (one.key, begin * one.dtype.itemsize, count, one.dtype)
             for begin, count in chunks
@@ -98,8 +105,6 @@ class Window:
                         piece = last.narrow(0, begin, count)
                         value = piece if value is None else value.add_(piece)
                     assert value is not None
-                    if value is not staged:
-                        staged.copy_(value, non_blocking=True)
                 yield begin, staged, value
 
     def _add(
@@ -124,6 +129,31 @@ class Window:
             slots.give_back(arrived)
 
 
+@dataclass(frozen=True, slots=True)
+class TilePlaces:
+    """Where parts of one gradient go instead of to the drive.
+
+    Attributes:
+        offset: Its first element in the sub-group.
+        tile_numel: Elements of a tile.
+        find: Returns host memory for so many elements, of one tile, from one of the sub-group on;
+            None: they go to the drive.
+    """
+
+    offset: int
+    tile_numel: int
+    find: Callable[[int, int], torch.Tensor | None]
+
+    def chunks(self, numel: int, numel_max: int) -> Iterator[tuple[int, int]]:
+        """Cut the gradient into (begin, count) runs that lie in one tile each, and fit a slot."""
+        begin, end = self.offset, self.offset + numel
+        while begin < end:
+            following = (begin // self.tile_numel + 1) * self.tile_numel
+            count = min(following, end, begin + numel_max) - begin
+            yield begin - self.offset, count
+            begin += count
+
+
 @dataclass(slots=True)
 class GradientShard:
     """Record of one parameter's gradient on this rank.
@@ -136,6 +166,8 @@ class GradientShard:
         seen: What the next step works on; None reads as zero, as do elements behind its end.
         factors: What finished steps multiplied the seen value by, in order.
         squares: Sum of squares of `latest`, 0-dim; fp64 where the device has it.
+        away: Begin, in the sub-group, and elements of what of the seen value is not on the drive:
+            tiles have it, or had it.
     """
 
     name: str
@@ -145,6 +177,7 @@ class GradientShard:
     seen: StoredGradient | None = None
     factors: list[Factor] = field(default_factory=list)
     squares: torch.Tensor | None = None
+    away: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -154,3 +187,28 @@ class GradientShard:
     def key(self, place: int) -> str:
         """Return the store's name for one of the shard's places."""
         return f"{self.name}.{place}"
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPart:
+    """Part of a seen value that falls into a range of its sub-group."""
+
+    shard: GradientShard
+    value: StoredGradient
+    begin: int  # in the range
+    count: int
+    value_begin: int
+
+    @property
+    def offset_bytes(self) -> int:
+        """Offset of its first byte in the value's key."""
+        return self.value_begin * self.value.dtype.itemsize
+
+
+def zero_between(parts: Iterable[SeenPart], target: torch.Tensor) -> None:
+    """Make zero what no part of a range fills."""
+    end = 0
+    for part in sorted(parts, key=lambda part: part.begin):
+        target.narrow(0, end, part.begin - end).zero_()
+        end = part.begin + part.count
+    target.narrow(0, end, target.numel() - end).zero_()

@@ -23,6 +23,7 @@ PROGRAM = Path(__file__).with_name("traffic_program.py")
         ("--recomputes", "--accumulation", "8", "--sum-dtype", "fp32"),
         ("--recomputes", "--state-dtype", "bf16"),
         ("--recomputes", "--during-backward"),
+        ("--recomputes", "--during-backward", "--accumulation", "4", "--sum-dtype", "fp32"),
     ],
     ids=" ".join,
 )

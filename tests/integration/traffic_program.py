@@ -48,6 +48,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": options.accumulation,
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": options.sum_dtype},
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
             "stage": 3,

@@ -142,8 +142,10 @@ def test_steps_during_backward_give_the_bits_of_cpu_offload(bench: Bench, case: 
     facts = bench.run(case, "memascend")
     assert differences(facts, bench.run(case, "oracle")) == []
     assert_memascend_did_it(case, facts)
-    # The end of a window that is stated after its backward pass comes too late.
-    assert all((rank["early_tile_count"] > 0) == (case.boundary != "stepped") for rank in facts)
+    # The end of a window that is stated after its backward pass comes too late. Where a script
+    # needs gradients they are not used up.
+    is_early = case.boundary != "stepped" and case.accessors == "none"
+    assert all((rank["early_tile_count"] > 0) == is_early for rank in facts)
 
 
 @pytest.mark.parametrize("case", quick(matrix.inference_cases(), 0), ids=case_name)

@@ -11,6 +11,7 @@ import pytest
 from memascend.base.units import GIB, MIB, page_up
 from memascend.errors import ConfigError
 from memascend.plan.derive import SECOND_VALUES, PlanRequest, default_limit, derive
+from memascend.plan.knobs import SPARE_COUNT
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
 from tests.support.without_torch import printed_without_torch
@@ -153,7 +154,17 @@ def test_a_step_during_backward_has_second_values_beside_those_on_the_drive() ->
     assert plan.drive[SECOND_VALUES] == shapes.numel * 14
     assert plan.drive_bytes - other.drive_bytes == plan.drive[SECOND_VALUES]
     assert (plan.read_bytes[SECOND_VALUES], plan.written_bytes[SECOND_VALUES]) == (0, 0)
-    assert plan.host == other.host
+    # Gradients of some tiles wait in memory, and go nowhere else.
+    waiting_bytes = SPARE_COUNT * plan.tile_numel * 2
+    assert plan.host["optimizer tiles"] - other.host["optimizer tiles"] == waiting_bytes
+    assert plan.host_bytes - other.host_bytes == waiting_bytes
+    assert (plan.read_bytes["gradients"], plan.written_bytes["gradients"]) == (0, 0)
+    summed = dataclasses.replace(early, gradient_accumulation_steps=4, accumulation_itemsize=4)
+    after = dataclasses.replace(summed, during_backward=False)
+    steps = [derive(shapes, request=one) for one in (summed, after)]
+    for moved in ("read_bytes", "written_bytes"):
+        gradients = [getattr(step, moved)["gradients"] for step in steps]
+        assert gradients == [3 * 2 * shapes.numel, (3 * 2 + 4) * shapes.numel]
     # Parameters in memory take over from the drive what was stepped beside them.
     limit_bytes = plan.host_bytes + page_up(shapes.numel * 2)
     plan = derive(shapes, request=early, limit_bytes=limit_bytes)

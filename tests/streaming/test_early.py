@@ -13,12 +13,13 @@ import torch
 from memascend.errors import StoreError
 from memascend.streaming.early import EarlyPart, EarlySteps
 from memascend.streaming.updates import EarlyStep, early_key
-from tests.support.tiled_training import SIZES, Training, gradients, lose_drive_at
+from tests.support.tiled_training import SIZES, Training, gradients, lose_drive_at, moved_gradients
 
 BF16 = torch.bfloat16
 NAMES = list(SIZES)
 TILE_NUMEL = 4096
 FACTOR = 0.5
+SPARE_COUNT = 3
 
 
 def descend(
@@ -54,8 +55,10 @@ class Counted:
 class Early:
     """A Training of which every parameter is on the drive, with states, and steps made early."""
 
-    def __init__(self) -> None:
-        self.training = Training(lambda params: torch.optim.SGD(params, lr=1.0), state_count=1)
+    def __init__(self, spare_count: int) -> None:
+        self.training = Training(
+            lambda params: torch.optim.SGD(params, lr=1.0), state_count=1, spare_count=spare_count
+        )
         self.store = self.training.store
         self.stream = self.training.stream
         self.stream._take_over = self.take_over
@@ -72,14 +75,10 @@ class Early:
         self.executor = ThreadPoolExecutor(1)
         self.may_step = threading.Event()
         self.may_step.set()
-        self.early = EarlySteps(stream=self.stream, is_stored=self.is_stored, run=self.run)
-        self.stored = True
+        self.early = EarlySteps(stream=self.stream, tiles=self.training.tiles, run=self.run)
 
     def take_over(self, *, key: str, other: str) -> None:
         self.store.exchange(key=key, other=other)
-
-    def is_stored(self, name: str, begin: int) -> bool:
-        return self.stored
 
     def run(self, function: Callable[[], None]) -> Future[None]:
         def held() -> None:
@@ -88,27 +87,32 @@ class Early:
 
         return self.executor.submit(held)
 
+    def part(self, name: str, **changes: Any) -> EarlyPart:
+        step = EarlyStep(name, descend, FACTOR, self.members[name])
+        places = {"places": [(0, SIZES[name])], **changes}
+        return EarlyPart(step=step, begins=self.training.groups.begins(name), **places)
+
     def begin(self) -> None:
-        self.early.begin(
-            [
-                EarlyPart(
-                    step=EarlyStep(name, descend, FACTOR, self.members[name]),
-                    begins=self.training.groups.begins(name),
-                    places=[(0, SIZES[name])],
-                )
-                for name in NAMES
-            ]
-        )
+        self.early.begin([self.part(name) for name in NAMES])
 
     def put(self, number: int, *names: str) -> None:
         for name in names:
-            self.training.spool.put(name, 0, gradients(number, BF16)[name])
-            self.early.note(name, 0)
+            self.put_part(number, name, 0, SIZES[name])
+
+    def put_part(self, number: int, name: str, offset: int, numel: int) -> None:
+        value = gradients(number, BF16)[name][offset : offset + numel]
+        places = self.early.places(name, offset)
+        self.training.spool.put(name, offset, value, places=places)
+        self.early.note()
+
+    def all_stepped(self) -> None:
+        """Return when every tile is stepped that is complete."""
+        self.executor.submit(int).result()
 
     def finish(self, fused: Counted) -> None:
         """Make the step, with whatever was early."""
         self.early.close()
-        begins, error = self.early.take()
+        begins, error = self.early.take(self.training.spool.bring_back)
         assert error is None
         self.training.step({}, FACTOR, fused, begins)
 
@@ -125,11 +129,11 @@ class Early:
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[[], Early]]:
+def made() -> Iterator[Callable[..., Early]]:
     every: list[Early] = []
 
-    def make() -> Early:
-        every.append(Early())
+    def make(spare_count: int = SPARE_COUNT) -> Early:
+        every.append(Early(spare_count))
         return every[-1]
 
     yield make
@@ -144,12 +148,12 @@ def assert_equal(one: Early, other: Early) -> None:
 
 
 @pytest.mark.parametrize("count", range(len(NAMES) + 1))
-def test_early_or_not_the_values_are_equal(made: Callable[[], Early], count: int) -> None:
+def test_early_or_not_the_values_are_equal(made: Callable[..., Early], count: int) -> None:
     early, late = made(), made()
     for number in range(3):
         early.begin()
         early.put(number, *reversed(NAMES[:count]))
-        early.executor.submit(int).result()  # behind all tiles
+        early.all_stepped()
         early.early.close()
         early.put(number, *NAMES[count:])
         late.put(number, *NAMES)
@@ -163,25 +167,23 @@ def test_early_or_not_the_values_are_equal(made: Callable[[], Early], count: int
 
 
 def test_a_part_of_a_sub_group_is_early_and_the_step_makes_the_rest(
-    made: Callable[[], Early],
+    made: Callable[..., Early],
 ) -> None:
     early, late = made(), made()
     early.begin()
-    early.may_step.clear()
-    early.put(0, *NAMES)
     # Two tiles of the first sub-group are stepped, and the third finds that this is over.
     stepped = threading.Semaphore(0)
     step_early = early.stream.step_early
 
     def count(*arguments: Any) -> tuple[str, int]:
         found = step_early(*arguments)
-        stepped.release()
         if found == (NAMES[0], TILE_NUMEL):
             early.early._is_open = False
+        stepped.release()
         return found
 
     early.stream.step_early = count  # type: ignore[method-assign]
-    early.may_step.set()
+    early.put(0, *NAMES)
     assert stepped.acquire(timeout=30)
     assert stepped.acquire(timeout=30)
     fused = Counted()
@@ -192,7 +194,22 @@ def test_a_part_of_a_sub_group_is_early_and_the_step_makes_the_rest(
     assert_equal(early, late)
 
 
-def test_what_is_forgotten_was_never_there(made: Callable[[], Early]) -> None:
+def test_a_gradient_of_an_early_tile_touches_no_drive(
+    made: Callable[..., Early], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = made()
+    moved = moved_gradients(early.training, monkeypatch)
+    early.begin()
+    early.put(0, *NAMES)
+    early.all_stepped()
+    early.finish(Counted())
+    assert moved == []
+    early.put(1, *NAMES)
+    early.finish(Counted())
+    assert len(moved) >= 2 * len(NAMES)
+
+
+def test_what_is_forgotten_was_never_there(made: Callable[..., Early]) -> None:
     early, late = made(), made()
     before = early.values()
     early.begin()
@@ -205,69 +222,138 @@ def test_what_is_forgotten_was_never_there(made: Callable[[], Early]) -> None:
     assert_equal(early, late)
 
 
-def test_a_gradient_that_comes_twice_makes_nothing_early(made: Callable[[], Early]) -> None:
-    early = made()
-    early.begin()
-    early.put(0, NAMES[0])
-    early.put(1, NAMES[0], NAMES[1])
-    early.early.close()
-    assert early.early.take() == ({}, None)
-
-
-def test_a_tile_waits_until_its_gradients_are_stored(made: Callable[[], Early]) -> None:
-    early = made()
-    early.stored = False
-    early.begin()
-    early.put(0, NAMES[0])
-    early.early.close()
-    assert early.early.take() == ({}, None)
-    early.begin()
-    early.put(0, NAMES[0])
-    early.stored = True
-    early.put(0, NAMES[1])
-    early.executor.submit(int).result()  # behind all tiles
-    early.early.close()
-    begins, _ = early.early.take()
-    assert begins == {name: frozenset(range(0, SIZES[name], TILE_NUMEL)) for name in NAMES[:2]}
-
-
-def test_a_tile_waits_for_the_last_of_its_gradients(made: Callable[[], Early]) -> None:
-    early = made()
-    step = EarlyStep(NAMES[0], descend, FACTOR, early.members[NAMES[0]])
-    begins = early.training.groups.begins(NAMES[0])
-    places = [(0, 5000), (5000, 7000), (12_000, SIZES[NAMES[0]] - 12_000)]
-    early.early.begin([EarlyPart(step=step, begins=begins, places=places)])
-    early.training.spool.put(NAMES[0], 0, gradients(0, BF16)[NAMES[0]])
-    found = []
-    for offset in (12_000, 0, 5000):
-        early.early.note(NAMES[0], offset)
-        early.executor.submit(int).result()
-        found.append(set(early.early._done.get(NAMES[0], ())))
-    later = {12_288, 16_384}
-    assert found == [later, later | {0}, {0, 4096, 8192} | later]
-
-
-def test_an_error_makes_nothing_early_and_is_told(
-    made: Callable[[], Early], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_comes_twice_makes_nothing_early(made: Callable[..., Early]) -> None:
     early, late = made(), made()
-    lose_drive_at(3, early.stream, monkeypatch)
     early.begin()
-    early.put(0, *NAMES)
-    early.executor.submit(int).result()
+    early.put(0, NAMES[0])
+    early.put(1, *NAMES)
     early.early.close()
-    begins, error = early.early.take()
-    assert begins == {}
-    assert isinstance(error, StoreError)
-    assert early.early.take() == ({}, None)
-    late.put(0, *NAMES)
+    assert early.early._done == {}
+    assert list(early.training.spool.away(NAMES[0])) == []
+    late.put(1, *NAMES)
     for one in (early, late):
         one.finish(Counted())
     assert_equal(early, late)
 
 
-def test_sub_groups_of_nobody_are_left_alone(made: Callable[[], Early]) -> None:
+def test_a_tile_waits_for_the_last_of_its_gradients(made: Callable[..., Early]) -> None:
+    early = made()
+    name = NAMES[0]
+    places = [(0, 5000), (5000, 7000), (12_000, SIZES[name] - 12_000)]
+    early.early.begin([early.part(name, places=places)])
+    found = []
+    for offset, numel in (places[2], places[0], places[1]):
+        early.put_part(0, name, offset, numel)
+        early.all_stepped()
+        found.append(set(early.early._done.get(name, ())))
+    later = {12_288, 16_384}
+    assert found == [later, later | {0}, {0, 4096, 8192} | later]
+
+
+def test_what_waits_in_vain_is_brought_back(made: Callable[..., Early]) -> None:
+    early, late = made(), made()
+    name, cut = NAMES[0], 5000
+    places = [(0, cut), (cut, SIZES[name] - cut)]
+    for one in (early, late):  # what the second of them has from the step before
+        for offset, numel in places:
+            one.put_part(0, name, offset, numel)
+        one.finish(Counted())
+    early.early.begin([early.part(name, places=places)])
+    for one in (early, late):
+        one.put_part(1, name, *places[0])
+        one.all_stepped()
+    assert {begin // TILE_NUMEL for _, begin in early.training.spool.away(name)} == {0, 1}
+    fused = Counted()
+    early.finish(fused)
+    late.finish(Counted())
+    assert {begin // TILE_NUMEL for _, begin in early.training.spool.away(name)} == {0}
+    assert sum(fused.elements) == sum(SIZES.values()) - TILE_NUMEL
+    assert_equal(early, late)
+
+
+def test_a_gradient_that_is_to_be_kept_is_and_its_tiles_are_late(
+    made: Callable[..., Early],
+) -> None:
+    early, late = made(), made()
+    name, cut = NAMES[0], 5000
+    places = [(0, cut), (cut, SIZES[name] - cut)]
+    early.early.begin([early.part(name, places=places[1:], kept=places[:1])])
+    for one in (early, late):
+        for place in places:
+            one.put_part(0, name, *place)
+        one.all_stepped()
+    assert {begin // TILE_NUMEL for _, begin in early.training.spool.away(name)} == {2, 3, 4}
+    for one in (early, late):
+        one.finish(Counted())
+    assert_equal(early, late)
+
+
+def test_where_no_gradient_can_come_is_zero(made: Callable[..., Early]) -> None:
+    early, late = made(), made()
+    name, numel = NAMES[0], 5000
+    for number in range(2):  # the blocks are not new in the second
+        early.early.begin([early.part(name, places=[(0, numel)])])
+        for one in (early, late):
+            one.put_part(number, name, 0, numel)
+            one.all_stepped()
+        assert early.early._done == {name: {0, TILE_NUMEL}}
+        for one in (early, late):
+            one.finish(Counted())
+        assert_equal(early, late)
+
+
+def test_backward_waits_where_all_blocks_are_of_tiles_that_are_stepped(
+    made: Callable[..., Early],
+) -> None:
+    early = made(1)
+    early.begin()
+    early.put(0, *NAMES)
+    early.all_stepped()
+    assert {name: len(begins) for name, begins in early.early._done.items()} == {
+        name: len(early.training.groups.begins(name)) for name in NAMES
+    }
+
+
+def test_without_a_block_a_tile_is_late(made: Callable[..., Early]) -> None:
+    early, late = made(1), made(1)
+    name, cut = NAMES[0], 5000
+    places = [(0, cut), (cut, SIZES[name] - cut)]
+    early.early.begin([early.part(name, places=places), early.part(NAMES[1])])
+    for one in (early, late):
+        one.put_part(0, name, *places[0])  # its second tile waits for the other
+        one.put(0, NAMES[1])
+        one.put_part(0, name, *places[1])
+        one.all_stepped()
+    late_begins = set(early.training.groups.begins(NAMES[1]))
+    assert early.early._late == {(NAMES[1], begin) for begin in late_begins}
+    assert early.early._done == {name: set(early.training.groups.begins(name))}
+    for one in (early, late):
+        one.finish(Counted())
+    assert_equal(early, late)
+
+
+def test_an_error_makes_nothing_early_and_is_told(
+    made: Callable[..., Early], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = made()
+    before = early.values()
+    lose_drive_at(3, early.stream, monkeypatch)
+    early.begin()
+    early.put(0, *NAMES)
+    early.all_stepped()
+    early.early.close()
+    brought: list[tuple[str, int]] = []
+    begins, error = early.early.take(lambda name, _, begin, part: brought.append((name, begin)))
+    assert begins == {}
+    assert isinstance(error, StoreError)
+    assert brought == sorted(brought)
+    assert (NAMES[0], 0) not in brought  # it was stepped
+    assert early.early.take(early.training.spool.bring_back) == ({}, None)
+    assert all(torch.equal(a, b) for a, b in zip(before, early.values(), strict=True))
+
+
+def test_sub_groups_of_nobody_are_left_alone(made: Callable[..., Early]) -> None:
     early = made()
     early.early.begin([])
     early.put(0, *NAMES)
-    assert early.early.take() == ({}, None)
+    assert early.early.take(early.training.spool.bring_back) == ({}, None)

@@ -112,3 +112,20 @@ def test_a_tile_that_ctrl_c_left_in_flight_is_not_lent_before_its_writes_are_ove
     tiles.take("group", 0, NUMEL).master.fill_(9.0)
     for key in "ab":
         assert torch.equal(store.value(key, torch.float32), torch.full((NUMEL,), 7.0))
+
+
+def test_gradients_that_come_before_their_tile_have_blocks_of_its_own_kind() -> None:
+    training = Training(torch.optim.Adam, spare_count=2)
+    tiles = training.tiles
+    assert sum(training.memory.nbytes.values()) == tiles.nbytes
+    first, second = tiles.take_spare(), tiles.take_spare()
+    assert tiles.take_spare() is None
+    assert first is not None
+    assert second is not None
+    tile = tiles.take("group", 0, 100)
+    raw = tile.raw
+    tiles.exchange_gradient(tile, first)
+    assert tile.raw is first
+    assert tiles.take_spare() is raw
+    tiles.give_spare(second)
+    assert tiles.take_spare() is second

@@ -52,7 +52,8 @@ class Optimizer(StreamedGradients):
             runtime=SimpleNamespace(lock=threading.RLock(), walk=Walk())
         )
         self.final: list[tuple[str, int]] = []
-        self.forget_early = self.final.clear
+        self.forget_early = lambda reason: self.final.clear()
+        self.tile_places = lambda name, offset: None
         self.note_final = lambda name, offset: self.final.append((name, offset))
         self.grad_position = {i: (*place, NUMELS[i]) for i, place in enumerate(PLACES)}
         self.dtype, self.gradient_accumulation_dtype = BF16, dtype

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
@@ -60,8 +61,9 @@ class Optimizer(TiledSteps):
             new_event=None,
         )
         self.attachment = SimpleNamespace(runtime=self.runtime)
-        self.loss_scaler, self.custom_loss_scaler = SimpleNamespace(cur_scale=4.0), False
+        self.loss_scaler, self.custom_loss_scaler = LossScaler(4.0), False
         self.clip_grad = 0.0
+        self.micro_step_id = 0
         self.master_weights_and_grads_dtype = torch.float32
         self.gradient_accumulation_dtype = self.dtype = BF16
         self.unflattened: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,6 +52,7 @@ class Training:
         state_count: int = 2,
         device: LateDevice | None = None,
         state_dtype: torch.dtype = torch.float32,
+        spare_count: int = 0,
     ) -> None:
         self.device = device
         self.store = store or memory_store()
@@ -63,6 +65,7 @@ class Training:
             state_count=state_count,
             state_dtype=state_dtype,
             gradient_dtype=gradient_dtype,
+            spare_count=spare_count,
         )
         tiles = Tiles(
             store=self.store,
@@ -168,3 +171,18 @@ def lose_drive_at(call: int, stream: OptimizerStream, patch: pytest.MonkeyPatch)
         write_back(*arguments, **keywords)
 
     patch.setattr(stream, "_write_back", fail)
+
+
+def moved_gradients(training: Training, patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the key of each read and write of a gradient from now on."""
+    keys: list[str] = []
+    store = training.store
+
+    def move(call: Callable[..., Any], *, key: str, **keywords: Any) -> Any:
+        if key.startswith("gradient."):
+            keys.append(key)
+        return call(key=key, **keywords)
+
+    for name in ("read", "write"):
+        patch.setattr(store, name, functools.partial(move, getattr(store, name)))
+    return keys

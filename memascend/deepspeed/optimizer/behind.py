@@ -13,6 +13,9 @@ from memascend.deepspeed.optimizer.steps import Steps
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.walk import Place, Step
 
+#: What may come between backward and step.
+LOADED = "a checkpoint was loaded between backward and step()"
+
 
 class StepsBehind(Steps):
     """Has the steps of sub-groups go on behind their caller, and waits for them."""
@@ -76,5 +79,5 @@ class StepsBehind(Steps):
 
     def _restore_from_bit16_weights(self) -> None:
         self.finish_walk()
-        self.forget_early()
+        self.forget_early(LOADED)
         super()._restore_from_bit16_weights()

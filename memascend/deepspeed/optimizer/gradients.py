@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.window import GradientShard
+from memascend.streaming.window import GradientShard, TilePlaces
 
 
 class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -47,8 +47,9 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     streams_gradients = True
     streams_optimizer: bool
     spool: GradientSpool
+    tile_places: Callable[[str, int], TilePlaces | None]
     note_final: Callable[[str, int], None]
-    forget_early: Callable[[], None]
+    forget_early: Callable[[str], None]
     offload_optimizer_pin_memory: bool
     grad_partitions_flat_buffer: torch.Tensor | None
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
@@ -93,6 +94,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             final=is_final,
             arrived=self._narrow_dtype(param),
             result=finished,
+            places=self.tile_places(name, offset) if is_final else None,
         )
         if is_final:
             self._note_norm(param, shard)
@@ -115,7 +117,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         """Finish a window whose end was not known during its backward passes."""
-        self.forget_early()
+        self.forget_early("the end of a window was stated after its backward pass")
         for param in (param for group in self.fp16_groups for param in group):
             if param.ds_id not in self._offload_boundary_param_ids:
                 continue

@@ -21,6 +21,7 @@ from memascend.deepspeed.stock.optimizer_swapper import (
 )
 from memascend.errors import TornStepError
 from memascend.streaming.sub_groups import StepIntegrity
+from memascend.streaming.window import TilePlaces
 
 
 class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -44,10 +45,14 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def finish_walk(self) -> None:
         """Return when the last step is over, wherever it goes on behind its caller."""
 
+    def tile_places(self, name: str, offset: int) -> TilePlaces | None:
+        """Return where a gradient goes that the coming step works on; None: to the drive."""
+        return None
+
     def note_final(self, name: str, offset: int) -> None:
         """Note that a gradient of a sub-group is what the coming step works on."""
 
-    def forget_early(self) -> None:
+    def forget_early(self, reason: str) -> None:
         """Forget what was done for the coming step: what it works on is about to change."""
 
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:

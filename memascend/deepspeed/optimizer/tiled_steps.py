@@ -17,6 +17,7 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.base.units import format_nbytes
+from memascend.deepspeed.optimizer.behind import LOADED
 from memascend.deepspeed.optimizer.early import StepsEarly
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, fused_adam
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
@@ -80,7 +81,7 @@ class TiledSteps(StepsEarly):
             self._fused = fused_adam(self.optimizer, tiles.shape, rank)
         if self.keeps_bf16_states and rank == 0:
             log.warning("memascend: %s", INEXACT)
-        self._set_up_early()
+        self._set_up_early(tiles)
         self.optimizer_swapper = StreamedSwapper(groups=self.groups, spool=self.spool)
 
     def _tile_shape(self) -> TileShape:
@@ -103,6 +104,7 @@ class TiledSteps(StepsEarly):
             state_dtype=torch.bfloat16 if keeps_bf16(runtime.config) else master_dtype,
             gradient_dtype=gradient_dtype,
             parameter_dtype=self.dtype,
+            spare_count=0 if runtime.plan is None else runtime.plan.spare_count,
         )
 
     def _create_fp32_partitions(self) -> None:
@@ -139,7 +141,7 @@ class TiledSteps(StepsEarly):
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if sub_group_id == 0:
-            early = self._take_early()  # first: nothing else uses the tiles then
+            early, reason = self._take_early()  # first: nothing else uses the tiles then
             # A gradient that did not reach the drive stops the step before a weight changes.
             self.attachment.runtime.staging.wait_writes()
             # Reading ahead crosses sub-groups, so all states are known before the walk.
@@ -148,7 +150,8 @@ class TiledSteps(StepsEarly):
             self._updates = [self._fused_update(other) for other in range(len(self.fp16_groups))]
             self._behind = [] if self._may_go_behind() else None
             if None in self._updates:
-                early = {}
+                early, reason = {}, reason or "the optimizer has to make this step by itself"
+            self._check_gradients(early, reason)
             self.early_tile_count += sum(map(len, early.values()))
             self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat], early)
 
@@ -237,7 +240,7 @@ class TiledSteps(StepsEarly):
     def reset_swap_buffers(self) -> None:
         """Give parameters the values of their master weights, after a load."""
         self.finish_walk()
-        self.forget_early()
+        self.forget_early(LOADED)
         for sub_group_id, flat in enumerate(self.fp32_partitioned_groups_flat):
             self.stream.refresh(flat.ds_id, self._members(sub_group_id))
             self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
@@ -275,6 +278,7 @@ class TiledSteps(StepsEarly):
         flat = self.fp32_partitioned_groups_flat[group_index]
         gradient = torch.empty(numel, dtype=flat.dtype)
         self.spool.get(flat.ds_id, offset, gradient)
+        self.note_look()
         self._put_back = lambda: self.spool.set(flat.ds_id, offset, gradient)
         return gradient, group_index
 
@@ -298,7 +302,7 @@ class TiledSteps(StepsEarly):
         """Store what an accessor gave out; only accessors end here."""
         put_back, self._put_back = self._put_back, None
         if put_back is not None:
-            self.forget_early()
+            self.forget_early("a value was set between backward and step()")
             put_back()
 
     _optimizer_states_and_gradient_swap_out = _writeback_swap_state
@@ -341,7 +345,7 @@ class TiledSteps(StepsEarly):
         with suppress(Exception):
             self.finish_walk()
         with suppress(Exception):
-            self.forget_early()
+            self.forget_early(LOADED)
             self.stream.drain()
         self.integrity.note_change()
 

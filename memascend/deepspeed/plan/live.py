@@ -135,7 +135,9 @@ def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, An
         is_elementwise=elementwise,
         state_count=state_count(base),
         largest_sub_group_numel=max(optimizer.fp16_partitioned_groups_flat_numel),
-        during_backward=request.during_backward and kind.__name__ == "DeepSpeedCPUAdam",
+        during_backward=request.during_backward
+        and kind.__name__ == "DeepSpeedCPUAdam"
+        and not optimizer.clip_grad,
     )
 
 

@@ -202,6 +202,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
         )
     ),
     ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.get_param_comm_dtype"),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler.update_scale"),
     (f"{_ZERO}.utils", "get_norm_dtype"),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
     (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),

@@ -20,7 +20,6 @@ from memascend.deepspeed.optimizer.fused_adam import fused_adam
 from memascend.deepspeed.optimizer.restore import replay_beta_powers
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.errors import StoreError, TornStepError
-from memascend.plan.knobs import TILE_NUMEL_STEP
 from tests.support.tiled_optimizer import BF16, FLAT, NAMES, Optimizer
 from tests.support.tiled_training import SIZES, gradients
 
@@ -300,9 +299,9 @@ def test_gradients_of_deepspeeds_flat_buffer_come_in_the_dtype_of_the_step(
 
 
 def test_a_plan_says_what_a_tile_holds(optimizer: Optimizer) -> None:
-    optimizer.runtime.plan = SimpleNamespace(tile_numel=2 * TILE_NUMEL_STEP, tile_count=5)
+    optimizer.runtime.plan = SimpleNamespace(tile_numel=8192, tile_count=5, spare_count=7)
     shape = optimizer._tile_shape()
-    assert (shape.numel, shape.count) == (2 * TILE_NUMEL_STEP, 5)
+    assert (shape.numel, shape.count, shape.spare_count) == (8192, 5, 7)
 
 
 def test_deepspeeds_cpu_adam_is_fused_and_gives_the_bits_of_its_own_step() -> None:
