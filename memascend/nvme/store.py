@@ -8,12 +8,16 @@ or DeepSpeed.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401  what it registers is called behind what we do
 import errno
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +33,10 @@ logger = logging.getLogger(__name__)
 # Errors of a drive itself, whatever the directory.
 DRIVE_CODES = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
 _EXCHANGED = "a symbolic link took its place, or that of a folder above it, since it was looked at"
+
+#: Has something called before the interpreter waits for threads, which may wait for a drive; where
+#: there is no such thing, behind that.
+_BEFORE_THREADS_END = getattr(threading, "_register_atexit", atexit.register)
 
 Ticket = _core.Ticket
 VolumeOptions = _core.VolumeOptions
@@ -108,6 +116,10 @@ class TensorStore:
                 faults=faults,
             )
         self._finalizer = weakref.finalize(self, self._core.close)
+        try:
+            _BEFORE_THREADS_END(partial(_end_patience, weakref.ref(self._core)))
+        except RuntimeError:  # the program is ending already
+            self._core.end_patience()
         self._log_opened(paths, verify)
 
     def _log_opened(self, paths: Sequence[str], verify: str) -> None:
@@ -211,6 +223,10 @@ class TensorStore:
         """Forget a key once its I/O is over; False when there is none."""
         return self._core.discard(key=key)
 
+    def wait_all(self) -> None:
+        """Return when nothing is in flight; tickets keep their errors."""
+        self._core.wait_all()
+
     def exchange(self, *, key: str, other: str) -> None:
         """Have two keys change places, with what is in flight on either; waits for nothing.
 
@@ -237,7 +253,11 @@ class TensorStore:
         return self._core.stats()
 
     def close(self) -> None:
-        """Wait for everything in flight and give the space back. Also done at exit."""
+        """Wait for everything in flight and give the space back. Also done at exit.
+
+        Raises:
+            StoreError: A drive is silent for too long, at exit.
+        """
         self._finalizer()
 
     def __enter__(self) -> TensorStore:
@@ -245,6 +265,13 @@ class TensorStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _end_patience(found: weakref.ref[_core.Store]) -> None:
+    """Have the program end though a drive does not answer."""
+    core = found()
+    if core is not None:
+        core.end_patience()
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from memascend.errors import StoreError, StoreFullError
+from memascend.errors import HostMemoryError, StoreError, StoreFullError
+from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.activation_records import Activation, State
 from memascend.streaming.activations import ActivationStream
@@ -101,7 +102,7 @@ def test_room_that_the_largest_took_with_it_is_made() -> None:
     thread.join(WAIT_S)
     assert not thread.is_alive()
     stream.settle()
-    assert stream._held_bytes == 500 * 4
+    assert stream._sizes.held_bytes == 500 * 4
 
 
 def test_the_next_ones_are_read_ahead_within_their_share_of_the_device() -> None:
@@ -133,9 +134,9 @@ def test_what_two_let_go_is_counted_once() -> None:
     saved = put_all(stream, 2)
     for then in (stream.take, stream.take, stream.release, stream.release):
         then(saved[0])
-    assert stream._held_bytes == 2 * NBYTES
+    assert stream._sizes.held_bytes == 2 * NBYTES
     saved.clear()
-    assert (stream.count, stream._held_bytes) == (0, 0)
+    assert (stream.count, stream._sizes.held_bytes) == (0, 0)
 
 
 def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
@@ -154,7 +155,7 @@ def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
     assert stream.count == 0
     assert torch.equal(value(stream, stream.put(numbers(9))), numbers(9))
     assert stream.count == 0
-    assert (stream._held_bytes, stream._ahead_bytes) == (0, 0)
+    assert (stream._sizes.held_bytes, stream._sizes.ahead_bytes) == (0, 0)
 
 
 def test_a_broken_drive_is_told_to_whoever_comes_next_and_nobody_hangs() -> None:
@@ -177,6 +178,17 @@ def test_a_full_drive_is_told_and_loses_nothing_that_is_on_the_device() -> None:
     stream = activation_stream(MemoryFaults(capacity_bytes=NBYTES))
     with pytest.raises(StoreFullError):
         put_all(stream, 40)
+    stream.settle()
+    assert keys(stream) == []
+
+
+def test_more_activations_than_there_is_memory_for_checksums_are_refused_with_the_remedy() -> None:
+    arena = HostAllocator(lock=False, limit_bytes=4096)
+    stream = activation_stream(verify="reads", checksum_memory=arena.core)
+    told = "activations: 0 B of them .*host memory limit reached.*memascend.host_memory_limit"
+    with pytest.raises(HostMemoryError, match=told) as caught:
+        put_all(stream, 40)
+    assert caught.value.__context__ is None  # whose frames have the bytes on the device
     stream.settle()
     assert keys(stream) == []
 
@@ -333,7 +345,7 @@ def test_what_was_modified_while_it_was_written_is_refused_every_time() -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stream.take(saved[0])
     saved.clear()
-    assert (stream.count, stream._held_bytes) == (0, 0)
+    assert (stream.count, stream._sizes.held_bytes) == (0, 0)
 
 
 def test_a_closed_stream_has_no_thread() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,9 +44,11 @@ def activation_stream(
     *,
     device_bytes: int = 0,
     new_event: Callable[[], Event] | None = None,
+    **options: Any,
 ) -> ActivationStream:
+    """Make one over a store in memory with these options."""
     slots = StagingSlots(
-        store=memory_store(faults),
+        store=memory_store(faults, **options),
         memory=HostTensors(),
         slot_bytes=SLOT_BYTES,
         slot_count=3,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from memascend.base.units import PAGE_BYTES
@@ -32,12 +34,16 @@ class HostTensors:
         return True
 
 
-def memory_store(faults: MemoryFaults | None = None) -> TensorStore:
+def memory_store(
+    faults: MemoryFaults | None = None, *, watchdog_seconds: float = 60.0, **options: Any
+) -> TensorStore:
     return TensorStore(
         volumes=["(memory)"],
         bounce=PageMemory(BOUNCE_BYTES).tensor,
         engine="memory",
+        watchdog_seconds=watchdog_seconds,
         faults=faults or MemoryFaults(),
+        **options,
     )
 
 

@@ -71,6 +71,7 @@ class ParameterSwapper:
             is_alone: Whether this is the only rank, which may gather when it likes.
         """
         self.lock = lock or threading.RLock()
+        self.is_interrupted = False
         self.memascend_attachment = attachment
         self.dtype = dtype
         self.late_gathers = LateGathers(self) if is_alone else None
