@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.monitor.engine import watching_forward
 from memascend.streaming.saved_tensors import SavedTensors
 
 #: Of the forward pass that runs.
@@ -19,11 +20,11 @@ current: ContextVar[SavedTensors | None] = ContextVar("memascend_saved_tensors",
 
 
 def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stand around `DeepSpeedEngine.forward`: where a model's section `activations` is on."""
+    """Stand around `DeepSpeedEngine.forward`: for the section `activations`, and the status."""
 
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
-        with saving(self):
+        with watching_forward(self, inputs, keywords), saving(self):
             return original(self, *inputs, **keywords)
 
     return forward

@@ -18,6 +18,7 @@ from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.ledger import Ledger, describe_plan
+from memascend.monitor.status_file import RankPlace, StatusFile
 from memascend.plan.derive import Plan
 from memascend.runtime import Runtime
 from memascend.system.heap import Heap
@@ -30,9 +31,14 @@ class Attachment:
     """A runtime together with the DeepSpeed side it serves. Parameters and optimizer share one."""
 
     def __init__(
-        self, runtime: Runtime, drives: DriveWatch | None = None, heap: Heap | None = None
+        self,
+        runtime: Runtime,
+        drives: DriveWatch | None = None,
+        heap: Heap | None = None,
+        place: RankPlace | None = None,
     ) -> None:
         self.runtime = runtime
+        self.status = None if place is None else _status_file(weakref.ref(self), place)
         self._heap = heap
         self._drives = drives
         self._rank = dist.get_rank()
@@ -49,6 +55,12 @@ class Attachment:
             heap="" if self._heap is None else self._heap.describe(),
             device_bytes_peak=_device_bytes_peak(),
         )
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds so far that threads waited for the drives."""
+        store = self.runtime.store
+        return 0.0 if store is None else float(store.stats()["wait_seconds"])
 
     def adopt(self, plan: Plan) -> None:
         """Have the runtime take the memory that the plan says, and log the plan on rank 0."""
@@ -73,8 +85,10 @@ class Attachment:
         return stops and wear is not None and wear.is_over_budget
 
     def finish(self) -> None:
-        """Log and write what was measured, on rank 0, once."""
+        """Say that this rank is through; log and write what was measured, on rank 0, once."""
         self._tell_what_failed_last()
+        if self.status is not None:
+            self.status.finish()
         if self._is_finished or self._rank != 0:
             return
         self._is_finished = True
@@ -146,6 +160,22 @@ def _device_bytes_peak() -> int | None:
     if accelerator.is_synchronized_device():  # the CPU, whose memory is the process's
         return None
     return int(accelerator.max_memory_allocated())
+
+
+def _status_file(attachment: weakref.ref[Attachment], place: RankPlace) -> StatusFile:
+    """Return the file of an attachment, which it does not keep alive."""
+
+    def living() -> Attachment:
+        found = attachment()
+        if found is None:
+            raise ReferenceError("the model is gone")
+        return found
+
+    return StatusFile(
+        place,
+        read_ledger=lambda: living().ledger(),
+        read_waited=lambda: living().waited_seconds,
+    )
 
 
 def _finish(attachment: weakref.ref[Attachment]) -> None:
