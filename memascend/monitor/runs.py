@@ -159,10 +159,10 @@ def _latest(root: Path) -> Path:
     found = [run for run in runs_in(root) if _looks_like_run(run)]
     if not found:
         raise ConfigError(
-            f"no run was found: {root} has no folder named as {run_name(0, 1)}, with rank-N.json "
-            "in it. likely cause: nothing trains here with a memascend block, memascend.status is "
-            "false or names another folder, or it runs as another user or in a container. "
-            "Name the folder: memascend monitor FOLDER"
+            f"no run was found: {root} has no folder of a run (a date and a number, with "
+            "rank-N.json in it). likely cause: nothing trains here with a memascend block, "
+            "memascend.status is false or names another folder, or it runs as another user or in a "
+            "container. Name the folder: memascend monitor FOLDER"
         )
     running = (run for run in found if not all(rank.has_ended for rank in ranks_of(run)))
     return next(running, found[0])
