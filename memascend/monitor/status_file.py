@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, time
 
@@ -76,7 +76,7 @@ class StatusFile:
         place: RankPlace,
         read_ledger: Callable[[], Ledger],
         *,
-        read_waited: Callable[[], float] = lambda: 0.0,
+        read_drive: Callable[[], Mapping[str, int | float]] = dict,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """Begin without a file.
@@ -84,13 +84,15 @@ class StatusFile:
         Args:
             place: Where it goes.
             read_ledger: Gives the account.
-            read_waited: Gives the seconds so far that threads waited for the drives.
+            read_drive: Gives the counters of the store; empty without one.
             clock: Gives seconds.
         """
-        self.place, self._read_ledger, self._read_waited = place, read_ledger, read_waited
+        self.place, self._read_ledger, self._read_drive = place, read_ledger, read_drive
         self._clock, self._steps = clock, StepClock(clock)
         self._progress = Progress()
         self._tokens = self._tokens_of_step = 0
+        self._drive: Mapping[str, int | float] = {}  # when the last step ended
+        self._moved: dict[str, float] = {}  # in the last step
         self._process = identify(os.getpid())
         self._started_at = time()
         self._written = 0.0  # by the clock
@@ -107,10 +109,13 @@ class StatusFile:
         """
 
         def note() -> None:
-            self._steps.begin_forward(after_backward=after_backward, waited=self._read_waited())
+            drive = self._read_drive()
+            self._drive = self._drive or drive
+            waited = drive.get("wait_seconds", 0.0)
+            self._steps.begin_forward(after_backward=after_backward, waited=waited)
             self._tokens += count_tokens()
 
-        self._attempt(note)
+        self.attempt(note)
         self._write_if_due()
 
     def end_forward(self) -> None:
@@ -131,26 +136,49 @@ class StatusFile:
         """
 
         def note() -> None:
-            is_boundary = read_progress is not None
-            self._steps.end_step(is_boundary=is_boundary, waited=self._read_waited())
+            drive = self._read_drive()
+            waited = drive.get("wait_seconds", 0.0)
+            self._steps.end_step(is_boundary=read_progress is not None, waited=waited)
             if read_progress is not None:
+                self._moved = {
+                    name: drive[name] - self._drive.get(name, 0)
+                    for name in ("bytes_read", "bytes_written")
+                    if name in drive
+                }
+                self._drive = drive
                 self._tokens_of_step, self._tokens = self._tokens, 0
                 self._progress = read_progress()
 
-        self._attempt(note)
+        self.attempt(note)
         self._write_if_due()
+
+    def last_step(self) -> dict[str, float]:
+        """Return the last step in numbers, for logs; empty before the first."""
+        times = self._steps.last
+        if times is None:
+            return {}
+        ledger = self._read_ledger()
+        found = {"step_seconds": times.total}
+        found |= {f"{name}_seconds": seconds for name, seconds in asdict(times).items()}
+        if self._tokens_of_step:
+            found["tokens_per_second"] = self._tokens_of_step / times.total
+        return found | {
+            "host_memory_bytes": float(ledger.held_bytes),
+            "resident_memory_bytes": float(ledger.resident_bytes),
+            **self._moved,
+        }
 
     def finish(self) -> None:
         """Say that the rank is through, where anything was said at all."""
         if self._has_folder and os.getpid() == self._process.pid:
-            self._attempt(lambda: self._write(self._clock(), FINISHED))
+            self.attempt(lambda: self._write(self._clock(), FINISHED))
 
     def _write_if_due(self) -> None:
         now = self._clock()
         if not self._has_folder or now - self._written >= INTERVAL_S:
-            self._attempt(lambda: self._write(now, self._steps.phase))
+            self.attempt(lambda: self._write(now, self._steps.phase))
 
-    def _attempt(self, action: Callable[[], object]) -> None:
+    def attempt(self, action: Callable[[], object]) -> None:
         """Do what is of no use to training itself, and log once why it failed."""
         try:
             action()
@@ -159,8 +187,8 @@ class StatusFile:
                 return
             self._has_failed = True
             log.warning(
-                "memascend: rank %d: no status for `memascend monitor` in %s: %s. Training goes "
-                'on; "status" in the block names another folder, or false for none',
+                "memascend: rank %d: no status for `memascend monitor` in %s or for logs: %s. "
+                'Training goes on; "status" in the block names another folder, or false for none',
                 self.place.rank,
                 self.place.path.parent,
                 error,

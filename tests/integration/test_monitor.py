@@ -45,5 +45,15 @@ def test_a_step_has_times_of_every_phase_and_what_it_moved(found: Any) -> None:
     assert status["ledger"]["wear"]["steps"] == STEPS
 
 
+def test_deepspeeds_own_logs_have_each_step(found: Any) -> None:
+    samples = [str(2 * ACCUMULATION * (step + 1)) for step in range(STEPS)]
+    for name in ("memascend_step_seconds", "memascend_bytes_written", "Train_Samples_lr"):
+        rows = [row.split(",") for row in found["csv"][name][1:]]
+        assert [row[0] for row in rows] == samples, name
+    # Of the first step the optimizer goes on behind it.
+    later = found["csv"]["memascend_bytes_written"][2:]
+    assert all(float(row.split(",")[1]) > 0 for row in later)
+
+
 def test_the_end_is_told(found: Any) -> None:
     assert found["finished"]["status"]["phase"] == "finished"

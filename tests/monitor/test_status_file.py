@@ -24,11 +24,11 @@ class Rank:
     def __init__(self, root: Path, *, is_shared: bool = True) -> None:
         self.now = 100.0
         self.read_count = 0
-        self.waited = 0.0
+        self.drive = {"wait_seconds": 0.0, "bytes_read": 0, "bytes_written": 0}
         self.ledger: Callable[[], Ledger] = ledger
         self.place = RankPlace(root, is_shared, RUN, rank=1, world_size=2, program="train.py")
         self.file = StatusFile(
-            self.place, self._read, read_waited=lambda: self.waited, clock=lambda: self.now
+            self.place, self._read, read_drive=lambda: self.drive, clock=lambda: self.now
         )
 
     def _read(self) -> Ledger:
@@ -109,9 +109,9 @@ def test_rates_of_the_drives_are_those_since_the_file_before(rank: Rank) -> None
 
 
 def test_waiting_for_the_drives_is_that_of_the_step(rank: Rank) -> None:
-    rank.waited = 5.0  # while the model was built
+    rank.drive = {"wait_seconds": 5.0}  # while the model was built
     rank.step(1)
-    rank.waited = 5.5
+    rank.drive = {"wait_seconds": 5.5}
     rank.step(2)
     rank.file.finish()
     assert rank.status.last is not None
@@ -132,6 +132,27 @@ def test_a_forked_child_does_not_say_that_its_parent_is_through(
     monkeypatch.setattr(module.os, "getpid", lambda: 1)
     rank.file.finish()
     assert not rank.status.is_finished
+
+
+def test_the_last_step_is_known_in_numbers(rank: Rank) -> None:
+    assert rank.file.last_step() == {}
+    rank.drive = {"wait_seconds": 1.0, "bytes_read": 1000, "bytes_written": 500}
+    rank.step(1)
+    rank.drive = {"wait_seconds": 1.5, "bytes_read": 4000, "bytes_written": 700}
+    rank.step(2, tokens=400)
+    assert rank.file.last_step() == {
+        "step_seconds": 4,
+        "forward_seconds": 2,
+        "backward_seconds": 2,
+        "optimizer_seconds": 0,
+        "other_seconds": 0,
+        "waited_seconds": 0.5,
+        "tokens_per_second": 100,
+        "host_memory_bytes": ledger().held_bytes,
+        "resident_memory_bytes": ledger().resident_bytes,
+        "bytes_read": 3000,
+        "bytes_written": 200,
+    }
 
 
 # -- what fails ----------------------------------------------------------------------------------

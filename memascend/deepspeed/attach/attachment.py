@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -55,12 +56,6 @@ class Attachment:
             heap="" if self._heap is None else self._heap.describe(),
             device_bytes_peak=_device_bytes_peak(),
         )
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds so far that threads waited for the drives."""
-        store = self.runtime.store
-        return 0.0 if store is None else float(store.stats()["wait_seconds"])
 
     def adopt(self, plan: Plan) -> None:
         """Have the runtime take the memory that the plan says, and log the plan on rank 0."""
@@ -174,8 +169,12 @@ def _status_file(attachment: weakref.ref[Attachment], place: RankPlace) -> Statu
     return StatusFile(
         place,
         read_ledger=lambda: living().ledger(),
-        read_waited=lambda: living().waited_seconds,
+        read_drive=lambda: _counters(living().runtime),
     )
+
+
+def _counters(runtime: Runtime) -> Mapping[str, int | float]:
+    return {} if runtime.store is None else runtime.store.stats()
 
 
 def _finish(attachment: weakref.ref[Attachment]) -> None:

@@ -15,6 +15,7 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.monitor.logs import write_events
 from memascend.monitor.status_file import Progress, StatusFile
 
 
@@ -34,6 +35,8 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
             is_boundary = self.global_steps != steps
             progress = functools.partial(_progress, self, samples) if is_boundary else None
             status.end_step(progress)
+            if is_boundary:
+                status.attempt(lambda: write_events(self, status))
 
     return step
 

@@ -27,12 +27,24 @@ class Attachment:
         self.status = status
 
 
+class Monitor:
+    """DeepSpeed's, as the JSON has it."""
+
+    def __init__(self, *, enabled: bool = False) -> None:
+        self.enabled = enabled
+        self.events: list[tuple[str, float, int]] = []
+
+    def write_events(self, events: list[tuple[str, float, int]]) -> None:
+        self.events += events
+
+
 class Engine:
     """Steps its optimizer at every second micro-batch."""
 
     def __init__(self, optimizer: Any, schedule: Any = None) -> None:
         self.optimizer, self.lr_scheduler = optimizer, schedule
-        self.global_steps = self.global_samples = self.micro_steps = 0
+        self.global_steps = self.global_samples = self.micro_steps = self.global_rank = 0
+        self.monitor = Monitor()
 
     def forward(self, *inputs: Any, **keywords: Any) -> str:
         with module.watching_forward(self, inputs, keywords):
@@ -144,6 +156,15 @@ def test_what_cannot_be_found_out_disturbs_no_step(
         assert engine.step() == "stepped None"
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "many" in warning.getMessage()
+
+
+def test_deepspeeds_monitor_gets_each_step_of_the_optimizer(status_file: StatusFile) -> None:
+    engine = training(status_file)
+    engine.monitor.enabled = True
+    for _ in range(4):
+        engine.forward()
+        engine.step()
+    assert [e[2] for e in engine.monitor.events if e[0] == "memascend/step_seconds"] == [12, 24]
 
 
 def test_a_step_that_fails_fails_as_it_would(
