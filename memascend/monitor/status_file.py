@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, time
 
 from memascend.ledger.ledger import Ledger
 from memascend.ledger.traffic import VolumeTraffic
-from memascend.monitor.clock import StepClock
+from memascend.monitor.bottleneck import describe_bottleneck
+from memascend.monitor.clock import STEPS_AVERAGED, StepClock
 from memascend.monitor.runs import make_run, rank_path
 from memascend.monitor.status import FINISHED, Status, VolumeRate, as_json, rates_between
 from memascend.system.files import replace_whole
@@ -98,6 +99,8 @@ class StatusFile:
         self._written = 0.0  # by the clock
         self._traffic: tuple[VolumeTraffic, ...] = ()
         self._rates: list[VolumeRate] = []
+        self._count = 0  # of the steps that this process made
+        self._window: tuple[float, Sequence[VolumeTraffic]] = (0.0, ())
         self._has_folder = self._has_failed = False
 
     def begin_forward(self, *, after_backward: bool, count_tokens: Callable[[], int]) -> None:
@@ -148,6 +151,7 @@ class StatusFile:
                 self._drive = drive
                 self._tokens_of_step, self._tokens = self._tokens, 0
                 self._progress = read_progress()
+                self._note_bottleneck()
 
         self.attempt(note)
         self._write_if_due()
@@ -172,6 +176,21 @@ class StatusFile:
         """Say that the rank is through, where anything was said at all."""
         if self._has_folder and os.getpid() == self._process.pid:
             self.attempt(lambda: self._write(self._clock(), FINISHED))
+
+    def _note_bottleneck(self) -> None:
+        """Log once, on rank 0, what the drives have to do with the time of a step."""
+        self._count += 1
+        begins, ends = self._count == 1, self._count == 1 + STEPS_AVERAGED
+        if self.place.rank != 0 or not (begins or ends):
+            return
+        now, volumes = self._clock(), self._read_ledger().volumes
+        since, before = self._window
+        if begins:
+            self._window = now, volumes
+        elif volumes and self._steps.mean is not None and now > since:
+            rates = rates_between(before, volumes, now - since)
+            text = describe_bottleneck(self._steps.mean, rates, step_count=STEPS_AVERAGED)
+            log.info("memascend: %s", text)
 
     def _write_if_due(self) -> None:
         now = self._clock()

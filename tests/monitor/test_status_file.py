@@ -12,7 +12,7 @@ import pytest
 
 from memascend.ledger.ledger import Ledger
 from memascend.monitor import status_file as module
-from memascend.monitor.clock import BACKWARD, FORWARD
+from memascend.monitor.clock import BACKWARD, FORWARD, STEPS_AVERAGED
 from memascend.monitor.status import Status, VolumeRate, read_status
 from memascend.monitor.status_file import INTERVAL_S, Progress, RankPlace, StatusFile
 from tests.support.statuses import RUN, ledger
@@ -21,12 +21,12 @@ from tests.support.statuses import RUN, ledger
 class Rank:
     """A rank whose seconds pass when a test says so."""
 
-    def __init__(self, root: Path, *, is_shared: bool = True) -> None:
+    def __init__(self, root: Path, *, is_shared: bool = True, number: int = 1) -> None:
         self.now = 100.0
         self.read_count = 0
         self.drive = {"wait_seconds": 0.0, "bytes_read": 0, "bytes_written": 0}
         self.ledger: Callable[[], Ledger] = ledger
-        self.place = RankPlace(root, is_shared, RUN, rank=1, world_size=2, program="train.py")
+        self.place = RankPlace(root, is_shared, RUN, number, world_size=2, program="train.py")
         self.file = StatusFile(
             self.place, self._read, read_drive=lambda: self.drive, clock=lambda: self.now
         )
@@ -153,6 +153,22 @@ def test_the_last_step_is_known_in_numbers(rank: Rank) -> None:
         "bytes_read": 3000,
         "bytes_written": 200,
     }
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_rank_0_says_once_what_the_drives_have_to_do_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    caplog.set_level(logging.INFO, logger="memascend")
+    rank = Rank(tmp_path, number=number)
+    (volume,) = ledger().volumes
+    busy_from = rank.now + 4
+    rank.ledger = lambda: ledger(volumes=(replace(volume, busy_s=0.95 * (rank.now - busy_from)),))
+    for step in range(3 * STEPS_AVERAGED):
+        rank.step(step)
+    lines = [line for line in caplog.messages if "bottleneck" in line]
+    assert len(lines) == (number == 0)
+    assert all("4.00 s /mnt/ssd was busy for 95 % of the time" in line for line in lines)
 
 
 # -- what fails ----------------------------------------------------------------------------------
