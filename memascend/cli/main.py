@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from memascend.cli.checkpoint import checkpoint_command_parser
 from memascend.cli.compare.command import compare_command_parser
 from memascend.cli.doctor import doctor_command_parser
+from memascend.cli.monitor import monitor_command_parser
 from memascend.cli.plan import plan_command_parser
 from memascend.cli.volume.command import volume_command_parser
 from memascend.errors import MemAscendError
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint_command_parser(commands)
     compare_command_parser(commands)
     doctor_command_parser(commands)
+    monitor_command_parser(commands)
     plan_command_parser(commands)
     volume_command_parser(commands)
     parsed = parser.parse_args(arguments)

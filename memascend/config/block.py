@@ -7,7 +7,7 @@ foreign blocks).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -194,6 +194,11 @@ class MemAscendConfig(Section):
     )
     report: PathText | None = Field(
         None, description="file for the ledger as JSON, written by rank 0 at the end"
+    )
+    status: bool | Annotated[PathText, Field(min_length=1)] = Field(
+        True,
+        description="what `memascend monitor` shows of each rank: the folder of runs; true: "
+        "`/tmp/memascend-UID`; false: none",
     )
     allocator: AllocatorConfig = AllocatorConfig()
     buffer_pool: BufferPoolConfig = BufferPoolConfig()

@@ -1,7 +1,10 @@
-"""What more host memory would be good for, from the plan: one line for the log and the table."""
+"""What more host memory would be good for, and what wastes it, from the plan: a line for each."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from memascend.base.components import PARAMETERS_IN_CPU
 from memascend.base.units import GIB, format_nbytes
 from memascend.plan.derive import Plan, derive
 from memascend.plan.shapes import ModelShapes
@@ -28,6 +31,28 @@ def advise(shapes: ModelShapes, plan: Plan) -> str:
         f"{format_nbytes(MORE_BYTES)} more of host_memory_limit ({format_nbytes(limit_bytes)} now) "
         f"would save {format_nbytes(saved)} of the {format_nbytes(now)} that a step moves "
         f"({saved / now:.1%})"
+    )
+
+
+def advise_in_cpu(shapes: ModelShapes, plan: Plan) -> str:
+    """Return what the memory of `max_in_cpu` would be good for; empty where none is taken."""
+    in_cpu_bytes = plan.host.get(PARAMETERS_IN_CPU, 0)
+    if not in_cpu_bytes:
+        return ""
+    request = replace(plan.request, max_in_cpu=0)
+    least = derive(shapes, request=request)
+    instead = derive(shapes, request=request, limit_bytes=plan.host_bytes)
+    text = (
+        f"offload_param.max_in_cpu takes {format_nbytes(in_cpu_bytes)} of host memory; without it "
+        f"{format_nbytes(least.host_bytes)} instead of {format_nbytes(plan.host_bytes)} will do"
+    )
+    saved = _moved_bytes(plan) - _moved_bytes(instead)
+    if saved <= 0:
+        return text
+    return (
+        f"{text}, and as a host_memory_limit of {format_nbytes(plan.host_bytes)} the same memory "
+        f"would save {format_nbytes(saved)} of the {format_nbytes(_moved_bytes(plan))} that a step "
+        "moves"
     )
 
 

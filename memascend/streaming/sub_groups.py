@@ -134,8 +134,20 @@ class SubGroups:
         self.integrity = integrity
         self._groups: dict[str, SubGroup] = {}
 
-    def create(self, name: str, numel: int, members: Sequence[Member]) -> SubGroup:
+    def create(
+        self,
+        name: str,
+        numel: int,
+        members: Sequence[Member],
+        advance: Callable[[int], None] | None = None,
+    ) -> SubGroup:
         """Add a sub-group, and store the values of its members as its master weights.
+
+        Args:
+            name: Of the sub-group.
+            numel: Its elements.
+            members: Where they come from.
+            advance: Called with the bytes of each tile.
 
         Raises:
             StoreError: The drive failed.
@@ -153,6 +165,8 @@ class SubGroups:
                         target = tile.master.narrow(0, first - begin, count)
                         self._read_member(member, first - member.offset, target)
                 self._tiles.write(tile, group.key(), tile.master)
+                if advance is not None:
+                    advance(tile.numel * self.master_dtype.itemsize)
             finally:
                 self._tiles.retire(tile)
         return group

@@ -65,6 +65,26 @@ def replace_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
     sync(path.parent)
 
 
+def replace_whole(path: Path, text: str) -> None:
+    """Put a file of text in the place of the one that has the name, in one step.
+
+    As `replace_durably`, but for what is written again and again, and need not survive the machine:
+    nothing waits for the drive. One process at a time writes a path.
+
+    Raises:
+        OSError: The file system refused; what was there before still is.
+    """
+    staged = path.with_name(f".memascend-{path.name}.new")
+    try:
+        with open(open_anew(staged), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(staged, path)
+    except BaseException:
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
+        raise
+
+
 def is_replaceable(path: Path) -> bool:
     """Tell if nothing or a plain file has a name: no link, folder or device."""
     try:

@@ -7,9 +7,12 @@ import sys
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from memascend.checkpoint.progress import byte_progress
+from memascend.checkpoint import progress as module  # noqa: E402
+from memascend.checkpoint.files import TensorReader  # noqa: E402
+from memascend.checkpoint.progress import UPDATE_INTERVAL_S, byte_progress, counted  # noqa: E402
+from memascend.checkpoint.source import LoadedTensor  # noqa: E402
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -31,6 +34,53 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_in_the_log(
     shown = capsys.readouterr().err
     assert ("2.0/2.0 GB" in shown) == is_terminal
     assert is_terminal or shown == ""
+
+
+def test_a_bar_is_updated_ten_times_a_second_however_small_the_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, shown = [100.0], []
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    meter = module._Meter(shown.append)
+    for _ in range(1000):
+        meter(10)
+        now[0] += UPDATE_INTERVAL_S / 100
+    assert len(shown) == pytest.approx(10, abs=1)
+    meter.show()
+    assert shown[-1] == meter.moved_bytes == 10_000
+
+
+def test_logs_go_above_the_bar_also_from_handlers_that_hold_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    handler = logging.StreamHandler(sys.stdout)  # as DeepSpeed's, made when it is imported
+    logger = logging.getLogger("somebody's")
+    logger.addHandler(handler)
+    try:
+        with byte_progress("saving [x]", 10, leads=True):
+            logger.warning("in the middle")
+            assert handler.stream is not sys.__stdout__
+            held = handler.stream
+        assert handler.stream is sys.stdout is not held
+    finally:
+        logger.removeHandler(handler)
+    captured = capsys.readouterr()
+    assert "in the middle\n" in captured.out + captured.err
+    assert "saving [x]" in captured.err
+
+
+def test_a_tensor_that_is_read_counts_its_bytes() -> None:
+    value = torch.arange(8, dtype=torch.float32)
+    counts: list[int] = []
+    tensor = LoadedTensor(0, None, torch.float32, TensorReader(lambda: value))
+    reader = counted(tensor, counts.append).reader
+    target = torch.zeros(4, dtype=torch.float32)
+    reader.fill(16, target.view(torch.uint8))
+    reader.close()
+    assert counts == [16]
+    assert torch.equal(target, value[4:])
 
 
 def test_other_ranks_show_nothing(caplog: pytest.LogCaptureFixture) -> None:

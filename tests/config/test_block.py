@@ -41,6 +41,14 @@ def test_enabled_takes_only_true_or_false(wrong: object) -> None:
         config.parse_block({"allocator": {"enabled": wrong}})
 
 
+@pytest.mark.parametrize("wrong", ["", 5, None])
+def test_the_status_takes_a_folder_or_whether_there_is_one(wrong: object) -> None:
+    for value in (True, False, "folder"):
+        assert config.parse_block({"status": value}).status == value
+    with pytest.raises(ConfigError, match=r"memascend\.status: .*true or false or text"):
+        config.parse_block({"status": wrong})
+
+
 def test_sizes_take_units() -> None:
     parsed = config.parse_block({"buffer_pool": {"prefetch_bytes": "64MiB"}})
     assert parsed.buffer_pool.prefetch_bytes == 64 << 20

@@ -10,6 +10,7 @@ import time
 
 import torch
 import transformers
+from transformers import Trainer
 
 ROWS = 8
 COLUMNS = 32
@@ -60,7 +61,7 @@ def main() -> None:
         use_cache=False,
     )
     model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Rows())
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows())
     trainer.train()
     for row in trainer.state.log_history:
         if "loss" in row:

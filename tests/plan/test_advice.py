@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memascend.base.units import GIB, MIB, format_nbytes
-from memascend.plan.advice import advise
+from memascend.plan.advice import advise, advise_in_cpu
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
@@ -42,3 +42,20 @@ def test_where_something_had_to_shrink_it_says_from_where_on_nothing_has() -> No
 def test_where_all_of_it_is_in_memory_there_is_nothing_to_gain() -> None:
     plan = derive(decoder(), request=REQUEST, limit_bytes=100 * GIB)
     assert advise(decoder(), plan) == "more host memory would save the drive nothing"
+
+
+def test_max_in_cpu_is_said_to_take_memory_that_is_better_used_otherwise() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    plan = derive(shapes, request=PlanRequest(max_in_cpu=10**9))
+    lean = derive(shapes, request=REQUEST)
+    found = advise_in_cpu(shapes, plan)
+    assert f"takes {format_nbytes(2 * 10**9)} of host memory" in found
+    assert f"without it {format_nbytes(lean.host_bytes)} instead of" in found
+    instead = derive(shapes, request=REQUEST, limit_bytes=plan.host_bytes)
+    saved = moved_bytes(plan) - moved_bytes(instead)
+    assert (f"would save {format_nbytes(saved)} of the" in found) == (saved > 0)
+
+
+def test_without_max_in_cpu_there_is_nothing_to_say_of_it() -> None:
+    plan = derive(decoder(), request=REQUEST)
+    assert advise_in_cpu(decoder(), plan) == ""

@@ -70,7 +70,10 @@ def test_master_weights_are_the_values_of_members_on_the_drive_and_in_memory() -
         training.store.write(key=key, source=value).wait()
         where = {"tensor": value} if index else {"key": key}
         members.append(Member(5000 * index, numel, value.dtype, **where))
-    training.groups.create("new", 11_001, members)
+    counts: list[int] = []
+    training.groups.create("new", 11_001, members, counts.append)
+    assert sum(counts) == 4 * 11_001
+    assert len(counts) > 1, "of each tile"
     found = torch.empty(11_001)
     training.groups.get("new", 0, found, state=None)
     parts = [torch.arange(numel).float().bfloat16().float() for numel in (5000, 6001)]

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from memascend.system import files
-from memascend.system.files import open_anew, open_new, replace_durably, sync, write_durably
+from memascend.system.files import (
+    open_anew,
+    open_new,
+    replace_durably,
+    replace_whole,
+    sync,
+    write_durably,
+)
 
 
 @contextmanager
@@ -130,3 +137,41 @@ def test_a_file_system_without_fsync_of_folders_will_do(
 
     monkeypatch.setattr(os, "fsync", refuse)
     sync(tmp_path)
+
+
+def test_a_file_that_is_replaced_again_and_again_is_whole_at_any_moment(tmp_path: Path) -> None:
+    path = tmp_path / "status"
+    replace_whole(path, "first")
+    before = path.open(encoding="utf-8")
+    replace_whole(path, "second")
+    with before:
+        assert before.read() == "first"
+    assert path.read_text(encoding="utf-8") == "second"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_replaced_stays_with_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "status"
+    replace_whole(path, "first")
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises(OSError, match="full"):
+        replace_whole(path, "second")
+    assert path.read_text(encoding="utf-8") == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_or_another_planted_is_not_written_through(
+    tmp_path: Path,
+) -> None:
+    path, other = tmp_path / "status", tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / ".memascend-status.new").symlink_to(other)
+    replace_whole(path, "new")
+    assert other.read_text() == "mine"
+    assert path.read_text() == "new"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from memascend.deepspeed.attach.attachment import Attachment
-from memascend.ledger.trace import FORWARD
+from memascend.deepspeed.attach.attachment import attachment_of_optimizer
+from memascend.deepspeed.monitor.engine import watching_forward
 from memascend.streaming.saved_tensors import SavedTensors
 
 #: Of the forward pass that runs.
@@ -20,26 +20,20 @@ current: ContextVar[SavedTensors | None] = ContextVar("memascend_saved_tensors",
 
 
 def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stand around `DeepSpeedEngine.forward`: where a model's section `activations` is on."""
+    """Stand around `DeepSpeedEngine.forward`: for the section `activations`, and who times it."""
 
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
-        with timing(self), saving(self):
+        with watching_forward(self, inputs, keywords), saving(self):
             return original(self, *inputs, **keywords)
 
     return forward
 
 
-def timing(engine: Any) -> AbstractContextManager[object]:
-    """Return a block that is a step's forward pass; one of no effect in evaluation."""
-    attachment = _attachment_of_training(engine)
-    return nullcontext() if attachment is None else attachment.phase(FORWARD)
-
-
 def saving(engine: Any) -> AbstractContextManager[object]:
     """Return a block whose saved tensors go to the drive; one of no effect where none should."""
-    attachment = _attachment_of_training(engine)
-    if attachment is None:
+    attachment = attachment_of_optimizer(engine.optimizer)
+    if attachment is None or not torch.is_grad_enabled():
         return nullcontext()
     section = attachment.runtime.config.activations
     if not section.enabled:
@@ -51,13 +45,6 @@ def saving(engine: Any) -> AbstractContextManager[object]:
         is_of_model=ModelTensors(engine.module),
     )
     return _saving(saved)
-
-
-def _attachment_of_training(engine: Any) -> Attachment | None:
-    # Only a model that is trained has an optimizer of ours.
-    attachment = getattr(engine.optimizer, "attachment", None)
-    is_trained = isinstance(attachment, Attachment) and torch.is_grad_enabled()
-    return attachment if is_trained else None
 
 
 @contextmanager

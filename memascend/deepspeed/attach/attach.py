@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,6 +30,8 @@ from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedM
 from memascend.errors import ConfigError
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.trace import Measures, Trace, measures_of
+from memascend.monitor.runs import default_root, run_name
+from memascend.monitor.status_file import RankPlace
 from memascend.plan.request import check_limit_can_be_kept
 from memascend.plan.states import check_state_dtype
 from memascend.runtime import Runtime, StockParts
@@ -81,7 +85,7 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
     _log_armed(config, ds_config, runtime, heap)
     drives = _watch_drives(config, directory) if dist.get_rank() == 0 else None
     trace = None if folder is None else Trace(folder, partial(_measure, runtime, events))
-    return Attachment(runtime, drives, heap, trace)
+    return Attachment(runtime, drives, heap, trace, _rank_place(config))
 
 
 def _measure(runtime: Runtime, events: CountedEvents | None) -> Measures:
@@ -90,6 +94,26 @@ def _measure(runtime: Runtime, events: CountedEvents | None) -> Measures:
         store=runtime.store.core if runtime.store is not None else None,
         device_wait_s=0.0 if events is None else events.waited_s,
         optimizer_wait_s=runtime.walk.waited_s,
+    )
+
+
+def _rank_place(config: MemAscendConfig) -> RankPlace | None:
+    """Return where the status of this rank goes; all ranks have the same name for the run."""
+    if config.status is False:
+        return None
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    began = torch.tensor([int(1000 * time.time()), os.getpid()], dtype=torch.int64)
+    if world_size > 1:
+        began = began.to(get_accelerator().current_device_name())
+        dist.broadcast(began, src=0)
+    is_shared = isinstance(config.status, str)
+    return RankPlace(
+        root=Path(str(config.status)).absolute() if is_shared else default_root(),
+        is_shared=is_shared,
+        run=run_name(*began.tolist()),
+        rank=dist.get_rank(),
+        world_size=world_size,
+        program=os.path.basename(sys.argv[0]),
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.ledger import Ledger, describe_plan
 from memascend.ledger.trace import Trace
+from memascend.monitor.status_file import RankPlace, StatusFile
 from memascend.plan.derive import Plan
 from memascend.runtime import Runtime
 from memascend.system.heap import Heap
@@ -36,8 +38,10 @@ class Attachment:
         drives: DriveWatch | None = None,
         heap: Heap | None = None,
         trace: Trace | None = None,
+        place: RankPlace | None = None,
     ) -> None:
         self.runtime = runtime
+        self.status = None if place is None else _status_file(weakref.ref(self), place)
         self._heap = heap
         self._drives = drives
         self._rank = dist.get_rank()
@@ -87,8 +91,10 @@ class Attachment:
         return stops and wear is not None and wear.is_over_budget
 
     def finish(self) -> None:
-        """Log and write what was measured, on rank 0, once."""
+        """Say that this rank is through; log and write what was measured, on rank 0, once."""
         self._tell_what_failed_last()
+        if self.status is not None:
+            self.status.finish()
         if self._is_finished or self._rank != 0:
             return
         self._is_finished = True
@@ -138,11 +144,16 @@ class Attachment:
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
 
 
+def attachment_of_optimizer(optimizer: Any) -> Attachment | None:
+    """Return the attachment of a ZeRO optimizer, which only a model that is trained has."""
+    found = getattr(optimizer, "attachment", None)
+    return found if isinstance(found, Attachment) else None
+
+
 def attachment_of(engine: Any) -> Attachment | None:
     """Return the attachment of a DeepSpeed engine; None when its model has none."""
-    optimizer = getattr(engine, "optimizer", None)
-    found = getattr(optimizer, "attachment", None)
-    if isinstance(found, Attachment):
+    found = attachment_of_optimizer(getattr(engine, "optimizer", None))
+    if found is not None:
         return found
     for param in engine.module.parameters():
         found = getattr(getattr(param, "nvme_swapper", None), "memascend_attachment", None)
@@ -162,6 +173,26 @@ def _device_bytes_peak() -> int | None:
     if accelerator.is_synchronized_device():  # the CPU, whose memory is the process's
         return None
     return int(accelerator.max_memory_allocated())
+
+
+def _status_file(attachment: weakref.ref[Attachment], place: RankPlace) -> StatusFile:
+    """Return the file of an attachment, which it does not keep alive."""
+
+    def living() -> Attachment:
+        found = attachment()
+        if found is None:
+            raise ReferenceError("the model is gone")
+        return found
+
+    return StatusFile(
+        place,
+        read_ledger=lambda: living().ledger(),
+        read_drive=lambda: _counters(living().runtime),
+    )
+
+
+def _counters(runtime: Runtime) -> Mapping[str, int | float]:
+    return {} if runtime.store is None else runtime.store.stats()
 
 
 def _finish(attachment: weakref.ref[Attachment]) -> None:

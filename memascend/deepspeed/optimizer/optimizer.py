@@ -31,8 +31,7 @@ from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
 from memascend.errors import ConfigError
 from memascend.kernels.overflow import sum_of_squares
-from memascend.ledger.trace import OPTIMIZER
-from memascend.plan.advice import advise
+from memascend.plan.advice import advise, advise_in_cpu
 from memascend.plan.shapes import from_module
 from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool
@@ -164,7 +163,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self._finish_writes()
         self.attachment.adopt(plan)
         if dist.get_rank() == 0:
-            log.info("memascend: %s", advise(from_module(self.module), plan))
+            shapes = from_module(self.module)
+            for line in filter(None, (advise(shapes, plan), advise_in_cpu(shapes, plan))):
+                log.info("memascend: %s", line)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         # Without any, upstream makes a stand-in of one element.
@@ -177,11 +178,6 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self._finish_writes()
 
     # -- a step ----------------------------------------------------------------------------------
-
-    def step(self, closure: Any = None) -> None:
-        """Step as the kind does."""
-        with self.attachment.phase(OPTIMIZER):
-            super().step(closure)
 
     def clear_backward_seen_flag(self) -> None:
         """Begin a forward pass; what a backward pass that an error has left had not reduced goes.

@@ -20,6 +20,7 @@ from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
 from memascend.checkpoint.converted import converted
+from memascend.checkpoint.progress import byte_progress, counted
 from memascend.checkpoint.source import LoadedTensor
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.errors import StoreError
@@ -113,9 +114,12 @@ def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedT
         optimizer._set_fp32_optimizer_param_groups()
         optimizer.optimizer.load_state_dict(state_dict)
         optimizer._clear_fp32_optimizer_param_groups()
-    for tensor in tensors:
-        optimizer.load_tensor(tensor)
-        tensor.reader.close()
+    numels = optimizer.fp16_partitioned_groups_flat_numel
+    nbytes = sum(numels[tensor.sub_group] * tensor.dtype.itemsize for tensor in tensors)
+    with byte_progress("loading tensors", nbytes, leads=dist.get_rank() == 0) as advance:
+        for tensor in tensors:
+            optimizer.load_tensor(counted(tensor, advance))
+            tensor.reader.close()
     if state_dict:
         parameters = optimizer.fp32_partitioned_groups_flat
         replay_beta_powers(optimizer.optimizer, parameters, optimizer.note_replayed)

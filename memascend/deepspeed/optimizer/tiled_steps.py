@@ -17,6 +17,7 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.base.units import format_nbytes
+from memascend.checkpoint.progress import byte_progress
 from memascend.deepspeed.optimizer.behind import LOADED
 from memascend.deepspeed.optimizer.early import StepsEarly
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, fused_adam
@@ -46,6 +47,8 @@ class TiledSteps(StepsEarly):
     # Of each sub-group in the step under way; None: the optimizer steps it.
     _updates: Sequence[FusedUpdate | None] = ()
     _factor: Any = 1.0
+    # Called with the bytes of master weights that were stored at the start.
+    _filled: Callable[[int], None] | None = None
     # Stores again what an accessor gave out.
     _put_back: Callable[[], None] | None = None
 
@@ -109,14 +112,20 @@ class TiledSteps(StepsEarly):
 
     def _create_fp32_partitions(self) -> None:
         # Upstream makes room for a whole sub-group, which is then streamed past it.
-        with AbsentBuffers(torch.empty, set(self.fp16_partitioned_groups_flat_numel)):
+        numels = self.fp16_partitioned_groups_flat_numel
+        nbytes = sum(numels) * self.master_weights_and_grads_dtype.itemsize
+        leads = dist.get_rank() == 0
+        with (
+            byte_progress("writing master weights", nbytes, leads=leads) as self._filled,
+            AbsentBuffers(torch.empty, set(numels)),
+        ):
             super()._create_fp32_partitions()
 
     def _swap_in_sub_group_to_flat_buffer(self, flat_buffer: Any, sub_group_id: int) -> None:
         """Stream the master weights of a sub-group from its parameters; the buffer stays empty."""
         name = self.fp32_partitioned_groups_flat[sub_group_id].ds_id
         numel = self.fp16_partitioned_groups_flat_numel[sub_group_id]
-        self.groups.create(name, numel, self._members(sub_group_id))
+        self.groups.create(name, numel, self._members(sub_group_id), self._filled)
 
     def initialize_optimizer_states(self) -> None:
         """Make nothing ahead: gradients and moments begin as zeros that are stored nowhere."""

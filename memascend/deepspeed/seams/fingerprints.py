@@ -35,6 +35,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.engine.DeepSpeedEngine.forward": ("e38c3c4e16ef1a3d",),
     "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint": ("aba4062e507ce668",),
     "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint": ("f4b6b4383d73f0dc",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.step": ("d1a33a28afc216e9",),
     "deepspeed.runtime.engine.DeepSpeedEngine.zero_nvme_offload_optimizer": ("533190c4e05476e4",),
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler.update_scale": ("879de1304de0aa76",),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo": ("6ffc1e0eab0c90db",),

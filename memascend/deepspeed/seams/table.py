@@ -118,8 +118,15 @@ SEAMS: tuple[Seam, ...] = (
         "forward",
         _ENGINE,
         "DeepSpeedEngine.forward",
-        "what it saves for backward goes to the drive",
+        "what it saves for backward goes to the drive; its time is measured",
         f"{_OURS}.activations.forward:wrap_forward",
+    ),
+    Seam(
+        "step",
+        _ENGINE,
+        "DeepSpeedEngine.step",
+        "its time is measured, for `memascend monitor`",
+        f"{_OURS}.monitor.engine:wrap_step",
     ),
     Seam(
         "checkpoint inputs",

@@ -1,4 +1,4 @@
-"""The only file that assigns to transformers: three functions, where transformers is in use.
+"""The only file that assigns to transformers: three functions and a list, where it is in use.
 
 Nothing here is needed for training, so a release whose code is not known is left as it is, and one
 line is logged. transformers is never imported by us: what is replaced is looked up by transformers
@@ -15,6 +15,7 @@ from typing import Any
 from deepspeed import comm as dist
 
 from memascend.deepspeed.activations.offload import wrap_save_on_cpu
+from memascend.deepspeed.monitor.logs import trainer_callback
 from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources
 from memascend.deepspeed.weights.pretrained import wrap_load, wrap_read
 
@@ -36,14 +37,20 @@ KNOWN = {
 }
 
 
+#: Where the Trainer looks up the callbacks that every Trainer has, by a list's name alone.
+TRAINER_MODULE, CALLBACKS = "transformers.trainer", "DEFAULT_CALLBACKS"
+
 #: What stood there before; empty while nothing is wrapped.
 _originals: dict[str, Any] = {}
 #: What differed, and was logged; looked at no more.
 _refused: list[str] = []
+#: What was added to the Trainer's callbacks.
+_callbacks: list[type[Any]] = []
 
 
 def arm() -> None:
     """Wrap all functions where transformers is imported and knows them, or none. Idempotent."""
+    _register_callback()
     module: Any = sys.modules.get(MODULE)
     if module is None or _originals or _refused:
         return
@@ -68,6 +75,18 @@ def disarm() -> None:
         vars(sys.modules[MODULE]).update(_originals)
     _originals.clear()
     _refused.clear()
+    while _callbacks:
+        trainer_module: Any = sys.modules[TRAINER_MODULE]
+        vars(trainer_module)[CALLBACKS].remove(_callbacks.pop())
+
+
+def _register_callback() -> None:
+    """Give every Trainer that is made from now on a callback, where the list of them is known."""
+    module = sys.modules.get(TRAINER_MODULE)
+    listed, base = getattr(module, CALLBACKS, None), getattr(module, "TrainerCallback", None)
+    if isinstance(listed, list) and isinstance(base, type) and not _callbacks:
+        _callbacks.append(trainer_callback(base))
+        listed.append(_callbacks[0])
 
 
 def is_armed() -> bool:

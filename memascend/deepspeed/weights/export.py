@@ -26,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.base.units import format_nbytes
 from memascend.checkpoint.files import FlushedFile
+from memascend.checkpoint.progress import byte_progress
 from memascend.deepspeed.attach.attachment import Attachment, attachment_of
 from memascend.errors import StoreError, StoreFullError
 from memascend.streaming.staging import StagingSlots
@@ -108,10 +109,13 @@ def _consolidate(tensors: list[_NamedTensor], attachment: Attachment) -> StateDi
     file = attempt(WeightFile, runtime.directory, shapes)
     try:
         _raise_everywhere(errors)
-        for number, param in weights.items():
-            with deepspeed.zero.GatheredParameters([param]):
-                if file is not None:
-                    attempt(file.write_tensor, number, param.data, runtime.staging)
+        nbytes = 0 if file is None else file.nbytes
+        with byte_progress("writing the 16-bit model", nbytes, leads=is_first) as advance:
+            for number, param in weights.items():
+                with deepspeed.zero.GatheredParameters([param]):
+                    if file is not None:
+                        attempt(file.write_tensor, number, param.data, runtime.staging)
+                        advance(param.data.nbytes)
         mapped = attempt(file.map) if file is not None else None
         _raise_everywhere(errors)
     finally:

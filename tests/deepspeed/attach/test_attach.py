@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
@@ -20,6 +21,7 @@ from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError
 from memascend.ledger.trace import FORWARD, SETUP, read_recording
+from memascend.monitor.runs import default_root
 from memascend.system import heap
 from tests.support.deepspeed_json import WORKING
 from tests.support.fake_accelerator import FakeAccelerator
@@ -272,4 +274,39 @@ def test_nothing_is_traced_or_counted_without_being_asked_for(
     with attachment.phase(FORWARD):
         pass
     assert isinstance(attachment.runtime.new_event(), FakeAccelerator.Event)
+    attachment.runtime.close()
+
+
+# -- the status ----------------------------------------------------------------------------------
+
+
+def test_the_status_goes_to_the_users_folder_or_the_one_named_or_nowhere(
+    attach: Attach, tmp_path: Path
+) -> None:
+    for value, root in ((True, default_root()), (str(tmp_path), tmp_path)):
+        attachment = attach(status=value)
+        assert attachment.status is not None
+        assert attachment.status.place.root == root
+        assert attachment.status.place.is_shared == (value is not True)
+        attachment.runtime.close()
+    attachment = attach(status=False)
+    assert attachment.status is None
+    attachment.runtime.close()
+
+
+def test_all_ranks_have_rank_0s_name_for_the_run(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broadcast(tensor: Any, *, src: int) -> None:
+        assert src == 0
+        tensor.copy_(torch.tensor([1_767_323_045_678, 42]))
+
+    monkeypatch.setattr(activation.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(activation.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(activation.dist, "broadcast", broadcast)
+    monkeypatch.setattr(activation.dist, "all_reduce", lambda tensor, op: None)
+    attachment = attach(rank=1)
+    assert attachment.status is not None
+    place = attachment.status.place
+    assert (place.run, place.rank, place.world_size) == ("20260102T030405.678-42", 1, 2)
     attachment.runtime.close()

@@ -25,9 +25,12 @@ from memascend.ledger.drives import DriveReport, DriveWatch, DriveWear
 from memascend.ledger.ledger import Ledger
 from memascend.ledger.trace import Measures, Trace, read_recording
 from memascend.ledger.wear import WearMeter
+from memascend.monitor.status import read_status
+from memascend.monitor.status_file import RankPlace
 from memascend.plan.derive import PlanRequest, derive
 from memascend.streaming.walk import Walk
 from tests.support.plan_models import decoder
+from tests.support.statuses import RUN
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 TB = 10**12
@@ -77,11 +80,12 @@ def make(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> M
         has_store: bool = True,
         drives: DriveWatch | None = None,
         trace: Trace | None = None,
+        place: RankPlace | None = None,
         **block: Any,
     ) -> Attachment:
         monkeypatch.setattr(attaching.dist, "get_rank", lambda: rank)
         runtime: Any = FakeRuntime(block, has_arena=has_arena, has_store=has_store)
-        return Attachment(runtime, drives, trace=trace)
+        return Attachment(runtime, drives, trace=trace, place=place)
 
     return run
 
@@ -198,6 +202,33 @@ def test_a_script_that_just_ends_gets_its_report_and_nothing_is_kept_alive_for_i
     for function, *arguments in at_exit:
         function(*arguments)
     assert kept.runtime.ledger_count == 1
+
+
+# -- the status ----------------------------------------------------------------------------------
+
+
+def test_the_status_has_the_account_and_ends_with_the_run_on_every_rank(
+    make: Make, tmp_path: Path
+) -> None:
+    place = RankPlace(tmp_path, True, RUN, rank=1, world_size=2, program="train.py")
+    attachment = make(rank=1, place=place)
+    assert attachment.status is not None
+    attachment.status.begin_step()
+    assert read_status(place.path).ledger.limit_bytes is None
+    attachment.finish()
+    assert read_status(place.path).is_finished
+
+
+def test_the_status_keeps_no_attachment_alive(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment = make(place=RankPlace(tmp_path, True, RUN, 0, 1, "train.py"))
+    status, alive = attachment.status, weakref.ref(attachment)
+    del attachment
+    gc.collect()
+    assert alive() is None
+    status.begin_step()
+    assert "the model is gone" in caplog.text
 
 
 # -- what DeepSpeed is served with ---------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +29,6 @@ from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.errors import ConfigError
-from memascend.streaming.sub_groups import StepIntegrity
-from memascend.streaming.walk import Walk
 
 ON_DRIVE = SimpleNamespace(device="nvme")
 KINDS: dict[tuple[bool, bool], type[ZeroOptimizer]] = {
@@ -173,30 +169,3 @@ def test_what_a_backward_pass_had_not_reduced_when_an_error_left_it_is_dropped(
     assert (param.grad is not None, bucket.params != []) == (kept, kept)
     assert optimizer.micro_step_id == ended
     assert not state.backward_seen_this_step
-
-
-@pytest.mark.parametrize("kind", KINDS.values())
-def test_every_step_is_a_phase_whatever_comes_of_it(
-    monkeypatch: pytest.MonkeyPatch, kind: type[ZeroOptimizer]
-) -> None:
-    said: list[str] = []
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        said.append(f"{name} begins")
-        try:
-            yield
-        finally:
-            said.append(f"{name} ends")
-
-    def step(self: Any, closure: Any) -> None:
-        said.append("step")
-        raise RuntimeError("half-way")
-
-    monkeypatch.setattr(zero_optimizer.DeepSpeedZeroOptimizer_Stage3, "step", step)
-    optimizer: Any = object.__new__(kind)
-    optimizer.integrity = StepIntegrity()
-    optimizer._attachment = SimpleNamespace(phase=phase, runtime=SimpleNamespace(walk=Walk()))
-    with pytest.raises(RuntimeError, match="half-way"):
-        optimizer.step()
-    assert said == ["optimizer begins", "step", "optimizer ends"]

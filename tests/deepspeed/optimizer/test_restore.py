@@ -64,6 +64,11 @@ class Reader:
         self.is_closed = True
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring.dist, "get_rank", lambda: 0)
+
+
 class Restored:
     """An optimizer that notes what it is told. `failing` names calls that fail."""
 
@@ -71,6 +76,7 @@ class Restored:
         self.calls: list[str] = []
         self._failing = failing
         self.fp32_partitioned_groups_flat: list[Any] = []
+        self.fp16_partitioned_groups_flat_numel = [16] * 4
         staging = SimpleNamespace(wait_writes=lambda: self._note("wait"))
         self.attachment = SimpleNamespace(runtime=SimpleNamespace(staging=staging))
         self.optimizer = SimpleNamespace(load_state_dict=lambda state: self._note(f"base {state}"))

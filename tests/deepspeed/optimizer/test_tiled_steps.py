@@ -71,8 +71,8 @@ def test_master_weights_are_made_of_the_parameters_without_a_buffer(optimizer: O
 def test_buffers_of_whole_sub_groups_take_no_memory(
     optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[torch.Tensor] = []
-    sizes = [*SIZES.values(), 77]
+    made, sizes = list[torch.Tensor](), [*SIZES.values(), 77]
+    monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(
         Stock, "_create_fp32_partitions", lambda _: made.extend(map(torch.empty, sizes))
     )

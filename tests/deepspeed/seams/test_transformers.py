@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -46,6 +47,24 @@ def test_arming_wraps_and_disarming_restores(
     assert not transformers_seams.is_armed()
     assert standing() == stock
     assert caplog.records == []
+
+
+def test_every_trainer_from_now_on_has_a_callback_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Base:
+        pass
+
+    trainer: Any = ModuleType(transformers_seams.TRAINER_MODULE)
+    monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
+    transformers_seams.arm()  # another release, without the list
+    trainer.DEFAULT_CALLBACKS, trainer.TrainerCallback = [Base], Base
+    for _ in range(2):
+        transformers_seams.arm()
+    assert len(trainer.DEFAULT_CALLBACKS) == 2
+    assert issubclass(trainer.DEFAULT_CALLBACKS[1], Base)
+    transformers_seams.disarm()
+    assert [Base] == trainer.DEFAULT_CALLBACKS
 
 
 @pytest.mark.parametrize("name", list(transformers_seams.WRAPPERS))

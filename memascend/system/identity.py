@@ -1,0 +1,69 @@
+"""Which process wrote something, so that a reader knows later whether it still runs.
+
+A process number is given again, so the moment of its start belongs to it; and it means something
+only on the machine, since the boot and in the container that gave it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from memascend.system.mounts import PROC, read_line, read_lines
+
+_START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process of one machine.
+
+    Attributes:
+        host: Name of the machine.
+        boot: The kernel's name of the time since it was booted.
+        namespace: In which the number counts; another one in each container.
+        pid: Its number there.
+        started: When it was started, in ticks since the boot.
+    """
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: int
+
+    def is_alive(self, proc: Path = PROC) -> bool | None:
+        """Return whether it runs; None where this process cannot know, as on another machine."""
+        here = identify(os.getpid(), proc)
+        if self.host != here.host:
+            return None
+        if self.boot != here.boot:
+            return False
+        if self.namespace != here.namespace:
+            return None
+        return self.started != 0 and identify(self.pid, proc).started == self.started
+
+
+def identify(pid: int, proc: Path = PROC) -> ProcessIdentity:
+    """Return the identity of a process of this machine; `started` is 0 where it does not run."""
+    try:
+        namespace = os.readlink(proc / "self/ns/pid")
+    except OSError:
+        namespace = ""
+    return ProcessIdentity(
+        host=platform.node(),
+        boot=read_line(proc / "sys/kernel/random/boot_id"),
+        namespace=namespace,
+        pid=pid,
+        started=_start_time(" ".join(read_lines(proc / str(pid) / "stat"))),
+    )
+
+
+def _start_time(text: str) -> int:
+    # The program's name comes second, in parentheses, and may hold anything, these included.
+    state, *fields = text.rpartition(")")[2].split() or [""]
+    if state in ("", "Z", "X"):  # gone, or waiting to be reaped
+        return 0
+    return int(fields[_START_TIME_FIELD - 4])
