@@ -186,7 +186,7 @@ def _summary(known: Sequence[Status]) -> list[Text]:
             for name, seconds in _parts(slowest)
         )
         lines.append(Text(shares))
-        lines.append(Text(f"threads waited {_seconds(slowest.waited)} of a step for the drives"))
+        lines.append(Text(f"training waited {_seconds(slowest.waited)} of a step for the drives"))
     wear = known[0].ledger.wear
     if wear is not None and wear.written_bytes:
         lines.append(Text(wear.describe()))

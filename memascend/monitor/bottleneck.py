@@ -23,7 +23,7 @@ def describe_bottleneck(times: StepTimes, rates: Sequence[VolumeRate], *, step_c
     text = (
         f"over {step_count} steps of {times.total:.2f} s {busiest.path} was busy for "
         f"{100 * busiest.busy:.0f} % of the time ({busiest.read / 1e9:.2f} GB/s read, "
-        f"{busiest.written / 1e9:.2f} GB/s written), and threads waited {times.waited:.2f} s of a "
+        f"{busiest.written / 1e9:.2f} GB/s written), and training waited {times.waited:.2f} s of a "
         "step for the drives"
     )
     if busiest.busy < BUSY_SHARE_HIGH:

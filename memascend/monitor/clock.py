@@ -26,7 +26,7 @@ class StepTimes:
         backward: From their ends until the engine steps.
         optimizer: In the engine's step.
         other: All else, from the end of the step before: data, logs, evaluation, checkpoints.
-        waited: Of all threads, for the drives; the optimizer's thread goes on beside the others.
+        waited: Of training, for the drives; the optimizer's thread goes on beside it.
     """
 
     forward: float = 0.0
@@ -83,7 +83,7 @@ class StepClock:
 
         Args:
             after_backward: Whether a backward pass came since the last one.
-            waited: Seconds so far that threads waited for the drives.
+            waited: Seconds so far that training waited for the drives.
         """
         if not self._has_begun:  # what came before the first step is no part of it
             self._has_begun = True
@@ -103,7 +103,7 @@ class StepClock:
 
         Args:
             is_boundary: Whether it was the optimizer's, not that of one micro-batch among others.
-            waited: Seconds so far that threads waited for the drives.
+            waited: Seconds so far that training waited for the drives.
         """
         self._enter(OTHER)
         if not is_boundary:

@@ -129,7 +129,7 @@ _MEASURES = tuple(
         (
             "step_waited_seconds",
             "gauge",
-            "Of it, what threads waited for the drives, all of them together.",
+            "Of it, what training waited for the drives.",
             _one(lambda status: status.mean.waited if status.mean is not None else None),
         ),
         (
@@ -207,7 +207,7 @@ _MEASURES = tuple(
         (
             "waited_seconds_total",
             "counter",
-            "What threads waited for the drives, all of them together.",
+            "What training waited for the drives.",
             _one(lambda status: status.ledger.drive.get("wait_seconds")),
         ),
         (

@@ -40,7 +40,7 @@ def test_a_run_is_shown_with_speed_parts_drives_components_and_wear() -> None:
         "train.py  step 30 of 500  2 ranks",
         "2.00 s a step, 2,048 tokens/s, 4.00 samples/s, 15 min 40 s left",
         "forward 25 %, backward 50 %, optimizer 12 %, other 12 %",
-        "threads waited 0.75 s of a step for the drives",
+        "training waited 0.75 s of a step for the drives",
         "written to the drive: 2.93 GiB",
         "of the stated endurance",
         "backward 0.50 s",

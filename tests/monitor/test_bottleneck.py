@@ -15,7 +15,7 @@ def test_a_drive_that_is_busy_all_the_time_is_the_bottleneck() -> None:
     for part in (
         "over 20 steps of 4.00 s /mnt/b was busy for 90 % of the time",
         "2.50 GB/s read, 1.50 GB/s written",
-        "threads waited 1.25 s of a step",
+        "training waited 1.25 s of a step",
         "is the bottleneck. One twice as fast would save up to 1.80 s",
     ):
         assert part in text
