@@ -10,8 +10,9 @@ was released and the store has reaped every transfer on it.
 With a budget, host memory is bounded whatever the model is. A shard too large for a slot is
 assembled in device memory, chunk by chunk through the staging slots, and so is one that finds no
 room. Which shards are staged never depends on time or on where they found room, only on sizes and
-calls: DeepSpeed decides by it what to gather, and every rank must decide alike. A slot whose shard
-was let go keeps its bytes until another shard needs the room; a read of that shard then takes them.
+calls: DeepSpeed decides by it what to gather, and every rank must decide alike. So a rank that is
+not alone must not go by `has_arrived`. A slot whose shard was let go keeps its bytes until another
+shard needs the room, or it is read again.
 """
 
 from __future__ import annotations
@@ -27,15 +28,13 @@ from memascend.base.interfaces import Event, Lender, TensorIO, Ticket
 from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
-from memascend.plan.knobs import PREFETCH_BYTES_MIN
 from memascend.streaming.kept_slots import KeptSlots
 from memascend.streaming.loans import Loans
 from memascend.streaming.shards import Shard, Shards, ShardState
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.walk import Walk
 
-#: Casts of updated parameters that may wait for the drive; bounds the slots that writing back
-#: takes.
+#: Casts of updated parameters that may wait for the drive; bounds the slots of writing back.
 WRITE_BACK_COUNT_MAX = 4
 #: The same with a budget, which bounds their bytes: tiny shards must not wait for one another.
 WRITE_BACK_COUNT_MAX_IN_BUDGET = 64
@@ -104,9 +103,9 @@ class ParameterStream:
         that has no slot ever is passed over: it is read when it is needed.
         """
         for shard in self._staged:
-            if shard.is_late and self.walk.has_passed(shard.key):
-                self._start_read(shard)
-        room_bytes = self._prefetch_limit_bytes() - self._staged_bytes()
+            self._start_late(shard)
+        limit_bytes = self._shards.prefetch_bytes(self._prefetch_bytes)
+        room_bytes = min(limit_bytes, self.share_bytes) - self._staged_bytes()
         for shard in shards:
             cost_bytes = self.pool.slot_bytes(shard.nbytes)
             if shard.is_staged or cost_bytes == 0:
@@ -133,6 +132,16 @@ class ParameterStream:
         for shard in absent:
             self._read(shard)
         self._wait(needed)
+
+    def has_arrived(self, shard: Shard) -> bool:
+        """Return whether a shard can be had now without waiting for anything."""
+        if not self.walk.has_passed(shard.key):
+            return False
+        self._start_late(shard)
+        if shard.state is not ShardState.READING:
+            return shard.state is not ShardState.ABSENT
+        is_read = shard.read is None or shard.read.done()
+        return self._loans.offers(shard) if shard.lease is None else is_read
 
     def wait_reads(self) -> None:
         """Wait for every read in flight.
@@ -288,13 +297,15 @@ class ParameterStream:
         try:
             if shard.lease is not None and not is_kept:
                 shard.is_late = True
-                if self.walk.has_passed(shard.key):
-                    self._start_read(shard)
+                self._start_late(shard)
         except BaseException:
             self.drop(shard)
             raise
 
-    def _start_read(self, shard: Shard) -> None:
+    def _start_late(self, shard: Shard) -> None:
+        """Start the read of a shard that waits for its new value, if that is there."""
+        if not shard.is_late or not self.walk.has_passed(shard.key):
+            return
         assert shard.lease is not None
         assert shard.tensor is not None
         self._wait_chunks(shard)
@@ -316,8 +327,7 @@ class ParameterStream:
                     continue
                 if shard.read is None:
                     self.walk.wait_for([shard.key])
-                if shard.is_late:
-                    self._start_read(shard)
+                self._start_late(shard)
                 ticket, shard.read = shard.read, None
                 if ticket is not None:
                     ticket.wait()
@@ -375,8 +385,6 @@ class ParameterStream:
         self._chunks.store.reserve(key=shard.key, nbytes=shard.nbytes)
         self._chunks.write(key=shard.key, source=source, dtype=shard.dtype)
 
-    # -- reading ahead ---------------------------------------------------------------------------
-
     def _make_room(self, shards: Iterable[Shard]) -> None:
         """Let go what was read ahead, furthest first, until these shards fit the budget."""
         needed_bytes = sum(self.pool.slot_bytes(one.nbytes) for one in shards)
@@ -390,10 +398,3 @@ class ParameterStream:
 
     def _staged_bytes(self) -> int:
         return sum(self.pool.slot_bytes(one.nbytes) for one in self._staged)
-
-    def _prefetch_limit_bytes(self) -> int:
-        """Return twice the largest shard that occurs often, unless another limit was given."""
-        limit_bytes = self._prefetch_bytes
-        if limit_bytes is None:
-            limit_bytes = max(PREFETCH_BYTES_MIN, 2 * self._shards.repeated_bytes_max)
-        return min(limit_bytes, self.share_bytes)

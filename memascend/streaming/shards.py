@@ -11,7 +11,7 @@ import torch
 
 from memascend.base.interfaces import Event, Ticket
 from memascend.memory.pool import Lease
-from memascend.plan.knobs import REPEATED_COUNT_MIN
+from memascend.plan.knobs import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 
 
 class ShardState(Enum):
@@ -100,3 +100,9 @@ class Shards:
         counts = self._sizes.items()
         repeated = [nbytes for nbytes, count in counts if count >= REPEATED_COUNT_MIN]
         return max(repeated, default=0)
+
+    def prefetch_bytes(self, given: int | None) -> int:
+        """Return how much may be read ahead: what was given, or twice the largest of those."""
+        if given is not None:
+            return given
+        return max(PREFETCH_BYTES_MIN, 2 * self.repeated_bytes_max)

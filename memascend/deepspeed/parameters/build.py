@@ -50,6 +50,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 dtype=model_dtype,
                 swappable_bytes_min=max(SWAPPABLE_BYTES_MIN, block_bytes),
                 lock=runtime.lock,
+                is_alone=dist.get_world_size() == 1,
             )
         with attachment.serving_aio("parameter buffers"):
             swapper = original(ds_config, model_dtype)

@@ -45,3 +45,11 @@ def slice_of_rank(param: Any, numel: int) -> torch.Tensor:
     if whole.is_contiguous() and begin + numel <= whole.numel():
         return whole.view(-1).narrow(0, begin, numel)
     return whole.new_empty(numel)
+
+
+def device_shard(param: Any) -> torch.Tensor:
+    """Return what is staged of a parameter on the device, to be stored."""
+    shard: torch.Tensor = param.ds_tensor.data
+    if shard.numel() != param.ds_tensor.ds_numel:
+        raise AssertionError(f"parameter {param.ds_id} has no shard to store: it was let go")
+    return shard

@@ -1,9 +1,11 @@
 """Wraps the gather and partition calls of zero.Init around our parameter swapper.
 
-Four things happen here: a gather waits until the optimizer has written what it reads; slots of
+Five things happen here: a gather waits until the optimizer has written what it reads; slots of
 gathered parameters go back early; a list larger than the pool is gathered in turns, each of which
-is read as a whole first; and what a gather has begun is given up when it fails, so that it can be
-tried again. Parameters of other swappers pass through to the stock functions untouched.
+is read as a whole first; what a gather has begun is given up when it fails, so that it can be tried
+again; and on a rank that is alone a parameter that is still being read is gathered later, so that
+the module before it need not wait. Parameters of other swappers pass through to the stock functions
+untouched.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 
+from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
 Parameter = Any
@@ -113,6 +117,8 @@ def _in_turns(
         param_list: Sequence[Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> Any:
         listed = [param] if param_list is None else list(param_list)
+        if swapper.late_gathers is not None:
+            swapper.late_gathers.begin(listed)
         absent = _without_duplicates(p for p in listed if _is_absent(p))
         handles: list[Any] = []
         with _whole_or_not_at_all(swapper, absent, handles):
@@ -135,8 +141,7 @@ def _coalesced_in_turns(
 ) -> Callable[..., Any]:
     """Wrap the coordinator's gather: one handle, whatever the number of turns."""
 
-    def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
-        listed = list(params)
+    def begin(listed: Sequence[Parameter], **keywords: Any) -> Any:
         handles: list[Any] = []
         shards: list[Any] = []
         with _whole_or_not_at_all(swapper, listed, handles):
@@ -153,7 +158,37 @@ def _coalesced_in_turns(
         handle = handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
         return _GatherHandle(swapper, listed, handle, shards)
 
+    def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
+        listed, gathers = list(params), swapper.late_gathers
+        if gathers is None or any(keywords.values()):
+            return begin(listed, **keywords)
+        gathers.begin()
+        # What nobody reads yet is needed now: DeepSpeed has read whatever it gathers ahead.
+        absent = [p for p in listed if _is_absent(p) and not _needs_a_read(p)]
+        late = {p.ds_id: p for p in swapper.late(absent)}
+        if not late:
+            return begin(listed, **keywords)
+        now = [param for param in listed if param.ds_id not in late]
+        try:
+            with _whole_or_not_at_all(swapper, listed, []):
+                noted = gathers.note(late.values(), begin)
+                return GatherHandles(begin(now, **keywords) if now else None, noted)
+        except BaseException:
+            gathers.withdraw(late.values())
+            raise
+
     return all_gather_coalesced
+
+
+def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace InflightParamRegistry.__setitem__: who needs a parameter waits for that one alone."""
+
+    @functools.wraps(original)
+    def register(registry: Any, param: Parameter, handle: Any) -> None:
+        own = handle.of(param) if isinstance(handle, GatherHandles) else handle
+        original(registry, param, own)
+
+    return register
 
 
 @contextmanager
@@ -178,6 +213,10 @@ def _whole_or_not_at_all(
 
 def _is_absent(param: Parameter) -> bool:
     return bool(param.ds_status is ZeroParamStatus.NOT_AVAILABLE)
+
+
+def _needs_a_read(param: Parameter) -> bool:
+    return bool(param.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE)
 
 
 def _without_duplicates(params: Iterable[Parameter]) -> list[Parameter]:

@@ -2,9 +2,7 @@
 
 Keeps the contract of AsyncPartitionedParameterSwapper (0.19.x): `param.ds_tensor` is one object
 whose `.data` is re-pointed and whose `.status` follows PartitionedParamStatus. Unlike stock, a
-gathered parameter holds no host buffer: its slot goes back when the copy to the device has passed,
-so the pool does not grow with max_reuse_distance, and a list larger than the pool is served in
-turns.
+gathered parameter holds no host buffer: its slot goes back when the copy to the device has passed.
 
 With a budget every shard is on the drive, tiny ones included, and one that has no slot is a device
 tensor while it is read or written: its `ds_tensor.data` is then assembled on the device, or is the
@@ -25,12 +23,14 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from memascend.base.interfaces import Event
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.parameters.device import (
+    device_shard,
     event_here,
     shares_memory,
     slice_of_rank,
     start_copy,
 )
 from memascend.deepspeed.parameters.exclusive import exclusive
+from memascend.deepspeed.parameters.late_gathers import LateGathers
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.released import ReleasedMemory
 from memascend.streaming.shards import Shard, ShardState
@@ -58,6 +58,7 @@ class ParameterSwapper:
         dtype: torch.dtype,
         swappable_bytes_min: int = SWAPPABLE_BYTES_MIN,
         lock: AbstractContextManager[Any] | None = None,
+        is_alone: bool = False,
     ) -> None:
         """Take no memory yet.
 
@@ -67,10 +68,12 @@ class ParameterSwapper:
             dtype: Of the model, for the bytes of shards that do not exist yet.
             swappable_bytes_min: Without a budget: smaller shards stay in host memory.
             lock: Of the data paths, reentrant; None: nobody else uses them.
+            is_alone: Whether this is the only rank, which may gather when it likes.
         """
         self.lock = lock or threading.RLock()
         self.memascend_attachment = attachment
         self.dtype = dtype
+        self.late_gathers = LateGathers(self) if is_alone else None
         self._stream = stream
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
         self._released = ReleasedMemory(limit_bytes=RELEASED_BYTES_MAX)
@@ -116,7 +119,7 @@ class ParameterSwapper:
                 if shard.is_staged:
                     self._stream.write(shard)
                 else:
-                    self._stream.write_from(shard, self._device_shard(param))
+                    self._stream.write_from(shard, device_shard(param))
             finally:
                 self._show_changes()
                 self._mark_absent(param)
@@ -154,9 +157,8 @@ class ParameterSwapper:
     def remove_partition_and_release_buffers(self, params: Iterable[Parameter]) -> None:
         """Let shards go without writing; the store already holds the truth. Idempotent."""
         for param in params:
-            shard = self._shard(param)
-            if not self._is_being_gathered(shard):
-                self._let_go(shard)
+            if param.ds_status is not ZeroParamStatus.INFLIGHT:  # else its gather lets it go
+                self._let_go(self._shard(param))
 
     @exclusive
     def swap_into_buffer(self, param: Parameter, dest_buffer: torch.Tensor) -> None:
@@ -186,10 +188,9 @@ class ParameterSwapper:
     def turns(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
         """Cut parameters into turns that hold a limited number of bytes, one parameter at least.
 
-        The limit is TURN_BYTES, or the share of the budget where that is less.
-
-        In the order of their ids: DeepSpeed hands over sets, whose order differs from rank to rank,
-        and every rank must cut in the same places.
+        The limit is TURN_BYTES, or the share of the budget where that is less. In the order of
+        their ids: DeepSpeed hands over sets, whose order differs from rank to rank, and every rank
+        must cut in the same places.
         """
         turns: list[list[Parameter]] = []
         turn_bytes = 0
@@ -203,6 +204,16 @@ class ParameterSwapper:
             turns[-1].append(param)
             turn_bytes += nbytes
         return turns
+
+    @exclusive
+    def late(self, params: Iterable[Parameter]) -> list[Parameter]:
+        """Return those whose gathers would wait for the drive or the optimizer's walk."""
+        return [
+            param
+            for param in params
+            if not self._stream.walk.has_passed(self.key(param))
+            or (self._lives_on_drive(param) and not self._stream.has_arrived(self._shard(param)))
+        ]
 
     @exclusive
     def start_copies(self, params: Iterable[Parameter]) -> None:
@@ -342,13 +353,6 @@ class ParameterSwapper:
         with self._showing_changes():
             slot = self._stream.stage(self._shard(param))
         return slice_of_rank(param, numel) if slot is None else slot
-
-    @staticmethod
-    def _device_shard(param: Parameter) -> torch.Tensor:
-        shard: torch.Tensor = param.ds_tensor.data
-        if shard.numel() != param.ds_tensor.ds_numel:
-            raise AssertionError(f"parameter {param.ds_id} has no shard to store: it was let go")
-        return shard
 
     @staticmethod
     def _lives_on_drive(param: Parameter) -> bool:

@@ -57,6 +57,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters.Init._partition_param": ("7fbef61d28d0e884",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": ("1d52aef714a7864f",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.InflightParamRegistry.__setitem__": (
+        "918a728f4b4b3f1c",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__avg_scatter_contiguous_grads": (
         "a5f3def498f2cb6c",
     ),

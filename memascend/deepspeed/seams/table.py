@@ -62,6 +62,13 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.parameters.gather:wrap_convert",
     ),
     Seam(
+        "parameters in flight",
+        f"{_ZERO}.partitioned_param_coordinator",
+        "InflightParamRegistry.__setitem__",
+        "of a list that is gathered, each parameter is waited for alone",
+        f"{_OURS}.parameters.gather:wrap_register",
+    ),
+    Seam(
         "partition",
         f"{_ZERO}.partition_parameters",
         "Init._partition_param",

@@ -55,11 +55,13 @@ def made(
     block: dict[str, Any],
     budget_bytes: int | None,
     lender: Any = None,
+    ranks: int = 1,
 ) -> Any:
     """The swapper for a block, and the attachment it was built over."""
     attachment = AttachmentLike(budget_bytes, lender)
     monkeypatch.setattr(build, "attach", lambda *_: attachment)
-    monkeypatch.setattr(build, "dist", SimpleNamespace(get_rank=lambda: 0))
+    ranks_of = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: ranks)
+    monkeypatch.setattr(build, "dist", ranks_of)
     ds_config = SimpleNamespace(
         _param_dict={"memascend": block},
         memascend=parse_block(block),
@@ -80,6 +82,14 @@ def test_within_a_budget_every_shard_is_swapped(monkeypatch: pytest.MonkeyPatch)
     assert swapper.memascend_attachment is attachment
     assert swapper.swappable_tensor(numel=1)
     assert swapper.lock is attachment.runtime.lock
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_gathers_when_it_likes_where_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    swapper, _ = made(monkeypatch, {"enabled": True}, 1 << 20, ranks=ranks)
+    assert (swapper.late_gathers is not None) == (ranks == 1)
 
 
 def test_within_a_budget_the_store_lends(monkeypatch: pytest.MonkeyPatch) -> None:

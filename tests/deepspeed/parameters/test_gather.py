@@ -25,6 +25,7 @@ class TwoAtATime(ParameterSwapper):
         self.calls: list[tuple[str, list[int]]] = []
         self.components: list[str | None] = []
         self.waits = 0
+        self.late_gathers = None
         self.updated: list[list[int]] = []
         self.released: list[int] = []
         self.memascend_attachment = SimpleNamespace(host_buffers=self._host_buffers)  # type: ignore[assignment]

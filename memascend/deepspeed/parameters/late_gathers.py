@@ -1,0 +1,134 @@
+"""Gathers that begin when what they gather is here, not when DeepSpeed asks for them.
+
+DeepSpeed gathers the parameters of the next modules before it lets the current one compute. A
+parameter that is still being read, or that the optimizer has still to write, would hold that up:
+its gather is noted instead. It begins when it is waited for, or at the first gather or wait behind
+its arrival. Until then DeepSpeed takes the parameter to be in flight, and its shard is like any
+other that was read ahead: it gives way to what is needed sooner, and is read again then.
+
+Several ranks would have to begin their gathers in the same order and at the same places, but their
+drives are not equally fast. So this is for a rank that is alone, whose gathers are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+Parameter = Any
+#: Gathers a list, and returns a handle for all of it; gives up all of it when it fails.
+Begin = Callable[[Sequence[Parameter]], Any]
+
+
+class Swapper(Protocol):
+    """What is asked of whoever reads the shards."""
+
+    lock: AbstractContextManager[Any]
+
+    def late(self, params: Iterable[Parameter]) -> list[Parameter]:
+        """Return those whose gathers would wait for the drive or the optimizer's walk."""
+
+    def wait_for_updates(self, params: Iterable[Parameter]) -> None:
+        """Return when the optimizer's walk has given these parameters their new values."""
+
+    def give_up(self, params: Iterable[Parameter]) -> None:
+        """Have parameters as they were before a gather that failed, whatever it had come to."""
+
+
+class LateGather:
+    """The handle of one parameter whose gather has not begun, or has meanwhile, or has failed."""
+
+    def __init__(self, gathers: LateGathers, param: Parameter, begin: Begin) -> None:
+        self.param = param
+        self.begin = begin
+        self.begun: Any = None
+        self._gathers = gathers
+
+    def wait(self, **keywords: Any) -> None:
+        """Begin, if nobody has, and wait as DeepSpeed does; return at once if it has failed."""
+        self._gathers.begin([self.param])
+        if self.begun is not None:
+            self.begun.wait(**keywords)
+
+
+class GatherHandles:
+    """The handle of a list: of one gather that has begun, and of late ones."""
+
+    def __init__(self, begun: Any, late: Iterable[LateGather]) -> None:
+        self._begun = begun
+        self._late = {one.param.ds_id: one for one in late}
+
+    def of(self, param: Parameter) -> Any:
+        """Return the handle of one parameter of the list."""
+        return self._late.get(param.ds_id, self._begun)
+
+    def wait(self, **keywords: Any) -> None:
+        """Wait for all of the list."""
+        if self._begun is not None:
+            self._begun.wait(**keywords)
+        for one in self._late.values():
+            one.wait(**keywords)
+
+
+class LateGathers:
+    """Of one swapper. Any thread may call; the swapper's lock is held while gathers begin."""
+
+    def __init__(self, swapper: Swapper) -> None:
+        """Begin with none."""
+        self._swapper = swapper
+        self._noted: dict[int, LateGather] = {}  # by ds_id, in the order in which they were noted
+
+    def note(self, params: Iterable[Parameter], begin: Begin) -> list[LateGather]:
+        """Have absent parameters in flight, as DeepSpeed sees them, and gather them later."""
+        gathers = [LateGather(self, param, begin) for param in params]
+        with self._swapper.lock:
+            for one in gathers:
+                self._noted[one.param.ds_id] = one
+                one.param.ds_status = ZeroParamStatus.INFLIGHT
+        return gathers
+
+    def withdraw(self, params: Iterable[Parameter]) -> None:
+        """Have parameters absent again whose gathers have not begun."""
+        with self._swapper.lock:
+            for param in params:
+                if param.ds_id in self._noted:
+                    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                    del self._noted[param.ds_id]
+
+    def begin(self, needed: Iterable[Parameter] = ()) -> None:
+        """Begin the gathers of what is here by now, and of what is needed.
+
+        Raises:
+            StoreError: A read failed, or the walk did.
+        """
+        if not self._noted:
+            return
+        needed_ids = {param.ds_id for param in needed}
+        # Before the lock is taken: hooks of other threads want it meanwhile.
+        noted = list(self._noted.values())
+        self._swapper.wait_for_updates([g.param for g in noted if g.param.ds_id in needed_ids])
+        with self._swapper.lock:
+            waiting = [g.param for g in self._noted.values() if g.param.ds_id not in needed_ids]
+            late_ids = {param.ds_id for param in self._swapper.late(waiting)}
+            due = [g for g in self._noted.values() if g.param.ds_id not in late_ids]
+            if due:
+                self._begin(due)
+
+    def _begin(self, gathers: Sequence[LateGather]) -> None:
+        params = [one.param for one in gathers]
+        try:
+            for one in gathers:
+                del self._noted[one.param.ds_id]
+                one.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            handle = gathers[0].begin(params)
+            for one in gathers:
+                one.begun = handle
+        except BaseException:
+            for one in gathers:
+                self._noted.pop(one.param.ds_id, None)
+                one.begun = None
+            self._swapper.give_up(params)
+            raise

@@ -1,0 +1,354 @@
+"""Gathers of what is still being read, as DeepSpeed's coordinator asks for them and waits."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.streaming_fakes import CountedPool, FakeStore
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _no_gather_coalesced
+from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
+
+from memascend.deepspeed.parameters.gather import wrap_convert, wrap_register
+from memascend.deepspeed.parameters.late_gathers import GatherHandles
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.errors import StoreError
+from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.walk import Walk
+from tests.support.ctrl_c import interrupted
+from tests.support.swapped_parameters import NUMEL, parameter
+
+ABSENT, FLYING, THERE = (
+    ZeroParamStatus.NOT_AVAILABLE,
+    ZeroParamStatus.INFLIGHT,
+    ZeroParamStatus.AVAILABLE,
+)
+PATIENCE_S = 60.0
+
+
+class Bench:
+    """Parameters 0, 1, 2 over a drive that finishes a read when it is waited for."""
+
+    def __init__(self, *, is_alone: bool = True) -> None:
+        self.store = FakeStore()
+        self.walk = Walk()
+        self.swapper = ParameterSwapper(
+            attachment=SimpleNamespace(),  # type: ignore[arg-type]
+            stream=ParameterStream(store=self.store, pool=CountedPool(), walk=self.walk),
+            dtype=torch.bfloat16,
+            is_alone=is_alone,
+        )
+        self.out_of_memory = False
+        self.params = [parameter(ds_id) for ds_id in range(3)]
+        for param in self.params:
+            param.ds_shape, param.ds_numel = (NUMEL,), NUMEL
+            param.nvme_swapper = self.swapper
+            buffer = self.swapper.get_buffer(param, NUMEL)
+            param.ds_tensor.data = buffer.fill_(param.ds_id + 1).data
+            param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+            self.swapper.swap_out_and_release([param])
+            wrap_convert(self._convert)(None, param)
+        self.store.tickets.clear()
+        self.registry: dict[int, Any] = {}
+
+    def _convert(self, init: Any, param: Any) -> None:
+        def all_gather_coalesced(params: Any, **_: Any) -> Any:
+            if self.out_of_memory:
+                raise torch.OutOfMemoryError("no memory left")
+            return _no_gather_coalesced(list(params))
+
+        def all_gather(param_list: Any, **_: Any) -> None:
+            if param_list:
+                _no_gather_coalesced(param_list).wait()
+
+        param.all_gather_coalesced, param.all_gather = all_gather_coalesced, all_gather
+
+    def read_ahead(self, *indexes: int) -> None:
+        self.swapper.swap_in([self.params[index] for index in indexes], async_op=True)
+
+    def gather(self, *indexes: int) -> Any:
+        """As the coordinator does; what it registers for each is in `registry`."""
+        params = [self.params[index] for index in indexes]
+        handle = params[0].all_gather_coalesced(params, quantize=False)
+        for param in params:
+            assert param.ds_status is FLYING
+            own = handle.of(param) if isinstance(handle, GatherHandles) else handle
+            self.registry[param.ds_id] = own
+        return handle
+
+    def wait(self, index: int) -> None:
+        self.registry[index].wait(handle_dependency=True)
+
+    def finish_read(self, index: int) -> None:
+        for ticket in self.store.tickets:
+            if ticket.key == f"param.{index}":
+                ticket.finish()
+
+    def pending(self) -> list[str]:
+        return [ticket.key for ticket in self.store.tickets if not ticket.finished]
+
+    def statuses(self) -> list[ZeroParamStatus]:
+        return [param.ds_status for param in self.params]
+
+    def is_whole(self, index: int) -> bool:
+        data = self.params[index].data
+        return data.numel() == NUMEL and bool((data == index + 1).all())
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_what_is_being_read_is_gathered_when_it_is_waited_for_and_it_alone(bench: Bench) -> None:
+    bench.read_ahead(0, 1, 2)
+    bench.gather(0, 1, 2)
+    assert bench.pending() == ["param.0", "param.1", "param.2"]
+    assert bench.statuses() == [FLYING] * 3
+    bench.wait(1)
+    assert bench.pending() == ["param.0", "param.2"]
+    assert bench.statuses() == [FLYING, THERE, FLYING]
+    assert [bench.is_whole(index) for index in range(3)] == [False, True, False]
+
+
+def test_it_is_gathered_at_the_first_wait_or_gather_behind_its_arrival(bench: Bench) -> None:
+    bench.read_ahead(0, 1, 2)
+    bench.gather(0, 1, 2)
+    bench.finish_read(1)
+    bench.wait(0)
+    assert bench.is_whole(1)
+    bench.finish_read(2)
+    bench.params[0].ds_status = ABSENT  # released
+    bench.read_ahead(0)
+    bench.gather(0)
+    assert bench.is_whole(2)
+    assert bench.pending() == ["param.0"]
+    reads = len(bench.store.tickets)
+    for index in range(3):
+        bench.wait(index)
+    assert bench.statuses() == [THERE] * 3
+    assert len(bench.store.tickets) == reads
+
+
+def test_what_is_here_is_gathered_at_once(bench: Bench) -> None:
+    bench.read_ahead(0, 1)
+    bench.finish_read(0)
+    handle = bench.gather(0, 1)
+    assert bench.is_whole(0)
+    assert bench.pending() == ["param.1"]
+    handle.wait()  # all of it
+    assert bench.statuses()[:2] == [THERE] * 2
+    bench.swapper.drop_unused()
+    for param in bench.params[:2]:
+        param.ds_status = ABSENT
+    bench.read_ahead(0, 1)
+    bench.finish_read(0)
+    bench.finish_read(1)
+    assert not isinstance(bench.gather(0, 1), GatherHandles)
+
+
+def test_what_nobody_has_read_ahead_is_read_and_gathered_now(bench: Bench) -> None:
+    bench.read_ahead(1)
+    bench.gather(0, 1)
+    assert bench.is_whole(0)
+    assert bench.pending() == ["param.1"]
+
+
+def test_what_is_in_flight_is_not_gathered_again(bench: Bench) -> None:
+    bench.read_ahead(0)
+    bench.gather(0)
+    with pytest.raises(RuntimeError, match="NOT_AVAILABLE"):
+        bench.params[0].ds_summary = lambda: ""
+        bench.gather(0)
+    bench.wait(0)
+    assert bench.is_whole(0)
+
+
+def test_several_ranks_gather_in_the_order_they_are_asked_to() -> None:
+    bench = Bench(is_alone=False)
+    bench.read_ahead(0, 1, 2)
+    bench.gather(2, 1)
+    assert bench.pending() == ["param.0"]
+    assert bench.is_whole(1)
+    assert bench.is_whole(2)
+
+
+@pytest.mark.parametrize("keyword", ["quantize", "safe_mode"])
+def test_what_is_gathered_in_a_special_way_is_gathered_now(bench: Bench, keyword: str) -> None:
+    bench.read_ahead(0)
+    bench.params[0].all_gather_coalesced([bench.params[0]], **{keyword: True})
+    assert bench.is_whole(0)
+
+
+def test_the_registry_of_deepspeed_has_for_each_parameter_its_own(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped = wrap_register(InflightParamRegistry.__setitem__)
+    monkeypatch.setattr(InflightParamRegistry, "__setitem__", wrapped)
+    bench.read_ahead(0, 1)
+    handle = bench.gather(0, 1)
+    registry: Any = InflightParamRegistry()
+    keys = [Key(param) for param in bench.params]
+    for key in keys[:2]:
+        registry[key] = handle
+    registry[keys[0]].wait(handle_dependency=True)
+    assert bench.pending() == ["param.1"]
+    stock = object()
+    registry[keys[2]] = stock
+    assert registry[keys[2]] is stock
+
+
+class Key:
+    """A parameter that a dict takes."""
+
+    def __init__(self, param: Any) -> None:
+        self.ds_id, self.ds_status = param.ds_id, FLYING
+
+
+# -- what looks at a parameter in between ----------------------------------------------------------
+
+
+def test_a_blocking_gather_begins_what_is_late_as_if_it_had_never_been(bench: Bench) -> None:
+    bench.read_ahead(0, 1)
+    bench.gather(0, 1)
+    bench.params[0].all_gather(param_list=bench.params[:1])
+    assert bench.is_whole(0)
+    assert bench.statuses()[:2] == [FLYING] * 2  # as one that DeepSpeed gathered ahead
+    assert bench.pending() == ["param.1"]
+
+
+def test_what_gave_way_meanwhile_is_read_again(bench: Bench) -> None:
+    bench.read_ahead(0)
+    bench.gather(0)
+    bench.swapper.drop_unused()
+    bench.read_ahead(0)  # DeepSpeed takes it to be in flight
+    assert len(bench.store.tickets) == 1
+    bench.wait(0)
+    assert bench.is_whole(0)
+
+
+def test_releasing_the_buffers_of_one_that_stays_leaves_it_to_its_gather(bench: Bench) -> None:
+    bench.read_ahead(0)
+    bench.gather(0)
+    bench.swapper.remove_partition_and_release_buffers([bench.params[0]])
+    assert bench.pending() == ["param.0"]
+    bench.wait(0)
+    assert len(bench.store.tickets) == 1
+    assert bench.is_whole(0)
+
+
+def test_what_the_optimizer_has_still_to_write_keeps_nobody_else(bench: Bench) -> None:
+    may_go = threading.Event()
+    name = bench.swapper.key(bench.params[1])
+    bench.walk.start([lambda _: may_go.wait(PATIENCE_S) or None], {name: (0, 1)}, lambda: None)
+    bench.read_ahead(0, 1)
+    bench.gather(0, 1)
+    bench.wait(0)
+    assert bench.is_whole(0)
+    assert [ticket.key for ticket in bench.store.tickets] == ["param.0"]
+    may_go.set()
+    bench.wait(1)
+    assert bench.is_whole(1)
+    bench.walk.finish()
+    bench.walk.close()
+
+
+def test_one_that_never_goes_to_the_drive_waits_for_the_optimizer_too(bench: Bench) -> None:
+    may_go = threading.Event()
+    param = bench.params[0]
+    name = bench.swapper.key(param)
+    param.ds_tensor.final_location = None
+    param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+    param.ds_tensor.data = torch.ones(NUMEL, dtype=torch.bfloat16)
+    bench.walk.start([lambda _: may_go.wait(PATIENCE_S) or None], {name: (0, 1)}, lambda: None)
+    bench.gather(0)
+    assert not bench.is_whole(0)
+    may_go.set()
+    bench.wait(0)
+    assert bench.is_whole(0)
+    bench.walk.finish()
+    bench.walk.close()
+
+
+# -- when something fails --------------------------------------------------------------------------
+
+
+#: A handle of nothing.
+SETTLED = SimpleNamespace(wait=lambda **_: None)
+
+
+def gathered_anew(bench: Bench, *indexes: int) -> None:
+    """Waits for what is in flight, gathers what is absent, and compares."""
+    for index in indexes:
+        bench.wait(index)
+    absent = [index for index in indexes if bench.params[index].ds_status is ABSENT]
+    if absent:
+        bench.gather(*absent).wait()
+    for index in indexes:
+        assert bench.params[index].ds_status is THERE
+        assert bench.is_whole(index)
+
+
+def test_a_read_that_fails_is_told_to_whoever_waits_for_it(bench: Bench) -> None:
+    bench.store.failing.add(("read", "param.1"))
+    bench.read_ahead(0, 1)
+    bench.gather(0, 1)
+    bench.wait(0)
+    with pytest.raises(StoreError):
+        bench.wait(1)
+    assert bench.statuses()[:2] == [THERE, ABSENT]
+    bench.wait(1)  # when DeepSpeed begins anew
+    bench.store.failing.clear()
+    gathered_anew(bench, 0, 1)
+
+
+def test_out_of_memory_gives_up_what_began_together(bench: Bench) -> None:
+    bench.read_ahead(0, 1, 2)
+    bench.gather(0, 1, 2)
+    bench.finish_read(1)
+    bench.out_of_memory = True
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.wait(0)
+    assert bench.statuses() == [ABSENT, ABSENT, FLYING]
+    bench.out_of_memory = False
+    gathered_anew(bench, 0, 1, 2)
+
+
+def test_out_of_memory_in_the_rest_of_a_list_notes_nothing_of_it(bench: Bench) -> None:
+    bench.read_ahead(1)
+    bench.out_of_memory = True
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.gather(0, 1)
+    assert bench.statuses() == [ABSENT] * 3
+    bench.out_of_memory = False
+    bench.gather(0, 1).wait()
+    gathered_anew(bench, 0, 1)
+
+
+def test_ctrl_c_at_any_line_leaves_each_absent_or_in_flight_with_a_handle() -> None:
+    line = 0
+    while True:
+        bench, handles = Bench(), []
+        bench.read_ahead(0, 1)
+
+        def work(bench: Bench = bench, handles: list[Any] = handles) -> None:
+            handles.append(bench.params[0].all_gather_coalesced(bench.params, quantize=False))
+            bench.finish_read(1)
+            handles[0].of(bench.params[0]).wait()
+
+        where = interrupted(line, work)
+        if not handles:
+            assert bench.statuses() == [ABSENT] * 3, where
+        bench.registry = dict.fromkeys(range(3), handles[0] if handles else SETTLED)
+        gathered_anew(bench, 0, 1, 2)
+        if where is None:
+            return
+        line += 1
