@@ -161,7 +161,10 @@ def test_a_shard_is_not_lent_before_its_new_value_is_there() -> None:
     bench.stream.read_ahead([shard])
     assert shard.state is ShardState.READING
     assert shard.tensor is None
+    assert not bench.stream.has_arrived(shard)
     may_go.set()
+    walk.wait_for(["a"])
+    assert bench.stream.has_arrived(shard)
     assert torch.equal(bench.fetch(shard), content * 2)
     walk.finish()
     walk.close()

@@ -276,3 +276,33 @@ def call(stream: ParameterStream, kind: str, shards: list[Shard], stamp: float) 
     else:
         for shard in shards:
             stream.drop(shard)
+
+
+# -- without a wait ------------------------------------------------------------------------------
+
+
+def test_a_shard_has_arrived_when_nothing_is_left_to_wait_for(bench: Bench) -> None:
+    shard, _ = bench.new("a")
+    assert not bench.stream.has_arrived(shard)  # nobody has asked for it
+    bench.stream.read_ahead([shard])
+    assert not bench.stream.has_arrived(shard)
+    bench.store.tickets[-1].finish()
+    assert bench.stream.has_arrived(shard)
+    bench.fetch(shard)
+    assert bench.stream.has_arrived(shard)
+    bench.stream.drop(shard)
+    assert shard.state is ShardState.KEPT
+    assert bench.stream.has_arrived(shard)
+    bench.stream.forget(shard)
+    assert not bench.stream.has_arrived(shard)
+
+
+def test_one_without_a_slot_never_arrives_before_it_is_needed(bench: Bench) -> None:
+    held = [bench.new(f"k{index}", LARGEST)[0] for index in range(4)]
+    bench.stream.read_now(held)
+    late, _ = bench.new("late", LARGEST)
+    bench.stream._read(late)  # as where several collectives are in flight
+    assert late.lease is None
+    assert not bench.stream.has_arrived(late)
+    bench.fetch(late)
+    assert bench.stream.has_arrived(late)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memascend.plan.knobs import REPEATED_COUNT_MIN
+from memascend.plan.knobs import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 from memascend.streaming.shards import Shard, Shards, ShardState
 
 
@@ -18,6 +18,14 @@ def test_what_occurs_often_counts_and_the_embedding_does_not() -> None:
     made = make(shards, 1000, *[10] * REPEATED_COUNT_MIN, *[20] * REPEATED_COUNT_MIN)
     assert shards.repeated_bytes_max == 40
     assert shards.made == made
+
+
+def test_twice_the_largest_of_those_may_be_read_ahead_unless_it_is_stated() -> None:
+    shards = Shards()
+    assert shards.prefetch_bytes(None) == PREFETCH_BYTES_MIN
+    make(shards, *[PREFETCH_BYTES_MIN] * REPEATED_COUNT_MIN)  # twice as many bytes
+    assert shards.prefetch_bytes(None) == 4 * PREFETCH_BYTES_MIN
+    assert shards.prefetch_bytes(0) == 0
 
 
 def test_on_its_way_or_there_it_is_staged_and_when_it_leaves_nothing_is_left_of_it() -> None:

@@ -65,7 +65,7 @@ SEAMS: tuple[Seam, ...] = (
         "parameters in flight",
         f"{_ZERO}.partitioned_param_coordinator",
         "InflightParamRegistry.__setitem__",
-        "of a list that is gathered, each parameter is waited for alone",
+        "of a list that is gathered ahead, each parameter is waited for alone",
         f"{_OURS}.parameters.gather:wrap_register",
     ),
     Seam(

@@ -55,3 +55,12 @@ def test_the_slice_of_a_rank_is_a_view_where_it_is_complete(rank: int, is_view: 
     assert device.shares_memory(slice_, param.data) == is_view
     if is_view:
         assert slice_.tolist() == [4.0 * rank + k for k in range(4)]
+
+
+def test_a_shard_that_was_let_go_is_none() -> None:
+    param = SimpleNamespace(ds_id=3, ds_tensor=torch.zeros(4))
+    param.ds_tensor.ds_numel = 4
+    assert device.device_shard(param).numel() == 4
+    param.ds_tensor.ds_numel = 5
+    with pytest.raises(AssertionError, match="parameter 3 has no shard to store"):
+        device.device_shard(param)

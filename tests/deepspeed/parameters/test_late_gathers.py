@@ -165,8 +165,8 @@ def test_what_nobody_has_read_ahead_is_read_and_gathered_now(bench: Bench) -> No
 def test_what_is_in_flight_is_not_gathered_again(bench: Bench) -> None:
     bench.read_ahead(0)
     bench.gather(0)
+    bench.params[0].ds_summary = lambda: ""
     with pytest.raises(RuntimeError, match="NOT_AVAILABLE"):
-        bench.params[0].ds_summary = lambda: ""
         bench.gather(0)
     bench.wait(0)
     assert bench.is_whole(0)
