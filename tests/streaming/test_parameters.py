@@ -220,7 +220,7 @@ def test_reading_ahead_takes_a_prefix_within_the_limit(pages: list[int], limit: 
 
 def test_the_limit_follows_the_layers_not_the_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PREFETCH_BYTES_MIN == 32 << 20
-    monkeypatch.setattr("memascend.streaming.parameters.PREFETCH_BYTES_MIN", 3 * PAGE_BYTES)
+    monkeypatch.setattr("memascend.streaming.shards.PREFETCH_BYTES_MIN", 3 * PAGE_BYTES)
     bench = Bench()
     embedding = [bench.shard(name, 40 * NUMEL) for name in ("embedding", "head")]
     assert ahead(bench, [1] * 2) == [True] * 2

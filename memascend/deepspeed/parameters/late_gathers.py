@@ -107,9 +107,13 @@ class LateGathers:
         if not self._noted:
             return
         needed_ids = {param.ds_id for param in needed}
-        # Before the lock is taken: hooks of other threads want it meanwhile.
-        noted = list(self._noted.values())
-        self._swapper.wait_for_updates([g.param for g in noted if g.param.ds_id in needed_ids])
+        noted = [g.param for g in list(self._noted.values()) if g.param.ds_id in needed_ids]
+        try:
+            # Before the lock is taken: hooks of other threads want it meanwhile.
+            self._swapper.wait_for_updates(noted)
+        except BaseException:
+            self.withdraw(noted)
+            raise
         with self._swapper.lock:
             waiting = [g.param for g in self._noted.values() if g.param.ds_id not in needed_ids]
             late_ids = {param.ds_id for param in self._swapper.late(waiting)}

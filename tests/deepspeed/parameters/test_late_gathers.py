@@ -310,6 +310,26 @@ def test_a_read_that_fails_is_told_to_whoever_waits_for_it(bench: Bench) -> None
     gathered_anew(bench, 0, 1)
 
 
+def test_a_walk_that_fails_is_told_to_whoever_waits_for_its_values(bench: Bench) -> None:
+    may_go = threading.Event()
+
+    def step(_: object) -> None:
+        assert may_go.wait(PATIENCE_S)
+        raise StoreError(5, "the walk failed")
+
+    bench.walk.start([step], {bench.swapper.key(bench.params[0]): (0, 1)}, lambda: None)
+    bench.read_ahead(0)
+    bench.gather(0)
+    may_go.set()
+    with pytest.raises(StoreError, match="the walk failed"):
+        bench.wait(0)
+    assert bench.statuses()[0] is ABSENT
+    with pytest.raises(StoreError, match="the walk failed"):
+        bench.walk.finish()
+    gathered_anew(bench, 0)
+    bench.walk.close()
+
+
 def test_out_of_memory_gives_up_what_began_together(bench: Bench) -> None:
     bench.read_ahead(0, 1, 2)
     bench.gather(0, 1, 2)
