@@ -258,6 +258,8 @@ class Store:
         """Take the host memory of checksums ahead; it grows where that is not enough."""
     def set_recovery(self, recovery: str) -> None:
         """Set the remedy that errors about corrupted data name."""
+    def end_patience(self) -> None:
+        """Make a device's silence an error of all who wait for it, as the program ends."""
     def close(self) -> None: ...
     @property
     def engine_name(self) -> str: ...

@@ -215,6 +215,7 @@ void bind_store(py::module_& module) {
       .def("volume_stats", &Store::volume_stats, WithoutGil())
       .def("provide_checksums", &Store::provide_checksums, py::kw_only(), "nbytes"_a, WithoutGil())
       .def("set_recovery", &Store::set_recovery, "recovery"_a, WithoutGil())
+      .def("end_patience", &Store::end_patience)
       .def("close", &Store::close, WithoutGil())
       .def_property_readonly("engine_name", &Store::engine_name)
       .def_property_readonly("engine_reason", &Store::engine_reason)

@@ -1,12 +1,10 @@
 // Store: named byte ranges on SSD. Keys -> extents; read and write by key, asynchronously.
 //
-// Wires volumes, space, engines and their transfer queue together, and adds what they leave out:
-// keys, the order of transfers on one key, tickets, and owners that outlive their I/O. Knows
-// nothing of tensors, pools or Python.
+// Wires volumes, space, engines and their queue together, and adds keys, the order of transfers on
+// one key, tickets, and owners that outlive their I/O. Knows nothing of tensors, pools or Python.
 //
-// Every method may be called on any thread. Nothing is opened, created or allocated per transfer
-// but its bookkeeping. A store belongs to the process that opened it: in a forked child every call
-// is refused, and the child's copy is left alone when it is dropped.
+// Every method may be called on any thread. A store belongs to the process that opened it: in a
+// forked child every call is refused, and the child's copy is left alone when it is dropped.
 #pragma once
 
 #include <atomic>
@@ -80,8 +78,7 @@ struct StoreStats {
 
 class Store {
  public:
-  /// A century: the longest that clocks can add to now, about.
-  static constexpr std::chrono::hours kForever{24 * 365 * 100};
+  static constexpr std::chrono::hours kForever{24 * 365 * 100};  // the longest clocks can add
 
   /// Memory of one transfer. `capacity_bytes` (0: as the transfer) is what may be used from `data`
   /// on: with a page-rounded slot an odd tail needs no bounce. A read may overwrite it, a write may
@@ -145,6 +142,8 @@ class Store {
   /// No page cache on any volume.
   bool direct() const noexcept { return direct_; }
 
+  /// As a program ends: the silence of a device, which may use memory still, is an error of waits.
+  void end_patience() noexcept { ending_ = true; }
   /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
   /// Does nothing in a forked child. When the wait is ended, the last owner does not wait again:
   /// the store, its threads and the memory in flight are left to the end of the process.
@@ -180,6 +179,7 @@ class Store {
   std::string engine_reason_;
   std::string engine_description_;
   const bool direct_;
+  std::atomic<bool> ending_ = false;
   const std::uint64_t block_bytes_;
 
   std::mutex mutex_;  // what follows

@@ -40,7 +40,7 @@ class Store::LockedCall {
   bool entered() const noexcept { return lock_.owns_lock(); }
   void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
   /// Waits until `condition()`, and no longer than `timeout`; returns the condition then. Accounts
-  /// the time. Throws what StoreOptions::while_waiting throws.
+  /// the time. Throws what StoreOptions::while_waiting throws; of end_patience() a StoreError.
   template <typename Condition>
   bool wait(std::condition_variable& event, std::size_t* waiter_count, Condition condition,
             std::chrono::milliseconds timeout = kForever) {
@@ -51,7 +51,13 @@ class Store::LockedCall {
       --*waiter_count;
       store_.wait_time_ += Clock::now() - start;
     });
-    while (!event.wait_until(lock_, std::min(end, Clock::now() + kSlice), condition)) {
+    const auto wait_slice = [&] {
+      if (store_.ending_ && store_.queue_ && !condition()) {
+        store_.queue_->refuse_silence(store_.recovery_);
+      }
+      return event.wait_until(lock_, std::min(end, Clock::now() + kSlice), condition);
+    };
+    while (!wait_slice()) {
       if (Clock::now() >= end) return false;
       if (store_.while_waiting_) without_lock([&] { store_.while_waiting_(); });
     }

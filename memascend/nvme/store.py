@@ -8,12 +8,16 @@ or DeepSpeed.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401  what it registers is called behind what we do
 import errno
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +33,10 @@ logger = logging.getLogger(__name__)
 # Errors of a drive itself, whatever the directory.
 DRIVE_CODES = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
 _EXCHANGED = "a symbolic link took its place, or that of a folder above it, since it was looked at"
+
+#: Has something called before the interpreter waits for threads, which may wait for a drive; where
+#: there is no such thing, behind that.
+_BEFORE_THREADS_END = getattr(threading, "_register_atexit", atexit.register)
 
 Ticket = _core.Ticket
 VolumeOptions = _core.VolumeOptions
@@ -108,6 +116,7 @@ class TensorStore:
                 faults=faults,
             )
         self._finalizer = weakref.finalize(self, self._core.close)
+        _end_with_program(self._core)
         self._log_opened(paths, verify)
 
     def _log_opened(self, paths: Sequence[str], verify: str) -> None:
@@ -237,7 +246,11 @@ class TensorStore:
         return self._core.stats()
 
     def close(self) -> None:
-        """Wait for everything in flight and give the space back. Also done at exit."""
+        """Wait for everything in flight and give the space back. Also done at exit.
+
+        Raises:
+            StoreError: A drive is silent for too long, at exit.
+        """
         self._finalizer()
 
     def __enter__(self) -> TensorStore:
@@ -245,6 +258,20 @@ class TensorStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _end_with_program(core: _core.Store) -> None:
+    """Have the program end though a drive does not answer."""
+    try:
+        _BEFORE_THREADS_END(partial(_end_patience, weakref.ref(core)))
+    except RuntimeError:  # it is ending already
+        core.end_patience()
+
+
+def _end_patience(found: weakref.ref[_core.Store]) -> None:
+    core = found()
+    if core is not None:
+        core.end_patience()
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

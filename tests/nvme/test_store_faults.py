@@ -284,6 +284,24 @@ def test_a_silent_device_is_reported_once_and_waited_for(capfd):
     assert 'write of "slow" (4096 bytes at offset 0 in (memory)); still waiting' in text
 
 
+def test_silence_is_an_error_once_the_program_ends():
+    faults = _core.MemoryFaults()
+    store = open_store("(memory)", "memory", faults=faults, watchdog_seconds=0.05)
+    store.end_patience()
+    write(store, "quick", bytes(4096)).wait()
+    faults.paused = True
+    ticket = write(store, "slow", bytes(4096))
+    for wait in (ticket.wait, store.wait_all, store.close):
+        with pytest.raises(StoreError, match="did not answer in time") as caught:
+            wait()
+        assert (caught.value.key, caught.value.errno) == ("slow", errno.ETIMEDOUT)
+    faults.paused = False
+    while not ticket.done():  # as often as its test's timeout allows
+        time.sleep(0.01)
+    ticket.wait()
+    store.close()
+
+
 def test_the_first_write_of_a_new_store_is_not_taken_for_silence(tmp_path):
     for _ in range(100):
         store = open_store(tmp_path, "threads")

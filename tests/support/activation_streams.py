@@ -43,9 +43,10 @@ def activation_stream(
     *,
     device_bytes: int = 0,
     new_event: Callable[[], Event] | None = None,
+    watchdog_seconds: float = 60.0,
 ) -> ActivationStream:
     slots = StagingSlots(
-        store=memory_store(faults),
+        store=memory_store(faults, watchdog_seconds=watchdog_seconds),
         memory=HostTensors(),
         slot_bytes=SLOT_BYTES,
         slot_count=3,

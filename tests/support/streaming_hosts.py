@@ -32,11 +32,14 @@ class HostTensors:
         return True
 
 
-def memory_store(faults: MemoryFaults | None = None) -> TensorStore:
+def memory_store(
+    faults: MemoryFaults | None = None, *, watchdog_seconds: float = 60.0
+) -> TensorStore:
     return TensorStore(
         volumes=["(memory)"],
         bounce=PageMemory(BOUNCE_BYTES).tensor,
         engine="memory",
+        watchdog_seconds=watchdog_seconds,
         faults=faults or MemoryFaults(),
     )
 

@@ -21,9 +21,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/free_space.hpp"
@@ -80,6 +82,8 @@ class Lane {
   /// So far, without reads that only compare a write. Any thread; so is traffic().
   MovedBytes moved() const { return {bytes_read_, bytes_written_}; }
   LaneTraffic traffic() const;
+  /// Throws StoreError while the device has not answered for the watchdog's time. Any thread.
+  void refuse_silence(const std::string& recovery);
   /// One phrase on what the engine really obtained.
   const std::string& engine_description() const noexcept { return engine_description_; }
 
@@ -146,7 +150,7 @@ class Lane {
   bool begin_read_back(Part* part);
   int drop_cache(const Chunk& chunk) const;
   void watch();
-  void report_stall();
+  void report_stall(const Chunk& oldest);
   void report_slow(const SlowVolume& slow);
 
   std::unique_ptr<Engine> engine_;
@@ -172,7 +176,6 @@ class Lane {
   Pace::Clock::time_point reaped_at_;
   Pace::Clock::time_point heard_at_;  // the last completion, or idle until then
   bool heard_ = false;                // a completion since the last watch()
-  bool stall_reported_ = false;
 
   // Written by the lane's thread only.
   std::atomic<std::uint64_t> bytes_read_ = 0;
@@ -188,6 +191,8 @@ class Lane {
   bool hurried_ = false;
   bool wake_sent_ = false;  // since the thread last looked into the inbox
   bool stopping_ = false;
+  // What a device has not answered for too long; only the lane's thread writes it, and reads it so.
+  std::optional<std::pair<Operation, ErrorPlace>> silence_;
 
   std::thread thread_;
 };

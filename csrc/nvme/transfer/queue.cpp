@@ -76,6 +76,10 @@ void TransferQueue::hurry(Transfer* transfer) {
   }
 }
 
+void TransferQueue::refuse_silence(const std::string& recovery) {
+  for (const auto& lane : lanes_) lane->refuse_silence(recovery);
+}
+
 std::string TransferQueue::engine_description() const {
   std::string result;
   for (std::size_t index = 0; index < lanes_.size(); ++index) {

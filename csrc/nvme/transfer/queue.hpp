@@ -30,6 +30,8 @@ class TransferQueue {
   void submit(Transfer* transfer);
   /// Somebody waits: what has not been issued goes before other transfers. Pre: not yet reported.
   void hurry(Transfer* transfer);
+  /// Throws StoreError while a device has not answered for the watchdog's time.
+  void refuse_silence(const std::string& recovery);
   /// One phrase on what the engines really obtained.
   std::string engine_description() const;
   const Lane& lane(std::size_t volume_index) const { return *lanes_[volume_index]; }

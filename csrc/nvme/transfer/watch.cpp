@@ -1,6 +1,7 @@
 // A lane's patience with its device: what is asked again after a pause, whether the device is
 // silent, and which is far slower than the others. The rest of the class is in lane.cpp.
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <utility>
 
@@ -88,11 +89,22 @@ void Lane::watch() {
   }
   if (heard || !waits) {
     heard_at_ = now;
-    stall_reported_ = false;
-  } else if (!stall_reported_ && now - heard_at_ >= options_.watchdog) {
-    stall_reported_ = true;
+    if (silence_) {
+      const std::lock_guard lock(mutex_);
+      silence_.reset();
+    }
+  } else if (!silence_ && now - heard_at_ >= options_.watchdog) {
     ++counters_.stalls;
-    report_stall();
+    const Chunk& oldest =
+        *std::min_element(chunks_.begin(), chunks_.end(), [](const Chunk& one, const Chunk& other) {
+          if (one.part == nullptr || other.part == nullptr) return one.part != nullptr;
+          return one.serial < other.serial;
+        });
+    report_stall(oldest);
+    const std::lock_guard lock(mutex_);
+    silence_ = {
+        oldest.operation,
+        {oldest.part->transfer->key, volume_.directory(), oldest.offset, oldest.nbytes, ETIMEDOUT}};
   }
   for (const SlowVolume& slow : shared_.pace.look(now)) {
     ++counters_.slow_spells;
@@ -100,17 +112,19 @@ void Lane::watch() {
   }
 }
 
-void Lane::report_stall() {
-  const auto oldest =
-      std::min_element(chunks_.begin(), chunks_.end(), [](const Chunk& one, const Chunk& other) {
-        if (one.part == nullptr || other.part == nullptr) return one.part != nullptr;
-        return one.serial < other.serial;
-      });
+void Lane::refuse_silence(const std::string& recovery) {
+  const std::lock_guard lock(mutex_);
+  if (!silence_) return;
+  const auto& [operation, place] = *silence_;
+  throw_store_error(describe(operation, place, recovery), place);
+}
+
+void Lane::report_stall(const Chunk& oldest) {
   options_.report(join("no answer from the device for ",
                        std::chrono::duration<double>(options_.watchdog).count(),
-                       " s: ", oldest->operation == Operation::kRead ? "read" : "write", " of \"",
-                       oldest->part->transfer->key, "\" (", oldest->nbytes, " bytes at offset ",
-                       oldest->offset, " in ", volume_.directory(), "); still waiting"));
+                       " s: ", oldest.operation == Operation::kRead ? "read" : "write", " of \"",
+                       oldest.part->transfer->key, "\" (", oldest.nbytes, " bytes at offset ",
+                       oldest.offset, " in ", volume_.directory(), "); still waiting"));
 }
 
 void Lane::report_slow(const SlowVolume& slow) {

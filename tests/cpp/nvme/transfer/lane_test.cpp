@@ -99,9 +99,20 @@ void a_silent_device_is_reported_once() {
   bench.faults->paused = true;
   bench.queue->submit(&bench.transfer);
   std::this_thread::sleep_for(kWatchdog * 3);
+  const auto is_silent = [&] {
+    try {
+      bench.queue->refuse_silence("wait");
+    } catch (const StoreError& error) {
+      MA_INVARIANT(error.place().key == "k" && error.place().code == ETIMEDOUT);
+      return true;
+    }
+    return false;
+  };
+  MA_INVARIANT(is_silent());
   bench.faults->paused = false;
   bench.finished.get_future().get();
   MA_INVARIANT(bench.report_count == 1);
+  while (is_silent()) std::this_thread::sleep_for(milliseconds(1));
 }
 
 // The time without any request is not the device's silence.
