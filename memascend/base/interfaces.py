@@ -110,6 +110,9 @@ class TensorIO(Protocol):
     def discard(self, *, key: str) -> bool:
         """Forget a key; False when there is none."""
 
+    def wait_all(self) -> None:
+        """Return when nothing is in flight; tickets keep their errors."""
+
 
 class Lender(Protocol):
     """Has the bytes of some keys in memory, and lends that memory to be read."""

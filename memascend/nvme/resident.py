@@ -290,6 +290,10 @@ class ResidentStore:
         self._forget(key, entry)
         return True
 
+    def wait_all(self) -> None:
+        """Return when nothing is in flight; tickets keep their errors."""
+        self._store.wait_all()
+
     def take_over(self, *, key: str, other: str) -> None:
         """Give a key what another one of its size holds, whose contents are undefined then.
 
@@ -304,8 +308,7 @@ class ResidentStore:
         if entry is None or entry.is_on_drive:
             self._store.exchange(key=key, other=other)
         if entry is not None:
-            source = key if entry.is_on_drive else other
-            self._store.read(key=source, target=entry.head).wait()
+            self._store.read(key=key if entry.is_on_drive else other, target=entry.head).wait()
 
     def memory_of(self, *, key: str) -> int:
         """Return how many bytes of a key are in memory."""
@@ -328,8 +331,7 @@ class ResidentStore:
     def stats(self) -> dict[str, int | float]:
         """Return the drive's counters, and the bytes that memory served instead."""
         counters = self._store.stats()
-        counted = {"read": self._bytes_read, "written": self._bytes_written}
-        for verb, by_stream in counted.items():
+        for verb, by_stream in (("read", self._bytes_read), ("written", self._bytes_written)):
             counters[f"resident_bytes_{verb}"] = sum(by_stream.values())
             for stream, count in by_stream.items():
                 counters[f"resident_bytes_{verb}.{stream}"] = count

@@ -220,6 +220,10 @@ class TensorStore:
         """Forget a key once its I/O is over; False when there is none."""
         return self._core.discard(key=key)
 
+    def wait_all(self) -> None:
+        """Return when nothing is in flight; tickets keep their errors."""
+        self._core.wait_all()
+
     def exchange(self, *, key: str, other: str) -> None:
         """Have two keys change places, with what is in flight on either; waits for nothing.
 

@@ -75,8 +75,7 @@ class StagingSlots:
             raise ValueError(f"slot_count must be at least {SLOT_COUNT_MIN}, got {slot_count}")
         if slot_bytes <= 0:
             raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
-        self.store, self._new_event = store, new_event
-        self.slot_bytes = slot_bytes
+        self.store, self._new_event, self.slot_bytes = store, new_event, slot_bytes
         self._slots = LentSlots(memory=memory, component=component, wait_idle=wait_idle)
         self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
         self._writes: deque[_Write] = deque()  # oldest first
@@ -207,7 +206,9 @@ class StagingSlots:
             elif self._reads:
                 self._wait_copied_out()
             else:
-                raise AssertionError("every staging slot is taken and none was given back")
+                self.store.wait_all()  # for what Ctrl-C has left in flight and nobody waits for
+                if not self._find_lost():
+                    raise AssertionError("every staging slot is taken and none was given back")
         return self._slots.lend(numel, dtype)
 
     def event_here(self) -> Event | None:
@@ -260,8 +261,7 @@ class StagingSlots:
         Raises:
             StoreError: A read failed.
         """
-        if ahead is None:
-            ahead = max(0, len(self._slots) - 2)
+        ahead = max(0, len(self._slots) - 2) if ahead is None else ahead
         coming: deque[tuple[torch.Tensor, Ticket]] = deque()
         rest = iter(runs)
         try:

@@ -25,6 +25,8 @@ class _Course:
 
     places: Mapping[str, Place]
     reached: Place = (0, 0)
+    has_begun: bool = False
+    is_withdrawn: bool = False
     is_over: bool = False
     error: BaseException | None = None
 
@@ -68,7 +70,10 @@ class Walk:
             self._course = course
             thread.submit(self._run, course, steps, end)
         except BaseException:  # Ctrl-C too: nobody is to wait for what may never begin
-            self._course = None
+            # No calls here, which Ctrl-C might come behind once more.
+            course.is_withdrawn = True
+            if not course.has_begun:
+                self._course = None
             raise
 
     def run(self, function: Callable[[], None]) -> Future[None]:
@@ -138,9 +143,12 @@ class Walk:
                 course.reached = place
                 self._changed.notify_all()
 
-        if self._course is not course:
-            return  # withdrawn
+        course.has_begun = (
+            True  # before the question: whoever withdraws it asks the other way round
+        )
         try:
+            if course.is_withdrawn:
+                return
             for index, step in enumerate(steps):
                 step(lambda numel, index=index: reach((index, numel)))  # type: ignore[misc]
                 reach((index + 1, 0))

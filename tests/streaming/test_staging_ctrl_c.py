@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from contextlib import closing, suppress
 
@@ -13,7 +12,7 @@ import torch
 from memascend.errors import StoreError
 from memascend.streaming.staging import StagingSlots
 from tests.streaming.test_staging_shared import share_small_slots
-from tests.support.ctrl_c import interrupted
+from tests.support.ctrl_c import interruptions
 from tests.support.streaming_fakes import (
     FakeMemory,
     FakeRangeStore,
@@ -84,26 +83,33 @@ class Work:
             assert self.store.value(key, torch.float32)[:numel].tolist() == [value] * numel
 
 
-def interrupt_each_line(work_on: Callable[[FakeRangeStore], Work]) -> int:
-    """Interrupt a pass at each line, and make two more; return how many lines there are."""
-    for at_line in itertools.count():
+def interrupt_each_line(work_on: Callable[[FakeRangeStore], Work], stride: int) -> int:
+    """Interrupt a pass at lines, and again, and make two more; return how often."""
+    works: list[tuple[FakeRangeStore, Work]] = []
+
+    def make() -> Callable[[], None]:
         store = FakeRangeStore()
-        work = work_on(store)
-        work.do(1)
-        where = interrupted(at_line, functools.partial(work.do, 2))
+        works[:] = [(store, work_on(store))]
+        works[0][1].do(1)
+        return functools.partial(works[0][1].do, 2)
+
+    count = 0
+    for where in interruptions(make, stride):
+        count += 1
+        [(store, work)] = works
         for value in (3, 4):
             work.do(value)
             work.check(value)
         for ticket in store.tickets:
             ticket.finish()  # those that nobody waits for any more
         assert all_slots_are_free(work.staging), where
-        if where is None:
-            return at_line
+    return count
 
 
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("late", [False, True], ids=["host", "device, slots are shared"])
 def test_after_ctrl_c_at_any_line_all_slots_serve_again(
-    late: bool, monkeypatch: pytest.MonkeyPatch
+    late: bool, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if late:
         share_small_slots(monkeypatch)
@@ -113,11 +119,11 @@ def test_after_ctrl_c_at_any_line_all_slots_serve_again(
         return Work(make(store, device if late else None), store, device)
 
     if late:
-        assert interrupt_each_line(work_on) > 300
+        assert interrupt_each_line(work_on, stride) > 300 // stride
     else:
         with pytest.MonkeyPatch.context() as patch:  # copies are over on return
             patch.setattr(LateDevice, "issue", lambda device, copy: copy())
-            assert interrupt_each_line(work_on) > 300
+            assert interrupt_each_line(work_on, stride) > 300 // stride
 
 
 def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive(
@@ -134,12 +140,14 @@ def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive(
     with suppress(KeyboardInterrupt):  # pytest.raises would keep the frames, and they the slot
         next(staging.read_each([("a", 0, 16, torch.float32)]))
     others = [staging.take(16, torch.float32).fill_(7) for _ in range(SLOT_COUNT - 1)]
+    [late] = store.tickets
+    assert not late.finished
+    others.append(staging.take(16, torch.float32))
+    assert late.finished
+    others[-1].fill_(7)
+    assert all(torch.equal(other, torch.full((16,), 7.0)) for other in others)
     with pytest.raises(AssertionError, match="every staging slot is taken"):
         staging.take(16, torch.float32)
-    [late] = store.tickets
-    late.finish()  # the drive answers after all
-    assert all(torch.equal(other, torch.full((16,), 7.0)) for other in others)
-    staging.take(16, torch.float32)
 
 
 def test_ctrl_c_behind_the_start_of_a_read_leaves_its_slot_alone(

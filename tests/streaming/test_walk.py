@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from memascend.errors import StoreError
 from memascend.streaming.walk import Walk
+from tests.support.ctrl_c import interruptions
 
 #: Two steps; "a" is the first half of the first one.
 PLACES = {"a": (0, 5), "b": (0, 10), "c": (1, 10)}
@@ -212,3 +215,57 @@ def test_all_walks_have_one_thread_until_it_is_given_back(held: Held) -> None:
     assert len(seen) == 1
     walk.close()
     assert not seen & {thread.ident for thread in threading.enumerate()}
+
+
+def test_a_walk_that_has_begun_when_ctrl_c_comes_is_waited_for(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk = Walk()
+    begun = threading.Event()
+    submit = ThreadPoolExecutor.submit
+
+    def submit_and_be_interrupted(thread: Any, function: Any, *arguments: Any) -> Any:
+        future = submit(thread, function, *arguments)
+        if function == walk._run:
+            assert begun.wait(30)
+            raise KeyboardInterrupt
+        return future
+
+    def first(reach: Callable[[int], None]) -> None:
+        begun.set()
+        held.steps[0](reach)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        walk.start([first], PLACES, held.end)
+    assert not walk.has_passed("a")
+    held.let_go(4)
+    walk.finish()
+    assert held.ends == 1
+    assert not walk.is_under_way
+
+
+def test_after_ctrl_c_at_any_line_the_next_walk_is_made() -> None:
+    made: list[tuple[Walk, list[str]]] = []
+
+    def make() -> Callable[[], None]:
+        walk, done = Walk(), list[str]()
+        made[:] = [(walk, done)]
+
+        def work() -> None:
+            walk.start([lambda reach: reach(5)], PLACES, lambda: done.append("end"))
+            walk.wait_for(["a"])
+            walk.finish()
+            walk.close()
+
+        return work
+
+    for places in interruptions(make):
+        [(walk, done)] = made
+        walk.finish()
+        assert not walk.is_under_way, places
+        before = len(done)
+        walk.start([lambda reach: reach(5)], PLACES, lambda done=done: done.append("end"))
+        walk.finish()
+        assert len(done) == before + 1, places
+        walk.close()

@@ -1,10 +1,10 @@
-"""Ctrl-C at any line of the product."""
+"""Ctrl-C at any line of the product, and once more at any line of what that leaves to do."""
 
 from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,38 +16,103 @@ OURS = str(Path(memascend.__file__).parent)
 #: between `with` and its block as a tracer would. A function, and a line.
 LOCKING = "alone"
 LOCKED = "with self._changed:"
+BLOCK = "with "
 #: Python swallows it there.
 FINALIZING = "__del__"
 
 
 class _Interrupt:
-    """Raises KeyboardInterrupt at one line of ours, as a signal's handler would."""
+    """Raises KeyboardInterrupt at lines of ours, as a signal's handler would."""
 
-    def __init__(self, at_line: int) -> None:
-        self.left = at_line
-        self.where = ""
+    def __init__(self, at_line: int, then: int | None) -> None:
+        """Begin with none.
+
+        Args:
+            at_line: Lines before it comes.
+            then: Lines of those behind it before it comes again; None: it does not.
+        """
+        self._left: int | None = at_line
+        self._then = then
+        self.places: list[str] = []
+        self.behind: list[str] = []  # lines that came behind the first
+
+    def start(self) -> None:
+        sys.settrace(self)
+
+    @staticmethod
+    def stop() -> None:
+        sys.settrace(None)
+        sys.setprofile(None)
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         name = frame.f_code.co_filename
         if not name.startswith(OURS) or frame.f_code.co_name in (LOCKING, FINALIZING):
             return None
-        if event == "line" and linecache.getline(name, frame.f_lineno).strip() != LOCKED:
-            self.left -= 1
-            if self.left < 0:
-                self.where = f"{name}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
+        line = linecache.getline(name, frame.f_lineno).strip()
+        # A tracer sees a block's first line again when an exception leaves the block, at which no
+        # signal is looked for; and what is raised there leaves the exception to the thread.
+        if event == "line" and line != LOCKED and not (self.places and line.startswith(BLOCK)):
+            place = f"{name}:{frame.f_lineno}"
+            if self.places:
+                self.behind.append(place)
+            if self._left is not None:
+                self._left -= 1
+                if self._left < 0:
+                    self.places.append(place)
+                    self._left, self._then = self._then, None
+                    sys.settrace(None)
+                    # What is raised here ends the tracing. Signals are looked for at calls, not
+                    # before, so that the next one is soon enough to begin it again.
+                    sys.setprofile(self._go_on)
+                    raise KeyboardInterrupt
         return self
 
+    def _go_on(self, frame: FrameType, event: str, _: object) -> None:
+        sys.setprofile(None)
+        outer: FrameType | None = frame
+        while outer is not None:
+            if outer.f_code.co_filename.startswith(OURS):
+                outer.f_trace = self
+            outer = outer.f_back
+        sys.settrace(self)
 
-def interrupted(at_line: int, work: Callable[[], object]) -> str | None:
-    """Do work until Ctrl-C at so many lines of ours; return where, None when it ended before."""
-    interrupt = _Interrupt(at_line)
-    sys.settrace(interrupt)
+
+def interrupted(at_line: int, work: Callable[[], object], then: int | None = None) -> list[str]:
+    """Do work until Ctrl-C at so many lines of ours, and again; return where, where it came."""
+    return _run(at_line, work, then).places
+
+
+def interruptions(make: Callable[[], Callable[[], object]], stride: int = 1) -> Iterator[list[str]]:
+    """Do work until Ctrl-C at each line of ours, and again at each that comes behind one.
+
+    Yields after each time where it came; at the end nowhere. A line is interrupted once as one
+    that comes behind.
+
+    Args:
+        make: Makes the work anew.
+        stride: Of lines, only one in so many.
+    """
+    seen: set[str] = set()
+    at_line = 0
+    while True:
+        first = _run(at_line, make(), None)
+        yield first.places
+        if not first.places:
+            return
+        for then, place in enumerate(first.behind):
+            if place not in seen:
+                seen.add(place)
+                yield interrupted(at_line, make(), then)
+        at_line += stride
+
+
+def _run(at_line: int, work: Callable[[], object], then: int | None) -> _Interrupt:
+    interrupt = _Interrupt(at_line, then)
+    interrupt.start()
     try:
         work()
     except KeyboardInterrupt:
-        return interrupt.where
+        pass
     finally:
-        sys.settrace(None)
-    return None
+        interrupt.stop()
+    return interrupt

@@ -58,6 +58,10 @@ class _Store:
     def log(self) -> list[tuple[str, str]]:
         return [(ticket.kind, ticket.key) for ticket in self.tickets]
 
+    def wait_all(self) -> None:
+        for ticket in self.tickets:
+            ticket.finish()
+
 
 class FakeTicket(_Ticket):
     """A transfer of a whole tensor."""

@@ -18,6 +18,7 @@ class Recoverable(Protocol):
     """What shares the data paths with other threads."""
 
     lock: AbstractContextManager[Any]
+    is_interrupted: bool  # by a call that was left before all was let go
 
     def recover(self) -> None:
         """Let everything go, in whatever state an interrupted call has left it."""
@@ -34,15 +35,19 @@ def exclusive(
     """Hold the owner's lock during a call, and let go of everything after Ctrl-C in it.
 
     Ctrl-C may leave any line, so nothing is believed of what the call has left; an error leaves a
-    state that was thought of.
+    state that was thought of. Where Ctrl-C comes again, the next call begins with letting go.
     """
 
     def whole(self: Owner, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        if self.is_interrupted:
+            _recover(self)
         try:
             return method(self, *arguments, **keywords)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self.recover()
+        except Exception:
+            raise
+        except BaseException:
+            self.is_interrupted = True  # before any call, which Ctrl-C may come behind
+            _recover(self)
             raise
 
     @functools.wraps(method)
@@ -51,3 +56,8 @@ def exclusive(
             return whole(self, *arguments, **keywords)
 
     return alone
+
+
+def _recover(owner: Recoverable) -> None:
+    owner.recover()
+    owner.is_interrupted = False

@@ -69,6 +69,7 @@ class ParameterSwapper:
             lock: Of the data paths, reentrant; None: nobody else uses them.
         """
         self.lock = lock or threading.RLock()
+        self.is_interrupted = False
         self.memascend_attachment = attachment
         self.dtype = dtype
         self._stream = stream

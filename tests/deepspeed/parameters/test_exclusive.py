@@ -13,8 +13,13 @@ class Owner:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.recovered = 0
+        self.is_interrupted = False
+        self.is_hasty = False
 
     def recover(self) -> None:
+        if self.is_hasty:
+            self.is_hasty = False
+            raise KeyboardInterrupt
         self.recovered += 1
 
     @exclusive
@@ -60,3 +65,15 @@ def test_only_an_interruption_lets_everything_go(error: BaseException, recovered
         owner.double(1, error=error)
     assert owner.recovered == recovered
     assert owner.is_free()
+
+
+def test_what_a_second_ctrl_c_has_left_is_let_go_by_the_next_call() -> None:
+    owner = Owner()
+    owner.is_hasty = True
+    with pytest.raises(KeyboardInterrupt):
+        owner.double(1, error=KeyboardInterrupt())
+    assert (owner.recovered, owner.is_free()) == (0, True)
+    assert owner.double(3) == 6
+    assert owner.recovered == 1
+    owner.double(3)
+    assert owner.recovered == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from memascend.deepspeed.parameters.swapper import RELEASED_BYTES_MAX, Parameter
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 from memascend.streaming.parameters import ParameterStream
-from tests.support.ctrl_c import interrupted
+from tests.support.ctrl_c import interruptions
 from tests.support.swapped_parameters import NUMEL, on_device, parameter
 
 ABSENT, THERE = PartitionedParamStatus.NOT_AVAILABLE, PartitionedParamStatus.AVAILABLE
@@ -234,11 +233,18 @@ def use(bench: Bench, params: list[Any]) -> None:
 
 @pytest.mark.parametrize("make_pool", [CountedPool, bounded])
 def test_after_ctrl_c_at_any_line_a_pass_can_be_made_again(make_pool: Callable[[], Pool]) -> None:
-    for at_line in itertools.count():
+    made: list[tuple[Bench, list[Any]]] = []
+
+    def make() -> Callable[[], None]:
         bench = Bench(make_pool())
-        params = bench.partitioned(3)
-        use(bench, params)
-        where = interrupted(at_line, functools.partial(use, bench, params))
+        made[:] = [(bench, bench.partitioned(3))]
+        use(*made[0])
+        return functools.partial(use, *made[0])
+
+    count = 0
+    for where in interruptions(make):
+        count += 1
+        [(bench, params)] = made
         for _ in range(2):
             bench.swapper.swap_in(params, async_op=False)
             assert values(params) == [1.0, 2.0, 3.0], where
@@ -246,7 +252,5 @@ def test_after_ctrl_c_at_any_line_a_pass_can_be_made_again(make_pool: Callable[[
             assert [param.ds_tensor.status for param in params] == [ABSENT] * 3, where
         assert not bench.lock.is_held(), where
         bench.swapper.drop_unused()
-        if where is None:
-            break
-    assert at_line > 100
+    assert count > 100
     assert bench.pool.free_bytes == bench.pool.held_bytes
