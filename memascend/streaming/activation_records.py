@@ -39,6 +39,7 @@ class Record:
     state: State = State.WAITING
     is_held: bool = False  # counted as held
     is_ahead: bool = False  # counted as read ahead
+    is_on_device: bool = False  # counted as there
     is_taken: bool = False
     was_taken: bool = False  # so it is not read ahead once more
     error: Exception | None = None  # of a read that nobody was told of

@@ -25,6 +25,8 @@ from memascend.base.waiting import event_here
 from memascend.ledger.traffic import ActivationTraffic
 from memascend.plan.context import IN_FLIGHT_COUNT
 from memascend.streaming.activation_records import Activation, Record, State
+from memascend.streaming.read_ahead import ReadAhead
+from memascend.streaming.saved_sizes import SavedSizes
 from memascend.streaming.staging import StagingSlots
 
 
@@ -60,8 +62,8 @@ class ActivationStream:
         self._dropped: deque[Record] = deque()
         self._job: Record | None = None  # what the thread works on
         self._count = 0
-        self._held_bytes = 0
-        self._ahead_bytes = 0
+        self._sizes = SavedSizes(self.traffic)
+        self._ahead = ReadAhead()
         self._errors: dict[str, Exception] = {}  # of keys that could not be written
         self._thread: ThreadPoolExecutor | None = None
 
@@ -92,10 +94,12 @@ class ActivationStream:
             )
             activation = Activation(record, self._dropped)  # first: Ctrl-C leaves none to nobody
             self._records[record.number] = record
+            self._sizes.add(record)
             self._hold(record)
+            self._ahead.note_room()  # what backward will find free is not known
             self.traffic.count += 1
             self.traffic.saved_bytes += record.nbytes
-            if self._held_bytes > self._kept_bytes():
+            if self._sizes.held_bytes > self._kept_bytes():
                 self._wake()
         return activation
 
@@ -121,7 +125,6 @@ class ActivationStream:
             record.is_taken = record.was_taken = True
             self._uncount(record)
             self._read_ahead(record.number)
-            self._note_peak()
             while record.state is State.READING:
                 if self._job is None:  # Ctrl-C may have come before the thread was told
                     self._wake()
@@ -148,7 +151,7 @@ class ActivationStream:
         with self._changed:
             record.is_taken = False
             if record.state is State.STORED:
-                record.let_go()
+                self._let_go(record)
             elif record.state is State.WAITING:
                 self._hold(record)
 
@@ -182,14 +185,9 @@ class ActivationStream:
 
     # -- with the lock ---------------------------------------------------------------------------
 
-    def _largest_bytes(self, end: int | None = None) -> int:
-        """Return the size of the largest that is saved; of those before a number."""
-        sizes = (one.nbytes for one in self._records.values() if end is None or one.number < end)
-        return max(sizes, default=0)
-
     def _kept_bytes(self) -> int:
         """Return how much is not written, as backward begins with it."""
-        return self._device_bytes + self._largest_bytes()
+        return self._device_bytes + self._sizes.largest()
 
     def _wait_for_room(self, nbytes: int) -> None:
         self._give_up_dropped()
@@ -202,8 +200,8 @@ class ActivationStream:
         self._raise_error()
 
     def _lacks_room(self, nbytes: int) -> bool:
-        largest_bytes = max(nbytes, self._largest_bytes())
-        return self._held_bytes + nbytes > self._device_bytes + IN_FLIGHT_COUNT * largest_bytes
+        room_bytes = self._device_bytes + IN_FLIGHT_COUNT * max(nbytes, self._sizes.largest())
+        return self._sizes.held_bytes + nbytes > room_bytes
 
     def _raise_error(self) -> None:
         """Raise the first error of what somebody still has; it is raised once."""
@@ -218,33 +216,28 @@ class ActivationStream:
     def _hold(self, record: Record) -> None:
         """Count it as held, to be written in its turn."""
         self._waiting[record.number] = record
-        added_bytes = 0 if record.is_held else record.nbytes
-        self._held_bytes, record.is_held = self._held_bytes + added_bytes, True
-        self._note_peak()
+        self._sizes.count(record, is_held=True, is_ahead=record.is_ahead)
 
-    def _note_peak(self) -> None:
-        nbytes = sum(one.nbytes for one in self._records.values() if one.data is not None)
-        self.traffic.device_bytes_peak = max(self.traffic.device_bytes_peak, nbytes)
+    def _let_go(self, record: Record) -> None:
+        """Leave the bytes of one that is stored to those who have them."""
+        record.let_go()
+        self._sizes.note_device(record)
 
     def _uncount(self, record: Record) -> None:
-        """Count it neither as held nor as read ahead, and have it written no more."""
+        """Count it neither as held nor as read ahead, and have it neither written nor so read."""
         self._waiting.pop(record.number, None)
-        held_bytes = self._held_bytes - record.is_held * record.nbytes
-        self._held_bytes, record.is_held = held_bytes, False  # Ctrl-C comes before, or behind both
-        self._count_ahead(record, False)
+        self._ahead.remove(record.number)
+        self._sizes.count(record, is_held=False, is_ahead=False)
         self._changed.notify_all()
-
-    def _count_ahead(self, record: Record, is_ahead: bool) -> None:
-        ahead_bytes = self._ahead_bytes + (is_ahead - record.is_ahead) * record.nbytes
-        self._ahead_bytes, record.is_ahead = ahead_bytes, is_ahead
 
     def _start_read(self, record: Record, *, is_ahead: bool) -> None:
         """Have the thread read a storage into memory that is allocated on the current stream."""
         data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
         filled = event_here(self._new_event)  # what used this memory before is over then
         record.stream = self._stream_here(record.device)
-        self._count_ahead(record, is_ahead)
+        self._sizes.count(record, is_held=False, is_ahead=is_ahead)
         record.data, record.filled, record.state = data, filled, State.READING
+        self._sizes.note_device(record)
         if is_ahead:
             self._reads.append(record)
         else:
@@ -260,17 +253,19 @@ class ActivationStream:
 
     def _read_ahead(self, number: int) -> None:
         """Start reading those that were saved before this one, the last of them first."""
-        room_bytes = IN_FLIGHT_COUNT * self._largest_bytes(number)
-        for other in reversed(self._records.values()):
-            is_next = other.number < number and other.state is State.STORED
-            if not is_next or other.was_taken or other.data is not None:
-                continue
-            if self._ahead_bytes + other.nbytes > room_bytes:
-                return
-            try:
-                self._start_read(other, is_ahead=True)
-            except torch.OutOfMemoryError:  # then it is read when it is needed
-                return
+        room_bytes = IN_FLIGHT_COUNT * self._sizes.largest(number)
+        while (coming := self._ahead.last_before(number)) is not None:
+            other = self._records[coming]
+            if other.data is None:  # else Ctrl-C came before it was taken from the list
+                if self._sizes.ahead_bytes + other.nbytes > room_bytes or self._ahead.is_left_out():
+                    return
+                try:
+                    self._start_read(other, is_ahead=True)
+                except torch.OutOfMemoryError:  # then it is read when it is needed
+                    self._ahead.note_full()
+                    return
+                self._ahead.note_room()
+            self._ahead.remove(coming)
 
     def _give_up_dropped(self) -> None:
         """Give back what those hold that nobody has any more."""
@@ -284,6 +279,7 @@ class ActivationStream:
             elif record.data is not None and record.filled is not None:
                 record.filled.synchronize()  # nobody's stream may wait for the copies into it
             self._uncount(record)
+            self._sizes.remove(record)
             self._records.pop(record.number, None)
             self._errors.pop(record.key, None)
             if record.state is not State.WAITING:
@@ -328,7 +324,7 @@ class ActivationStream:
                 self._job = self._reads.popleft()
                 assert self._job.data is not None
                 return self._job, self._job.data
-            while self._waiting and self._held_bytes > self._kept_bytes():
+            while self._waiting and self._sizes.held_bytes > self._kept_bytes():
                 self._job = self._waiting.pop(next(iter(self._waiting)))
                 data = self._job.data
                 if data is not None:  # else its graph was dropped just now
@@ -357,7 +353,9 @@ class ActivationStream:
             # What was modified stays, and counts as held: whoever takes it is told.
             if not (record.is_taken or record.is_modified()):
                 self._uncount(record)
-                record.let_go()
+                self._let_go(record)
+                if not record.was_taken:
+                    self._ahead.add(record.number)
 
     def _read(self, record: Record, data: torch.Tensor) -> None:
         if record.filled is not None:
@@ -385,6 +383,7 @@ class ActivationStream:
         with self._changed:
             if record.state is State.READING:
                 record.error, record.state, record.data = error, State.STORED, None
+                self._sizes.note_device(record)
             else:  # it stays on the device, and counts as held
                 record.state = State.WAITING
                 self._errors[record.key] = error

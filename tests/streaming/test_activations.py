@@ -101,7 +101,7 @@ def test_room_that_the_largest_took_with_it_is_made() -> None:
     thread.join(WAIT_S)
     assert not thread.is_alive()
     stream.settle()
-    assert stream._held_bytes == 500 * 4
+    assert stream._sizes.held_bytes == 500 * 4
 
 
 def test_the_next_ones_are_read_ahead_within_their_share_of_the_device() -> None:
@@ -133,9 +133,9 @@ def test_what_two_let_go_is_counted_once() -> None:
     saved = put_all(stream, 2)
     for then in (stream.take, stream.take, stream.release, stream.release):
         then(saved[0])
-    assert stream._held_bytes == 2 * NBYTES
+    assert stream._sizes.held_bytes == 2 * NBYTES
     saved.clear()
-    assert (stream.count, stream._held_bytes) == (0, 0)
+    assert (stream.count, stream._sizes.held_bytes) == (0, 0)
 
 
 def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
@@ -154,7 +154,7 @@ def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
     assert stream.count == 0
     assert torch.equal(value(stream, stream.put(numbers(9))), numbers(9))
     assert stream.count == 0
-    assert (stream._held_bytes, stream._ahead_bytes) == (0, 0)
+    assert (stream._sizes.held_bytes, stream._sizes.ahead_bytes) == (0, 0)
 
 
 def test_a_broken_drive_is_told_to_whoever_comes_next_and_nobody_hangs() -> None:
@@ -333,7 +333,7 @@ def test_what_was_modified_while_it_was_written_is_refused_every_time() -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stream.take(saved[0])
     saved.clear()
-    assert (stream.count, stream._held_bytes) == (0, 0)
+    assert (stream.count, stream._sizes.held_bytes) == (0, 0)
 
 
 def test_a_closed_stream_has_no_thread() -> None:
