@@ -22,7 +22,9 @@ import torch
 
 from memascend.base.interfaces import Event, OnStream
 from memascend.base.waiting import event_here
+from memascend.errors import HostMemoryError
 from memascend.ledger.traffic import ActivationTraffic
+from memascend.plan.checksums import too_many_activations
 from memascend.plan.context import IN_FLIGHT_COUNT
 from memascend.streaming.activation_records import Activation, Record, State
 from memascend.streaming.read_ahead import ReadAhead
@@ -344,7 +346,11 @@ class ActivationStream:
     def _write(self, record: Record, data: torch.Tensor) -> None:
         if record.filled is not None:
             record.filled.wait()
-        self.slots.store.reserve(key=record.key, nbytes=record.nbytes)
+        try:
+            self.slots.store.reserve(key=record.key, nbytes=record.nbytes)
+        except HostMemoryError as error:
+            stored = [one for one in [*self._records.values()] if one.state is State.STORED]
+            raise too_many_activations(sum(one.nbytes for one in stored), str(error)) from None
         self.slots.write(key=record.key, source=data)
         self.slots.submit_all(record.key)  # the copies are over then, and it may be discarded
         with self._changed:
@@ -379,7 +385,7 @@ class ActivationStream:
                 self._errors[key] = error
 
     def _note_failure(self, record: Record, error: Exception) -> None:
-        error.with_traceback(None)  # which has the bytes on the device
+        error.with_traceback(None).__context__ = None  # which have the bytes on the device
         with self._changed:
             if record.state is State.READING:
                 record.error, record.state, record.data = error, State.STORED, None

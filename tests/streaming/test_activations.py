@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from memascend.errors import StoreError, StoreFullError
+from memascend.errors import HostMemoryError, StoreError, StoreFullError
+from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.activation_records import Activation, State
 from memascend.streaming.activations import ActivationStream
@@ -177,6 +178,17 @@ def test_a_full_drive_is_told_and_loses_nothing_that_is_on_the_device() -> None:
     stream = activation_stream(MemoryFaults(capacity_bytes=NBYTES))
     with pytest.raises(StoreFullError):
         put_all(stream, 40)
+    stream.settle()
+    assert keys(stream) == []
+
+
+def test_more_activations_than_there_is_memory_for_checksums_are_refused_with_the_remedy() -> None:
+    arena = HostAllocator(lock=False, limit_bytes=4096)
+    stream = activation_stream(verify="reads", checksum_memory=arena.core)
+    told = "activations: 0 B of them .*host memory limit reached.*memascend.host_memory_limit"
+    with pytest.raises(HostMemoryError, match=told) as caught:
+        put_all(stream, 40)
+    assert caught.value.__context__ is None  # whose frames have the bytes on the device
     stream.settle()
     assert keys(stream) == []
 

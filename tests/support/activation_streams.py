@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,10 +44,11 @@ def activation_stream(
     *,
     device_bytes: int = 0,
     new_event: Callable[[], Event] | None = None,
-    watchdog_seconds: float = 60.0,
+    **options: Any,
 ) -> ActivationStream:
+    """Make one over a store in memory with these options."""
     slots = StagingSlots(
-        store=memory_store(faults, watchdog_seconds=watchdog_seconds),
+        store=memory_store(faults, **options),
         memory=HostTensors(),
         slot_bytes=SLOT_BYTES,
         slot_count=3,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from memascend.base.units import PAGE_BYTES
@@ -33,7 +35,7 @@ class HostTensors:
 
 
 def memory_store(
-    faults: MemoryFaults | None = None, *, watchdog_seconds: float = 60.0
+    faults: MemoryFaults | None = None, *, watchdog_seconds: float = 60.0, **options: Any
 ) -> TensorStore:
     return TensorStore(
         volumes=["(memory)"],
@@ -41,6 +43,7 @@ def memory_store(
         engine="memory",
         watchdog_seconds=watchdog_seconds,
         faults=faults or MemoryFaults(),
+        **options,
     )
 
 
