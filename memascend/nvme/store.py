@@ -116,10 +116,7 @@ class TensorStore:
                 faults=faults,
             )
         self._finalizer = weakref.finalize(self, self._core.close)
-        try:
-            _BEFORE_THREADS_END(partial(_end_patience, weakref.ref(self._core)))
-        except RuntimeError:  # the program is ending already
-            self._core.end_patience()
+        _end_with_program(self._core)
         self._log_opened(paths, verify)
 
     def _log_opened(self, paths: Sequence[str], verify: str) -> None:
@@ -267,8 +264,15 @@ class TensorStore:
         self.close()
 
 
-def _end_patience(found: weakref.ref[_core.Store]) -> None:
+def _end_with_program(core: _core.Store) -> None:
     """Have the program end though a drive does not answer."""
+    try:
+        _BEFORE_THREADS_END(partial(_end_patience, weakref.ref(core)))
+    except RuntimeError:  # it is ending already
+        core.end_patience()
+
+
+def _end_patience(found: weakref.ref[_core.Store]) -> None:
     core = found()
     if core is not None:
         core.end_patience()

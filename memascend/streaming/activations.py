@@ -224,8 +224,6 @@ class ActivationStream:
         """Leave the bytes of one that is stored to those who have them."""
         record.let_go()
         self._sizes.note_device(record)
-        if not record.was_taken:
-            self._ahead.add(record.number)
 
     def _uncount(self, record: Record) -> None:
         """Count it neither as held nor as read ahead, and have it neither written nor so read."""
@@ -362,6 +360,8 @@ class ActivationStream:
             if not (record.is_taken or record.is_modified()):
                 self._uncount(record)
                 self._let_go(record)
+                if not record.was_taken:
+                    self._ahead.add(record.number)
 
     def _read(self, record: Record, data: torch.Tensor) -> None:
         if record.filled is not None:

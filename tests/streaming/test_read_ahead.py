@@ -52,7 +52,7 @@ def test_a_nearly_full_device_is_asked_seldom_until_the_next_pass(
         start_read(record, is_ahead=is_ahead)
 
     monkeypatch.setattr(stream, "_start_read", start)
-    for count in (5, 10):
+    for count in (6, 12):
         saved = [stream.put(numbers(seed, 100)) for seed in range(64)]
         stream.settle()
         for seed in reversed(range(64)):
