@@ -108,9 +108,9 @@ class GradientSpool:
             GradientGoneError: The latest value, to be added to, was given to tiles.
         """
         shard = self._shard(group, offset)
-        if accumulate and shard.away and shard.latest is shard.seen:
-            raise GradientGoneError("cannot add another backward pass to the one before")
         window = shard.window if accumulate else None
+        if accumulate and window is None and shard.away and shard.latest is shard.seen:
+            raise GradientGoneError("cannot add another backward pass to the one before")
         if window is None:
             numel, dtype, device = gradient.numel(), gradient.dtype, gradient.device
             window = Window(not accumulate, numel, dtype, device)

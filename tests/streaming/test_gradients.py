@@ -321,12 +321,13 @@ def test_a_sum_that_goes_to_tiles_is_the_sum_and_only_its_parts_on_the_drive_are
     assert same_bits(found, flat.seen)
 
 
-def test_the_next_window_has_nothing_of_what_went_to_tiles() -> None:
+@pytest.mark.parametrize("arrived", [None, torch.bfloat16])
+def test_the_next_window_has_nothing_of_what_went_to_tiles(arrived: torch.dtype | None) -> None:
     spool, *_ = open_spool()
     block = torch.empty(NUMEL)
     places = TilePlaces(0, NUMEL, lambda begin, count: block.narrow(0, begin, count))
     spool.put(GROUP, 0, narrow(0), places=places)
-    spool.put(GROUP, 0, narrow(1), final=False)
+    spool.put(GROUP, 0, narrow(1), final=False, arrived=arrived)
     assert list(spool.away(GROUP))  # what the step sees is what it saw before
     spool.put(GROUP, 0, narrow(2), accumulate=True)
     assert list(spool.away(GROUP)) == []
