@@ -186,6 +186,24 @@ class SavedTensors:
         return shared
 
 
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Have this thread's saved tensors stay as they are, whatever hooks are set around the block.
+
+    torch has no public way to do so; its own context managers stand on the same three functions.
+    """
+    autograd = torch._C._autograd
+    removed = []
+    try:
+        while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+            autograd._pop_saved_tensors_default_hooks()
+            removed.append(hooks)
+        yield
+    finally:
+        for pack, unpack in reversed(removed):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def is_part_of(tensor: torch.Tensor, is_of_model: Callable[[torch.Tensor], bool]) -> bool:
     """Return whether a tensor is one of the model's, a view of one, or one in another dtype."""
     if is_of_model(tensor) or (tensor._base is not None and is_of_model(tensor._base)):

@@ -80,11 +80,11 @@ def on_cpu_offload(name: str) -> dict[str, Any]:
 
 
 def figures(out: Path, log: str) -> list[dict[str, Any]]:
-    """Return what was logged of each step, but for times."""
+    """Return what was logged of each step, but for times and for what memascend says of itself."""
     state = out / "trainer_state.json"
     if not state.exists():
         return [{"loss": float(loss)} for loss in losses(log)]
-    timed = ("runtime", "per_second", "flos", "tokens_per")
+    timed = ("runtime", "per_second", "flos", "tokens_per", "memascend_")
     return [
         {key: value for key, value in row.items() if not any(word in key for word in timed)}
         for row in json.loads(state.read_text())["log_history"]

@@ -63,7 +63,7 @@ class Trainer:
         drive.mkdir()
         keys = {"state_dtype": state_dtype} | (optimizer_keys or {})
         block = BLOCK | {"streaming": {"optimizer": keys}}
-        config = training_config(drive, block, 1)
+        config = training_config(drive, block, 1) | {"gradient_clipping": 0.0}
         if universal:
             config["checkpoint"] = {"load_universal": True}
         if is_stock:
@@ -91,6 +91,7 @@ class Trainer:
         found["end"] = digests(engine)
         if not is_stock:
             found["stored"] = stored(engine)
+            found["early tiles"] = engine.optimizer.early_tile_count
         engine.destroy()
         del engine, model
         gc.collect()

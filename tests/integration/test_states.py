@@ -54,6 +54,7 @@ def test_neither_tiles_nor_when_they_are_stepped_show(found: dict[str, Any]) -> 
     small, whole = found["small tiles"], found["whole"]
     assert small["losses"] == whole["losses"]
     assert small["end"] == whole["end"]
+    assert small["early tiles"] > whole["early tiles"] == 0
 
 
 def test_moments_in_bf16_are_widened_by_a_run_in_fp32(found: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memascend.streaming.saved_tensors import SavedTensors, Stored
+from memascend.streaming.saved_tensors import SavedTensors, Stored, without_hooks
 from tests.support.activation_streams import activation_stream, keys, numbers
 
 CPU = torch.device("cpu")
@@ -242,3 +242,25 @@ def test_outside_the_block_nothing_is_saved(saved: SavedTensors) -> None:
     with saved.hooks(), torch.no_grad():
         Model("none")(numbers(0, 4096).view(2, 64, 32))
     assert saved.stream.traffic.count == 0
+
+
+def test_hooks_that_were_set_aside_are_set_again_whatever_happens() -> None:
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.numel())
+        return tensor
+
+    def save(numel: int) -> None:
+        torch.ones(numel, requires_grad=True).exp()
+
+    def fail() -> None:
+        with without_hooks():
+            save(2)
+            raise RuntimeError("within")
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with pytest.raises(RuntimeError, match="within"):
+            fail()
+        save(3)
+    assert packed == [3]

@@ -52,11 +52,13 @@ def observe(config_module: types.ModuleType) -> None:
         if config is None:
             return
         from memascend.deepspeed.seams import transformers as transformers_seams
+        from memascend.deepspeed.seams import trl as trl_seams
 
         check_config(self._param_dict)
         self.memascend = config
         arm()
         transformers_seams.arm()
+        trl_seams.arm()
 
     construct.__memascend__ = True  # type: ignore[attr-defined]
     config_class.__init__ = construct
@@ -89,8 +91,10 @@ def arm() -> None:
 def disarm() -> None:
     """Restore every upstream definition."""
     from memascend.deepspeed.seams import transformers as transformers_seams
+    from memascend.deepspeed.seams import trl as trl_seams
 
     transformers_seams.disarm()
+    trl_seams.disarm()
     for seam in SEAMS:
         if seam.name in _originals:
             _assign(seam, _originals.pop(seam.name))

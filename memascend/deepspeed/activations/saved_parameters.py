@@ -1,0 +1,23 @@
+"""Functions of autograd that must get back the very parameters they have saved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from memascend.deepspeed.activations.forward import current
+from memascend.streaming.saved_tensors import without_hooks
+
+
+def wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand around the `apply` of such a function: all that it saves stays where it is."""
+
+    @functools.wraps(original)
+    def apply(*arguments: Any, **keywords: Any) -> Any:
+        if current.get() is None:
+            return original(*arguments, **keywords)
+        with without_hooks():
+            return original(*arguments, **keywords)
+
+    return apply
