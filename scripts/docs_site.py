@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What is a page, in the repository.
-PATTERNS = ("*.md", "*/README.md", "docs/**/*.md", "configs/**/README.md", "examples/**/README.md")
+PATTERNS = (
+    "*.md",
+    *(f"{folder}/**/README.md" for folder in ("configs", "deploy", "examples")),
+    "docs/**/*.md",
+)
 #: Where a page is on the site, when not under its own name.
 ADDRESSES = {"docs/start.md": "index.html", "README.md": "overview.html"}
 STYLE = "docs/pictures/site.css"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from memascend.base.units import GIB
 from memascend.cli.main import main as run_memascend
 from memascend.config.block import MemAscendConfig
 
@@ -41,6 +43,30 @@ def printed(*arguments: str) -> str:
     return output.getvalue().strip()
 
 
+def scaled(*, model: str = "Llama-3.1-70B", ranks: int = 8) -> str:
+    """Return the table of more and more machines: what each of them takes, and how long a step."""
+    titles = (
+        "machines",
+        "GPUs",
+        "host memory",
+        "on the drive",
+        "moved in a step",
+        "seconds",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for nodes in (1, 2, 4, 8, 16, 32, 64):
+        world = nodes * ranks
+        options = ("--world", str(world), "--nodes", str(nodes), "--json")
+        found = json.loads(printed("plan", model, *options))
+        plan = found["memascend"]
+        moved = sum(plan["read_bytes"].values()) + sum(plan["written_bytes"].values())
+        sizes = (plan["host_bytes"], plan["drive_bytes"], moved)
+        cells = [f"{ranks * nbytes / GIB:.1f}" for nbytes in sizes]
+        row = [str(nodes), str(world), *cells, f"{plan['step_seconds']:.1f}"]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 _FIT = ("plan", "--table", "--fit", "--fused-loss")
 _ROOM = ("--device-memory", "24GiB", "--host-memory", "64GiB")
 _MEMORY = ROOT / "docs" / "memory.md"
@@ -50,6 +76,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "table of models": (ROOT / "README.md", lambda: printed("plan", "--table")),
     "table of models, one rank": (_MEMORY, lambda: printed("plan", "--table")),
     "table of models, eight ranks": (_MEMORY, lambda: printed("plan", "--table", "--world", "8")),
+    "table of machines": (ROOT / "docs" / "scale.md", scaled),
     "table of contexts": (ROOT / "docs" / "context.md", lambda: printed(*_FIT)),
     "contexts in 24 GiB": (ROOT / "README.md", lambda: printed(*_FIT, *_ROOM)),
 }

@@ -103,6 +103,12 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--world", type=whole_number, default=1, help="ranks (default: 1)")
     parser.add_argument(
+        "--nodes",
+        type=whole_number,
+        default=1,
+        help="machines that they are on, each with a drive of its own (default: 1)",
+    )
+    parser.add_argument(
         "--drive-read",
         type=_speed,
         default=DRIVE_READ_GB_S,
@@ -130,6 +136,11 @@ def plan_command(args: argparse.Namespace) -> int:
     if (args.model is None) != args.table:
         args.usage_error("give either MODEL or --table")
     check_context_options(args)
+    if args.world % args.nodes:
+        args.usage_error(
+            f"--world {args.world} does not divide by --nodes {args.nodes}: machines have equally "
+            f"many ranks. Nearest: --world {max(1, round(args.world / args.nodes)) * args.nodes}"
+        )
     ds_config = DEFAULT_CONFIG if args.config is None else read_json_object(args.config, "--config")
     if args.table and args.fit:
         print(
@@ -240,7 +251,13 @@ def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendC
 def _limit(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
     value = block.host_memory_limit
     is_fraction = isinstance(value, int | float) and value <= 1
-    return parse_limit(value, available=memory_total() // args.world if is_fraction else 0)
+    return parse_limit(
+        value, available=memory_total() // _ranks_of_node(args) if is_fraction else 0
+    )
+
+
+def _ranks_of_node(args: argparse.Namespace) -> int:
+    return int(args.world // args.nodes)
 
 
 def _speed(text: str) -> float:
@@ -260,7 +277,8 @@ def _print_table(
     request = accounts.memascend.request
     table = Table(
         title=f"{accounts.shapes.name}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
-        f"{request.precision}, {request.optimizer}, {request.world} rank(s); bytes of one rank"
+        f"{request.precision}, {request.optimizer}, {request.world} rank(s) on {args.nodes} "
+        "machine(s); bytes of one rank"
     )
     table.add_column("")
     for title in columns:
@@ -279,8 +297,9 @@ def _print_table(
     add("highest at the start", (plan.initialization_bytes for plan in plans))
     add("highest in a step", (plan.step_bytes for plan in plans))
     add("less than stock", (_saved(plan, accounts.stock) for plan in plans))
-    if args.world > 1:
-        add(f"host memory, {args.world} ranks", (plan.host_bytes * args.world for plan in plans))
+    ranks = _ranks_of_node(args)
+    if ranks > 1:
+        add(f"host memory, {ranks} ranks", (plan.host_bytes * ranks for plan in plans))
     table.add_section()
     add("on the drive", (plan.drive_bytes for plan in plans))
     add("read per step", (sum(plan.read_bytes.values()) for plan in plans))
@@ -300,7 +319,7 @@ def _saved(plan: Footprint, reference: Footprint) -> str:
 
 def _floor(plan: Footprint, args: argparse.Namespace) -> float:
     return plan.step_seconds(
-        read_gb_s=args.drive_read, write_gb_s=args.drive_write, ranks=args.world
+        read_gb_s=args.drive_read, write_gb_s=args.drive_write, ranks=_ranks_of_node(args)
     )
 
 
@@ -309,7 +328,7 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
     notes = [
         f"drive time alone, of all planned bytes, at {args.drive_read:g} GB/s read and "
         f"{args.drive_write:g} GB/s written (--drive-read, --drive-write; 1 GB is 10^9 bytes), "
-        "shared by all ranks",
+        "shared by all ranks of a machine",
         "parameters are read forward and backward, in each of "
         f"{plan.request.gradient_accumulation_steps} micro-step(s), but for what "
         "stage3_max_reuse_distance keeps on the device between the two",
@@ -362,6 +381,7 @@ def _as_json(accounts: Accounts, args: argparse.Namespace) -> dict[str, Any]:
         "model": accounts.shapes.name,
         "parameters": accounts.shapes.numel,
         "world": args.world,
+        "nodes": args.nodes,
         "drive_read_gb_s": args.drive_read,
         "drive_write_gb_s": args.drive_write,
         **{

@@ -87,6 +87,25 @@ def test_a_configuration_decides_what_is_planned(
     assert "J overflow check" in found["stock"]["host_step"]
 
 
+def test_ranks_share_the_drive_of_their_machine_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, two = (
+        as_json(capsys, "Llama-3.1-8B", "--world", "8", "--nodes", nodes) for nodes in ("1", "2")
+    )
+    assert one["memascend"]["host"] == two["memascend"]["host"]
+    seconds = [found["memascend"]["step_seconds"] for found in (one, two)]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
+def test_machines_that_cannot_be_named_the_nearest_number_of_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "Llama-3.1-8B", "--world", "7", "--nodes", "4"])
+    assert "--world 8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("limit", ["2GiB", str(2 * GIB)])
 def test_a_limit_is_kept(capsys: pytest.CaptureFixture[str], limit: str) -> None:
     found = as_json(capsys, "Llama-3.1-8B", "--limit", limit)["memascend"]
@@ -132,6 +151,7 @@ def test_a_configuration_that_cannot_be_is_exit_1(tmp_path: Path, content: str) 
         [],
         ["Llama-3.1-8B", "--table"],
         ["Llama-3.1-8B", "--world", "0"],
+        ["Llama-3.1-8B", "--world", "6", "--nodes", "4"],
         ["Llama-3.1-8B", "--drive-read", "0"],
         ["Llama-3.1-8B", "--drive-write", "nan"],
         ["Llama-3.1-8B", "--speed", "1"],

@@ -42,8 +42,8 @@ def test_the_menu_has_every_document_once(site: ModuleType, config: Any) -> None
 
 
 def test_a_folder_in_the_menu_stands_for_its_pages(site: ModuleType) -> None:
-    menu = site.navigation([{"Files": "configs/"}, {"None": "csrc/"}, {"Start": "docs/start.md"}])
-    assert menu == [{"Files": ["configs/README.md"]}, {"Start": "docs/start.md"}]
+    menu = site.navigation([{"Files": "deploy/"}, {"None": "csrc/"}, {"Start": "docs/start.md"}])
+    assert menu == [{"Files": ["deploy/README.md"]}, {"Start": "docs/start.md"}]
 
 
 def test_no_two_pages_have_one_address(site: ModuleType) -> None:

@@ -4,9 +4,8 @@ Keeps the contract of AsyncPartitionedParameterSwapper (0.19.x): `param.ds_tenso
 whose `.data` is re-pointed and whose `.status` follows PartitionedParamStatus. Unlike stock, a
 gathered parameter holds no host buffer: its slot goes back when the copy to the device has passed.
 
-With a budget every shard is on the drive, tiny ones included, and one that has no slot is a device
-tensor while it is read or written: its `ds_tensor.data` is then assembled on the device, or is the
-rank's own slice of the whole parameter.
+With a budget every shard is on the drive, tiny ones included. One that has no slot is a device
+tensor while it is read or written: assembled there, or the rank's slice of the whole parameter.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class ParameterSwapper:
         Args:
             attachment: What the model works with.
             stream: The path underneath. With a budget it takes shards of any size.
-            dtype: Of the model, for the bytes of shards that do not exist yet.
+            dtype: Of the model, for shards that do not exist yet.
             swappable_bytes_min: Without a budget: smaller shards stay in host memory.
             lock: Of the data paths, reentrant; None: nobody else uses them.
             is_alone: Whether this is the only rank, which may gather when it likes.
