@@ -1,0 +1,103 @@
+"""Ranks on two machines, each with folders of its own: two launchers that meet at one address.
+
+The machines are folders of this one. What differs from ranks of one machine is what a launcher
+says: the rank on the machine, how many are there, and where `nvme_path` and checkpoints lie.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.programs import BLOCK, REPOSITORY, free_port, losses, run, training_config
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
+
+PROGRAM = REPOSITORY / "tests" / "integration" / "checkpoint_program.py"
+WORLD = 2
+OWN = {"checkpoint": {"use_node_local_storage": True}}
+
+
+class Machines:
+    """Two ranks, on one machine or on two."""
+
+    def __init__(self, folder: Path, count: int, more: dict[str, Any] | None = None) -> None:
+        self.folders = [folder / f"machine{number}" for number in range(count)]
+        for place in self.folders:
+            (place / "drive").mkdir(parents=True)
+            config = training_config(place / "drive", BLOCK, WORLD) | (more or {})
+            (place / "config.json").write_text(json.dumps(config))
+
+    def run(self, action: str, checkpoints: list[Path]) -> str:
+        """Run the program on all machines at once; return the output of rank 0's."""
+        port = str(free_port())
+        with ThreadPoolExecutor(len(self.folders)) as pool:
+            numbers = range(len(self.folders))
+            outputs = [
+                pool.submit(self._run_one, number, port, action, checkpoint)
+                for number, checkpoint in zip(numbers, checkpoints, strict=True)
+            ]
+            rank_0s, *_ = [output.result() for output in outputs]
+            return rank_0s
+
+    def drives(self) -> list[Path]:
+        """Return what is visible in the folders of all drives."""
+        return [path for place in self.folders for path in (place / "drive").iterdir()]
+
+    def _run_one(self, number: int, port: str, action: str, checkpoint: Path) -> str:
+        place, count = self.folders[number], len(self.folders)
+        launcher = [
+            *("-m", "torch.distributed.run"),
+            *("--nnodes", str(count), "--node_rank", str(number)),
+            *("--nproc_per_node", str(WORLD // count)),
+            *("--master_addr", "127.0.0.1", "--master_port", port),
+        ]
+        paths = [str(place / "config.json"), str(place / "drive"), str(checkpoint)]
+        search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        done = run(
+            [*launcher, str(PROGRAM), *paths, action],
+            cwd=place,
+            environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        return done.stdout
+
+
+def masters(output: str, when: str) -> list[tuple[str, str]]:
+    return re.findall(rf"^master {when} (\S+) (\w+)$", output, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def one_machine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("one")
+    return Machines(folder, 1).run("save", [folder / "checkpoint"])
+
+
+def test_two_machines_train_as_one_and_resume_on_one(tmp_path: Path, one_machine: str) -> None:
+    shared = tmp_path / "checkpoint"
+    two = Machines(tmp_path / "two", 2)
+    saved = two.run("save", [shared, shared])
+    assert losses(saved) == losses(one_machine) != []
+    assert masters(saved, "saved") == masters(one_machine, "saved") != []
+    assert two.drives() == []
+    resumed = Machines(tmp_path / "one", 1).run("load", [shared])
+    assert masters(resumed, "loaded") == masters(saved, "saved")
+    assert losses(resumed) == losses(saved)[2:] != []
+
+
+def test_machines_that_keep_their_checkpoints_to_themselves(
+    tmp_path: Path, one_machine: str
+) -> None:
+    own = [tmp_path / "checkpoint0", tmp_path / "checkpoint1"]
+    saved = Machines(tmp_path / "saving", 2, OWN).run("save", own)
+    assert losses(saved) == losses(one_machine) != []
+    assert all((checkpoint / "here").is_dir() for checkpoint in own)
+    resumed = Machines(tmp_path / "resuming", 2, OWN).run("load", own)
+    assert masters(resumed, "loaded") == masters(saved, "saved") != []
+    assert losses(resumed) == losses(saved)[2:] != []
