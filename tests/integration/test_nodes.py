@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,21 +37,29 @@ class Machines:
 
     def run(self, action: str, checkpoints: list[Path]) -> str:
         """Run the program on all machines at once; return the output of rank 0's."""
+        done = self.start(action, checkpoints)
+        for one in done:
+            assert one.returncode == 0, one.stdout[-6000:]
+        return done[0].stdout
+
+    def start(self, action: str, checkpoints: list[Path]) -> list[subprocess.CompletedProcess[str]]:
+        """Run the program on all machines at once; return what came of it on each."""
         port = str(free_port())
         with ThreadPoolExecutor(len(self.folders)) as pool:
             numbers = range(len(self.folders))
-            outputs = [
+            running = [
                 pool.submit(self._run_one, number, port, action, checkpoint)
                 for number, checkpoint in zip(numbers, checkpoints, strict=True)
             ]
-            rank_0s, *_ = [output.result() for output in outputs]
-            return rank_0s
+            return [one.result() for one in running]
 
     def drives(self) -> list[Path]:
         """Return what is visible in the folders of all drives."""
         return [path for place in self.folders for path in (place / "drive").iterdir()]
 
-    def _run_one(self, number: int, port: str, action: str, checkpoint: Path) -> str:
+    def _run_one(
+        self, number: int, port: str, action: str, checkpoint: Path
+    ) -> subprocess.CompletedProcess[str]:
         place, count = self.folders[number], len(self.folders)
         launcher = [
             *("-m", "torch.distributed.run"),
@@ -60,13 +69,11 @@ class Machines:
         ]
         paths = [str(place / "config.json"), str(place / "drive"), str(checkpoint)]
         search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        done = run(
+        return run(
             [*launcher, str(PROGRAM), *paths, action],
             cwd=place,
             environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
         )
-        assert done.returncode == 0, done.stdout[-6000:]
-        return done.stdout
 
 
 def masters(output: str, when: str) -> list[tuple[str, str]]:
@@ -101,3 +108,16 @@ def test_machines_that_keep_their_checkpoints_to_themselves(
     resumed = Machines(tmp_path / "resuming", 2, OWN).run("load", own)
     assert masters(resumed, "loaded") == masters(saved, "saved") != []
     assert losses(resumed) == losses(saved)[2:] != []
+
+
+def test_machines_with_other_files_are_refused_on_both(tmp_path: Path) -> None:
+    two = Machines(tmp_path, 2)
+    path = two.folders[1] / "config.json"
+    config = json.loads(path.read_text())
+    config["memascend"]["streaming"] = {"optimizer": {"tile_bytes": "1MiB"}}
+    path.write_text(json.dumps(config))
+    first, second = two.start("save", [tmp_path / "checkpoint"] * 2)
+    assert first.returncode != 0
+    assert "rank(s) 1 differ from rank 0" in first.stdout
+    assert second.returncode != 0
+    assert "tile_bytes is 1048576 on rank 1" in second.stdout

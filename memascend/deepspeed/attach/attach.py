@@ -23,6 +23,7 @@ from memascend.base.waiting import CountedEvents
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed_json import flag, section, whole
 from memascend.config.environment import local_world_size, malloc_settings, trace_folder
+from memascend.deepspeed.attach.agreement import check_agreement
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.attach.device import device_of
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
@@ -53,6 +54,7 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
         ds_config: The raw DeepSpeed config.
         nvme_path: Directory on the drive.
     """
+    check_agreement(config)
     check_limit_can_be_kept(config, ds_config)
     check_state_dtype(config, ds_config)
     _check_report(config)
