@@ -369,6 +369,6 @@ def test_ctrl_c_at_any_line_leaves_each_absent_or_in_flight_with_a_handle() -> N
             assert bench.statuses() == [ABSENT] * 3, where
         bench.registry = dict.fromkeys(range(3), handles[0] if handles else SETTLED)
         gathered_anew(bench, 0, 1, 2)
-        if where is None:
+        if not where:
             return
         line += 1
