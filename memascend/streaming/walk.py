@@ -162,9 +162,8 @@ class Walk:
                 course.reached = place
                 self._changed.notify_all()
 
-        course.has_begun = (
-            True  # before the question: whoever withdraws it asks the other way round
-        )
+        # Before the question below: whoever withdraws it asks the other way round.
+        course.has_begun = True
         try:
             if course.is_withdrawn:
                 return

@@ -36,8 +36,6 @@ def test_a_step_left_at_any_gather_can_be_tried_again_with_less(
     undisturbed, *retried = found
     assert undisturbed["gathers"] > 2 * 4, "there are gathers in forward and in backward"
     assert len(retried) == 2 * len(range(0, undisturbed["gathers"], every))
-    failed = [one for one in retried if one["failed"]]
-    assert len(failed) > len(retried) / 2
-    for one in failed:
+    for one in retried:
         assert one["numbers"] == undisturbed["numbers"], one
         assert (one["lost"], one["saved"]) == (0, 0), one
