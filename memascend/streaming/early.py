@@ -191,13 +191,21 @@ class EarlySteps:
                 self._stream.expect_early(gradient.name, gradient.begin)
                 self._start(self._step_next)
 
+    def finish(self) -> None:
+        """Step the tiles that are complete, and return when nothing is in flight.
+
+        Their gradients are in memory: it is the step's own work, and what it leaves goes to the
+        drive and back.
+        """
+        if self._is_open:
+            self._wait_for_thread()
+        self.close()
+
     def close(self) -> None:
         """Step nothing more, and return when nothing is in flight."""
         self._is_open = False
         if self._is_running:
-            # Behind all tiles, whichever of them Ctrl-C has let this thread know of.
-            with suppress(RuntimeError):
-                self._run(_do_nothing).result()
+            self._wait_for_thread()
             self._is_running = False
             self._running.clear()
             try:
@@ -266,6 +274,11 @@ class EarlySteps:
             self._running.popleft().result()
             block = self._tiles.take_spare()
         return block
+
+    def _wait_for_thread(self) -> None:
+        # Behind all tiles, whichever of them Ctrl-C has let this thread know of.
+        with suppress(RuntimeError):
+            self._run(_do_nothing).result()
 
     def _start(self, function: Callable[[], None]) -> None:
         self._is_running = True

@@ -209,6 +209,25 @@ def test_a_gradient_of_an_early_tile_touches_no_drive(
     assert len(moved) >= 2 * len(NAMES)
 
 
+def test_what_is_complete_when_backward_ends_is_still_stepped_early(
+    made: Callable[..., Early], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = made(), made()
+    moved = moved_gradients(early.training, monkeypatch)
+    name = NAMES[-1]
+    early.early.begin([early.part(name)])
+    early.may_step.clear()
+    early.put(0, name)
+    threading.Timer(0.05, early.may_step.set).start()
+    early.early.finish()
+    assert early.early._done[name] == set(early.training.groups.begins(name))
+    early.finish(Counted())
+    assert moved == []
+    late.put(0, name)
+    late.finish(Counted())
+    assert_equal(early, late)
+
+
 def test_what_is_forgotten_was_never_there(made: Callable[..., Early]) -> None:
     early, late = made(), made()
     before = early.values()

@@ -159,10 +159,13 @@ class StepsEarly(StepsBehind):
         """Return where tiles begin that the coming step has already, or why it has none."""
         if self._early is None or not self._early_basis:
             return {}, ""
-        self._early.close()
-        begins, error = self._early.take(self.spool.bring_back)
         changed = _difference(self._early_basis, self._basis(float(self.loss_scale)))
         reason = self._doubt or (changed and f"{changed} between backward and step()")
+        if reason:
+            self._early.close()
+        else:
+            self._early.finish()
+        begins, error = self._early.take(self.spool.bring_back)
         if error is not None and not reason:
             reason = f"a tile could not be stepped during backward ({error})"
         elif changed:
