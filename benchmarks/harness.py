@@ -181,7 +181,10 @@ def report(name: str, title: str, rows: Sequence[Row], out: Path | None) -> None
         last_of_case = index + 1 == len(rows) or rows[index + 1].case != row.case
         cells = [_cell(row.figures.get(key)) for key in shown]
         table.add_row(row.case, row.contender, *cells, end_section=last_of_case)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(table)
     write(name, rows, out)
 
 
