@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -90,10 +91,14 @@ class Attachment:
         stops = self.runtime.config.wear.over_budget == "stop"
         return stops and wear is not None and wear.is_over_budget
 
-    def finish(self) -> None:
-        """Say that this rank is through; log and write what was measured, on rank 0, once."""
+    def finish(self, *, is_well: bool = True) -> None:
+        """Say that this rank is through; log and write what was measured, on rank 0, once.
+
+        Args:
+            is_well: False where an error has ended the program: such a rank died.
+        """
         self._tell_what_failed_last()
-        if self.status is not None:
+        if self.status is not None and is_well:
             self.status.finish()
         if self._is_finished or self._rank != 0:
             return
@@ -198,4 +203,5 @@ def _counters(runtime: Runtime) -> Mapping[str, int | float]:
 def _finish(attachment: weakref.ref[Attachment]) -> None:
     found = attachment()
     if found is not None:
-        found.finish()
+        # Python has left there what it printed of an error that nobody caught.
+        found.finish(is_well=getattr(sys, "last_type", None) is None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,21 @@ def test_the_status_has_the_account_and_ends_with_the_run_on_every_rank(
     assert read_status(place.path).ledger.limit_bytes is None
     attachment.finish()
     assert read_status(place.path).is_finished
+
+
+def test_a_rank_that_an_error_has_ended_is_not_through(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attachment = make(place=RankPlace(tmp_path, True, RUN, 0, 1, "train.py"))
+    assert attachment.status is not None
+    attachment.status.begin_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "last_type", ValueError, raising=False)
+        attaching._finish(weakref.ref(attachment))
+    assert not read_status(attachment.status.place.path).is_finished
+    assert attachment.runtime.ledger_count == 2  # the account is given all the same
+    attaching._finish(weakref.ref(attachment))
+    assert read_status(attachment.status.place.path).is_finished
 
 
 def test_the_status_keeps_no_attachment_alive(
