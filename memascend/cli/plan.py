@@ -261,10 +261,10 @@ def _ranks_of_node(args: argparse.Namespace) -> int:
 
 
 def _speed(text: str) -> float:
-    speed = float(text)
-    if not (speed > 0 and math.isfinite(speed)):
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return speed
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:40]}")
 
 
 # -- showing ---------------------------------------------------------------------------------------
