@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.json_text import read_json_object
@@ -276,7 +277,7 @@ def _print_table(
     columns = accounts.columns()
     request = accounts.memascend.request
     table = Table(
-        title=f"{accounts.shapes.name}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
+        title=f"{escape(accounts.shapes.name)}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
         f"{request.precision}, {request.optimizer}, {request.world} rank(s) on {args.nodes} "
         "machine(s); bytes of one rank"
     )

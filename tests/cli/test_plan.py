@@ -55,7 +55,7 @@ def test_the_json_has_every_byte_by_name(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_model_may_be_a_config_a_folder_or_safetensors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "tiny"
+    folder = tmp_path / "[tiny]"
     folder.mkdir()
     config = folder / "config.json"
     config.write_text(json.dumps(CONFIG))
@@ -67,6 +67,8 @@ def test_a_model_may_be_a_config_a_folder_or_safetensors(
     assert as_json(capsys, str(weights))["parameters"] == 8
     config.write_text(json.dumps({"model_type": "mamba"}))
     assert as_json(capsys, str(folder))["parameters"] == 8
+    assert main(["plan", str(folder)]) == 0
+    assert "[tiny]: 0.00 billion" in capsys.readouterr().out
     weights.unlink()
     assert main(["plan", str(folder)]) == 1
     assert '"mamba"' in capsys.readouterr().err

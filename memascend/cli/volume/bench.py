@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -223,14 +224,14 @@ def _print(report: dict[str, Any]) -> None:
         table.add_column(mode, justify="right")
     table.add_column("p99 ms of all reads / writes", justify="right")
     for drive in report["drives"]:
-        table.add_row(drive["path"], *(_rate(drive[mode]) for mode in MODES), _latency(drive))
+        table.add_row(escape(drive["path"]), *(_rate(drive[mode]) for mode in MODES), _latency(drive))
         if "fio" in drive:
             values = (drive["fio"].get(mode) for mode in MODES)
             table.add_row("  fio, the same size and depth", *map(_rate, values))
     if report["together"]:
         for drive, rates in zip(report["drives"], report["together"], strict=True):
             cells = (*(_rate(rates[mode]) for mode in MODES), _latency(rates))
-            table.add_row(f"{drive['path']}, beside the others", *cells)
+            table.add_row(f"{escape(drive['path'])}, beside the others", *cells)
         totals = (sum(rates[mode] for rates in report["together"]) for mode in MODES)
         table.add_row("all together", *map(_rate, totals))
     console.print(table)

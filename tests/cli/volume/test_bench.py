@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,21 @@ def test_the_table_says_the_setting_and_the_block(
     [line] = [line for line in printed.splitlines() if line.startswith('"memascend": ')]
     block = json.loads(f"{{{line}}}")["memascend"]
     assert block == {"direct_nvme": {"chunk_bytes": 128 * KIB, "queue_depth": 2}}
+
+
+def test_brackets_in_a_path_are_shown(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fake: type[FakeBench],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    paths = [str(tmp_path / name) for name in ("[red]", "[b")]
+    for path in paths:
+        os.mkdir(path)
+    assert main(["volume", "bench", *QUICK, *paths]) == 0
+    printed = capsys.readouterr().out
+    assert all(printed.count(f" {path}") == 2 for path in paths)  # alone, beside the others
 
 
 def test_a_setting_that_is_the_default_needs_no_block(
