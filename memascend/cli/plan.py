@@ -277,9 +277,9 @@ def _print_table(
     columns = accounts.columns()
     request = accounts.memascend.request
     table = Table(
-        title=f"{escape(accounts.shapes.name)}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
-        f"{request.precision}, {request.optimizer}, {request.world} rank(s) on {args.nodes} "
-        "machine(s); bytes of one rank"
+        title=f"{escape(accounts.shapes.name)}: {accounts.shapes.numel / BILLION:.2f} billion "
+        f"parameters, {request.precision}, {request.optimizer}, {request.world} rank(s) "
+        f"on {args.nodes} machine(s); bytes of one rank"
     )
     table.add_column("")
     for title in columns:

@@ -274,8 +274,8 @@ def _table_of_bytes(
     training: Training, plans: list[ContextPlan], args: argparse.Namespace
 ) -> Table:
     table = Table(
-        title=f"{escape(training.shapes.name)}: a context of {args.context} tokens, batch {args.batch}, "
-        f"{training.ours.request.precision}; bytes of one rank"
+        title=f"{escape(training.shapes.name)}: a context of {args.context} tokens, "
+        f"batch {args.batch}, {training.ours.request.precision}; bytes of one rank"
     )
     table.add_column("")
     for plan in plans:

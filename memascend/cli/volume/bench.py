@@ -224,7 +224,9 @@ def _print(report: dict[str, Any]) -> None:
         table.add_column(mode, justify="right")
     table.add_column("p99 ms of all reads / writes", justify="right")
     for drive in report["drives"]:
-        table.add_row(escape(drive["path"]), *(_rate(drive[mode]) for mode in MODES), _latency(drive))
+        table.add_row(
+            escape(drive["path"]), *(_rate(drive[mode]) for mode in MODES), _latency(drive)
+        )
         if "fio" in drive:
             values = (drive["fio"].get(mode) for mode in MODES)
             table.add_row("  fio, the same size and depth", *map(_rate, values))
