@@ -8,7 +8,7 @@ would those that wait for a rank that has ended alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,10 +42,13 @@ def check_agreement(config: MemAscendConfig) -> None:
 
 
 @contextmanager
-def all_or_none() -> Iterator[None]:
+def all_or_none(refusal: Callable[[str], MemAscendError]) -> Iterator[None]:
     """Raise on every rank where the block raises on one; all ranks call this.
 
     The others would wait for that rank in their next collective. So the block holds none.
+
+    Args:
+        refusal: Makes the error of the ranks on which nothing failed, from the others' numbers.
 
     Raises:
         MemAscendError: The block raised on other ranks; where it did, its own error.
@@ -59,9 +62,7 @@ def all_or_none() -> Iterator[None]:
     if error is not None:
         raise error
     if ranks:
-        raise MemAscendError(
-            f"rank(s) {', '.join(map(str, ranks))} cannot begin, and say why; so none does"
-        )
+        raise refusal(_named(ranks))
 
 
 def _ranks_where(is_so: bool) -> list[int]:
@@ -112,12 +113,16 @@ def _message(own: Mapping[str, Any], first: Mapping[str, Any], ranks: list[int])
     fix = "Give every machine the same releases and the same DeepSpeed JSON"
     names = [name for name in {**first, **own} if own.get(name) != first.get(name)]
     if not names:
-        return f"rank(s) {', '.join(map(str, ranks))} differ from rank 0, and say in what. {fix}"
+        return f"{_named(ranks)} differ from rank 0, and say in what. {fix}"
     name = names[0]
     return (
         f"{name} is {json.dumps(own.get(name))} on rank {dist.get_rank()} and "
         f"{json.dumps(first.get(name))} on rank 0. {fix}"
     )
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank(s) {', '.join(map(str, ranks))}"
 
 
 def _device() -> str:

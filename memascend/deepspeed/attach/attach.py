@@ -29,7 +29,7 @@ from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.attach.device import device_of
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, MemAscendError
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.trace import Measures, Trace, measures_of
 from memascend.monitor.runs import default_root, run_name
@@ -58,10 +58,14 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
     check_agreement(config)
     limit_bytes = stated_limit(config)
     sizes = building_sizes(limit_bytes)
-    with all_or_none():  # from here to its end there is no other collective
+    with all_or_none(_cannot_begin):  # from here to its end there is no other collective
         _check(config, ds_config, limit_bytes)
         parts = _build(config, ds_config, os.path.abspath(str(nvme_path)), limit_bytes, sizes)
     return Attachment(*parts, place=_rank_place(config))
+
+
+def _cannot_begin(ranks: str) -> MemAscendError:
+    return MemAscendError(f"{ranks} cannot begin, and say why; so none does")
 
 
 def _check(config: MemAscendConfig, ds_config: Mapping[str, Any], limit_bytes: int | None) -> None:

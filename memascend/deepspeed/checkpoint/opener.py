@@ -59,10 +59,10 @@ def opened(
     """
     opener = _Opener(engine, optimizer, load_dir, tag)
     if engine.load_universal_checkpoint():
-        source = on_every_rank(engine, opener.open_universal)
+        source = on_every_rank(opener.open_universal)
     else:
-        on_every_rank(engine, opener.put_back)
-        source = on_every_rank(engine, opener.open)
+        on_every_rank(opener.put_back)
+        source = on_every_rank(opener.open)
     try:
         yield source
     finally:
