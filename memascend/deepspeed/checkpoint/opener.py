@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
 
+from memascend.base.progress import Advance, byte_progress
 from memascend.checkpoint.divided import SavedLayout, open_divided, read_parameters
-from memascend.checkpoint.files import Advance
 from memascend.checkpoint.folder import clean
 from memascend.checkpoint.layout import NamedParameter, SubGroups, flat
 from memascend.checkpoint.manifest import FileEntry, manifest_name, missing_file, read_manifest
-from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.source import (
     CheckpointSource,
     RankFiles,
