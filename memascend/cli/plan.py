@@ -37,7 +37,7 @@ from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
-from memascend.plan.advice import advise, advise_in_cpu
+from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
@@ -353,7 +353,8 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
             f"tensors that end there ({format_nbytes(plan.drive[ROUNDING])} more of it at most)"
         )
     notes.append(advise(accounts.shapes, plan))
-    notes += filter(None, [advise_in_cpu(accounts.shapes, plan)])
+    pinning = "" if args.config is None else advise_pinning(accounts.shapes, plan, ds_config)
+    notes += filter(None, [advise_in_cpu(accounts.shapes, plan), pinning])
     if plan.limit_bytes is not None:
         notes.append(
             f"limit: {format_nbytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)"
