@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
+from memascend.base.progress import Advance
 from memascend.errors import CheckpointError
 from memascend.system.pages import page_out
 
@@ -23,9 +24,6 @@ from memascend.system.pages import page_out
 FLUSH_BYTES = 64 << 20
 #: What is read at once where no staging slot is at hand.
 PIECE_BYTES = 1 << 20
-
-#: Called with the number of bytes that have been moved since the last call.
-Advance = Callable[[int], None]
 
 
 class FlushedFile:

@@ -12,13 +12,14 @@ import copy
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memascend.checkpoint.files import Advance, FileReader, Reader, TensorReader, sum_file
+from memascend.base.progress import Advance
+from memascend.checkpoint.files import FileReader, Reader, TensorReader, sum_file
 from memascend.checkpoint.layout import SubGroups
 from memascend.checkpoint.manifest import (
     FileEntry,
@@ -326,6 +327,25 @@ def _stock_files(folder: Path, names: Sequence[str]) -> Files:
         f"{', '.join(names[:4])}. Likely cause: it was saved with another model. Load it with the "
         "configuration that saved it"
     )
+
+
+class _CountedReader:
+    """A tensor whose bytes are counted while they are read."""
+
+    def __init__(self, reader: Reader, advance: Advance) -> None:
+        self._reader, self._advance = reader, advance
+
+    def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
+        self._reader.fill(begin_bytes, target)
+        self._advance(target.numel())
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def counted(tensor: LoadedTensor, advance: Advance) -> LoadedTensor:
+    """Return a tensor of a checkpoint that calls back with the bytes that are read of it."""
+    return replace(tensor, reader=_CountedReader(tensor.reader, advance))
 
 
 def saved_world(zero_states: Mapping[str, Any], default: int) -> int:

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
+from memascend.base.progress import byte_progress
 from memascend.checkpoint.converted import converted
 from memascend.checkpoint.divided import SavedLayout, open_divided, read_parameters
 from memascend.checkpoint.files import PIECE_BYTES, Reader, SummedFile
 from memascend.checkpoint.folder import check_space, write_latest
 from memascend.checkpoint.layout import flat
 from memascend.checkpoint.manifest import Manifest, check_name, missing_file, read_manifest
-from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.source import (
     CheckpointSource,
     RankFiles,

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from memascend.checkpoint.files import PIECE_BYTES, Advance, Reader, TensorReader, drop_cache
+from memascend.base.progress import Advance
+from memascend.checkpoint.files import PIECE_BYTES, Reader, TensorReader, drop_cache
 from memascend.checkpoint.layout import NamedParameter, flat, runs
 from memascend.checkpoint.manifest import missing_file
 from memascend.checkpoint.pieces import ByteSpan, PieceReader

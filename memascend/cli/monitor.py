@@ -242,7 +242,7 @@ def _volumes(known: Sequence[Status]) -> Table:
         reads = [volume.reads for volume in volumes]
         writes = [volume.writes for volume in volumes]
         table.add_row(
-            _printable(path),
+            Text(_printable(path)),
             f"{sum(rate.read for rate in now) / 1e9:.2f} GB/s",
             f"{sum(rate.written for rate in now) / 1e9:.2f} GB/s",
             f"{100 * max((rate.busy for rate in now), default=0):.0f} %",
@@ -268,7 +268,7 @@ def _components(known: Sequence[Status]) -> Table:
     for component, found in rows.items():
         planned = max((row.planned_bytes for row in found if row.planned_bytes), default=None)
         table.add_row(
-            _printable(component),
+            Text(_printable(component)),
             "-" if planned is None else format_nbytes(planned),
             format_nbytes(max(row.live_bytes for row in found)),
             format_nbytes(max(row.peak_bytes for row in found)),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.json_text import read_json_object
@@ -36,7 +37,7 @@ from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
-from memascend.plan.advice import advise, advise_in_cpu
+from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
@@ -261,10 +262,10 @@ def _ranks_of_node(args: argparse.Namespace) -> int:
 
 
 def _speed(text: str) -> float:
-    speed = float(text)
-    if not (speed > 0 and math.isfinite(speed)):
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return speed
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:40]}")
 
 
 # -- showing ---------------------------------------------------------------------------------------
@@ -276,9 +277,9 @@ def _print_table(
     columns = accounts.columns()
     request = accounts.memascend.request
     table = Table(
-        title=f"{accounts.shapes.name}: {accounts.shapes.numel / BILLION:.2f} billion parameters, "
-        f"{request.precision}, {request.optimizer}, {request.world} rank(s) on {args.nodes} "
-        "machine(s); bytes of one rank"
+        title=f"{escape(accounts.shapes.name)}: {accounts.shapes.numel / BILLION:.2f} billion "
+        f"parameters, {request.precision}, {request.optimizer}, {request.world} rank(s) "
+        f"on {args.nodes} machine(s); bytes of one rank"
     )
     table.add_column("")
     for title in columns:
@@ -352,7 +353,8 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
             f"tensors that end there ({format_nbytes(plan.drive[ROUNDING])} more of it at most)"
         )
     notes.append(advise(accounts.shapes, plan))
-    notes += filter(None, [advise_in_cpu(accounts.shapes, plan)])
+    pinning = "" if args.config is None else advise_pinning(accounts.shapes, plan, ds_config)
+    notes += filter(None, [advise_in_cpu(accounts.shapes, plan), pinning])
     if plan.limit_bytes is not None:
         notes.append(
             f"limit: {format_nbytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)"

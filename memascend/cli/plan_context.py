@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes, page_down, parse_nbytes
@@ -273,8 +274,8 @@ def _table_of_bytes(
     training: Training, plans: list[ContextPlan], args: argparse.Namespace
 ) -> Table:
     table = Table(
-        title=f"{training.shapes.name}: a context of {args.context} tokens, batch {args.batch}, "
-        f"{training.ours.request.precision}; bytes of one rank"
+        title=f"{escape(training.shapes.name)}: a context of {args.context} tokens, "
+        f"batch {args.batch}, {training.ours.request.precision}; bytes of one rank"
     )
     table.add_column("")
     for plan in plans:
@@ -311,7 +312,7 @@ def _table_of_fits(training: Training, args: argparse.Namespace) -> Table:
     sizes = f"{args.device_memory} of device memory"
     if args.host_memory is not None:
         sizes += f", {args.host_memory} of host memory"
-    table = Table(title=f"{training.shapes.name}: what fits in {sizes}, for one rank")
+    table = Table(title=f"{escape(training.shapes.name)}: what fits in {sizes}, for one rank")
     table.add_column("")
     table.add_column(f"longest context, batch {args.batch}", justify="right")
     if args.context is not None:

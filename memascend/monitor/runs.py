@@ -104,16 +104,14 @@ def check_own(folder: Path) -> None:
 
 def runs_in(root: Path) -> list[Path]:
     """Return the folders of runs, the latest first."""
-    with suppress(OSError):
-        found = [path for path in root.iterdir() if _RUN_NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: path.name, reverse=True)
-    return []
+    found = [path for path in _listed(root) if _RUN_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 def ranks_of(run: Path) -> list[RankFile]:
     """Return what is known of each rank of a run, by rank; empty for what is no run."""
     found = []
-    for path in run.iterdir() if run.is_dir() else ():
+    for path in _listed(run):
         if not _RANK_FILE.fullmatch(path.name):
             continue
         try:
@@ -164,8 +162,12 @@ def _latest(root: Path) -> Path:
             "memascend.status is false or names another folder, or it runs as another user or in a "
             "container. Name the folder: memascend monitor FOLDER"
         )
-    running = (run for run in found if not all(rank.has_ended for rank in ranks_of(run)))
-    return next(running, found[0])
+    return next((run for run in found if _is_running(run)), found[0])
+
+
+def _is_running(run: Path) -> bool:
+    """Return whether a rank of it runs, as far as known; one that cannot be read says nothing."""
+    return any(rank.status is not None and not rank.has_ended for rank in ranks_of(run))
 
 
 def _check_trusted(root: Path) -> None:
@@ -181,9 +183,15 @@ def _check_trusted(root: Path) -> None:
 
 
 def _looks_like_run(folder: Path) -> bool:
-    with suppress(OSError):
-        return any(_RANK_FILE.fullmatch(path.name) for path in folder.iterdir())
-    return False
+    return any(_RANK_FILE.fullmatch(path.name) for path in _listed(folder))
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Return what is in a folder; nothing where it is none, or another rank has just removed it."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _what_there_is(root: Path) -> str:
@@ -202,6 +210,6 @@ def _remove_old(root: Path) -> None:
 
 
 def _files_of(run: Path) -> Iterator[Path]:
-    for path in run.iterdir():
+    for path in _listed(run):
         if _RANK_FILE.fullmatch(path.name.removeprefix(".memascend-").removesuffix(".new")):
             yield path

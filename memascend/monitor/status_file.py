@@ -101,7 +101,7 @@ class StatusFile:
         self._rates: list[VolumeRate] = []
         self._count = 0  # of the steps that this process made
         self._window: tuple[float, Sequence[VolumeTraffic]] = (0.0, ())
-        self._has_folder = self._has_failed = False
+        self._is_begun = self._has_folder = self._has_failed = False
 
     def begin_forward(self, *, after_backward: bool, count_tokens: Callable[[], int]) -> None:
         """Note that a forward pass begins.
@@ -194,7 +194,8 @@ class StatusFile:
 
     def _write_if_due(self) -> None:
         now = self._clock()
-        if not self._has_folder or now - self._written >= INTERVAL_S:
+        is_first = not self._is_begun
+        if is_first or (self._has_folder and now - self._written >= INTERVAL_S):
             self.attempt(lambda: self._write(now, self._steps.phase))
 
     def attempt(self, action: Callable[[], object]) -> None:
@@ -221,9 +222,11 @@ class StatusFile:
         elif phase != FINISHED:
             self._rates = rates_between(self._traffic, ledger.volumes, seconds)
         self._traffic, self._written = tuple(ledger.volumes), now
-        if not self._has_folder:
-            self._has_folder = True  # tried once; a folder that goes later is not made again
+        if not self._is_begun:
+            # Tried once: one that was refused may be somebody else's, and leads anywhere.
+            self._is_begun = True
             make_run(self.place.root, self.place.run, is_shared=self.place.is_shared)
+            self._has_folder = True
         replace_whole(self.place.path, as_json(self._status(ledger, phase)))
 
     def _status(self, ledger: Ledger, phase: str) -> Status:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from memascend.base.components import PARAMETERS_IN_CPU
 from memascend.base.units import GIB, format_nbytes
+from memascend.config.deepspeed_json import flag, section
 from memascend.plan.derive import Plan, derive
 from memascend.plan.shapes import ModelShapes
+from memascend.plan.stock import BUFFERS, POOL, StockSettings, stock
 
+#: What of stock's account is as large as which keys of a part of the JSON say.
+_BUFFER_KEYS = {
+    "offload_param": (POOL, ("buffer_count", "buffer_size")),
+    "offload_optimizer": (BUFFERS, ("buffer_count",)),
+}
 #: What is offered to the plan.
 MORE_BYTES = GIB
 
@@ -54,6 +63,46 @@ def advise_in_cpu(shapes: ModelShapes, plan: Plan) -> str:
         f"would save {format_nbytes(saved)} of the {format_nbytes(_moved_bytes(plan))} that a step "
         "moves"
     )
+
+
+def advise_pinning(
+    shapes: ModelShapes,
+    plan: Plan,
+    ds_config: Mapping[str, Any],
+    *,
+    locks_for_nothing: bool = False,
+) -> str:
+    """Return what settings of pinned memory would take for nothing; empty where none is stated.
+
+    Args:
+        shapes: Of the model.
+        plan: Of the run.
+        ds_config: The raw DeepSpeed config.
+        locks_for_nothing: Whether DeepSpeed's `pin_memory` locks memory that no device copies.
+    """
+    zero = section(ds_config, "zero_optimization")
+    settings = StockSettings.from_deepspeed(ds_config)
+    account = stock(shapes, request=plan.request, settings=settings).host
+    idle, idle_bytes, pinned = [], 0, []
+    for part, (component, keys) in _BUFFER_KEYS.items():
+        found = [f"{part}.{key}" for key in keys if key in section(zero, part)]
+        if found and account[component]:
+            idle += found
+            idle_bytes += account[component]
+        if flag(section(zero, part), "pin_memory", False):
+            pinned.append(f"{part}.pin_memory")
+    lines = []
+    if idle:
+        lines.append(
+            f"no effect here: {', '.join(idle)}. DeepSpeed's buffers of that number and size, "
+            f"{format_nbytes(idle_bytes)}, are not made"
+        )
+    if pinned and locks_for_nothing:
+        lines.append(
+            f"{', '.join(pinned)} locks {format_nbytes(plan.host_bytes)} for nothing, since no "
+            "device copies from it by itself; false leaves it to the system"
+        )
+    return "; ".join(lines)
 
 
 def _moved_bytes(plan: Plan) -> int:

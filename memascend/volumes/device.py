@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memascend import _core
+from memascend.base.progress import Advance
 from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
 from memascend.system.locks import lock_within
@@ -45,6 +46,8 @@ from memascend.volumes.signatures import ask_blkid, find_signatures
 _BLKROGET, _BLKSSZGET, _BLKDISCARD = 0x125E, 0x1268, 0x1277
 _LOCK_SECONDS = 2.0  # udev looks at a device for a moment whenever it was closed
 _SECTOR_BYTES_MAX = 4096
+#: Discarded at once, so that the time a large device takes can be shown.
+DISCARD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +92,20 @@ class Device:
                 f"format {self.path}",
             ) from error
 
-    def discard(self) -> bool:
-        """Tell the device that nothing on it is needed; return False where it cannot discard."""
-        try:
-            fcntl.ioctl(self.descriptor, _BLKDISCARD, struct.pack("=QQ", 0, self.size_bytes))
-        except OSError:
-            return False
+    def discard(self, advance: Advance | None = None) -> bool:
+        """Tell the device that nothing on it is needed; return False where it cannot discard.
+
+        Args:
+            advance: Called with the bytes of each part.
+        """
+        for offset in range(0, self.size_bytes, DISCARD_BYTES):
+            nbytes = min(DISCARD_BYTES, self.size_bytes - offset)
+            try:
+                fcntl.ioctl(self.descriptor, _BLKDISCARD, struct.pack("=QQ", offset, nbytes))
+            except OSError:
+                return False
+            if advance is not None:
+                advance(nbytes)
         return True
 
     def erase(self, header: bytes) -> None:
@@ -190,8 +201,13 @@ def formatted(path: str, *, needed_bytes: int = 0) -> Iterator[tuple[Device, Hea
         yield device, header
 
 
-def format_device(device: Device, *, owner_uid: int) -> Header:
+def format_device(device: Device, *, owner_uid: int, advance: Advance | None = None) -> Header:
     """Make a volume of a claimed device that carries nothing, or our own header.
+
+    Args:
+        device: Claimed.
+        owner_uid: User whose runs may use it.
+        advance: Called with the bytes that are discarded.
 
     Raises:
         StoreError: It carries something else; nothing was changed.
@@ -204,13 +220,17 @@ def format_device(device: Device, *, owner_uid: int) -> Header:
             _how_to_format(device.path, found),
         )
     header = new_header(device_bytes=device.size_bytes, owner_uid=owner_uid)
-    device.discard()
+    device.discard(advance)
     device.erase(header.pack())
     return header
 
 
-def wipe_device(device: Device) -> bool:
+def wipe_device(device: Device, advance: Advance | None = None) -> bool:
     """Remove our header from a claimed device, and all data where the device can discard.
+
+    Args:
+        device: Claimed.
+        advance: Called with the bytes that are discarded.
 
     Returns:
         False where the data is still there, to be overwritten.
@@ -222,7 +242,7 @@ def wipe_device(device: Device) -> bool:
         raise refusal(
             device.path, errno.EINVAL, "it has no header of memascend", "nothing is to be done"
         )
-    discarded = device.discard()
+    discarded = device.discard(advance)
     device.erase(b"")
     return discarded
 

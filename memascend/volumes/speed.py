@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memascend import _core
+from memascend.base.progress import Advance
 from memascend.base.units import MIB
 
 Mode = Literal["read", "write", "mixed"]
@@ -57,8 +58,15 @@ class Load:
 class Bench:
     """Volumes under one load; `run` as often as wanted. Belongs to one thread."""
 
-    def __init__(self, volumes: Sequence[_core.VolumeOptions], load: Load) -> None:
+    def __init__(
+        self, volumes: Sequence[_core.VolumeOptions], load: Load, advance: Advance | None = None
+    ) -> None:
         """Open a store on each volume and write the span, on all of them at once.
+
+        Args:
+            volumes: At least one.
+            load: Of each.
+            advance: Called with what was moved, from threads of the volumes.
 
         Raises:
             OSError: A volume cannot be opened, written, or has less room than two tickets.
@@ -71,7 +79,7 @@ class Bench:
         self._volumes: list[_LoadedVolume] = []
         try:
             for volume in volumes:
-                self._volumes.append(_LoadedVolume(volume, load, *self._memory))
+                self._volumes.append(_LoadedVolume(volume, load, advance, *self._memory))
             _together(self._volumes, lambda volume: volume.fill(load.fill_seconds))
         except BaseException:
             self.close()
@@ -127,11 +135,12 @@ class _LoadedVolume:
         self,
         volume: _core.VolumeOptions,
         load: Load,
+        advance: Advance | None,
         source: _Pages,
         target: _Pages,
         bounce: _Pages,
     ) -> None:
-        self._source, self._target = source, target
+        self._source, self._target, self._advance = source, target, advance
         self.is_stopped = False
         self.store = _core.Store(
             volumes=[volume],
@@ -168,11 +177,11 @@ class _LoadedVolume:
             and (written < 2 or time.monotonic() < end)
         ):
             if len(tickets) == self._in_flight_max:
-                tickets.popleft().wait()
+                self._wait(tickets.popleft())
             tickets.append(self._start(written, writes=True))
             written += 1
         for ticket in tickets:
-            ticket.wait()
+            self._wait(ticket)
         self._count = written
         self._in_flight_max = min(self._in_flight_max, written)
         return 0.0
@@ -191,7 +200,7 @@ class _LoadedVolume:
                 tickets.append(self._start(turn % self._count, writes=writes))
                 turn += 1
             ticket = tickets.popleft()
-            ticket.wait()
+            self._wait(ticket)
             done_bytes += ticket.nbytes
             done_count += 1
             now = time.monotonic()
@@ -199,12 +208,17 @@ class _LoadedVolume:
                 # The queue was empty at first: what completed until now is no rate.
                 is_warm, start, done_bytes, done_count = True, now, 0, 0
         for ticket in tickets:  # not counted: the other volumes may have ended before
-            ticket.wait()
+            self._wait(ticket)
         return done_bytes / (now - start)
 
     def _is_short(self, done_count: int, elapsed: float, seconds: float) -> bool:
         """Check that less than one turn of the queue has come back, and there is time for more."""
         return done_count < self._in_flight_max and elapsed < 5 * seconds
+
+    def _wait(self, ticket: _core.Ticket) -> None:
+        ticket.wait()
+        if self._advance is not None:
+            self._advance(ticket.nbytes)
 
     def _start(self, place: int, *, writes: bool) -> _core.Ticket:
         memory = self._source if writes else self._target

@@ -19,7 +19,9 @@ from pathlib import Path
 
 from memascend import _core
 from memascend.base.json_text import parse_json
+from memascend.base.progress import byte_progress
 from memascend.base.units import MIB
+from memascend.config.environment import local_rank
 from memascend.system.files import replace_durably
 from memascend.system.locks import release_lock_file, take_lock_file
 from memascend.system.mounts import SYSFS, block_folder, device_number, read_line
@@ -66,7 +68,10 @@ def measured_weights(
             log.info("volumes: weights %s, measured before, in %s", _text(volumes, weights), cache)
             return weights
         try:
-            with Bench(volumes, load) as bench:
+            with (
+                byte_progress("measuring the volumes", None, leads=local_rank() == 0) as advance,
+                Bench(volumes, load, advance) as bench,
+            ):
                 rounds = [bench.run("mixed", PROBE_SECONDS) for _ in range(PROBE_COUNT)]
         except (OSError, ValueError) as error:
             log.warning("volumes: not measured, all count alike: %s", error)

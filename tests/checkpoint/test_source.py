@@ -11,7 +11,15 @@ pytest.importorskip("torch")
 
 import torch
 
-from memascend.checkpoint.source import RankFiles, TargetOptimizer, check_folder, open_source
+from memascend.checkpoint.files import TensorReader
+from memascend.checkpoint.source import (
+    LoadedTensor,
+    RankFiles,
+    TargetOptimizer,
+    check_folder,
+    counted,
+    open_source,
+)
 from memascend.errors import CheckpointError
 
 NUMELS = [300, 7]
@@ -115,3 +123,15 @@ def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(tmp_path: P
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match=r"no checkpoint .*missing.* there is: other"):
         check_folder(tmp_path / "missing")
+
+
+def test_a_tensor_that_is_read_counts_its_bytes() -> None:
+    value = torch.arange(8, dtype=torch.float32)
+    counts: list[int] = []
+    tensor = LoadedTensor(0, None, torch.float32, TensorReader(lambda: value))
+    reader = counted(tensor, counts.append).reader
+    target = torch.zeros(4, dtype=torch.float32)
+    reader.fill(16, target.view(torch.uint8))
+    reader.close()
+    assert counts == [16]
+    assert torch.equal(target, value[4:])

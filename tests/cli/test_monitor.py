@@ -101,8 +101,11 @@ def test_what_cannot_be_read_is_said_beside_the_others() -> None:
 
 
 def test_text_of_a_file_is_shown_as_it_is_and_controls_no_terminal() -> None:
-    text = shown(status(program="[red]a\x1b[2J.py"))
+    (volume,) = ledger().volumes
+    drive = replace(volume, path="/[a]/[/b]")
+    text = shown(status(program="[red]a\x1b[2J.py", ledger=ledger(volumes=(drive,))), width=120)
     assert "[red]a?[2J.py" in text
+    assert "/[a]/[/b]" in text
 
 
 @pytest.mark.parametrize(

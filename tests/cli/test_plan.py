@@ -55,7 +55,7 @@ def test_the_json_has_every_byte_by_name(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_model_may_be_a_config_a_folder_or_safetensors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "tiny"
+    folder = tmp_path / "[tiny]"
     folder.mkdir()
     config = folder / "config.json"
     config.write_text(json.dumps(CONFIG))
@@ -67,6 +67,8 @@ def test_a_model_may_be_a_config_a_folder_or_safetensors(
     assert as_json(capsys, str(weights))["parameters"] == 8
     config.write_text(json.dumps({"model_type": "mamba"}))
     assert as_json(capsys, str(folder))["parameters"] == 8
+    assert main(["plan", str(folder)]) == 0
+    assert "[tiny]: 0.00 billion" in capsys.readouterr().out
     weights.unlink()
     assert main(["plan", str(folder)]) == 1
     assert '"mamba"' in capsys.readouterr().err
@@ -154,13 +156,17 @@ def test_a_configuration_that_cannot_be_is_exit_1(tmp_path: Path, content: str) 
         ["Llama-3.1-8B", "--world", "6", "--nodes", "4"],
         ["Llama-3.1-8B", "--drive-read", "0"],
         ["Llama-3.1-8B", "--drive-write", "nan"],
+        ["Llama-3.1-8B", "--drive-write", "fast"],
         ["Llama-3.1-8B", "--speed", "1"],
     ],
 )
-def test_a_mistake_in_the_command_line_is_exit_2(arguments: list[str]) -> None:
+def test_a_mistake_in_the_command_line_is_exit_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["plan", *arguments])
     assert caught.value.code == 2
+    assert "invalid _" not in capsys.readouterr().err  # argparse names the function, not a range
 
 
 def test_the_table_has_every_model_and_stands_in_the_readme(

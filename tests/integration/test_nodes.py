@@ -121,3 +121,12 @@ def test_machines_with_other_files_are_refused_on_both(tmp_path: Path) -> None:
     assert "rank(s) 1 differ from rank 0" in first.stdout
     assert second.returncode != 0
     assert "tile_bytes is 1048576 on rank 1" in second.stdout
+
+
+def test_a_machine_whose_drive_cannot_be_used_ends_both(tmp_path: Path) -> None:
+    two = Machines(tmp_path, 2)
+    two.folders[1].joinpath("drive").rmdir()
+    two.folders[1].joinpath("drive").touch()
+    first, second = two.start("save", [tmp_path / "checkpoint"] * 2)
+    assert "MemAscendError: rank(s) 1 cannot begin" in first.stdout
+    assert "Not a directory" in second.stdout

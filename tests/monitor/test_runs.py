@@ -52,6 +52,12 @@ def test_the_latest_that_runs_is_found_else_the_latest(tmp_path: Path) -> None:
     assert find_run(None, tmp_path).name == named(1)
 
 
+def test_a_run_that_cannot_be_read_is_not_taken_for_one_that_runs(tmp_path: Path) -> None:
+    statuses.write(tmp_path, status(run=named(1), phase=FINISHED))
+    (statuses.write(tmp_path, status(run=named(0))) / "rank-0.json").write_text("")  # a power cut
+    assert find_run(None, tmp_path).name == named(1)
+
+
 def test_a_run_is_found_by_name_by_path_by_folder_of_runs_and_by_a_file_of_it(
     tmp_path: Path,
 ) -> None:
@@ -113,6 +119,13 @@ def test_ranks_are_in_order_with_what_became_of_them(tmp_path: Path) -> None:
     assert [rank.is_alive for rank in found] == [True, None, False, None, True]
     assert [rank.has_ended for rank in found] == [False, False, True, False, True]
     assert "is not a status" in found[1].problem
+
+
+def test_a_run_that_another_rank_removes_meanwhile_has_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # and is gone a moment later
+    assert ranks_of(tmp_path / RUN) == []
 
 
 # -- making --------------------------------------------------------------------------------------

@@ -197,8 +197,12 @@ def test_a_folder_of_another_user_in_tmp_is_left_alone(
     root = tmp_path / "theirs"
     root.mkdir()
     root.chmod(0o777)
-    Rank(root, is_shared=False).step(1)
-    assert list(root.iterdir()) == []
+    (root / RUN).mkdir()  # guessed
+    rank = Rank(root, is_shared=False)
+    for number in range(3):
+        rank.step(number)
+    rank.file.finish()
+    assert list((root / RUN).iterdir()) == []
     assert "not a folder of this user alone" in warnings(caplog)[0]
 
 

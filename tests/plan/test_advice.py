@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from memascend.base.units import GIB, MIB, format_nbytes
-from memascend.plan.advice import advise, advise_in_cpu
+from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.shapes import builtin
 from tests.support.plan_models import decoder
@@ -59,3 +63,40 @@ def test_max_in_cpu_is_said_to_take_memory_that_is_better_used_otherwise() -> No
 def test_without_max_in_cpu_there_is_nothing_to_say_of_it() -> None:
     plan = derive(decoder(), request=REQUEST)
     assert advise_in_cpu(decoder(), plan) == ""
+
+
+def zero_3(param: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+    offload = {"offload_param": param, "offload_optimizer": optimizer}
+    on_drive = {name: {"device": "nvme"} | part for name, part in offload.items()}
+    return {"zero_optimization": {"stage": 3} | on_drive}
+
+
+@pytest.mark.parametrize(
+    ("param", "optimizer", "idle", "nbytes"),
+    [
+        ({"buffer_count": 3, "buffer_size": 2e8}, {}, ["param.buffer_count"], 3 * 4 * 10**8),
+        ({}, {"buffer_count": 4}, ["optimizer.buffer_count"], 4 * 4 * 10**9),
+        ({"buffer_count": 5}, {"buffer_count": 4}, ["param", "optimizer"], 17 * 10**9),
+    ],
+)
+def test_buffers_that_are_not_made_are_said_with_their_bytes(
+    param: dict[str, Any], optimizer: dict[str, Any], idle: list[str], nbytes: int
+) -> None:
+    shapes = builtin("Llama-3.1-8B")
+    plan = derive(shapes, request=PlanRequest(world=8))
+    found = advise_pinning(shapes, plan, zero_3(param, optimizer), locks_for_nothing=True)
+    assert all(f"offload_{name}" in found for name in idle), found
+    about = float(found.partition("and size, ")[2].split()[0]) * GIB
+    assert about == pytest.approx(nbytes, rel=0.1)
+    assert "pin_memory" not in found
+
+
+def test_memory_that_is_locked_for_nothing_is_said_with_its_bytes() -> None:
+    shapes = builtin("Llama-3.1-8B")
+    plan = derive(shapes, request=REQUEST)
+    stated = zero_3({"pin_memory": True}, {"pin_memory": False})
+    found = advise_pinning(shapes, plan, stated, locks_for_nothing=True)
+    assert found.startswith("offload_param.pin_memory locks ")
+    assert format_nbytes(plan.host_bytes) in found
+    assert advise_pinning(shapes, plan, stated) == ""
+    assert advise_pinning(shapes, plan, zero_3({}, {}), locks_for_nothing=True) == ""

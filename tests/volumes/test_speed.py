@@ -156,6 +156,14 @@ def test_a_rate_is_that_of_full_queues(stores: list[Store]) -> None:
     assert stores[0].is_closed
 
 
+def test_all_that_is_moved_is_told(stores: list[Store]) -> None:
+    told: list[int] = []
+    with Bench([VOLUME], LOAD, told.append) as bench:
+        assert sum(told) == LOAD.span_bytes
+        bench.run("mixed", 0.1)
+    assert sum(told) == TICKET_BYTES_MIN * len(stores[0].places) > LOAD.span_bytes
+
+
 def test_the_load_is_that_of_training(stores: list[Store]) -> None:
     with Bench([VOLUME], Load(chunk_bytes=8 * MIB, queue_depth=16, span_bytes=1024 * MIB)) as bench:
         bench.run("read", 0.1)

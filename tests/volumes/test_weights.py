@@ -25,7 +25,7 @@ class FakeBench:
     rates = (1e9, 3e9)
     opened = 0
 
-    def __init__(self, volumes, load):
+    def __init__(self, volumes, load, advance):
         type(self).opened += 1
 
     def __enter__(self):
@@ -148,7 +148,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, volumes, bench
 
 
 def test_a_drive_that_cannot_be_measured_makes_all_alike(tmp_path, volumes, monkeypatch, caplog):
-    def broken(volumes, load):
+    def broken(volumes, load, advance):
         raise StoreError(5, "broken")
 
     monkeypatch.setattr(volume_weights, "Bench", broken)

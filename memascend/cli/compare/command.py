@@ -6,6 +6,8 @@ Wires warm-up, runs and report together; each of these lives in a file of its ow
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +24,8 @@ from memascend.cli.compare.page import write_page
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run, columns_by_name, run_column
 from memascend.cli.compare.warm_up import WarmUp, warm_up
+from memascend.config.deepspeed_json import device, section
+from memascend.errors import ConfigError
 
 EPILOG = """\
 example:
@@ -99,9 +103,10 @@ def compare_command(args: argparse.Namespace) -> int:
     command: list[str] = args.command
     target = read_target(command, args.nvme_path)
     columns = _columns(args, target)
-    if args.repeat < 1:
-        args.fail(f"--repeat {args.repeat} is not allowed. Allowed: a whole number of at least 1")
-    args.out.mkdir(parents=True, exist_ok=True)
+    for name, number in (("--repeat", args.repeat), ("--interval-ms", args.interval_ms)):
+        if number < 1:
+            args.fail(f"{name} {number} is not allowed. Allowed: a whole number of at least 1")
+    _provide_folder(args.out)
     found = WarmUp() if args.no_warm_up else show_warm_up(console, args.out)
     skipped = _skipped(found, target, columns)
     runs = [
@@ -112,21 +117,44 @@ def compare_command(args: argparse.Namespace) -> int:
         if column.name not in skipped
     ]
     report = Report(command, found.baseline_bytes, runs, skipped, target.config or {})
-    compare_report.write_json(report, args.out / "report.json")
-    write_page(report, args.out / "report.html")
     for text in compare_report.failures(report):
         console.print(text, style="red")
     for name, reason in skipped.items():
         console.print(f"{name} was left out: {reason}", style="yellow")
     console.print(compare_report.table(report), soft_wrap=False)
+    try:
+        compare_report.write_json(report, args.out / "report.json")
+        write_page(report, args.out / "report.html")
+    except OSError as error:
+        raise _unusable(args.out, error) from error
     console.print(f"{args.out}/report.html, for a browser; report.json and logs are beside it")
     return report.exit_status
+
+
+def _provide_folder(folder: Path) -> None:
+    """Make the folder for results, before hours of runs."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--out {folder}: results cannot be written there: {error.strerror}. Name a folder that "
+        "this user can write, with room for the logs of all runs"
+    )
 
 
 def read_target(command: Sequence[str], nvme_path: Path | None = None) -> Target:
     """Look through the command's arguments for a DeepSpeed configuration and offload folders.
 
     A folder named on a command line, ours first, goes before those that the configuration names.
+
+    Raises:
+        ConfigError: The configuration has something else where an object or a device belongs.
     """
     config: dict[str, Any] | None = None
     named = [] if nvme_path is None else [nvme_path]
@@ -136,12 +164,12 @@ def read_target(command: Sequence[str], nvme_path: Path | None = None) -> Target
             named.append(Path(word))
         elif word.endswith(".json") and config is None:
             config = _deepspeed_config(Path(word))
-    zero = (config or {}).get("zero_optimization", {})
-    sections = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
+    zero = section(config or {}, "zero_optimization")
+    offload = [section(zero, name) for name in ("offload_param", "offload_optimizer")]
     configured = [
-        Path(section["nvme_path"])
-        for section in sections
-        if section.get("device") == "nvme" and section.get("nvme_path")
+        Path(str(part["nvme_path"]))
+        for part in offload
+        if device(part) == "nvme" and part.get("nvme_path")
     ]
     return Target(config, tuple(dict.fromkeys(named[:1] or configured)))
 

@@ -12,15 +12,16 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 from rich.table import Table
 
 from memascend import _core
+from memascend.base.progress import Meter, byte_progress
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.cli.volume import fio as volume_fio
 from memascend.config.block import DirectNvmeConfig
@@ -84,20 +85,22 @@ def measure(volumes: Sequence[_core.VolumeOptions], args: argparse.Namespace) ->
     step_count = len(chunks) * len(depths) + mode_count
     if fio is not None:
         step_count += len(MODES) * len(volumes)
-    with _progress(step_count) as progress:
-        samples = sweep(volumes, chunks, depths, args, progress)
+    # On stderr, so that --json stays clean.
+    with byte_progress("measuring", None, leads=True) as meter:
+        steps = _Steps(meter, step_count)
+        samples = sweep(volumes, chunks, depths, args, steps)
         chosen = choose(samples)
         load = _load(args, chosen.chunk_bytes, chosen.queue_depth)
         drives = []
         for volume in volumes:
-            [rates], engine = _measure([volume], load, args.seconds, progress, volume.path)
+            [rates], engine = _measure([volume], load, args.seconds, steps, volume.path)
             drive: dict[str, Any] = {"path": volume.path, "drive": identity(volume.path), **rates}
             if fio is not None:
-                drive["fio"] = _fio(fio, volume, load, engine, args.seconds, progress)
+                drive["fio"] = _fio(fio, volume, load, engine, args.seconds, steps)
             drives.append(drive)
         together: list[dict[str, Any]] = []
         if len(volumes) > 1:
-            together, _ = _measure(volumes, load, args.seconds, progress, "all together")
+            together, _ = _measure(volumes, load, args.seconds, steps, "all together")
     report: dict[str, Any] = {
         "version": __version__,
         "kernel": platform.release(),
@@ -118,18 +121,18 @@ def sweep(
     chunks: Sequence[int],
     depths: Sequence[int],
     args: argparse.Namespace,
-    progress: Progress,
+    steps: _Steps,
 ) -> list[Setting]:
     """Measure the mixed speed of all drives together with every setting."""
     samples = []
     for chunk_bytes in chunks:
         for queue_depth in depths:
             name = f"sweep: {format_nbytes(chunk_bytes)} x {queue_depth}"
-            progress.update(progress.task_ids[0], description=name)
-            with Bench(volumes, _load(args, chunk_bytes, queue_depth)) as bench:
+            steps.begin(name)
+            load = _load(args, chunk_bytes, queue_depth)
+            with Bench(volumes, load, steps.meter) as bench:
                 rates = bench.run("mixed", args.seconds)
             samples.append(Setting(chunk_bytes, queue_depth, sum(rates)))
-            progress.advance(progress.task_ids[0])
     return samples
 
 
@@ -150,7 +153,7 @@ def _measure(
     volumes: Sequence[_core.VolumeOptions],
     load: Load,
     seconds: float,
-    progress: Progress,
+    steps: _Steps,
     name: str,
 ) -> tuple[list[dict[str, Any]], str]:
     """Return the bytes per second of each drive by mode, and latencies; and the engine.
@@ -158,12 +161,11 @@ def _measure(
     All drives are measured at the same time.
     """
     found: list[dict[str, Any]] = [{} for _ in volumes]
-    with Bench(volumes, load) as bench:
+    with Bench(volumes, load, steps.meter) as bench:
         for mode in MODES:
-            progress.update(progress.task_ids[0], description=f"{name}: {mode}")
+            steps.begin(f"{name}: {mode}")
             for rates, rate in zip(found, bench.run(mode, seconds), strict=True):
                 rates[mode] = rate
-            progress.advance(progress.task_ids[0])
         for rates, traffic in zip(found, bench.traffic(), strict=True):
             rates["latency"] = {kind: traffic[kind] for kind in ("reads", "writes")}
         return found, bench.engine
@@ -175,18 +177,17 @@ def _fio(
     load: Load,
     engine: str,
     seconds: float,
-    progress: Progress,
+    steps: _Steps,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in MODES:
-        progress.update(progress.task_ids[0], description=f"{volume.path}: fio {mode}")
+        steps.begin(f"{volume.path}: fio {mode}")
         try:
             found[mode] = volume_fio.run(
                 program, volume, mode=mode, load=load, engine=engine, seconds=seconds
             )
         except StoreError as error:
             found["error"] = str(error)
-        progress.advance(progress.task_ids[0])
     return found
 
 
@@ -196,21 +197,17 @@ def _fio_state(args: argparse.Namespace, fio: str | None) -> str:
     return "not installed" if fio is None else fio
 
 
-@contextlib.contextmanager
-def _progress(step_count: int) -> Iterator[Progress]:
-    """Show a bar on a terminal, nothing elsewhere; on stderr, so that --json stays clean."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        bar.add_task("preparing", total=step_count)
-        yield bar
+class _Steps:
+    """Shows which measurement of how many goes on, and what all of them have moved."""
+
+    def __init__(self, meter: Meter, count: int) -> None:
+        self.meter = meter
+        self._count, self._number = count, 0
+
+    def begin(self, name: str) -> None:
+        """Begin the next measurement."""
+        self._number += 1
+        self.meter.describe(f"{self._number}/{self._count} {name}")
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -223,14 +220,16 @@ def _print(report: dict[str, Any]) -> None:
         table.add_column(mode, justify="right")
     table.add_column("p99 ms of all reads / writes", justify="right")
     for drive in report["drives"]:
-        table.add_row(drive["path"], *(_rate(drive[mode]) for mode in MODES), _latency(drive))
+        table.add_row(
+            escape(drive["path"]), *(_rate(drive[mode]) for mode in MODES), _latency(drive)
+        )
         if "fio" in drive:
             values = (drive["fio"].get(mode) for mode in MODES)
             table.add_row("  fio, the same size and depth", *map(_rate, values))
     if report["together"]:
         for drive, rates in zip(report["drives"], report["together"], strict=True):
             cells = (*(_rate(rates[mode]) for mode in MODES), _latency(rates))
-            table.add_row(f"{drive['path']}, beside the others", *cells)
+            table.add_row(f"{escape(drive['path'])}, beside the others", *cells)
         totals = (sum(rates[mode] for rates in report["together"]) for mode in MODES)
         table.add_row("all together", *map(_rate, totals))
     console.print(table)

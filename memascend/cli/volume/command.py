@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,10 @@ def _device_action(args: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.01 <= seconds <= 600:
-        raise argparse.ArgumentTypeError(f"{text}: from 0.01 to 600")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0.01 <= float(text) <= 600:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: from 0.01 to 600")
 
 
 def _span_bytes(text: str) -> int:
@@ -126,10 +127,11 @@ def _sizes(text: str) -> list[int]:
 
 
 def _depths(text: str) -> list[int]:
-    depths = [int(part) for part in text.split(",")]
-    if any(not 1 <= depth <= 4096 for depth in depths):
-        raise argparse.ArgumentTypeError(f"{text}: from 1 to 4096")
-    return depths
+    with contextlib.suppress(ValueError):
+        depths = [int(part) for part in text.split(",")]
+        if all(1 <= depth <= 4096 for depth in depths):
+            return depths
+    raise argparse.ArgumentTypeError(f"{text}: from 1 to 4096")
 
 
 def _nbytes(text: str) -> int:

@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import sys
+from contextlib import AbstractContextManager
 
+from memascend.base.progress import Advance, byte_progress
 from memascend.base.units import format_nbytes
 from memascend.errors import StoreError
 from memascend.volumes.device import (
@@ -35,7 +37,8 @@ def _format(args: argparse.Namespace) -> int:
     with claimed(args.device) as device:
         if not args.yes and not _asks(device, "format", "destroys everything on it"):
             return 1
-        header = format_device(device, owner_uid=owner_uid)
+        with _progress("formatting", device) as advance:
+            header = format_device(device, owner_uid=owner_uid, advance=advance)
         block = {"volumes": [{"path": device.path, "raw": True}]}
         print(f"{device.path}: {format_nbytes(header.size_bytes)}, uuid {header.uuid}, for user")
         print(f'{owner_uid}. To use it: "memascend": {json.dumps(block)}')
@@ -47,7 +50,9 @@ def _wipe(args: argparse.Namespace) -> int:
         is_ours = device.header() is not None  # else wipe_device refuses it
         if is_ours and not args.yes and not _asks(device, "wipe", "removes header and data"):
             return 1
-        if wipe_device(device):
+        with _progress("wiping", device) as advance:
+            is_empty = wipe_device(device, advance)
+        if is_empty:
             print(f"{device.path}: wiped")
         else:
             print(
@@ -99,6 +104,10 @@ def _as_dict(header: Header) -> dict[str, object]:
         "data_bytes": header.size_bytes - START_BYTES,
         "owner_uid": header.owner_uid,
     }
+
+
+def _progress(verb: str, device: Device) -> AbstractContextManager[Advance]:
+    return byte_progress(f"{verb} {device.path}", device.size_bytes, leads=True)
 
 
 def _asks(device: Device, verb: str, consequence: str) -> bool:

@@ -23,12 +23,13 @@ from memascend.base.waiting import CountedEvents
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed_json import flag, section, whole
 from memascend.config.environment import local_world_size, malloc_settings, trace_folder
-from memascend.deepspeed.attach.agreement import check_agreement
+from memascend.deepspeed.attach import models
+from memascend.deepspeed.attach.agreement import all_or_none, check_agreement
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.attach.device import device_of
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, MemAscendError
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.trace import Measures, Trace, measures_of
 from memascend.monitor.runs import default_root, run_name
@@ -55,12 +56,32 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
         nvme_path: Directory on the drive.
     """
     check_agreement(config)
+    limit_bytes = stated_limit(config)
+    sizes = building_sizes(limit_bytes)
+    with all_or_none(_cannot_begin):  # from here to its end there is no other collective
+        _check(config, ds_config, limit_bytes)
+        parts = _build(config, ds_config, os.path.abspath(str(nvme_path)), limit_bytes, sizes)
+    return Attachment(*parts, place=_rank_place(config))
+
+
+def _cannot_begin(ranks: str) -> MemAscendError:
+    return MemAscendError(f"{ranks} cannot begin, and say why; so none does")
+
+
+def _check(config: MemAscendConfig, ds_config: Mapping[str, Any], limit_bytes: int | None) -> None:
     check_limit_can_be_kept(config, ds_config)
     check_state_dtype(config, ds_config)
     _check_report(config)
-    limit_bytes = stated_limit(config)
     check_smallest(config, ds_config, limit_bytes)
-    directory = os.path.abspath(str(nvme_path))
+
+
+def _build(
+    config: MemAscendConfig,
+    ds_config: Mapping[str, Any],
+    directory: str,
+    limit_bytes: int | None,
+    sizes: Mapping[str, int],
+) -> tuple[Runtime, DriveWatch | None, Heap, Trace | None]:
     provide_directory(directory)
     _show_log_lines()
     _warn_of_memory(config, limit_bytes)
@@ -82,12 +103,12 @@ def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: obj
         wait_idle=device.wait_idle,
         new_stream=device.new_stream,
         limit_bytes=limit_bytes,
-        **building_sizes(limit_bytes),
+        **sizes,
     )
     _log_armed(config, ds_config, runtime, heap)
     drives = _watch_drives(config, directory) if dist.get_rank() == 0 else None
     trace = None if folder is None else Trace(folder, partial(_measure, runtime, events))
-    return Attachment(runtime, drives, heap, trace, _rank_place(config))
+    return runtime, drives, heap, trace
 
 
 def _measure(runtime: Runtime, events: CountedEvents | None) -> Measures:
@@ -150,13 +171,25 @@ def _check_report(config: MemAscendConfig) -> None:
 
 
 def _warn_of_memory(config: MemAscendConfig, limit_bytes: int | None) -> None:
-    total = memory_total() if limit_bytes is not None else 0
-    if limit_bytes is None or limit_bytes * local_world_size() <= total or dist.get_rank() != 0:
+    if limit_bytes is None or dist.get_rank() != 0:
+        return
+    others_bytes, total = models.limits_bytes(), memory_total()
+    if others_bytes:
+        log.info(
+            "memascend: memascend.host_memory_limit is for each model: %s for this one, %s for the "
+            "others of this process",
+            format_nbytes(limit_bytes),
+            format_nbytes(others_bytes),
+        )
+    together_bytes = (limit_bytes + others_bytes) * local_world_size()
+    if together_bytes <= total:
         return
     log.warning(
-        "memascend: memascend.host_memory_limit=%r for each of %d rank(s) is more than the %s that "
-        "this machine or control group has. A large model will use all of it; lower the limit",
+        "memascend: memascend.host_memory_limit=%r comes to %s for %d rank(s) and all models of "
+        "each, which is more than the %s that this machine or control group has. A large model "
+        "will use all of it; lower the limit",
         config.host_memory_limit,
+        format_nbytes(together_bytes),
         local_world_size(),
         format_nbytes(total),
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from memascend.deepspeed.attach import models
 from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
@@ -46,6 +49,8 @@ class Attachment:
         self._drives = drives
         self._rank = dist.get_rank()
         self._is_finished = False
+        self._report = self._claim_report()
+        models.join(self, runtime.limit_bytes)
         self._trace = trace
         # Scripts that end without engine.destroy() get their report all the same.
         atexit.register(_finish, weakref.ref(self))
@@ -90,10 +95,15 @@ class Attachment:
         stops = self.runtime.config.wear.over_budget == "stop"
         return stops and wear is not None and wear.is_over_budget
 
-    def finish(self) -> None:
-        """Say that this rank is through; log and write what was measured, on rank 0, once."""
+    def finish(self, *, is_well: bool = True) -> None:
+        """Say that this rank is through; log and write what was measured, on rank 0, once.
+
+        Args:
+            is_well: False where an error has ended the program: such a rank died.
+        """
         self._tell_what_failed_last()
-        if self.status is not None:
+        models.leave(self)
+        if self.status is not None and is_well:
             self.status.finish()
         if self._is_finished or self._rank != 0:
             return
@@ -104,15 +114,30 @@ class Attachment:
         if self._trace is not None:
             self._trace.end(ledger.as_dict())
         log.info("memascend: host memory of this rank, measured:\n%s", ledger.describe())
-        if self.runtime.config.report is not None:
+        if self._report is not None:
             try:
-                ledger.write(self.runtime.config.report)
+                ledger.write(self._report)
             except OSError as error:
                 log.error(
                     "memascend: cannot write memascend.report=%r: %s. The table above has it all",
-                    self.runtime.config.report,
+                    str(self._report),
                     error.strerror or error,
                 )
+
+    def _claim_report(self) -> Path | None:
+        """Return where this model's report goes; None on other ranks and without one."""
+        named = self.runtime.config.report
+        if named is None or self._rank != 0:
+            return None
+        claimed = models.claim_report(Path(named))
+        if claimed != Path(named).absolute():
+            log.info(
+                "memascend: the report of this model will be in %s: %s is that of another model of "
+                "this process",
+                claimed,
+                named,
+            )
+        return claimed
 
     def _tell_what_failed_last(self) -> None:
         """Log an error of the last step that nobody has asked for, before the program ends."""
@@ -198,4 +223,5 @@ def _counters(runtime: Runtime) -> Mapping[str, int | float]:
 def _finish(attachment: weakref.ref[Attachment]) -> None:
     found = attachment()
     if found is not None:
-        found.finish()
+        # Python has left there what it printed of an error that nobody caught.
+        found.finish(is_well=getattr(sys, "last_type", None) is None)

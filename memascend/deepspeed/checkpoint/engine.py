@@ -180,12 +180,12 @@ def _save(
     folder = SavingFolder(save_dir, tag)
     _check_same_tag(engine, tag)
     with explained(folder):
-        on_every_rank(engine, lambda: folder.begin() if leads else None)
+        on_every_rank(lambda: folder.begin() if leads else None)
         try:
             with optimizer.checkpointing():
                 save_as(tag=folder.tag, save_latest=False)
-            on_every_rank(engine, lambda: write_rank(engine, folder, rank, leads=leads))
-            on_every_rank(engine, lambda: folder.publish() if leads else None)
+            on_every_rank(lambda: write_rank(engine, folder, rank, leads=leads))
+            on_every_rank(lambda: folder.publish() if leads else None)
         except BaseException:
             if leads:
                 folder.abandon()
@@ -193,7 +193,7 @@ def _save(
     if save_latest:
         is_first = engine.global_rank == 0
         with explained(folder):
-            on_every_rank(engine, lambda: write_latest(save_dir, tag) if is_first else None)
+            on_every_rank(lambda: write_latest(save_dir, tag) if is_first else None)
     if leads:
         log.info("memascend: checkpoint %s is complete", folder.target)
     _stop_over_budget(engine, optimizer, folder)

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
 
+from memascend.base.progress import Advance, byte_progress
 from memascend.checkpoint.divided import SavedLayout, open_divided, read_parameters
-from memascend.checkpoint.files import Advance
 from memascend.checkpoint.folder import clean
 from memascend.checkpoint.layout import NamedParameter, SubGroups, flat
 from memascend.checkpoint.manifest import FileEntry, manifest_name, missing_file, read_manifest
-from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.source import (
     CheckpointSource,
     RankFiles,
@@ -59,10 +58,10 @@ def opened(
     """
     opener = _Opener(engine, optimizer, load_dir, tag)
     if engine.load_universal_checkpoint():
-        source = on_every_rank(engine, opener.open_universal)
+        source = on_every_rank(opener.open_universal)
     else:
-        on_every_rank(engine, opener.put_back)
-        source = on_every_rank(engine, opener.open)
+        on_every_rank(opener.put_back)
+        source = on_every_rank(opener.open)
     try:
         yield source
     finally:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memascend.checkpoint.files import Advance, SummedFile, sum_file
+from memascend.base.progress import Advance, byte_progress
+from memascend.checkpoint.files import SummedFile, sum_file
 from memascend.checkpoint.folder import SavingFolder, check_space
 from memascend.checkpoint.manifest import (
     FileEntry,
@@ -17,7 +18,6 @@ from memascend.checkpoint.manifest import (
     TensorEntry,
     manifest_name,
 )
-from memascend.checkpoint.progress import byte_progress
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.deepspeed.checkpoint.frozen import frozen_on_drive, put_in
 from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors

@@ -31,7 +31,8 @@ from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
 from memascend.errors import ConfigError
 from memascend.kernels.overflow import sum_of_squares
-from memascend.plan.advice import advise, advise_in_cpu
+from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
+from memascend.plan.derive import Plan
 from memascend.plan.shapes import from_module
 from memascend.runtime import streams_parameters
 from memascend.streaming.gradients import GradientSpool
@@ -163,9 +164,19 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self._finish_writes()
         self.attachment.adopt(plan)
         if dist.get_rank() == 0:
-            shapes = from_module(self.module)
-            for line in filter(None, (advise(shapes, plan), advise_in_cpu(shapes, plan))):
+            for line in self._advice(plan):
                 log.info("memascend: %s", line)
+
+    def _advice(self, plan: Plan) -> list[str]:
+        shapes, runtime = from_module(self.module), self.attachment.runtime
+        page_locks = self._config.allocator.enabled and self._config.allocator.page_lock is None
+        on_cpu = runtime.new_event is None
+        found = (
+            advise(shapes, plan),
+            advise_in_cpu(shapes, plan),
+            advise_pinning(shapes, plan, self._ds_config, locks_for_nothing=page_locks and on_cpu),
+        )
+        return [line for line in found if line]
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         # Without any, upstream makes a stand-in of one element.

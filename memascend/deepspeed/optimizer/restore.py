@@ -19,9 +19,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
+from memascend.base.progress import byte_progress
 from memascend.checkpoint.converted import converted
-from memascend.checkpoint.progress import byte_progress, counted
-from memascend.checkpoint.source import LoadedTensor
+from memascend.checkpoint.source import LoadedTensor, counted
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.errors import StoreError
 

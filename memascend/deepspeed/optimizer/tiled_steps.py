@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from memascend.base.progress import byte_progress
 from memascend.base.units import format_nbytes
-from memascend.checkpoint.progress import byte_progress
 from memascend.deepspeed.optimizer.behind import LOADED
 from memascend.deepspeed.optimizer.early import StepsEarly
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, fused_adam

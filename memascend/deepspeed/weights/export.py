@@ -24,9 +24,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from memascend.base.progress import byte_progress
 from memascend.base.units import format_nbytes
 from memascend.checkpoint.files import FlushedFile
-from memascend.checkpoint.progress import byte_progress
 from memascend.deepspeed.attach.attachment import Attachment, attachment_of
 from memascend.errors import StoreError, StoreFullError
 from memascend.streaming.staging import StagingSlots

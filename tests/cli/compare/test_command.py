@@ -17,6 +17,7 @@ from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run
 from memascend.cli.compare.warm_up import WarmUp
 from memascend.cli.main import main
+from memascend.errors import ConfigError
 from memascend.ledger.trace import PHASES
 from memascend.system.processes import Sample
 from tests.support.source_tree import ROOT
@@ -135,6 +136,18 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return stand_in
 
 
+def test_a_configuration_that_is_none_is_refused_by_its_key(tmp_path: Path) -> None:
+    for zero, key in (
+        ("on", "zero_optimization"),
+        ({"offload_param": "nvme"}, "zero_optimization.offload_param"),
+        ({"offload_param": {"device": "NVME"}}, "zero_optimization.offload_param.device"),
+    ):
+        config = write_config(tmp_path, zero_optimization=zero)
+        with pytest.raises(ConfigError, match=f"{key}: .* is not allowed"):
+            compare.read_target([str(config)])
+    assert compare.read_target([str(write_config(tmp_path, zero_optimization=None))]).folders == ()
+
+
 def write_config(folder: Path, **keys: Any) -> Path:
     offload = {"device": "nvme", "nvme_path": "swap"}
     zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
@@ -236,16 +249,41 @@ def test_once_is_once_without_a_number(tmp_path: Path, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("count", ["0", "-1"])
+@pytest.mark.parametrize("name", ["--repeat", "--interval-ms"])
 def test_less_than_once_is_a_usage_error(
-    runs: Runs, capsys: pytest.CaptureFixture[str], tmp_path: Path, count: str
+    runs: Runs, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, count: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["compare", "--out", str(tmp_path / "out"), "--repeat", count, "--", "true"])
+        main(["compare", "--out", str(tmp_path / "out"), name, count, "--", "true"])
     assert caught.value.code == 2
-    assert f"--repeat {count} is not allowed. Allowed: a whole number of at least 1" in (
+    assert f"{name} {count} is not allowed. Allowed: a whole number of at least 1" in (
         spoken_error(capsys)
     )
     assert runs.names == []
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_folder_that_cannot_be_written_is_refused_before_a_run(
+    runs: Runs, capsys: pytest.CaptureFixture[str], tmp_path: Path, is_file: bool
+) -> None:
+    out = tmp_path / "file" if is_file else Path("/proc/self/compare")
+    (tmp_path / "file").touch()
+    assert main(["compare", "--out", str(out), "--", "true"]) == 1
+    assert f"--out {out}: results cannot be written there" in spoken_error(capsys)
+    assert runs.names == []
+
+
+def test_results_are_shown_also_where_they_cannot_be_kept(
+    runs: Runs, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compare, "write_page", full)
+    assert main(["compare", "--out", str(tmp_path / "out"), "--", "true"]) == 1
+    captured = capsys.readouterr()
+    assert "last loss" in captured.out
+    assert "No space left on device" in captured.err
 
 
 def test_the_page_has_the_configuration_that_the_command_names(tmp_path: Path, runs: Runs) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,11 @@ class FakeBench:
 
     loads: list[Load]
 
-    def __init__(self, volumes: list[_core.VolumeOptions], load: Load) -> None:
+    def __init__(
+        self, volumes: list[_core.VolumeOptions], load: Load, advance: Callable[[int], None]
+    ) -> None:
         self._count, self._load = len(volumes), load
+        advance(10**9)
         self.loads.append(load)
         self.engine = "threads"
 
@@ -153,6 +159,37 @@ def test_the_table_says_the_setting_and_the_block(
     [line] = [line for line in printed.splitlines() if line.startswith('"memascend": ')]
     block = json.loads(f"{{{line}}}")["memascend"]
     assert block == {"direct_nvme": {"chunk_bytes": 128 * KIB, "queue_depth": 2}}
+
+
+def test_a_terminal_shows_which_measurement_goes_on_and_what_was_moved(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fake: type[FakeBench],
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["volume", "bench", "--json", *QUICK, str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)
+    assert f"5/5 {tmp_path}: mixed" in printed.err
+    assert "3.0/? GB" in printed.err
+
+
+def test_brackets_in_a_path_are_shown(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fake: type[FakeBench],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    paths = [str(tmp_path / name) for name in ("[red]", "[b")]
+    for path in paths:
+        os.mkdir(path)
+    assert main(["volume", "bench", *QUICK, *paths]) == 0
+    printed = capsys.readouterr().out
+    assert all(printed.count(f" {path}") == 2 for path in paths)  # alone, beside the others
 
 
 def test_a_setting_that_is_the_default_needs_no_block(

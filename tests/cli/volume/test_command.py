@@ -47,12 +47,14 @@ def test_the_actions_on_devices_are_told_apart(
     "wrong",
     [["--chunk", "1000"], ["--chunk", "128MiB"], ["--depth", "0"], ["--depth", "x"],
      ["--depth", "8,4097"], ["--span", "1KiB"], ["--seconds", "0"], ["--seconds", "nan"],
+     ["--seconds", "long"],
      ["--chunk", "1 apple"]],
 )  # fmt: skip
 def test_a_mistake_in_the_command_line_is_2(
-    asked: list[argparse.Namespace], wrong: list[str]
+    asked: list[argparse.Namespace], wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["volume", "bench", "/a", *wrong])
     assert caught.value.code == 2
+    assert "invalid _" not in capsys.readouterr().err  # argparse names the function, not a range
     assert asked == []

@@ -76,6 +76,17 @@ def test_format_show_wipe(device, capsys):
     assert "no header of memascend" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_is_shown_on_a_terminal_alone(device, monkeypatch, capsys, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    assert volume("format", "--yes", device) == 0
+    assert volume("wipe", "--yes", device) == 0
+    shown = capsys.readouterr().err
+    assert [f"{verb} {device}" in shown for verb in ("formatting", "wiping")] == [is_terminal] * 2
+    assert is_terminal or shown == ""
+
+
 def test_the_owner_is_who_called_sudo(device, monkeypatch):
     monkeypatch.setenv("SUDO_UID", "1001")
     monkeypatch.setattr(os, "geteuid", lambda: 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from memascend.config.block import parse_block
 from memascend.deepspeed.attach import agreement as module
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, MemAscendError, StoreFullError
 
 pytestmark = pytest.mark.deepspeed
 
@@ -54,13 +55,17 @@ class Ranks:
 
     def check(self, blocks: list[dict[str, Any]]) -> list[str]:
         """Have each rank check its block; return what each was told, "" for nothing."""
+        return self.run(lambda rank: module.check_agreement(parse_block(blocks[rank])))
+
+    def run(self, act: Callable[[int], object]) -> list[str]:
+        """Have each rank do something; return what each was told, "" for nothing."""
         told = [""] * self.count
 
         def run(rank: int) -> None:
             self._own.rank = rank
             try:
-                module.check_agreement(parse_block(blocks[rank]))
-            except ConfigError as error:
+                act(rank)
+            except MemAscendError as error:
                 told[rank] = str(error)
 
         threads = [threading.Thread(target=run, args=[rank]) for rank in range(self.count)]
@@ -127,9 +132,27 @@ def test_another_release_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatc
     assert sum("the release of torch is" in text for text in ranks.check([{}] * 3)) >= 1
 
 
+@pytest.mark.parametrize("failing", [[], [1], [0, 2]])
+def test_where_one_rank_fails_all_do(ranks: Ranks, failing: list[int]) -> None:
+    def begin(rank: int) -> None:
+        with module.all_or_none(StoreFullError):
+            if rank in failing:
+                raise ConfigError("the drive is full")
+
+    for rank, told in enumerate(ranks.run(begin)):
+        if rank in failing:
+            assert "the drive is full" in told
+        else:
+            assert told == ("rank(s) " + ", ".join(map(str, failing)) if failing else "")
+
+
 def test_a_rank_alone_has_nobody_to_agree_with(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks.count = 1
     monkeypatch.setattr(module, "_text_of_rank_0", None)
     module.check_agreement(parse_block({}))
+    with module.all_or_none(StoreFullError):
+        pass
+    with pytest.raises(ConfigError, match="wrong"), module.all_or_none(StoreFullError):
+        raise ConfigError("wrong")

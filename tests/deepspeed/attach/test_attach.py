@@ -19,7 +19,7 @@ pytest.importorskip("deepspeed")
 from memascend.base.units import GIB
 from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attach as activation
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, MemAscendError
 from memascend.ledger.trace import FORWARD, SETUP, read_recording
 from memascend.monitor.runs import default_root
 from memascend.system import heap
@@ -201,6 +201,39 @@ def test_a_limit_beyond_the_machine_is_said_once(
     assert "32.00 GiB" in caplog.text
 
 
+def test_limits_of_several_models_of_a_process_count_together(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="memascend")
+    config = parse_block({"host_memory_limit": "16GiB"})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(activation.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(activation, "memory_total", lambda: 40 * GIB)
+    for others_gib, is_warned in ((16, False), (32, True)):
+        caplog.clear()
+        monkeypatch.setattr(activation.models, "limits_bytes", lambda: others_gib * GIB)  # noqa: B023
+        activation._warn_of_memory(config, 16 * GIB)
+        assert f"16.00 GiB for this one, {others_gib}.00 GiB for the others" in caplog.text
+        assert ("comes to 48.00 GiB" in caplog.text) == is_warned
+
+
+def test_where_one_rank_cannot_begin_none_does(
+    attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A report concerns rank 0 alone, so that this rank, which finds nothing wrong, has to be told.
+    def all_reduce(tensor: torch.Tensor, op: Any = None) -> None:
+        if tensor.numel() == 2:  # which ranks failed
+            tensor[0] = 1
+
+    monkeypatch.setattr(activation, "check_agreement", lambda config: None)
+    monkeypatch.setattr(activation.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(activation.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(activation.dist, "broadcast", None)
+    monkeypatch.setattr(activation.dist, "all_reduce", all_reduce)
+    with pytest.raises(MemAscendError, match=r"rank\(s\) 0 cannot begin"):
+        attach(rank=1, report=str(tmp_path / "gone" / "report.json"))
+
+
 # -- where log lines go --------------------------------------------------------------------------
 
 
@@ -305,7 +338,7 @@ def test_all_ranks_have_rank_0s_name_for_the_run(
     monkeypatch.setattr(activation.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(activation.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(activation.dist, "broadcast", broadcast)
-    monkeypatch.setattr(activation.dist, "all_reduce", lambda tensor, op: None)
+    monkeypatch.setattr(activation.dist, "all_reduce", lambda tensor, op=None: None)
     attachment = attach(rank=1)
     assert attachment.status is not None
     place = attachment.status.place

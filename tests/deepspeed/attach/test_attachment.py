@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ pytest.importorskip("deepspeed")
 from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attachment as attaching
 from memascend.deepspeed.attach.attachment import ENGINE_PROPERTY, Attachment, attachment_of
+from memascend.deepspeed.attach.models import limits_bytes
 from memascend.deepspeed.stock.aio_handle import AioHandle, wrap_builder
 from memascend.errors import StoreError
 from memascend.ledger.drives import DriveReport, DriveWatch, DriveWear
@@ -46,6 +48,7 @@ class FakeRuntime:
         self.store = FakeRangeStore() if has_store else None
         self.adopted: list[Any] = []
         self.ledger_count = 0
+        self.limit_bytes = 5
         self.walk = Walk()
         self._wear = WearMeter(budget_bytes=self.config.wear.write_budget)
         self._steps = 0
@@ -162,6 +165,28 @@ def test_a_report_that_cannot_be_written_any_more_is_logged(
     assert "not ours: Python, torch, DeepSpeed" in caplog.text
 
 
+def test_a_second_model_of_the_process_writes_a_report_beside_the_firsts(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = [make(report="ledger.json") for _ in range(2)]
+    make(rank=1, report="ledger.json")
+    monkeypatch.chdir("/")  # as some scripts do
+    for model in reversed(models):  # as at the end of a program
+        model.finish()
+        assert json.loads((tmp_path / model._report.name).read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger-2.json", "ledger.json"]
+    assert f"will be in {tmp_path / 'ledger-2.json'}" in caplog.text
+
+
+def test_a_model_that_is_through_no_longer_counts_for_the_others(make: Make) -> None:
+    before = limits_bytes()
+    attachment = make(rank=1)
+    assert limits_bytes() - before == 5
+    attachment.finish()
+    assert limits_bytes() == before
+
+
 def test_an_error_of_the_last_step_that_nobody_asked_for_is_logged(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,6 +242,21 @@ def test_the_status_has_the_account_and_ends_with_the_run_on_every_rank(
     assert read_status(place.path).ledger.limit_bytes is None
     attachment.finish()
     assert read_status(place.path).is_finished
+
+
+def test_a_rank_that_an_error_has_ended_is_not_through(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attachment = make(place=RankPlace(tmp_path, True, RUN, 0, 1, "train.py"))
+    assert attachment.status is not None
+    attachment.status.begin_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "last_type", ValueError, raising=False)
+        attaching._finish(weakref.ref(attachment))
+    assert not read_status(attachment.status.place.path).is_finished
+    assert attachment.runtime.ledger_count == 2  # the account is given all the same
+    attaching._finish(weakref.ref(attachment))
+    assert read_status(attachment.status.place.path).is_finished
 
 
 def test_the_status_keeps_no_attachment_alive(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -11,11 +10,9 @@ pytest.importorskip("deepspeed")
 
 import torch
 
-from memascend.deepspeed.checkpoint import every_rank
+from memascend.deepspeed.attach import agreement
 from memascend.deepspeed.checkpoint.every_rank import on_every_rank, rank_of
 from memascend.errors import CheckpointError
-
-ENGINE = SimpleNamespace(device="cpu")
 
 
 @pytest.fixture
@@ -23,12 +20,14 @@ def others_fail(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
     """Another rank that fails or not; gives what this rank reported."""
     reported: list[int] = []
 
-    def all_reduce(failed: torch.Tensor, op: Any) -> None:
-        assert op == every_rank.dist.ReduceOp.MAX
-        reported.append(int(failed.item()))
-        failed.fill_(max(int(failed.item()), int(request.param)))
+    def all_reduce(failed: torch.Tensor) -> None:
+        reported.append(int(failed[0].item()))
+        failed[1] = int(request.param)
 
-    monkeypatch.setattr(every_rank.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(agreement.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(agreement.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(agreement.dist, "all_reduce", all_reduce)
     return reported
 
 
@@ -38,21 +37,21 @@ def fail() -> None:
 
 @pytest.mark.parametrize("others_fail", [False], indirect=True)
 def test_a_result_comes_back_when_no_rank_failed(others_fail: list[int]) -> None:
-    assert on_every_rank(ENGINE, lambda: 5) == 5
+    assert on_every_rank(lambda: 5) == 5
     assert others_fail == [0]
 
 
 @pytest.mark.parametrize("others_fail", [False, True], indirect=True)
 def test_an_error_is_reported_to_the_others_before_it_is_raised(others_fail: list[int]) -> None:
     with pytest.raises(OSError, match="mine"):
-        on_every_rank(ENGINE, fail)
+        on_every_rank(fail)
     assert others_fail == [1]
 
 
 @pytest.mark.parametrize("others_fail", [True], indirect=True)
 def test_an_error_of_another_rank_is_raised_here_too(others_fail: list[int]) -> None:
-    with pytest.raises(CheckpointError, match="another rank"):
-        on_every_rank(ENGINE, lambda: 5)
+    with pytest.raises(CheckpointError, match=r"another rank \(rank\(s\) 1\)"):
+        on_every_rank(lambda: 5)
     assert others_fail == [0]
 
 

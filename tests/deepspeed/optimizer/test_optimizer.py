@@ -16,6 +16,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.base_optimizer import BackwardHookStateManager
 from deepspeed.runtime.zero.stage3 import IPGBucketZ3
 
+from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer import optimizer as zero_optimizer
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
 from memascend.deepspeed.optimizer.optimizer import (
@@ -29,6 +30,8 @@ from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.errors import ConfigError
+from memascend.plan.derive import PlanRequest, derive
+from tests.support.plan_models import decoder
 
 ON_DRIVE = SimpleNamespace(device="nvme")
 KINDS: dict[tuple[bool, bool], type[ZeroOptimizer]] = {
@@ -150,6 +153,30 @@ def test_a_stated_key_that_is_ignored_is_warned_of_on_rank_0(
     assert caplog.text.count(f"zero_optimization.{section}.{key} is ignored") == count
     assert optimizer.offload_optimizer_fast_init is False
     assert optimizer.max_params_in_cpu == 0
+
+
+@pytest.mark.parametrize(
+    ("new_event", "allocator", "is_for_nothing"),
+    [
+        (None, {}, True),
+        (torch.cuda.Event, {}, False),  # a device copies
+        (None, {"page_lock": True}, False),  # the block says it, not DeepSpeed's key
+        (None, {"enabled": False}, False),
+    ],
+)
+def test_memory_that_the_json_locks_for_no_device_is_said(
+    new_event: Any, allocator: dict[str, Any], is_for_nothing: bool
+) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "pin_memory": True}}
+    stand_in: Any = SimpleNamespace(
+        module=torch.nn.Linear(8, 8),
+        attachment=SimpleNamespace(runtime=SimpleNamespace(new_event=new_event)),
+        _config=parse_block({"allocator": allocator}),
+        _ds_config={"zero_optimization": zero},
+    )
+    lines = ZeroOptimizer._advice(stand_in, derive(decoder(), request=PlanRequest()))
+    assert "host_memory_limit" in lines[0]
+    assert any("pin_memory locks" in line for line in lines) == is_for_nothing
 
 
 @pytest.mark.parametrize(

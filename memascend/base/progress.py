@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import TextIO
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-from memascend.checkpoint.files import Advance, Reader
-from memascend.checkpoint.source import LoadedTensor
 
 log = logging.getLogger(__name__)
 
@@ -27,50 +24,49 @@ log = logging.getLogger(__name__)
 UPDATE_INTERVAL_S = 0.1
 
 
-class _Meter:
-    """Counts bytes, and shows them now and then."""
+#: Called with the number of bytes that have been moved since the last call.
+Advance = Callable[[int], None]
 
-    def __init__(self, show: Callable[[int], None]) -> None:
+
+class Meter:
+    """Counts bytes, and shows them now and then. Any thread may call it."""
+
+    def __init__(self, show: Callable[..., object]) -> None:
+        """Begin at nothing.
+
+        Args:
+            show: Is given `completed`, the bytes, or `description`, what is going on.
+        """
         self.moved_bytes = 0
         self._show, self._shown_s = show, 0.0
+        self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        self.moved_bytes += nbytes
-        now = time.monotonic()
-        if now - self._shown_s >= UPDATE_INTERVAL_S:
+        """Count bytes that have been moved."""
+        with self._lock:
+            self.moved_bytes += nbytes
+            now = time.monotonic()
+            if now - self._shown_s < UPDATE_INTERVAL_S:
+                return
             self._shown_s = now
-            self.show()
+        self.show()
+
+    def describe(self, text: str) -> None:
+        """Say what goes on now, beside the bar."""
+        self._show(description=text)
 
     def show(self) -> None:
-        self._show(self.moved_bytes)
-
-
-class _CountedReader:
-    """A tensor whose bytes are counted while they are read."""
-
-    def __init__(self, reader: Reader, advance: Advance) -> None:
-        self._reader, self._advance = reader, advance
-
-    def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
-        self._reader.fill(begin_bytes, target)
-        self._advance(target.numel())
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-def counted(tensor: LoadedTensor, advance: Advance) -> LoadedTensor:
-    """Return a tensor of a checkpoint that calls back with the bytes that are read of it."""
-    return replace(tensor, reader=_CountedReader(tensor.reader, advance))
+        """Bring the bar up to date."""
+        self._show(completed=self.moved_bytes)
 
 
 @contextmanager
-def byte_progress(title: str, nbytes: int, *, leads: bool) -> Iterator[Advance]:
+def byte_progress(title: str, nbytes: int | None, *, leads: bool) -> Iterator[Meter]:
     """Show how far the block is, and log its speed after it.
 
     Args:
         title: Of the bar and of the log line.
-        nbytes: How many bytes the block is going to move, about.
+        nbytes: How many bytes the block is going to move, about; None where nobody knows.
         leads: Whether this rank shows anything; the others only count.
 
     Yields:
@@ -88,7 +84,7 @@ def byte_progress(title: str, nbytes: int, *, leads: bool) -> Iterator[Advance]:
         disable=not is_shown,
     )
     task = bar.add_task(title, total=nbytes)
-    meter = _Meter(lambda moved_bytes: bar.update(task, completed=moved_bytes))
+    meter = Meter(partial(bar.update, task))
     before = (sys.stdout, sys.stderr)
     with bar:
         # What rich has put there writes above the bar.

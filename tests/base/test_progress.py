@@ -7,12 +7,8 @@ import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from memascend.checkpoint import progress as module  # noqa: E402
-from memascend.checkpoint.files import TensorReader  # noqa: E402
-from memascend.checkpoint.progress import UPDATE_INTERVAL_S, byte_progress, counted  # noqa: E402
-from memascend.checkpoint.source import LoadedTensor  # noqa: E402
+from memascend.base import progress as module
+from memascend.base.progress import UPDATE_INTERVAL_S, Meter, byte_progress
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -39,15 +35,32 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_in_the_log(
 def test_a_bar_is_updated_ten_times_a_second_however_small_the_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, shown = [100.0], []
+    now = [100.0]
+    shown: list[dict[str, object]] = []
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    meter = module._Meter(shown.append)
+    meter = Meter(lambda **what: shown.append(what))
     for _ in range(1000):
         meter(10)
         now[0] += UPDATE_INTERVAL_S / 100
     assert len(shown) == pytest.approx(10, abs=1)
     meter.show()
-    assert shown[-1] == meter.moved_bytes == 10_000
+    assert shown[-1] == {"completed": 10_000}
+    assert meter.moved_bytes == 10_000
+    meter.describe("2/3")
+    assert shown[-1] == {"description": "2/3"}
+
+
+def test_what_nobody_knows_the_end_of_has_a_bar_as_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with byte_progress("measuring", None, leads=True) as meter:
+        meter.describe("1/2 reading")
+        meter(3_000_000_000)
+    shown = capsys.readouterr().err
+    assert "1/2 reading" in shown
+    assert "3.0/? GB" in shown
 
 
 def test_logs_go_above_the_bar_also_from_handlers_that_hold_the_terminal(
@@ -69,18 +82,6 @@ def test_logs_go_above_the_bar_also_from_handlers_that_hold_the_terminal(
     captured = capsys.readouterr()
     assert "in the middle\n" in captured.out + captured.err
     assert "saving [x]" in captured.err
-
-
-def test_a_tensor_that_is_read_counts_its_bytes() -> None:
-    value = torch.arange(8, dtype=torch.float32)
-    counts: list[int] = []
-    tensor = LoadedTensor(0, None, torch.float32, TensorReader(lambda: value))
-    reader = counted(tensor, counts.append).reader
-    target = torch.zeros(4, dtype=torch.float32)
-    reader.fill(16, target.view(torch.uint8))
-    reader.close()
-    assert counts == [16]
-    assert torch.equal(target, value[4:])
 
 
 def test_other_ranks_show_nothing(caplog: pytest.LogCaptureFixture) -> None:
