@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from memascend import errors
-from memascend.cli.main import main
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.table import SEAMS, WATCHED
+from tests.support.documents import code_spans, each_document, read
 from tests.support.scripts import load_script
+from tests.support.source_tree import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
 SEAMS_PAGE = ROOT / "docs" / "SEAMS.md"
 ERRORS = ROOT / "docs" / "errors.md"
 PUBLIC = ROOT / "docs" / "public.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-DOCUMENTS = [*load_script("docs_site").documents(), *sorted(ROOT.glob(".github/**/*.md"))]
 LINES_MAX = {README: 200, ARCHITECTURE: 250}
 SOURCE_FOLDERS = (
     ".github",
@@ -38,44 +36,6 @@ SOURCE_FOLDERS = (
     "tests",
 )
 SHORT_NAMES = {"zero.": "deepspeed.runtime.zero.", "swap.": "deepspeed.runtime.swap_tensor."}
-
-each_document = pytest.mark.parametrize(
-    "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
-)
-each_workflow = pytest.mark.parametrize(
-    "workflow", sorted(ROOT.glob(".github/**/*.yml")), ids=lambda path: path.name
-)
-
-
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def code_spans(path: Path) -> set[str]:
-    return set(re.findall(r"`([^`\n]+)`", read(path)))
-
-
-def code_lines(path: Path) -> list[str]:
-    """Return the lines of the blocks of code that are commands, continued lines joined."""
-    blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", read(path), re.MULTILINE | re.DOTALL)
-    return "".join(blocks).replace("\\\n", " ").splitlines()
-
-
-def commands(path: Path, program: str) -> list[list[str]]:
-    """Return every use of a program, in blocks of code and in code within the text."""
-    found = []
-    for text in (*code_lines(path), *sorted(code_spans(path))):
-        try:
-            words = shlex.split(text, comments=True)
-        except ValueError:
-            continue
-        if words[:1] == [program] and words[1:] and "..." not in words:
-            found.append(words[1:])
-    return found
-
-
-def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE))
 
 
 def anchors(path: Path) -> set[str]:
@@ -159,52 +119,6 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             missing.append(link)
     assert missing == []
-
-
-@each_document
-def test_every_make_target_named_exists(document: Path) -> None:
-    named = {word for words in commands(document, "make") for word in words if "=" not in word}
-    assert named <= make_targets()
-
-
-@each_document
-def test_every_command_of_ours_named_exists(
-    document: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words in commands(document, "memascend"):
-        actions = [word for word in words[:2] if re.fullmatch(r"[a-z-]+", word)]
-        if not actions:
-            continue
-        for length in range(len(actions), 0, -1):  # the second word may be an argument
-            with pytest.raises(SystemExit) as ended:
-                main([*actions[:length], "--help"])
-            if ended.value.code == 0:
-                break
-        assert ended.value.code == 0, words
-        known = capsys.readouterr().out
-        own = words[: words.index("--")] if "--" in words else words
-        assert [word for word in own if word.startswith("--") and word not in known] == []
-
-
-@each_document
-def test_every_script_and_test_run_exists(document: Path) -> None:
-    words = [word for words in commands(document, "python") for word in words]
-    files = [word for word in words if word.endswith(".py") or word.startswith("tests/")]
-    assert [
-        name for name in files if not set(name) & set("<>*") and not (ROOT / name).exists()
-    ] == []
-
-
-@each_workflow
-def test_every_workflow_is_valid(workflow: Path) -> None:
-    content = pytest.importorskip("yaml").safe_load(read(workflow))
-    if workflow.parent.name != "workflows":
-        return
-    steps = [step for job in content["jobs"].values() for step in job["steps"]]
-    used = [step["uses"] for step in steps if "uses" in step]
-    assert [name for name in used if not re.search(r"@[0-9a-f]{40}$", name)] == []
-    runs = [line.split() for step in steps for line in step.get("run", "").splitlines()]
-    assert {words[1] for words in runs if words[:1] == ["make"]} <= make_targets()
 
 
 # -- what exists is named --------------------------------------------------------------------------
