@@ -35,6 +35,7 @@ SOURCE_FOLDERS = (
     "scripts",
     "tests",
 )
+OF_COMMANDS = ("base/json_text.py", "checkpoint/to_universal.py", "cli/", "monitor/", "plan/")
 SHORT_NAMES = {"zero.": "deepspeed.runtime.zero.", "swap.": "deepspeed.runtime.swap_tensor."}
 
 
@@ -57,21 +58,35 @@ def first_column(heading: str, column: int) -> set[str]:
     return set(names)
 
 
-def literals() -> str:
-    """Return every piece of text in the product's code, what is filled in as {}."""
+def texts_in(tree: ast.AST) -> list[str]:
+    """Return every piece of text in code but docstrings, what is filled in as {}."""
     found = []
-    for path in ROOT.glob("memascend/**/*.py"):
-        for node in ast.walk(ast.parse(read(path))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [
-                    part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
-                ]
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+            found.append(str(node.value))
+    return found
+
+
+def literals() -> str:
+    """Return every piece of text in the product's code."""
+    found = [text for path in ROOT.glob("memascend/**/*.py") for text in texts_in(parsed(path))]
     for path in ROOT.glob("csrc/**/*.cpp"):
         found += re.findall(r'"((?:[^"\\\n]|\\.)*)"', re.sub(r'"\s*\n\s*"', "", read(path)))
     return "\n".join(found)
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(read(path))
+
+
+def phrases() -> list[str]:
+    """Return the phrases of messages that the page of errors has."""
+    columns = re.findall(r"^\| (`[^|]+) \|", read(ERRORS), re.MULTILINE)
+    return [phrase for column in columns for phrase in re.findall(r"`([^`]+)`", column)]
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +178,34 @@ def test_the_public_page_has_every_error() -> None:
 
 
 def test_the_page_of_errors_has_phrases_of_the_code() -> None:
-    phrases = re.findall(r"^\| `([^`]+)` \|", read(ERRORS), re.MULTILINE)
-    assert len(phrases) > 30, "the pattern found too little to check"
     known = literals()
-    assert [phrase for phrase in phrases if phrase not in known] == []
+    assert [phrase for phrase in phrases() if phrase not in known] == []
+
+
+def test_the_page_of_errors_has_what_a_training_may_raise() -> None:
+    """What only commands raise says all that there is to say."""
+    family = {name for name, found in vars(errors).items() if isinstance(found, type)}
+    in_class = {
+        node.name: texts_in(node)
+        for node in parsed(ROOT / "memascend" / "errors.py").body
+        if isinstance(node, ast.ClassDef)
+    }
+    known, missing, count = phrases(), [], 0
+    for path in sorted(ROOT.glob("memascend/**/*.py")):
+        place = path.relative_to(ROOT / "memascend").as_posix()
+        if place.startswith(OF_COMMANDS):
+            continue
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+                continue
+            name = ast.unparse(node.exc.func).rpartition(".")[2]
+            said = [*texts_in(node.exc), *in_class.get(name, [])]
+            if name in family and any(said):
+                count += 1
+                if not any(phrase in text for phrase in known for text in said):
+                    missing.append(f"{place}:{node.lineno}: {max(said, key=len)}")
+    assert missing == []
+    assert count > 50, "the search found too little to check"
 
 
 # -- what is generated is current ------------------------------------------------------------------
