@@ -84,7 +84,7 @@ docs: environment ## the documents as a site in build/site, for reading offline;
 	    $(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS_REQUIREMENTS); \
 	    cp $(DOCS_REQUIREMENTS) $(DOCS)/made-with; }
 	@# Not with --quiet: what it does not print it does not count among the warnings that fail.
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --clean
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --clean
 
 bench: environment ## engine, overflow check and allocator against DeepSpeed's
 	$(BIN)/python benchmarks/run.py

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from memascend import errors
-from memascend.cli.main import main
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.table import SEAMS, WATCHED
+from tests.support.documents import code_spans, each_document, read
 from tests.support.scripts import load_script
+from tests.support.source_tree import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
 SEAMS_PAGE = ROOT / "docs" / "SEAMS.md"
 ERRORS = ROOT / "docs" / "errors.md"
 PUBLIC = ROOT / "docs" / "public.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-DOCUMENTS = [*load_script("docs_site").documents(), *sorted(ROOT.glob(".github/**/*.md"))]
 LINES_MAX = {README: 200, ARCHITECTURE: 250}
 SOURCE_FOLDERS = (
     ".github",
@@ -37,45 +35,8 @@ SOURCE_FOLDERS = (
     "scripts",
     "tests",
 )
+OF_COMMANDS = ("base/json_text.py", "checkpoint/to_universal.py", "cli/", "monitor/", "plan/")
 SHORT_NAMES = {"zero.": "deepspeed.runtime.zero.", "swap.": "deepspeed.runtime.swap_tensor."}
-
-each_document = pytest.mark.parametrize(
-    "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
-)
-each_workflow = pytest.mark.parametrize(
-    "workflow", sorted(ROOT.glob(".github/**/*.yml")), ids=lambda path: path.name
-)
-
-
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def code_spans(path: Path) -> set[str]:
-    return set(re.findall(r"`([^`\n]+)`", read(path)))
-
-
-def code_lines(path: Path) -> list[str]:
-    """Return the lines of the blocks of code that are commands, continued lines joined."""
-    blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", read(path), re.MULTILINE | re.DOTALL)
-    return "".join(blocks).replace("\\\n", " ").splitlines()
-
-
-def commands(path: Path, program: str) -> list[list[str]]:
-    """Return every use of a program, in blocks of code and in code within the text."""
-    found = []
-    for text in (*code_lines(path), *sorted(code_spans(path))):
-        try:
-            words = shlex.split(text, comments=True)
-        except ValueError:
-            continue
-        if words[:1] == [program] and words[1:] and "..." not in words:
-            found.append(words[1:])
-    return found
-
-
-def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE))
 
 
 def anchors(path: Path) -> set[str]:
@@ -97,21 +58,35 @@ def first_column(heading: str, column: int) -> set[str]:
     return set(names)
 
 
-def literals() -> str:
-    """Return every piece of text in the product's code, what is filled in as {}."""
+def texts_in(tree: ast.AST) -> list[str]:
+    """Return every piece of text in code but docstrings, what is filled in as {}."""
     found = []
-    for path in ROOT.glob("memascend/**/*.py"):
-        for node in ast.walk(ast.parse(read(path))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [
-                    part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
-                ]
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+            found.append(str(node.value))
+    return found
+
+
+def literals() -> str:
+    """Return every piece of text in the product's code."""
+    found = [text for path in ROOT.glob("memascend/**/*.py") for text in texts_in(parsed(path))]
     for path in ROOT.glob("csrc/**/*.cpp"):
         found += re.findall(r'"((?:[^"\\\n]|\\.)*)"', re.sub(r'"\s*\n\s*"', "", read(path)))
     return "\n".join(found)
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(read(path))
+
+
+def phrases() -> list[str]:
+    """Return the phrases of messages that the page of errors has."""
+    columns = re.findall(r"^\| (`[^|]+) \|", read(ERRORS), re.MULTILINE)
+    return [phrase for column in columns for phrase in re.findall(r"`([^`]+)`", column)]
 
 
 @pytest.fixture(scope="module")
@@ -161,52 +136,6 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
     assert missing == []
 
 
-@each_document
-def test_every_make_target_named_exists(document: Path) -> None:
-    named = {word for words in commands(document, "make") for word in words if "=" not in word}
-    assert named <= make_targets()
-
-
-@each_document
-def test_every_command_of_ours_named_exists(
-    document: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words in commands(document, "memascend"):
-        actions = [word for word in words[:2] if re.fullmatch(r"[a-z-]+", word)]
-        if not actions:
-            continue
-        for length in range(len(actions), 0, -1):  # the second word may be an argument
-            with pytest.raises(SystemExit) as ended:
-                main([*actions[:length], "--help"])
-            if ended.value.code == 0:
-                break
-        assert ended.value.code == 0, words
-        known = capsys.readouterr().out
-        own = words[: words.index("--")] if "--" in words else words
-        assert [word for word in own if word.startswith("--") and word not in known] == []
-
-
-@each_document
-def test_every_script_and_test_run_exists(document: Path) -> None:
-    words = [word for words in commands(document, "python") for word in words]
-    files = [word for word in words if word.endswith(".py") or word.startswith("tests/")]
-    assert [
-        name for name in files if not set(name) & set("<>*") and not (ROOT / name).exists()
-    ] == []
-
-
-@each_workflow
-def test_every_workflow_is_valid(workflow: Path) -> None:
-    content = pytest.importorskip("yaml").safe_load(read(workflow))
-    if workflow.parent.name != "workflows":
-        return
-    steps = [step for job in content["jobs"].values() for step in job["steps"]]
-    used = [step["uses"] for step in steps if "uses" in step]
-    assert [name for name in used if not re.search(r"@[0-9a-f]{40}$", name)] == []
-    runs = [line.split() for step in steps for line in step.get("run", "").splitlines()]
-    assert {words[1] for words in runs if words[:1] == ["make"]} <= make_targets()
-
-
 # -- what exists is named --------------------------------------------------------------------------
 
 
@@ -249,10 +178,34 @@ def test_the_public_page_has_every_error() -> None:
 
 
 def test_the_page_of_errors_has_phrases_of_the_code() -> None:
-    phrases = re.findall(r"^\| `([^`]+)` \|", read(ERRORS), re.MULTILINE)
-    assert len(phrases) > 30, "the pattern found too little to check"
     known = literals()
-    assert [phrase for phrase in phrases if phrase not in known] == []
+    assert [phrase for phrase in phrases() if phrase not in known] == []
+
+
+def test_the_page_of_errors_has_what_a_training_may_raise() -> None:
+    """What only commands raise says all that there is to say."""
+    family = {name for name, found in vars(errors).items() if isinstance(found, type)}
+    in_class = {
+        node.name: texts_in(node)
+        for node in parsed(ROOT / "memascend" / "errors.py").body
+        if isinstance(node, ast.ClassDef)
+    }
+    known, missing, count = phrases(), [], 0
+    for path in sorted(ROOT.glob("memascend/**/*.py")):
+        place = path.relative_to(ROOT / "memascend").as_posix()
+        if place.startswith(OF_COMMANDS):
+            continue
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+                continue
+            name = ast.unparse(node.exc.func).rpartition(".")[2]
+            said = [*texts_in(node.exc), *in_class.get(name, [])]
+            if name in family and any(said):
+                count += 1
+                if not any(phrase in text for phrase in known for text in said):
+                    missing.append(f"{place}:{node.lineno}: {max(said, key=len)}")
+    assert missing == []
+    assert count > 50, "the search found too little to check"
 
 
 # -- what is generated is current ------------------------------------------------------------------

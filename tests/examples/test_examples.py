@@ -198,6 +198,8 @@ def test_an_example_tells_how_to_run_it(name: str) -> None:
     toy = re.search(r'default="(toy/\w+)"', (FOLDER / name / "train.py").read_text())
     assert toy is not None
     assert f"python examples/toy.py {toy[1].removeprefix('toy/')}\n" in text
+    # Not the few of a toy.
+    assert re.search(r"For a real model: `--model \S+ [^`]*--steps \d{4}", text)
     assert f"| [{name}]({name}/README.md) |" in (FOLDER / "README.md").read_text()
 
 

@@ -284,7 +284,9 @@ def test_after_ctrl_c_at_any_line_the_next_walk_is_made() -> None:
 
         return work
 
+    count = 0
     for places in interruptions(make):
+        count += 1
         [(walk, done)] = made
         walk.finish()
         assert not walk.is_under_way, places
@@ -293,3 +295,4 @@ def test_after_ctrl_c_at_any_line_the_next_walk_is_made() -> None:
         walk.finish()
         assert len(done) == before + 1, places
         walk.close()
+    assert count > 20
