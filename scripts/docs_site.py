@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What is a page, in the repository.
@@ -25,6 +26,8 @@ PATTERNS = (
 #: Where a page is on the site, when not under its own name.
 ADDRESSES = {"docs/start.md": "index.html", "README.md": "overview.html"}
 STYLE = "docs/pictures/site.css"
+#: Of one page alone.
+SCRIPTS = {"docs/calculator.md": "docs/calculator.js"}
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 FETCHED = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"> ]+)"
@@ -38,7 +41,7 @@ def documents() -> list[Path]:
 
 def linked_files() -> list[Path]:
     """Return what pages link to beside pages: pictures, configurations, programs."""
-    found = {ROOT / STYLE}
+    found = {ROOT / name for name in (STYLE, *SCRIPTS.values())}
     for document in documents():
         for link in LINK.findall(document.read_text(encoding="utf-8")):
             target = (document.parent / link).resolve()
@@ -86,6 +89,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             file.dest_uri = file.url = ADDRESSES[name]
         found.append(file)
     return found
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Give a page its program. It is beside the page, and GitHub would show its text."""
+    script = SCRIPTS.get(page.file.src_uri)
+    return html if script is None else f'{html}\n<script src="{Path(script).name}"></script>'
 
 
 def on_post_build(config: MkDocsConfig) -> None:
