@@ -344,7 +344,7 @@ const RUN_FIELDS = [
 ];
 
 /** Return the value of a field, or NaN where it is none that a run could have. */
-function numberIn(form, name) {
+function readNumber(form, name) {
   const field = form.elements[name];
   return field.checkValidity() && field.value !== "" ? Number(field.value) : NaN;
 }
@@ -400,7 +400,7 @@ function startCalculator(place) {
     }
   };
   const show = () => {
-    const read = (names) => Object.fromEntries(names.map((name) => [name, numberIn(form, name)]));
+    const read = (names) => Object.fromEntries(names.map((name) => [name, readNumber(form, name)]));
     const model = read(MODEL_FIELDS.map(([name]) => name));
     const run = read(RUN_FIELDS.map(([name]) => name));
     MODEL_FLAGS.forEach(([name]) => (model[name] = form.elements[name].checked));

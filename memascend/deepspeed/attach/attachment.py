@@ -5,16 +5,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import platform
 import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from memascend.config.environment import local_rank, local_world_size
 from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
@@ -45,6 +48,7 @@ class Attachment:
         self._heap = heap
         self._drives = drives
         self._rank = dist.get_rank()
+        self._speaks = speaks_for_machine(self._rank)
         self._is_finished = False
         self._trace = trace
         # Scripts that end without engine.destroy() get their report all the same.
@@ -55,6 +59,7 @@ class Attachment:
         """Return every host byte of ours by component, planned and measured."""
         return replace(
             self.runtime.ledger(),
+            machine=platform.node(),
             drives=() if self._drives is None else self._drives.drives,
             heap="" if self._heap is None else self._heap.describe(),
             device_bytes_peak=_device_bytes_peak(),
@@ -91,11 +96,11 @@ class Attachment:
         return stops and wear is not None and wear.is_over_budget
 
     def finish(self) -> None:
-        """Say that this rank is through; log and write what was measured, on rank 0, once."""
+        """Say that this rank is through; log and write what was measured, once on each machine."""
         self._tell_what_failed_last()
         if self.status is not None:
             self.status.finish()
-        if self._is_finished or self._rank != 0:
+        if self._is_finished or not self._speaks:
             return
         self._is_finished = True
         if self._drives is not None:
@@ -103,14 +108,16 @@ class Attachment:
         ledger = self.ledger()
         if self._trace is not None:
             self._trace.end(ledger.as_dict())
-        log.info("memascend: host memory of this rank, measured:\n%s", ledger.describe())
+        whose = f"rank {self._rank}, the first on {ledger.machine}" if self._rank else "this rank"
+        log.info("memascend: host memory of %s, measured:\n%s", whose, ledger.describe())
         if self.runtime.config.report is not None:
+            report = report_of_rank(self.runtime.config.report, self._rank)
             try:
-                ledger.write(self.runtime.config.report)
+                ledger.write(report)
             except OSError as error:
                 log.error(
                     "memascend: cannot write memascend.report=%r: %s. The table above has it all",
-                    self.runtime.config.report,
+                    report,
                     error.strerror or error,
                 )
 
@@ -142,6 +149,18 @@ class Attachment:
         # As stock, which makes its folders where there are none; it need not be the store's.
         provide_directory(nvme_path)
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
+
+
+def speaks_for_machine(rank: int) -> bool:
+    """Return whether a rank gives the account of its machine, whose drives no other one sees."""
+    is_on_another = rank >= local_world_size()
+    return rank == 0 or (is_on_another and local_rank() == 0)
+
+
+def report_of_rank(report: str, rank: int) -> str:
+    """Return the file of a rank that speaks for its machine: "a.rank8.json" beside "a.json"."""
+    path = Path(report)
+    return str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}")) if rank else report
 
 
 def attachment_of_optimizer(optimizer: Any) -> Attachment | None:

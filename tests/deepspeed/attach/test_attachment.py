@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import platform
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -141,8 +142,12 @@ def test_without_a_store_nothing_is_over_the_budget(make: Make) -> None:
 # -- the report ----------------------------------------------------------------------------------
 
 
-def test_a_report_is_written_once_and_by_rank_0_alone(make: Make, tmp_path: Path) -> None:
+def test_a_report_is_written_once_and_by_rank_0_alone(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = tmp_path / "ledger.json"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     make(rank=1, report=str(report)).finish()
     assert not report.exists()
     attachment = make(report=str(report))
@@ -150,6 +155,30 @@ def test_a_report_is_written_once_and_by_rank_0_alone(make: Make, tmp_path: Path
     assert json.loads(report.read_text())["limit_bytes"] is None
     attachment.finish()
     assert attachment.runtime.ledger_count == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "speaks"),
+    [(0, 0, True), (1, 1, False), (2, 0, True), (3, 1, False)],
+)
+def test_the_first_rank_of_every_machine_tells_of_its_drives(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    local: int,
+    speaks: bool,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    make(rank=rank, report=str(tmp_path / "ledger.json")).finish()
+    written = [path.name for path in tmp_path.iterdir()]
+    assert written == ([f"ledger.rank{rank}.json" if rank else "ledger.json"] if speaks else [])
+    assert ("host memory of" in caplog.text) == speaks
+    if rank and speaks:
+        assert f"rank {rank}, the first on {platform.node()}" in caplog.text
+        assert json.loads((tmp_path / written[0]).read_text())["machine"] == platform.node()
 
 
 def test_a_report_that_cannot_be_written_any_more_is_logged(
