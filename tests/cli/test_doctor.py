@@ -22,7 +22,7 @@ from memascend.system.heap import Heap
 from memascend.system.mounts import filesystem_of
 
 CHECKS = ["system", "torch", "deepspeed", "activation", "io_uring", "page lock", "huge pages"]
-CHECKS += ["host memory", "heap", "libaio", "device"]
+CHECKS += ["host memory", "heap", "compiler", "libaio", "device"]
 
 
 def diagnose(
@@ -218,6 +218,30 @@ def test_stocks_own_io_needs_library_headers_and_a_compiler(
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: library)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
     assert doctor._libaio().state == state
+
+
+@pytest.mark.parametrize(
+    ("compiler", "header", "found"),
+    [
+        ("c++", "Python.h", "can build its operators"),
+        (None, "Python.h", "a C++ compiler missing"),
+        ("c++", "other.h", "Python's headers missing"),
+        (None, "other.h", "a C++ compiler and Python's headers missing"),
+    ],
+)
+def test_operators_of_deepspeed_need_a_compiler_and_headers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: str | None,
+    header: str,
+    found: str,
+) -> None:
+    (tmp_path / header).touch()
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
+    check = doctor._compiler()
+    assert found in check.found
+    assert (check.state == "ok") == (check.fix == "") == (found == "can build its operators")
 
 
 # -- the kernel ------------------------------------------------------------------------------------
