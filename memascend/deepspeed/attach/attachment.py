@@ -80,9 +80,9 @@ class Attachment:
         return nullcontext() if self._trace is None else self._trace.phase(name)
 
     def note_step(self) -> None:
-        """Count an optimizer step; log it on rank 0 when the write budget is first exceeded."""
+        """Count an optimizer step; log once on a machine that its write budget is exceeded."""
         wear = self.runtime.note_step()
-        if wear is not None and self._rank == 0:
+        if wear is not None and self._speaks:
             stops = self.runtime.config.wear.over_budget == "stop"
             after = "Training stops after the next checkpoint" if stops else "Training goes on"
             log.warning(

@@ -91,6 +91,13 @@ def make(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> M
     return run
 
 
+@pytest.fixture
+def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process be the second rank of its machine."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+
 # -- the plan and the budget of writes -----------------------------------------------------------
 
 
@@ -125,7 +132,7 @@ def test_a_budget_that_is_exceeded_is_said_once_with_what_comes_of_it(
 
 
 def test_other_ranks_say_nothing_of_the_budget_and_stop_all_the_same(
-    make: Make, caplog: pytest.LogCaptureFixture
+    make: Make, second_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     attachment = make(rank=1, wear={"write_budget": 5, "over_budget": "stop"})
     attachment.note_step()
@@ -143,13 +150,12 @@ def test_without_a_store_nothing_is_over_the_budget(make: Make) -> None:
 
 
 def test_a_report_is_written_once_and_by_rank_0_alone(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, second_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = tmp_path / "ledger.json"
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     make(rank=1, report=str(report)).finish()
-    assert not report.exists()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
     attachment = make(report=str(report))
     attachment.finish()
     assert json.loads(report.read_text())["limit_bytes"] is None
