@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What is a page, in the repository.
@@ -25,6 +26,10 @@ PATTERNS = (
 #: Where a page is on the site, when not under its own name.
 ADDRESSES = {"docs/start.md": "index.html", "README.md": "overview.html"}
 STYLE = "docs/pictures/site.css"
+#: Of one page alone.
+SCRIPTS = {"docs/calculator.md": "docs/calculator.js"}
+#: Whose pages are about files beside them; on the site those are listed below the page.
+FOLDERS, FILES = ("configs", "examples"), ("*.json", "*.py", "*.yaml", "data/*.jsonl")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 FETCHED = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"> ]+)"
@@ -38,13 +43,21 @@ def documents() -> list[Path]:
 
 def linked_files() -> list[Path]:
     """Return what pages link to beside pages: pictures, configurations, programs."""
-    found = {ROOT / STYLE}
+    found = {ROOT / name for name in (STYLE, *SCRIPTS.values())}
     for document in documents():
         for link in LINK.findall(document.read_text(encoding="utf-8")):
             target = (document.parent / link).resolve()
             if "://" not in link and target.suffix != ".md" and target.is_file():
                 found.add(target)
+        found.update(files_beside(document))
     return sorted(found)
+
+
+def files_beside(document: Path) -> list[Path]:
+    """Return the configurations and programs that a page is about, where it is about such."""
+    if document.relative_to(ROOT).parts[0] not in FOLDERS:
+        return []
+    return sorted(path for pattern in FILES for path in document.parent.glob(pattern))
 
 
 def navigation(entries: list[Any]) -> list[Any]:
@@ -86,6 +99,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             file.dest_uri = file.url = ADDRESSES[name]
         found.append(file)
     return found
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """List the files that a page is about below it."""
+    document = ROOT / page.file.src_uri
+    names = [path.relative_to(document.parent).as_posix() for path in files_beside(document)]
+    links = [f"- [{name}]({name})" for name in names]
+    return "\n".join([markdown, "", "## Files", "", *links]) if links else markdown
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Give a page its program. It is beside the page, and GitHub would show its text."""
+    script = SCRIPTS.get(page.file.src_uri)
+    return html if script is None else f'{html}\n<script src="{Path(script).name}"></script>'
 
 
 def on_post_build(config: MkDocsConfig) -> None:

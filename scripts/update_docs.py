@@ -19,9 +19,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from memascend.base.units import GIB
+from memascend.base.units import GIB, PAGE_BYTES
 from memascend.cli.main import main as run_memascend
-from memascend.config.block import MemAscendConfig
+from memascend.config.block import ActivationConfig, MemAscendConfig
+from memascend.plan import knobs, stock
+from memascend.plan.context import HOST_RESERVE_BYTES, widths_of
+from memascend.plan.layers import FP32_BYTES
+from memascend.plan.request import PlanRequest
+from memascend.plan.shapes import ModelShapes, builtin, builtin_names
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- {}: written by scripts/update_docs.py -->", "<!-- end of {} -->"
@@ -67,6 +72,61 @@ def scaled(*, model: str = "Llama-3.1-70B", ranks: int = 8) -> str:
     return "\n".join(lines)
 
 
+def calculator() -> str:
+    """Return what the calculator's arithmetic goes by, as a statement of JavaScript."""
+    request, limits, settings = PlanRequest(), ActivationConfig(), stock.StockSettings()
+    master, states = request.master_itemsize, request.states_bytes
+    element_bytes = knobs.tiles_element_bytes(request, knobs.TILE_COUNT)
+    numbers = {
+        "models": {name: of_form(builtin(name)) for name in builtin_names()},
+        "page_bytes": PAGE_BYTES,
+        "fp32_bytes": FP32_BYTES,
+        "param_itemsize": request.param_itemsize,
+        "gradient_itemsize": request.gradient_itemsize,
+        "master_itemsize": master,
+        "states": request.states,
+        # Parameters, gradients, master weights, states: in the order in which they stay in memory.
+        "stream_itemsizes": [request.param_itemsize, request.gradient_itemsize, master, states],
+        "sub_group_size": request.sub_group_size,
+        "reuse_numel": request.reuse_numel,
+        "bounce_bytes": knobs.BOUNCE_BYTES,
+        "staging_bytes": knobs.STAGING_SLOT_COUNT * knobs.STAGING_SLOT_BYTES,
+        "staging_bytes_min": knobs.STAGING_SLOT_COUNT_MIN * knobs.STAGING_SLOT_BYTES_MIN,
+        "tile_numel": knobs.TILE_NUMEL,
+        "tile_numel_min": knobs.TILE_NUMEL_MIN,
+        "tiles_element_bytes": element_bytes + knobs.scratch_element_bytes(request),
+        "parameter_slots_bytes_min": knobs.PARAMETER_SLOTS_BYTES_MIN,
+        "slot_bytes_max": knobs.SLOT_BYTES_MAX,
+        "prefetch_bytes_min": knobs.PREFETCH_BYTES_MIN,
+        "repeated_count_min": knobs.REPEATED_COUNT_MIN,
+        "activation_bytes_min": limits.min_bytes,
+        "host_reserve_bytes": HOST_RESERVE_BYTES,
+        "aligned_bytes": stock.ALIGNED_BYTES,
+        "swappable_bytes_min": stock.SWAPPABLE_BYTES_MIN,
+        "buffer_count": settings.buffer_count,
+        "buffer_numel": settings.buffer_numel,
+        "resident_numel_max": settings.resident_numel_max,
+        "optimizer_buffer_count": max(settings.optimizer_buffer_count, request.states + 2),
+    }
+    return f"*/\nconst NUMBERS = {json.dumps(numbers, indent=2)};\n/*"
+
+
+def of_form(shapes: ModelShapes) -> dict[str, int | bool]:
+    """Return a decoder in the words of the calculator's form."""
+    widths = widths_of(shapes)
+    return {
+        "layers": widths.layers,
+        "hidden": widths.hidden,
+        "inner": widths.inner,
+        "experts": widths.experts,
+        "queries": widths.heads * widths.head_dim,
+        "keys": widths.kv_heads * widths.head_dim,
+        "vocabulary": widths.vocabulary,
+        "is_tied": bool(shapes.tied),
+        "has_bias": any(tensor.name.endswith("q_proj.bias") for tensor in shapes.tensors),
+    }
+
+
 _FIT = ("plan", "--table", "--fit", "--fused-loss")
 _ROOM = ("--device-memory", "24GiB", "--host-memory", "64GiB")
 _MEMORY = ROOT / "docs" / "memory.md"
@@ -76,6 +136,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "table of models": (ROOT / "README.md", lambda: printed("plan", "--table")),
     "table of models, one rank": (_MEMORY, lambda: printed("plan", "--table")),
     "table of models, eight ranks": (_MEMORY, lambda: printed("plan", "--table", "--world", "8")),
+    "numbers of the plan": (ROOT / "docs" / "calculator.js", calculator),
     "table of machines": (ROOT / "docs" / "scale.md", scaled),
     "table of contexts": (ROOT / "docs" / "context.md", lambda: printed(*_FIT)),
     "contexts in 24 GiB": (ROOT / "README.md", lambda: printed(*_FIT, *_ROOM)),

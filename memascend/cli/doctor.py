@@ -106,6 +106,7 @@ def examine(path: Path) -> list[Check]:
         _huge_pages(),
         _memory_limit(),
         _heap(),
+        _compiler(),
         _libaio(),
         _device(),
     ]
@@ -226,6 +227,20 @@ def _heap() -> Check:
     if settings and heap.is_glibc:
         fix = f"unset {' and '.join(settings)}, unless it gives back more than memascend's own"
     return Check("heap", "note", heap.describe(), fix)
+
+
+def _compiler() -> Check:
+    """Look for what DeepSpeed's operators need: a wheel of ours brings none of them."""
+    lacking = []
+    if not shutil.which(os.environ.get("CXX", "c++")):
+        lacking.append("a C++ compiler")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        lacking.append("Python's headers")
+    if not lacking:
+        found = "DeepSpeed can build its operators, in some minutes of the first run"
+        return Check("compiler", "ok", found)
+    found = f"{' and '.join(lacking)} missing: a run fails where DeepSpeed has to build operators"
+    return Check("compiler", "note", found, "apt-get install g++ python3-dev")
 
 
 def _libaio() -> Check:

@@ -193,7 +193,9 @@ class MemAscendConfig(Section):
         "plan needs, at most half of what is free",
     )
     report: PathText | None = Field(
-        None, description="file for the ledger as JSON, written by rank 0 at the end"
+        None,
+        description="file for the ledger as JSON, written by rank 0 at the end; the first rank of "
+        "every other machine writes its own beside that name, such as `report.rank8.json`",
     )
     status: bool | Annotated[PathText, Field(min_length=1)] = Field(
         True,

@@ -50,6 +50,7 @@ class Ledger:
         heap: What serves malloc, and what was set; empty where nobody looked.
         device_bytes_peak: The most that torch had of the device at once; None where it is the CPU.
         activations: What forward saved for backward; None where that stays on the device.
+        machine: The rank's, by name.
     """
 
     rows: Sequence[LedgerRow]
@@ -66,6 +67,7 @@ class Ledger:
     heap: str = ""
     device_bytes_peak: int | None = None
     activations: ActivationTraffic | None = None
+    machine: str = ""
 
     @property
     def planned_bytes(self) -> int:

@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from memascend.system.heap import Heap
 from memascend.system.mounts import filesystem_of
 
 CHECKS = ["system", "torch", "deepspeed", "activation", "io_uring", "page lock", "huge pages"]
-CHECKS += ["host memory", "heap", "libaio", "device"]
+CHECKS += ["host memory", "heap", "compiler", "libaio", "device"]
 
 
 def diagnose(
@@ -202,22 +203,22 @@ def test_what_keeps_memascend_from_being_loaded_is_found(
         assert all(f"{name}={value}" in check.found for name, value in environment.items())
 
 
-@pytest.mark.parametrize(
-    ("library", "compiler", "state"),
-    [("libaio.so.1", "g++", "ok"), (None, "g++", "note"), ("libaio.so.1", None, "note")],
-)
-def test_stocks_own_io_needs_library_headers_and_a_compiler(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    library: str | None,
-    compiler: str | None,
-    state: str,
+@pytest.mark.parametrize("header", ["Python.h", "other.h"])
+@pytest.mark.parametrize("compiler", ["g++", None])
+@pytest.mark.parametrize("library", ["libaio.so.1", None])
+def test_what_deepspeed_builds_needs_a_compiler_headers_and_for_its_own_io_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Any, compiler: Any, header: str
 ) -> None:
     (tmp_path / "libaio.h").touch()
+    (tmp_path / header).touch()
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: library)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
-    assert doctor._libaio().state == state
+    assert (doctor._libaio().state == "ok") == (None not in (library, compiler))
+    operators = doctor._compiler()
+    assert ("a C++ compiler" in operators.found) == (compiler is None)
+    assert ("Python's headers" in operators.found) == (header == "other.h")
+    assert (operators.state == "ok") == (compiler is not None and header == "Python.h")
 
 
 # -- the kernel ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--exit-status", type=int, help="exit with this when told to end")
     parser.add_argument("--die-behind", type=int, help="be killed when this step has returned")
+    parser.add_argument("--timeout-s", type=float, help="wait so long for another rank")
     arguments = parser.parse_args()
     if arguments.exit_status is not None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(arguments.exit_status))
@@ -49,6 +51,9 @@ def main() -> None:
     engine = build(json.loads(arguments.config.read_text()), seed=2 if is_resumed else 1)
     if is_resumed:
         engine.load_checkpoint(str(arguments.checkpoints))
+    if arguments.timeout_s is not None:  # not before: one of them may start much later
+        timeout = timedelta(seconds=arguments.timeout_s)
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, None)
     print(f"ready {engine.global_steps}", flush=True)
     for step in range(engine.global_steps, arguments.steps):
         print("in a step", flush=True)

@@ -93,10 +93,8 @@ def retried_config(folder: Path, block: dict[str, Any]) -> Path:
     return path
 
 
-def run(
-    command: list[str], *, cwd: Path, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs `python COMMAND...` in this interpreter's environment; stdout and stderr together."""
+def program_environment() -> dict[str, str]:
+    """Return this interpreter's environment without what a launcher or a user has set in it."""
     defaults = {
         "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(REPOSITORY / ".venv" / "torch_extensions"),
@@ -105,13 +103,18 @@ def run(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
     programs = [str(Path(sys.executable).parent), inherited.get("PATH", "")]
+    fixed = {"PATH": os.pathsep.join(programs), "MKL_CBWR": "COMPATIBLE"}
+    return defaults | inherited | fixed
+
+
+def run(
+    command: list[str], *, cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python COMMAND...` in this interpreter's environment; stdout and stderr together."""
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
-        env=defaults
-        | inherited
-        | {"PATH": os.pathsep.join(programs), "MKL_CBWR": "COMPATIBLE"}
-        | (environment or {}),
+        env=program_environment() | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -6,23 +6,49 @@ says: the rank on the machine, how many are there, and where `nvme_path` and che
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import re
+import signal
 import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.integration.programs import BLOCK, REPOSITORY, free_port, losses, run, training_config
+from tests.integration.kill_runs import results
+from tests.integration.programs import (
+    BLOCK,
+    REPOSITORY,
+    TIMEOUT_S,
+    free_port,
+    losses,
+    program_environment,
+    run,
+    training_config,
+)
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "checkpoint_program.py"
+KILL_PROGRAM = PROGRAM.with_name("kill_program.py")
 WORLD = 2
+STEPS = 6
+#: After which a rank gives up one that does not answer; DeepSpeed's default is ten minutes.
+PATIENCE_S = 10.0
+#: Far below DeepSpeed's default, and more than a busy machine needs.
+END_TIMEOUT_S = 90.0
 OWN = {"checkpoint": {"use_node_local_storage": True}}
+SEARCH_PATH = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+}
 
 
 class Machines:
@@ -57,22 +83,55 @@ class Machines:
         """Return what is visible in the folders of all drives."""
         return [path for place in self.folders for path in (place / "drive").iterdir()]
 
-    def _run_one(
-        self, number: int, port: str, action: str, checkpoint: Path
-    ) -> subprocess.CompletedProcess[str]:
-        place, count = self.folders[number], len(self.folders)
-        launcher = [
+    def spawn(self, checkpoints: Path, *options: str) -> list[subprocess.Popen[str]]:
+        """Start training on all machines, to step 6; what is printed goes to a file `output`."""
+        port, environment = str(free_port()), program_environment() | SEARCH_PATH
+        started = []
+        for number, place in enumerate(self.folders):
+            program = [str(KILL_PROGRAM), str(place / "config.json"), str(checkpoints)]
+            command = [*self._launcher(number, port), *program, "--steps", str(STEPS), *options]
+            with (place / "output").open("w") as output:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, *command],
+                        cwd=place,
+                        env=environment,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
+        return started
+
+    def finish(self, checkpoints: Path) -> str:
+        """Train to step 6 on all machines; return the output of rank 0's."""
+        for process, place in zip(self.spawn(checkpoints), self.folders, strict=True):
+            assert process.wait(TIMEOUT_S) == 0, self.output(place)[-6000:]
+        return self.output(self.folders[0])
+
+    @staticmethod
+    def output(place: Path) -> str:
+        """Return what the program has printed so far on one machine."""
+        return (place / "output").read_text(encoding="utf-8")
+
+    def _launcher(self, number: int, port: str) -> list[str]:
+        count = len(self.folders)
+        return [
             *("-m", "torch.distributed.run"),
             *("--nnodes", str(count), "--node_rank", str(number)),
             *("--nproc_per_node", str(WORLD // count)),
             *("--master_addr", "127.0.0.1", "--master_port", port),
         ]
+
+    def _run_one(
+        self, number: int, port: str, action: str, checkpoint: Path
+    ) -> subprocess.CompletedProcess[str]:
+        place = self.folders[number]
         paths = [str(place / "config.json"), str(place / "drive"), str(checkpoint)]
-        search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         return run(
-            [*launcher, str(PROGRAM), *paths, action],
+            [*self._launcher(number, port), str(PROGRAM), *paths, action],
             cwd=place,
-            environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+            environment=SEARCH_PATH,
         )
 
 
@@ -130,3 +189,109 @@ def test_a_machine_whose_drive_cannot_be_used_ends_both(tmp_path: Path) -> None:
     first, second = two.start("save", [tmp_path / "checkpoint"] * 2)
     assert "MemAscendError: rank(s) 1 cannot begin" in first.stdout
     assert "Not a directory" in second.stdout
+# -- a machine that fails --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A run that lost one of its two machines, and what became of the other."""
+
+    machines: Machines
+    checkpoints: Path
+    survivor: Path
+    returncode: int
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        return Machines.output(self.survivor)
+
+    @property
+    def steps(self) -> int:
+        """Steps in the last complete checkpoint."""
+        return int((self.checkpoints / "latest").read_text().removeprefix("global_step"))
+
+
+def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return a launcher and all that it has started, known by their parents."""
+    first = psutil.Process(launcher.pid)
+    return [first, *first.children(recursive=True)]
+
+
+def lose(folder: Path, *, lost: int, how: signal.Signals, after_step: int) -> Loss:
+    """Train on two machines and send one of them a signal in the step after so many."""
+    machines = Machines(folder, 2, {"memascend": BLOCK | {"report": "report.json"}})
+    checkpoints = folder / "checkpoints"
+    started = machines.spawn(checkpoints, "--timeout-s", str(PATIENCE_S))
+    every = list(started)
+    try:
+        begun = f"saved {after_step}\nin a step\n"
+        deadline = time.monotonic() + TIMEOUT_S
+        while begun not in machines.output(machines.folders[0]):
+            assert time.monotonic() < deadline
+            assert all(process.poll() is None for process in started)
+            time.sleep(0.005)
+        every += [p for launcher in started for p in processes_of(launcher)]
+        for process in processes_of(started[lost]):
+            process.send_signal(how)
+        began = time.monotonic()
+        returncode = started[1 - lost].wait(END_TIMEOUT_S)
+        seconds = time.monotonic() - began
+    finally:
+        for process in every:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for process in started:
+            process.wait()
+    return Loss(machines, checkpoints, machines.folders[1 - lost], returncode, seconds)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Loss:
+    """A run whose first machine, that with the meeting point, is gone all of a sudden."""
+    return lose(tmp_path_factory.mktemp("killed"), lost=0, how=signal.SIGKILL, after_step=2)
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory: pytest.TempPathFactory) -> Loss:
+    """A run whose second machine answers no more, as if its power or network were gone."""
+    return lose(tmp_path_factory.mktemp("silent"), lost=1, how=signal.SIGSTOP, after_step=4)
+
+
+@pytest.fixture(params=["killed", "silent"])
+def loss(request: pytest.FixtureRequest) -> Loss:
+    found: Loss = request.getfixturevalue(request.param)
+    return found
+
+
+def test_a_machine_that_is_left_alone_ends_with_an_error(loss: Loss) -> None:
+    assert loss.returncode == 1
+    assert re.search(r"RuntimeError: .*(reset by peer|closed by peer|Timed out)", loss.output)
+    assert "terminate called" not in loss.output
+    print(f"ended after {loss.seconds:.1f} s")
+
+
+def test_a_machine_that_is_left_alone_tells_of_its_own_drives(loss: Loss) -> None:
+    rank = loss.machines.folders.index(loss.survivor)
+    name = f"report.rank{rank}.json" if rank else "report.json"
+    report = json.loads((loss.survivor / name).read_text())
+    assert report["machine"] == platform.node()
+    assert [volume["path"] for volume in report["volumes"]] == [str(loss.survivor / "drive")]
+    assert report["wear"]["written_bytes"] > 0
+    assert "host memory of " in loss.output
+
+
+def test_a_run_goes_on_from_the_last_checkpoint_on_two_machines_and_on_one(
+    killed: Loss, silent: Loss, tmp_path: Path
+) -> None:
+    """Each of the two is what the other would have become, step by step."""
+    assert (killed.steps, silent.steps) == (2, 4)
+    for found in (killed, silent):
+        assert found.machines.drives() == []
+    two = results(killed.machines.finish(killed.checkpoints))
+    one = results(Machines(tmp_path, 1).finish(silent.checkpoints))
+    undisturbed = results(Machines.output(silent.survivor))
+    assert {name for name in two if name.startswith("step")} == {f"step {n}" for n in range(2, 6)}
+    assert [two[f"step {n}"] for n in (2, 3)] == [undisturbed[f"step {n}"] for n in (2, 3)]
+    assert one == {name: value for name, value in two.items() if name not in ("step 2", "step 3")}
+    assert any(not name.startswith("step") for name in one), "no weights were compared"

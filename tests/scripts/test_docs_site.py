@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,3 +78,24 @@ def test_a_picture_is_described_and_needs_nothing_from_elsewhere(picture: Path) 
     assert known["desc"]
     assert text.replace('xmlns="http://www.w3.org/2000/svg"', "").count("://") == 0
     assert "prefers-color-scheme: dark" in text
+
+
+def test_a_page_of_examples_has_their_files_and_others_have_none(site: ModuleType) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="examples/trainer/README.md"))
+    assert site.on_page_markdown("text", page).endswith(
+        "- [ds_config.json](ds_config.json)\n- [train.py](train.py)"
+    )
+    page.file.src_uri = "examples/README.md"
+    assert "[data/text.jsonl](data/text.jsonl)" in site.on_page_markdown("text", page)
+    page.file.src_uri = "docs/memory.md"
+    assert site.on_page_markdown("text", page) == "text"
+    named = ("examples/trainer/train.py", "examples/data/text.jsonl", "configs/nvme_gpu.json")
+    assert {ROOT / name for name in named} <= set(site.linked_files())
+
+
+def test_a_page_with_a_program_gets_it_and_others_do_not(site: ModuleType) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="docs/calculator.md"))
+    assert site.on_page_content("text", page).endswith('<script src="calculator.js"></script>')
+    page.file.src_uri = "docs/memory.md"
+    assert site.on_page_content("text", page) == "text"
+    assert all((ROOT / script).is_file() for script in site.SCRIPTS.values())

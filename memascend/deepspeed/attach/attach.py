@@ -25,7 +25,7 @@ from memascend.config.deepspeed_json import flag, section, whole
 from memascend.config.environment import local_world_size, malloc_settings, trace_folder
 from memascend.deepspeed.attach import models
 from memascend.deepspeed.attach.agreement import all_or_none, check_agreement
-from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.attach.attachment import Attachment, speaks_for_machine
 from memascend.deepspeed.attach.device import device_of
 from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
@@ -106,7 +106,7 @@ def _build(
         **sizes,
     )
     _log_armed(config, ds_config, runtime, heap)
-    drives = _watch_drives(config, directory) if dist.get_rank() == 0 else None
+    drives = _watch_drives(config, directory) if speaks_for_machine(dist.get_rank()) else None
     trace = None if folder is None else Trace(folder, partial(_measure, runtime, events))
     return runtime, drives, heap, trace
 
@@ -234,14 +234,14 @@ def _stock_aio_handle(ds_config: Mapping[str, Any]) -> Any:
 
 
 def _show_log_lines() -> None:
-    """Make our INFO lines visible on rank 0, unless the application set our logger up itself.
+    """Make our INFO lines visible once on each machine, unless the application set our logger up.
 
     DeepSpeed's own handler lets nothing below WARNING pass; only its format is borrowed.
     """
     ours = logging.getLogger("memascend")
     if ours.level != logging.NOTSET or ours.handlers:
         return
-    ours.setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
+    ours.setLevel(logging.INFO if speaks_for_machine(dist.get_rank()) else logging.WARNING)
     if not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         if deepspeed_logger.handlers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import platform
 import sys
 import tempfile
 import weakref
@@ -17,6 +18,7 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from memascend.config.environment import local_rank, local_world_size
 from memascend.deepspeed.attach import models
 from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
@@ -48,6 +50,7 @@ class Attachment:
         self._heap = heap
         self._drives = drives
         self._rank = dist.get_rank()
+        self._speaks = speaks_for_machine(self._rank)
         self._is_finished = False
         self._report = self._claim_report()
         models.join(self, runtime.limit_bytes)
@@ -60,6 +63,7 @@ class Attachment:
         """Return every host byte of ours by component, planned and measured."""
         return replace(
             self.runtime.ledger(),
+            machine=platform.node(),
             drives=() if self._drives is None else self._drives.drives,
             heap="" if self._heap is None else self._heap.describe(),
             device_bytes_peak=_device_bytes_peak(),
@@ -80,9 +84,9 @@ class Attachment:
         return nullcontext() if self._trace is None else self._trace.phase(name)
 
     def note_step(self) -> None:
-        """Count an optimizer step; log it on rank 0 when the write budget is first exceeded."""
+        """Count an optimizer step; log once on a machine that its write budget is exceeded."""
         wear = self.runtime.note_step()
-        if wear is not None and self._rank == 0:
+        if wear is not None and self._speaks:
             stops = self.runtime.config.wear.over_budget == "stop"
             after = "Training stops after the next checkpoint" if stops else "Training goes on"
             log.warning(
@@ -96,7 +100,7 @@ class Attachment:
         return stops and wear is not None and wear.is_over_budget
 
     def finish(self, *, is_well: bool = True) -> None:
-        """Say that this rank is through; log and write what was measured, on rank 0, once.
+        """Say that this rank is through; log and write what was measured, once on each machine.
 
         Args:
             is_well: False where an error has ended the program: such a rank died.
@@ -105,7 +109,7 @@ class Attachment:
         models.leave(self)
         if self.status is not None and is_well:
             self.status.finish()
-        if self._is_finished or self._rank != 0:
+        if self._is_finished or not self._speaks:
             return
         self._is_finished = True
         if self._drives is not None:
@@ -113,7 +117,8 @@ class Attachment:
         ledger = self.ledger()
         if self._trace is not None:
             self._trace.end(ledger.as_dict())
-        log.info("memascend: host memory of this rank, measured:\n%s", ledger.describe())
+        whose = f"rank {self._rank}, the first on {ledger.machine}" if self._rank else "this rank"
+        log.info("memascend: host memory of %s, measured:\n%s", whose, ledger.describe())
         if self._report is not None:
             try:
                 ledger.write(self._report)
@@ -125,12 +130,12 @@ class Attachment:
                 )
 
     def _claim_report(self) -> Path | None:
-        """Return where this model's report goes; None on other ranks and without one."""
-        named = self.runtime.config.report
-        if named is None or self._rank != 0:
+        """Return where this model's report goes; None without one, and on ranks that write none."""
+        if self.runtime.config.report is None or not self._speaks:
             return None
-        claimed = models.claim_report(Path(named))
-        if claimed != Path(named).absolute():
+        named = report_of_rank(Path(self.runtime.config.report), self._rank)
+        claimed = models.claim_report(named)
+        if claimed != named.absolute():
             log.info(
                 "memascend: the report of this model will be in %s: %s is that of another model of "
                 "this process",
@@ -167,6 +172,17 @@ class Attachment:
         # As stock, which makes its folders where there are none; it need not be the store's.
         provide_directory(nvme_path)
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
+
+
+def speaks_for_machine(rank: int) -> bool:
+    """Return whether a rank gives the account of its machine, whose drives no other one sees."""
+    is_on_another = rank >= local_world_size()
+    return rank == 0 or (is_on_another and local_rank() == 0)
+
+
+def report_of_rank(report: Path, rank: int) -> Path:
+    """Return the file of a rank that speaks for its machine: "a.rank8.json" beside "a.json"."""
+    return report.with_name(f"{report.stem}.rank{rank}{report.suffix}") if rank else report
 
 
 def attachment_of_optimizer(optimizer: Any) -> Attachment | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import platform
 import sys
 import weakref
 from collections.abc import Callable
@@ -93,6 +94,13 @@ def make(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> M
     return run
 
 
+@pytest.fixture
+def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process be the second rank of its machine."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+
 # -- the plan and the budget of writes -----------------------------------------------------------
 
 
@@ -127,7 +135,7 @@ def test_a_budget_that_is_exceeded_is_said_once_with_what_comes_of_it(
 
 
 def test_other_ranks_say_nothing_of_the_budget_and_stop_all_the_same(
-    make: Make, caplog: pytest.LogCaptureFixture
+    make: Make, second_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     attachment = make(rank=1, wear={"write_budget": 5, "over_budget": "stop"})
     attachment.note_step()
@@ -144,15 +152,42 @@ def test_without_a_store_nothing_is_over_the_budget(make: Make) -> None:
 # -- the report ----------------------------------------------------------------------------------
 
 
-def test_a_report_is_written_once_and_by_rank_0_alone(make: Make, tmp_path: Path) -> None:
+def test_a_report_is_written_once_and_by_rank_0_alone(
+    make: Make, second_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = tmp_path / "ledger.json"
     make(rank=1, report=str(report)).finish()
-    assert not report.exists()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
     attachment = make(report=str(report))
     attachment.finish()
     assert json.loads(report.read_text())["limit_bytes"] is None
     attachment.finish()
     assert attachment.runtime.ledger_count == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "speaks"),
+    [(0, 0, True), (1, 1, False), (2, 0, True), (3, 1, False)],
+)
+def test_the_first_rank_of_every_machine_tells_of_its_drives(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    local: int,
+    speaks: bool,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    make(rank=rank, report=str(tmp_path / "ledger.json")).finish()
+    written = [path.name for path in tmp_path.iterdir()]
+    assert written == ([f"ledger.rank{rank}.json" if rank else "ledger.json"] if speaks else [])
+    assert ("host memory of" in caplog.text) == speaks
+    if rank and speaks:
+        assert f"rank {rank}, the first on {platform.node()}" in caplog.text
+        assert json.loads((tmp_path / written[0]).read_text())["machine"] == platform.node()
 
 
 def test_a_report_that_cannot_be_written_any_more_is_logged(

@@ -1,0 +1,425 @@
+// The calculator of docs/calculator.md: the account of `memascend plan` for a decoder, in bytes.
+// Sizes and models come from memascend/plan; tests/scripts/test_calculator.py compares the results, to the byte.
+// bf16, AdamW, one micro-step, every other key of the DeepSpeed JSON as `memascend plan` takes it without --config.
+"use strict";
+
+/*
+<!-- numbers of the plan: written by scripts/update_docs.py -->
+*/
+const NUMBERS = {
+  "models": {
+    "Llama-3.1-70B": {
+      "layers": 80,
+      "hidden": 8192,
+      "inner": 28672,
+      "experts": 0,
+      "queries": 8192,
+      "keys": 1024,
+      "vocabulary": 128256,
+      "is_tied": false,
+      "has_bias": false
+    },
+    "Llama-3.1-8B": {
+      "layers": 32,
+      "hidden": 4096,
+      "inner": 14336,
+      "experts": 0,
+      "queries": 4096,
+      "keys": 1024,
+      "vocabulary": 128256,
+      "is_tied": false,
+      "has_bias": false
+    },
+    "Mixtral-8x7B": {
+      "layers": 32,
+      "hidden": 4096,
+      "inner": 14336,
+      "experts": 8,
+      "queries": 4096,
+      "keys": 1024,
+      "vocabulary": 32000,
+      "is_tied": false,
+      "has_bias": false
+    },
+    "Qwen2.5-14B": {
+      "layers": 48,
+      "hidden": 5120,
+      "inner": 13824,
+      "experts": 0,
+      "queries": 5120,
+      "keys": 1024,
+      "vocabulary": 152064,
+      "is_tied": false,
+      "has_bias": true
+    },
+    "Qwen2.5-32B": {
+      "layers": 64,
+      "hidden": 5120,
+      "inner": 27648,
+      "experts": 0,
+      "queries": 5120,
+      "keys": 1024,
+      "vocabulary": 152064,
+      "is_tied": false,
+      "has_bias": true
+    },
+    "Qwen2.5-7B": {
+      "layers": 28,
+      "hidden": 3584,
+      "inner": 18944,
+      "experts": 0,
+      "queries": 3584,
+      "keys": 512,
+      "vocabulary": 152064,
+      "is_tied": false,
+      "has_bias": true
+    }
+  },
+  "page_bytes": 4096,
+  "fp32_bytes": 4,
+  "param_itemsize": 2,
+  "gradient_itemsize": 2,
+  "master_itemsize": 4,
+  "states": 2,
+  "stream_itemsizes": [
+    2,
+    2,
+    4,
+    8
+  ],
+  "sub_group_size": 1000000000,
+  "reuse_numel": 1000000000,
+  "bounce_bytes": 4194304,
+  "staging_bytes": 33554432,
+  "staging_bytes_min": 524288,
+  "tile_numel": 1048576,
+  "tile_numel_min": 16384,
+  "tiles_element_bytes": 52,
+  "parameter_slots_bytes_min": 4194304,
+  "slot_bytes_max": 536870912,
+  "prefetch_bytes_min": 33554432,
+  "repeated_count_min": 3,
+  "activation_bytes_min": 1048576,
+  "host_reserve_bytes": 3221225472,
+  "aligned_bytes": 1024,
+  "swappable_bytes_min": 1048576,
+  "buffer_count": 5,
+  "buffer_numel": 100000000,
+  "resident_numel_max": 1000000000,
+  "optimizer_buffer_count": 4
+};
+/*
+<!-- end of numbers of the plan -->
+*/
+
+const GIB = 2 ** 30;
+const roundedUp = (count, step) => Math.ceil(count / step) * step;
+const powerOfTwoUp = (nbytes) => (nbytes ? 2 ** Math.ceil(Math.log2(nbytes)) : 0);
+const pageUp = (nbytes) => roundedUp(nbytes, NUMBERS.page_bytes);
+const pageDown = (nbytes) => Math.floor(nbytes / NUMBERS.page_bytes) * NUMBERS.page_bytes;
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+const most = (values) => values.reduce((largest, value) => Math.max(largest, value), 0);
+
+/** Return every parameter of a model, in the module's order: the name of its layer, elements, whether it is a vector. */
+function tensorsOf(model) {
+  const { hidden, inner, layers, vocabulary, queries, keys, experts } = model;
+  const found = [];
+  const add = (layer, ...shapes) => {
+    for (const shape of shapes) {
+      found.push({ layer, numel: shape.reduce((product, n) => product * n, 1), isVector: shape.length === 1 });
+    }
+  };
+  const linear = (rows) => (model.has_bias ? [[rows, hidden], [rows]] : [[rows, hidden]]);
+  add("embedding", [vocabulary, hidden]);
+  for (let layer = 0; layer < layers; layer += 1) {
+    add(layer, ...linear(queries), ...linear(keys), ...linear(keys), [hidden, queries]);
+    if (experts) {
+      add(layer, [experts, hidden], [experts, 2 * inner, hidden], [experts, hidden, inner]);
+    } else {
+      add(layer, [inner, hidden], [inner, hidden], [hidden, inner]);
+    }
+    add(layer, [hidden], [hidden]);
+  }
+  add("norm", [hidden]);
+  if (!model.is_tied) {
+    add("head", [vocabulary, hidden]);
+  }
+  return found;
+}
+
+/** Return DeepSpeed's sub-groups, those of vectors last; `numel` and `shards` are of one rank. */
+function subGroupsOf(tensors, world) {
+  const groups = [];
+  for (const isVector of [false, true]) {
+    let group = null;
+    for (const tensor of tensors.filter((one) => one.isVector === isVector)) {
+      if (group === null || group.numel >= NUMBERS.sub_group_size) {
+        group = { isVector, tensors: [], numel: 0 };
+        groups.push(group);
+      }
+      group.tensors.push(tensor);
+      group.numel += Math.ceil(tensor.numel / world);
+    }
+  }
+  return groups;
+}
+
+/** Return what forward and backward read of parameters: what forward used last stays on the device. */
+function passesBytes(nbytes, numel) {
+  const kept = Math.min(numel, Math.floor(NUMBERS.reuse_numel / 2));
+  return 2 * nbytes - Number((BigInt(nbytes) * BigInt(kept)) / BigInt(numel)); // the product is beyond 2^53
+}
+
+/** Return the account of one rank with memascend, or the least limit where the one stated is below it. */
+function memascendAccount(model, tensors, groups, { world, limit, tokens }) {
+  const N = NUMBERS;
+  const slotSets = tokens ? 2 : 1;
+  const sizes = tensors.map((tensor) => pageUp(Math.ceil(tensor.numel / world) * N.param_itemsize));
+  const fitting = sizes.filter((size) => size <= N.slot_bytes_max);
+  const counts = new Map();
+  fitting.forEach((size) => counts.set(size, (counts.get(size) ?? 0) + 1));
+  const repeated = fitting.filter((size) => counts.get(size) >= N.repeated_count_min);
+  const slot = most(repeated) || most(fitting) || N.slot_bytes_max;
+  const inLayers = new Map();
+  tensors.forEach((tensor, index) => {
+    const size = sizes[index] <= slot ? sizes[index] : 0;
+    inLayers.set(tensor.layer, (inLayers.get(tensor.layer) ?? 0) + size);
+  });
+  const layer = Math.max(N.parameter_slots_bytes_min, most([...inLayers.values()]) + slot);
+  const ahead = Math.min(Math.max(N.prefetch_bytes_min, 2 * slot), sum(sizes));
+  const largest = roundedUp(most(groups.map((group) => group.numel)), N.page_bytes);
+  const least =
+    N.bounce_bytes + slotSets * N.staging_bytes_min + N.parameter_slots_bytes_min +
+    Math.min(largest, N.tile_numel_min) * N.tiles_element_bytes;
+  if (limit && limit < least) {
+    return { least };
+  }
+  let host =
+    N.bounce_bytes + slotSets * N.staging_bytes + layer + ahead +
+    Math.min(largest, N.tile_numel) * N.tiles_element_bytes;
+  const numel = sum(tensors.map((tensor) => Math.ceil(tensor.numel / world)));
+  const streams = N.stream_itemsizes.map((itemsize) => itemsize * numel);
+  let room = limit ? Math.max(0, pageDown(limit - host)) : 0;
+  host = limit ? Math.min(limit, host) : host;
+  const drive = streams.map((nbytes) => {
+    const kept = Math.min(nbytes, room);
+    room -= Math.min(pageUp(nbytes), room);
+    host += pageUp(kept);
+    return nbytes - kept;
+  });
+  const [parameters, ...others] = drive;
+  const saved = activationBytes(model, tokens);
+  const whole = sum(tensors.map((tensor) => tensor.numel));
+  return {
+    least,
+    host,
+    peak: host,
+    drive: sum(drive) + saved,
+    read: passesBytes(parameters, whole) + sum(others) + saved,
+    written: sum(drive) + saved,
+  };
+}
+
+/** Return what goes to the drive of a micro-step: checkpoints of layers, and what the last norm and the loss save. */
+function activationBytes(model, tokens) {
+  const { param_itemsize: itemsize, fp32_bytes: fp32 } = NUMBERS;
+  const hidden = tokens * model.hidden * itemsize;
+  if (hidden < NUMBERS.activation_bytes_min) {
+    return 0; // smaller ones stay on the device
+  }
+  const norm = tokens * (fp32 * model.hidden + fp32) + 2 * hidden;
+  return model.layers * hidden + norm + tokens * fp32 * model.vocabulary;
+}
+
+/** Return the account of one rank with stock DeepSpeed; the names of terms are those of memascend/plan/stock.py. */
+function stockAccount(model, tensors, groups, { world, tokens }) {
+  const N = NUMBERS;
+  const aligned = (numel, itemsize) => roundedUp(numel, N.aligned_bytes / itemsize) * itemsize;
+  const shard = (tensor) => Math.ceil(tensor.numel / world);
+  const nbytes = (tensor) => shard(tensor) * N.param_itemsize;
+  const isSwappable = (tensor) => nbytes(tensor) >= N.swappable_bytes_min;
+  const isSwapped = (group) => group.numel * N.master_itemsize >= N.swappable_bytes_min;
+
+  let [cache, seen] = [0, 0];
+  const resident = new Set();
+  for (const isVector of [false, true]) {
+    const kind = groups.filter((group) => group.isVector === isVector);
+    const all = sum(kind.map((group) => group.numel));
+    const room = Math.min(all, Math.max(0, N.resident_numel_max - seen));
+    seen += all;
+    cache += powerOfTwoUp(room * N.param_itemsize);
+    let end = 0;
+    for (const group of kind) {
+      end += group.numel;
+      if (end <= room) {
+        resident.add(group);
+      }
+    }
+  }
+  const kept = new Set([...resident].flatMap((group) => group.tensors));
+  const learning = sum(groups.map((group) => group.numel));
+  const groupMax = most(groups.map((group) => group.numel));
+  const largest = groups.find((group) => group.numel === groupMax);
+  const isAllResident = groups.every((group) => resident.has(group));
+  const flat = powerOfTwoUp(N.gradient_itemsize * learning);
+  const widest = most(tensors.filter(isSwappable).map(shard));
+  const host = sum([
+    N.buffer_count * aligned(Math.max(N.buffer_numel, widest), N.param_itemsize),
+    cache,
+    isAllResident ? 0 : sum(largest.tensors.map((tensor) => aligned(tensor.numel, N.param_itemsize))),
+    N.optimizer_buffer_count * aligned(groupMax, N.master_itemsize),
+    flat,
+    ...tensors.filter((one) => !isSwappable(one) && !kept.has(one)).map((one) => powerOfTwoUp(nbytes(one))),
+    ...groups.filter((group) => !isSwapped(group)).map((group) => {
+      const master = group.numel * N.master_itemsize;
+      return master * (1 + N.states) + powerOfTwoUp(master);
+    }),
+  ]);
+
+  const swapped = groups.filter(isSwapped);
+  const first = host - flat + N.master_itemsize * groupMax; // gradients of the first sub-group, before flat ones
+  const start = Math.max(host + N.gradient_itemsize * learning, first);
+  const state = N.master_itemsize * N.states * most(swapped.map((group) => group.numel));
+  const checkpoints = model.layers * powerOfTwoUp(tokens * model.hidden * N.param_itemsize);
+
+  const onDrive = tensors.filter(isSwappable);
+  const travelling = sum(onDrive.filter((tensor) => !kept.has(tensor)).map(nbytes));
+  const step = N.aligned_bytes / N.fp32_bytes;
+  const gradients = sum(
+    swapped
+      .flatMap((group) => group.tensors)
+      .map((tensor) => Math.floor(shard(tensor) / step) * step * N.fp32_bytes)
+      .filter((size) => size >= N.swappable_bytes_min)
+  );
+  const master = sum(swapped.map((group) => aligned(group.numel, N.master_itemsize)));
+  const others = gradients + master * (1 + N.states);
+  return {
+    host,
+    peak: Math.max(start, host + state + checkpoints),
+    drive: sum(onDrive.map((tensor) => aligned(shard(tensor), N.param_itemsize))) + others,
+    read: passesBytes(travelling, sum(tensors.map((tensor) => tensor.numel))) + others,
+    written: travelling + others,
+  };
+}
+
+/**
+ * Return both accounts of one rank.
+ * options: world (ranks), limit (bytes of host memory, 0 without one), tokens (of a micro-step whose checkpoints leave
+ * the device, 0 where they stay).
+ */
+function accountsOf(model, options) {
+  const tensors = tensorsOf(model);
+  const groups = subGroupsOf(tensors, options.world);
+  return {
+    parameters: sum(tensors.map((tensor) => tensor.numel)),
+    stock: stockAccount(model, tensors, groups, options),
+    memascend: memascendAccount(model, tensors, groups, options),
+  };
+}
+
+// -- the form ------------------------------------------------------------------------------------
+
+const OWN = "own numbers";
+const COUNT_MAX = 1e9; // what a field takes; keeps the arithmetic finite
+const LAYERS_MAX = 1e4; // and the page quick
+const MODEL_FIELDS = [
+  ["layers", "layers"],
+  ["hidden", "hidden size"],
+  ["inner", "width of the MLP, or of an expert"],
+  ["experts", "experts of a layer, 0 without"],
+  ["queries", "heads times their size"],
+  ["keys", "key-value heads times their size"],
+  ["vocabulary", "vocabulary"],
+];
+const MODEL_FLAGS = [
+  ["is_tied", "the output head is the embedding"],
+  ["has_bias", "queries, keys and values have biases"],
+];
+const RUN_FIELDS = [
+  ["nodes", "machines", 1],
+  ["ranks", "GPUs of each", 1],
+  ["memory", "host memory of each, GiB", 64],
+  ["limit", "host_memory_limit, GiB; 0: none", 0],
+  ["tokens", "tokens of a micro-step whose checkpoints leave the device; 0: none do", 0],
+];
+
+/** Return the value of a field, or NaN where it is none that a run could have. */
+function readNumber(form, name) {
+  const field = form.elements[name];
+  return field.checkValidity() && field.value !== "" ? Number(field.value) : NaN;
+}
+
+/** Return the table of both accounts for one machine, as HTML, and what to make of it. */
+function resultOf(model, { nodes, ranks, memory, limit, tokens }, name) {
+  const world = nodes * ranks;
+  const { parameters, stock, memascend } = accountsOf(model, { world, limit: limit * GIB, tokens });
+  const least = `${((memascend.least / GIB) * 1024).toFixed(1)} MiB`;
+  if (memascend.host === undefined) {
+    return `<p>The limit is below the least that works, ${least} for each rank.</p>`;
+  }
+  const gib = (nbytes) => (nbytes / GIB).toFixed(1);
+  const row = (title, cell) => `<tr><td>${title}</td><td>${cell(stock)}</td><td>${cell(memascend)}</td></tr>`;
+  const other = NUMBERS.host_reserve_bytes;
+  const fits = (account) => ((account.peak + other) * ranks <= memory * GIB ? "yes" : "no");
+  const options = `--world ${world} --nodes ${nodes}${limit ? ` --limit ${limit}GiB` : ""}`;
+  const command = name === OWN ? "" : `<p><code>memascend plan ${name} ${options}</code> says more.</p>`;
+  return `<p>${(parameters / 1e9).toFixed(2)} billion parameters. For each machine, in GiB:</p>
+    <table><thead><tr><th></th><th>stock</th><th>memascend</th></tr></thead><tbody>
+    ${row("host memory", (account) => gib(account.host * ranks))}
+    ${row("at its highest", (account) => gib(account.peak * ranks))}
+    ${row(`fits in ${memory}, with ${gib(other * ranks)} for Python and torch`, fits)}
+    ${row("on the drives", (account) => gib(account.drive * ranks))}
+    ${row("read in a step", (account) => gib(account.read * ranks))}
+    ${row("written in a step", (account) => gib(account.written * ranks))}
+    </tbody></table>
+    <p>The least <code>host_memory_limit</code> that works is ${least} for each rank.</p>${command}`;
+}
+
+/** Make the form, and answer whatever is entered. */
+function startCalculator(place) {
+  const label = (text, field) => `<label><span>${text}</span>${field}</label>`;
+  const input = (name, text, value, least, step = 1) => {
+    const most = name === "layers" ? LAYERS_MAX : COUNT_MAX;
+    const range = `min="${least}" max="${most}" step="${step}"`;
+    return label(text, `<input name="${name}" type="number" ${range} value="${value}">`);
+  };
+  const names = [...Object.keys(NUMBERS.models), OWN];
+  const choice = names.map((name) => `<option>${name}</option>`).join("");
+  place.innerHTML = `<form class="calculator">
+    <fieldset>${label("model", `<select name="model">${choice}</select>`)}
+    ${RUN_FIELDS.map(([name, text, value]) => input(name, text, value, Math.min(value, 1), text.includes("GiB") ? "any" : 1)).join("")}</fieldset>
+    <details><summary>the model's numbers</summary><fieldset>${MODEL_FIELDS.map(([name, text]) => input(name, text, 1, name === "experts" ? 0 : 1)).join("")}
+    ${MODEL_FLAGS.map(([name, text]) => label(text, ` <input name="${name}" type="checkbox">`)).join("")}</fieldset></details>
+    </form><div class="calculator-result" aria-live="polite"></div>`;
+  const [form, result] = place.children;
+  const fields = [...MODEL_FIELDS, ...MODEL_FLAGS].map(([name]) => name);
+  const fill = () => {
+    const model = NUMBERS.models[form.elements.model.value] ?? {};
+    for (const [name, value] of Object.entries(model)) {
+      form.elements[name][typeof value === "boolean" ? "checked" : "value"] = value;
+    }
+  };
+  const show = () => {
+    const read = (names) => Object.fromEntries(names.map((name) => [name, readNumber(form, name)]));
+    const model = read(MODEL_FIELDS.map(([name]) => name));
+    const run = read(RUN_FIELDS.map(([name]) => name));
+    MODEL_FLAGS.forEach(([name]) => (model[name] = form.elements[name].checked));
+    const wrong = Object.entries({ ...model, ...run }).find(([, value]) => Number.isNaN(value));
+    result.innerHTML = wrong
+      ? `<p>${form.elements[wrong[0]].validationMessage || "Enter a number in every field."}</p>`
+      : resultOf(model, run, form.elements.model.value);
+  };
+  form.addEventListener("input", (event) => {
+    if (event.target.name === "model") {
+      fill();
+    } else if (fields.includes(event.target.name)) {
+      form.elements.model.value = OWN;
+    }
+    show();
+  });
+  form.addEventListener("submit", (event) => event.preventDefault());
+  fill();
+  show();
+}
+
+document.addEventListener("DOMContentLoaded", () => startCalculator(document.getElementById("calculator-place")));
