@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +18,13 @@ import pytest
 from tests.support.program import run_program
 
 __all__ = ["run_program"]
+
+# Libraries that take their time for what no test asks about: here, and in whatever tests start.
+STAND_INS = Path(__file__).parent / "support" / "stand_ins"
+sys.path.insert(0, str(STAND_INS))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])])
+)
 
 # "quick" tries the same few examples every time. "full" tries as many as the tests ask for, others
 # every time: its seed is printed. See tests/support/examples.py. How long one takes is not tested.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
-import functools
 import os
 import resource
 import signal
@@ -55,15 +54,12 @@ def handle_signals() -> None:
 
 
 def prepare_deepspeed() -> None:
-    import cpuinfo
     import torch
     from deepspeed.accelerator import get_accelerator
 
     torch.set_num_threads(1)
     # fp16 is emulated on most CPUs; DeepSpeed then refuses it although it works.
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    # DeepSpeed asks once per engine, each time in a process that measures the clock for a second.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def serve(socket: int, run: Run) -> None:
