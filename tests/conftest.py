@@ -79,13 +79,21 @@ def _group_of(item: pytest.Item) -> str:
 
 
 def _place_of(group: str) -> int:
-    """Order by how long it takes: parity, more so of several ranks, then what starts programs."""
+    """Order by how long it takes: parity, more so of several ranks, then what starts programs.
+
+    What comes last decides for how long one process has nothing to do.
+    """
     beginnings = (
         *("parity 2", "device 4", "device 2", "parity 1", "device 1"),
         *(
             "tests/parity/",
             "tests/examples/test_examples.py",
             "tests/integration/",
+            "tests/benchmarks/",
+            "tests/deepspeed/checkpoint/",
+            "tests/test_wheel.py",
+            "tests/scripts/",
+            "tests/streaming/test_optimizer_ctrl_c.py",
             "root",
             "tests/",
         ),
