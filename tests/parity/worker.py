@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import gc
 import os
 import resource
 import signal
@@ -24,6 +25,8 @@ LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 
 Run = Callable[..., dict[str, Any]]
+#: Libraries of torch, whose kernels serve for as long as these live.
+KERNELS: list[Any] = []
 
 
 def main() -> None:
@@ -60,6 +63,21 @@ def prepare_deepspeed() -> None:
     torch.set_num_threads(1)
     # fp16 is emulated on most CPUs; DeepSpeed then refuses it although it works.
     type(get_accelerator()).is_fp16_supported = lambda self: True
+    KERNELS.append(torch.library.Library("aten", "IMPL"))
+    KERNELS[0].impl("mm", matrix_product, "CPU")
+
+
+def matrix_product(one: Any, other: Any) -> Any:
+    """Return what torch's kernel does, of fp16 by way of fp32.
+
+    Most CPUs cannot multiply in fp16, and torch's loops that stand for it are slow. Every backend
+    computes in this way.
+    """
+    import torch
+
+    if one.dtype == torch.float16:
+        return matrix_product(one.float(), other.float()).half()
+    return torch.mm(one, other, out=one.new_empty(one.shape[0], other.shape[1]))
 
 
 def serve(socket: int, run: Run) -> None:
@@ -78,6 +96,9 @@ def serve(socket: int, run: Run) -> None:
         except Exception:
             answer = {"error": traceback.format_exc()}
         connection.send(answer)
+        # What the first case has imported stays: no later one has to look through all of it.
+        if gc.get_freeze_count() == 0:
+            gc.freeze()
 
 
 def become_unprivileged(*, memlock_bytes: int) -> None:
