@@ -25,6 +25,8 @@ sys.path.insert(0, str(STAND_INS))
 os.environ["PYTHONPATH"] = os.pathsep.join(
     dict.fromkeys([str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])])
 )
+# OpenMP's threads wait for work on a core; there are as many of them as cores in each process.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # "quick" tries the same few examples every time. "full" tries as many as the tests ask for, others
 # every time: its seed is printed. See tests/support/examples.py. How long one takes is not tested.
