@@ -12,7 +12,7 @@ import pytest
 
 from memascend.base.units import MIB
 
-from .programs import REPOSITORY, free_port, losses, run
+from .programs import REPOSITORY, alone, losses, run
 
 pytestmark = pytest.mark.deepspeed
 
@@ -59,8 +59,7 @@ class Program:
         path = self.folder / "config.json"
         path.write_text(json.dumps(config))
         environment = {
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+            **alone(),
             "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ["PYTHONPATH"]]),
             **(GIVES_BACK if block is None else {}),
