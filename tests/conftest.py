@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +18,15 @@ import pytest
 from tests.support.program import run_program
 
 __all__ = ["run_program"]
+
+# Libraries that take their time for what no test asks about: here, and in whatever tests start.
+STAND_INS = Path(__file__).parent / "support" / "stand_ins"
+sys.path.insert(0, str(STAND_INS))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])])
+)
+# OpenMP's threads wait for work on a core; there are as many of them as cores in each process.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # "quick" tries the same few examples every time. "full" tries as many as the tests ask for, others
 # every time: its seed is printed. See tests/support/examples.py. How long one takes is not tested.
@@ -70,13 +81,21 @@ def _group_of(item: pytest.Item) -> str:
 
 
 def _place_of(group: str) -> int:
-    """Order by how long it takes: parity, more so of several ranks, then what starts programs."""
+    """Order by how long it takes: parity, more so of several ranks, then what starts programs.
+
+    What comes last decides for how long one process has nothing to do.
+    """
     beginnings = (
         *("parity 2", "device 4", "device 2", "parity 1", "device 1"),
         *(
             "tests/parity/",
             "tests/examples/test_examples.py",
             "tests/integration/",
+            "tests/benchmarks/",
+            "tests/deepspeed/checkpoint/",
+            "tests/test_wheel.py",
+            "tests/scripts/",
+            "tests/streaming/test_optimizer_ctrl_c.py",
             "root",
             "tests/",
         ),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = ("pydantic", "psutil", "rich")
 ABSENT = {"torch", "deepspeed"}
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.full
 
 
 def called(*command: str | Path, cwd: Path, **environment: str) -> str:

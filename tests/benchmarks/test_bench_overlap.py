@@ -10,6 +10,7 @@ import bench_overlap
 import pytest
 import sleeping_model
 import torch
+import trainee
 
 from tests.support.benchmarks import rows_of
 
@@ -63,12 +64,24 @@ def test_a_layer_sleeps_both_ways_and_has_a_gradient() -> None:
     assert all((layer.weight.grad != 0).all() for layer in model.layers)
 
 
+@pytest.mark.parametrize("clipping", bench_overlap.CLIPPING["large"])
+def test_only_without_clipping_steps_begin_during_backward(
+    clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainee.Trainee, "start", lambda self: None)
+    monkeypatch.setattr(trainee.Trainee, "step", lambda self, count: self.config)
+    taken = bench_overlap.take_steps(bench_overlap.Sleeping(1, 8), clipping, tmp_path, 1)
+    assert {config["gradient_clipping"] for (config,) in taken.values()} == {clipping}
+    early = {} if clipping else bench_overlap.EARLY
+    assert [*taken] == [*bench_overlap.CONTENDERS, *early]
+
+
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_it_runs_and_all_train_the_same(tmp_path: Path) -> None:
     rows = rows_of("overlap", tmp_path)
     trained = [row for row in rows if row["contender"] != bench_overlap.BOUND]
-    assert len(trained) == 2 * len(bench_overlap.CONTENDERS) + len(bench_overlap.EARLY)
+    assert len(trained) == len(bench_overlap.CONTENDERS) + len(bench_overlap.EARLY)
     for row in trained:
         assert row["config"]["losses_equal"]
         assert row["figures"]["forward_to_bound"]["p50"] > 0

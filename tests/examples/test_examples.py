@@ -17,6 +17,7 @@ import pytest
 from memascend.config.block import parse_block
 from tests.integration.programs import (
     REPOSITORY,
+    alone,
     armed_lines,
     free_port,
     losses,
@@ -61,8 +62,7 @@ def train(name: str, folder: Path, toys: Path, *arguments: str, is_stock: bool =
         script += ["--deepspeed_config", "cpu.json"]
         # The launcher imports DeepSpeed twice more.
         launcher = []
-        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= alone()
     done = run([*launcher, *script], cwd=folder, environment=environment)
     assert done.returncode == 0, done.stdout[-8000:]
     model_count = 0 if is_stock else MODEL_COUNT.get(name, 1)

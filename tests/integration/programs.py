@@ -130,6 +130,12 @@ def free_port() -> int:
     return port
 
 
+def alone() -> dict[str, str]:
+    """The environment of a job's only rank, which then needs no launcher."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
 def losses(output: str) -> list[str]:
     """The printed losses, digit by digit."""
     return re.findall(r"^step \d+ loss (\S+)", output, re.MULTILINE)

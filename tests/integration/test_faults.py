@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .programs import BLOCK, REPOSITORY, free_port, losses, run, training_config
+from .programs import BLOCK, REPOSITORY, alone, losses, run, training_config
 
 pytestmark = pytest.mark.deepspeed
 
@@ -55,11 +55,10 @@ def test_after_half_a_step_only_a_checkpoint_goes_on(tmp_path: Path, is_streamed
     path = tmp_path / "config.json"
     block = BLOCK | {"streaming": {"optimizer": {"enabled": is_streamed}}}
     path.write_text(json.dumps(training_config(drive, block, 1)))
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = run(
         [str(PROGRAMS / "torn_program.py"), str(path), str(checkpoints)],
         cwd=tmp_path,
-        environment=SEARCH_PATH | alone | {"MASTER_PORT": str(free_port())},
+        environment=SEARCH_PATH | alone(),
     )
     assert done.returncode == 0, done.stdout[-4000:]
     (full,) = re.findall(r"^full save: (.*)$", done.stdout, re.MULTILINE)

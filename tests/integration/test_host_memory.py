@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from memascend.base.units import MIB
 
-from .programs import REPOSITORY, free_port, losses, run
+from .programs import REPOSITORY, alone, losses, run
 
 pytestmark = pytest.mark.deepspeed
 
@@ -58,9 +59,9 @@ class Program:
         path = self.folder / "config.json"
         path.write_text(json.dumps(config))
         environment = {
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "MALLOC_ARENA_MAX": "1",
+            **alone(),
+            "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ["PYTHONPATH"]]),
             **(GIVES_BACK if block is None else {}),
         }  # fmt: skip
         done = run([str(PROGRAM), str(path), *options], cwd=self.folder, environment=environment)

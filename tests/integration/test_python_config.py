@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .programs import REPOSITORY, armed_lines, free_port, losses, run
+from .programs import REPOSITORY, alone, armed_lines, losses, run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
@@ -40,11 +40,7 @@ def test_enums_dtypes_paths_and_floats_from_python_are_read_as_json_is(tmp_path:
     done = run(
         [str(PROGRAM), str(path)],
         cwd=tmp_path,
-        environment={
-            "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
-            **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
-        },
+        environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))} | alone(),
     )
     assert done.returncode == 0, done.stdout[-6000:]
     found = losses(done.stdout)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .programs import BLOCK, REPOSITORY, SAVING, free_port, retried_config, run
+from .programs import BLOCK, REPOSITORY, SAVING, alone, retried_config, run
 
 pytestmark = pytest.mark.deepspeed
 
@@ -24,12 +24,11 @@ def test_a_step_left_at_any_gather_can_be_tried_again_with_less(
 ) -> None:
     """The numbers are those of a run in which nothing failed, and every slot has come back."""
     path = retried_config(tmp_path, BLOCK | more)
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     done = run(
         [str(PROGRAM), str(path), "--every", str(every)],
         cwd=tmp_path,
-        environment={"PYTHONPATH": search_path, "MASTER_PORT": str(free_port())} | alone,
+        environment={"PYTHONPATH": search_path} | alone(),
     )
     assert done.returncode == 0, done.stdout[-4000:]
     found = [json.loads(line) for line in re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE)]

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from . import workers
+from .worker import matrix_product
 
 
 def test_a_lock_that_no_process_holds_is_removed(
@@ -79,3 +81,16 @@ def test_the_group_that_was_used_longest_ago_makes_room(
     )
     first._make_room()  # whatever it has grown to goes, too
     assert workers.WorkerGroup._living == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_rank_multiplies_as_torch_does(dtype: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    one, other = (
+        torch.randn(shape, generator=generator).to(getattr(torch, dtype))
+        for shape in [(3, 5), (5, 4)]
+    )
+    found = matrix_product(one, other)
+    assert found.dtype == one.dtype
+    torch.testing.assert_close(found, one @ other)
+    torch.testing.assert_close(found.double(), one.double() @ other.double(), rtol=0.01, atol=0.01)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
-import functools
+import gc
 import os
 import resource
 import signal
@@ -25,6 +25,8 @@ LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 
 Run = Callable[..., dict[str, Any]]
+#: Libraries of torch, whose kernels serve for as long as these live.
+KERNELS: list[Any] = []
 
 
 def main() -> None:
@@ -55,15 +57,27 @@ def handle_signals() -> None:
 
 
 def prepare_deepspeed() -> None:
-    import cpuinfo
     import torch
     from deepspeed.accelerator import get_accelerator
 
     torch.set_num_threads(1)
     # fp16 is emulated on most CPUs; DeepSpeed then refuses it although it works.
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    # DeepSpeed asks once per engine, each time in a process that measures the clock for a second.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    KERNELS.append(torch.library.Library("aten", "IMPL"))
+    KERNELS[0].impl("mm", matrix_product, "CPU")
+
+
+def matrix_product(one: Any, other: Any) -> Any:
+    """Return what torch's kernel does, of fp16 by way of fp32.
+
+    Most CPUs cannot multiply in fp16, and torch's loops that stand for it are slow. Every backend
+    computes in this way.
+    """
+    import torch
+
+    if one.dtype == torch.float16:
+        return matrix_product(one.float(), other.float()).half()
+    return torch.mm(one, other, out=one.new_empty(one.shape[0], other.shape[1]))
 
 
 def serve(socket: int, run: Run) -> None:
@@ -82,6 +96,9 @@ def serve(socket: int, run: Run) -> None:
         except Exception:
             answer = {"error": traceback.format_exc()}
         connection.send(answer)
+        # What the first case has imported stays: no later one has to look through all of it.
+        if gc.get_freeze_count() == 0:
+            gc.freeze()
 
 
 def become_unprivileged(*, memlock_bytes: int) -> None:

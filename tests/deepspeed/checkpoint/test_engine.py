@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.programs import BLOCK, REPOSITORY, losses, run, training_config
+from tests.integration.programs import BLOCK, REPOSITORY, alone, losses, run, training_config
 
 pytestmark = pytest.mark.deepspeed
 
@@ -46,13 +46,14 @@ class Runs:
     def start(
         self, action: str, *more: str, checkpoint: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         paths = [str(self._config), str(self.drive), str(checkpoint or self.checkpoint)]
         search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         return run(
-            [*launcher, str(self.world), str(PROGRAM), *paths, action, *more],
+            [*(launcher if self.world == 2 else ()), str(PROGRAM), *paths, action, *more],
             cwd=self.folder,
-            environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+            environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
+            | (alone() if self.world == 1 else {}),
         )
 
 
