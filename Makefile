@@ -14,6 +14,7 @@ BENCH_ARGS ?=
 KILL_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_ARGS ?=
+VERSIONS_ARGS ?=
 # Of random delays on the emulated device; 0 has none.
 DEVICE_SEEDS ?= 0,1,2,3,4,5,6,7,8,9,10
 
@@ -37,6 +38,7 @@ endif
 
 .PHONY: help all environment demo test test-all test-root lint type test-cpp docs bench bench-memory
 .PHONY: bench-step bench-overlap bench-context bench-volumes kill-test soak fuzz clean device test-device
+.PHONY: test-versions
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -64,6 +66,9 @@ test-device: environment device ## everything on the emulated device, with every
 
 test-root: environment ## the tests that need root: loop devices, mounts, control groups
 	$(BIN)/python -m pytest -m root --some-must-run $(PYTEST_ARGS)
+
+test-versions: environment ## releases of DeepSpeed, torch and transformers, each in an environment of its own
+	$(BIN)/python scripts/try_versions.py $(VERSIONS_ARGS)
 
 test-cpp: environment ## the C++ tests; SAN=address or SAN=thread with a sanitizer
 	$(BIN)/python scripts/test_cpp.py --san $(SAN)

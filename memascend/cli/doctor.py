@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -31,6 +32,7 @@ from rich.text import Text
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
+from memascend.deepspeed.seams.fingerprints import VERSIONS
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.system.heap import examine_heap
 from memascend.system.memory import group_limit
@@ -134,11 +136,22 @@ def _package(name: str, *, required: bool) -> Check:
 
 
 def _deepspeed() -> Check:
+    """Compare the release with those known; its code is compared when training starts."""
     check = _package("deepspeed", required=True)
-    if check.state == "ok" and not check.found.startswith("0.19."):
-        fix = 'pip install "deepspeed>=0.19,<0.20"'
-        return Check("deepspeed", "problem", f"{check.found}, made for 0.19.x", fix)
-    return check
+    if check.state != "ok" or check.found in VERSIONS:
+        return check
+    oldest, newest = VERSIONS[0], VERSIONS[-1]
+    # A later release of the same line may have the same code in all that matters.
+    may_serve = _numbers(check.found)[:2] == _numbers(newest)[:2]
+    may_serve = may_serve and _numbers(check.found) > _numbers(oldest)
+    found = f"{check.found}, known to work: {', '.join(VERSIONS)}"
+    fix = f"pip install deepspeed=={newest}"
+    return Check("deepspeed", "note" if may_serve else "problem", found, fix)
+
+
+def _numbers(release: str) -> list[int]:
+    """Return the numbers of a release, for comparing it with others."""
+    return [int(number) for number in re.findall(r"\d+", release)[:3]]
 
 
 def _activation() -> Check:

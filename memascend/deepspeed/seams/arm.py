@@ -132,20 +132,11 @@ def check_fingerprints() -> None:
         UnsupportedDeepSpeedError: Names each definition that differs and the versions that work.
     """
     version = importlib.import_module("deepspeed").__version__
-    differing = []
-    for module, attribute in relied_on():
-        name = f"{module}.{attribute}"
-        try:
-            found = fingerprint(module, attribute)
-        except (ImportError, AttributeError):
-            found = "missing"
-        if found not in fingerprints.KNOWN.get(name, ()):
-            differing.append(f"{name} ({found})")
-    forget_sources()
-    if differing:
+    unknown = differing()
+    if unknown:
         raise UnsupportedDeepSpeedError(
             f"DeepSpeed {version} differs from the releases memascend was written for in: "
-            f"{', '.join(differing)}. Likely cause: a newer or patched DeepSpeed. Known to work: "
+            f"{', '.join(unknown)}. Likely cause: a newer or patched DeepSpeed. Known to work: "
             f"{', '.join(fingerprints.VERSIONS)}. Install one of them, or turn memascend off with "
             'MEMASCEND_DISABLE=1 or "memascend": {"enabled": false}'
         )
@@ -156,3 +147,21 @@ def check_fingerprints() -> None:
             version,
             fingerprints.VERSIONS[-1],
         )
+
+
+def differing() -> list[str]:
+    """Return each definition whose code is not known, with its fingerprint or "missing".
+
+    Only while disarmed: afterwards our own code stands there.
+    """
+    unknown = []
+    for module, attribute in relied_on():
+        name = f"{module}.{attribute}"
+        try:
+            found = fingerprint(module, attribute)
+        except (ImportError, AttributeError):
+            found = "missing"
+        if found not in fingerprints.KNOWN.get(name, ()):
+            unknown.append(f"{name} ({found})")
+    forget_sources()
+    return unknown

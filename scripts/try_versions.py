@@ -1,0 +1,328 @@
+#!/usr/bin/env python3
+"""Tries releases of DeepSpeed, torch and transformers, each set in an environment of its own.
+
+In each environment one starts with a block in the configuration; where that is not refused, a few
+tests of parity follow. ROWS says what is expected; anything else ends the program with status 1.
+docs/versions.md has what was printed.
+
+An environment takes some minutes and, with a CUDA build of torch, about 6 GB; it is removed when
+its rows are done. PIP_ARGS are given to every pip. Not part of .ci/run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / ".venv" / "versions"
+TIMEOUT_S = 1800
+LOG_TAIL_LINES = 30
+
+#: What is tried of a release that is not refused, by the test that tries it.
+TRIALS = {
+    "test_every_section_alone_gives_the_bits_of_cpu_offload": "training",
+    "test_a_resumed_run_gives_the_bits_of_one_never_interrupted": "resume",
+    "test_steps_during_backward_give_the_bits_of_cpu_offload": "early steps",
+    "test_every_kind_of_checkpoint_is_loaded_as_by_stock": "weights",
+}
+#: Of each of them one case with one rank, in pytest's words.
+CASES = {
+    "training": "every_section_alone and w1 and not sections and not engine",
+    "resume": "resumed_run and fp16 and w1",
+    "early steps": "during_backward and llama and w1",
+    "weights": "every_kind_of_checkpoint",
+}
+TEST_FILES = ("tests/parity/test_parity.py", "tests/deepspeed/weights/test_pretrained.py")
+TOOLS = ("setuptools>=77", "wheel", "ninja", "pytest>=8", "pytest-timeout", "hypothesis", "peft")
+WEIGHTS = "weights"
+AS_STOCK = "as stock"
+
+#: Run in each environment: begins as a training script does, and prints what came of it.
+START = """
+import importlib.metadata, json
+from deepspeed.runtime.config import DeepSpeedConfig
+import transformers.modeling_utils
+from memascend.deepspeed.seams import arm, transformers as transformers_seams
+from memascend.errors import UnsupportedDeepSpeedError
+
+offload = {"device": "nvme", "nvme_path": "/tmp"}
+block = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}, "memascend": {}}
+refusal = ""
+try:
+    DeepSpeedConfig({"train_batch_size": 1, **block})
+except UnsupportedDeepSpeedError as error:
+    refusal = str(error)
+names = ("deepspeed", "torch", "transformers")
+versions = {name: importlib.metadata.version(name) for name in names}
+facts = {"refusal": refusal, "knows_weights": transformers_seams.is_armed(), "versions": versions}
+arm.disarm()
+print(json.dumps(facts | {"differing": arm.differing()}))
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Releases that are tried together, and what is expected of them.
+
+    Attributes:
+        is_refused: A run with a block ends at its start, because DeepSpeed's code is not known.
+        knows_weights: Pretrained weights are loaded our way; else as transformers does it.
+    """
+
+    deepspeed: str
+    torch: str = "2.13.0"
+    transformers: str = "5.23.0"
+    is_refused: bool = False
+    knows_weights: bool = True
+
+    @property
+    def environment(self) -> str:
+        """The name of the environment; DeepSpeed's releases take turns in it."""
+        return f"torch-{self.torch}-transformers-{self.transformers}"
+
+    @property
+    def name(self) -> str:
+        """What the words of the command line are looked for in."""
+        return f"deepspeed-{self.deepspeed}-{self.environment}"
+
+    @property
+    def trials(self) -> list[str]:
+        """What is tried once it has started."""
+        if self.is_refused:
+            return []
+        return [trial for trial in TRIALS.values() if trial != WEIGHTS or self.knows_weights]
+
+
+SUPPORTED = "0.19.8"
+REFUSED = (
+    *("0.19.7", "0.19.6", "0.19.5", "0.19.4", "0.19.3", "0.19.2", "0.19.1", "0.19.0"),
+    *("0.18.9", "0.18.8", "0.18.7", "0.18.6", "0.18.5", "0.18.4", "0.18.3", "0.18.2", "0.18.1"),
+    *("0.18.0", "0.17.6", "0.17.5", "0.17.4", "0.17.3", "0.17.2", "0.17.1", "0.17.0"),
+)
+#: Rows of one environment stand together. The first has what the tests are made with.
+ROWS = (
+    Row(SUPPORTED),
+    *(Row(release, is_refused=True) for release in REFUSED),
+    Row(SUPPORTED, torch="2.5.0", transformers="4.51.0", knows_weights=False),
+    Row(SUPPORTED, torch="2.15.0"),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a row.
+
+    Attributes:
+        versions: The releases installed, by package; empty where nothing started.
+        differing: How many definitions of DeepSpeed differ from those known.
+        cells: What the table says, by its column.
+        problems: What was not as expected.
+    """
+
+    versions: dict[str, str]
+    differing: int
+    cells: dict[str, str]
+    problems: list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tries the rows that were asked for and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where environments are made")
+    parser.add_argument("--keep", action="store_true", help="environments, for the next time")
+    parser.add_argument("--list", action="store_true", help="the names of rows, and try none")
+    parser.add_argument("word", nargs="*", help="only rows whose names contain one of these")
+    args = parser.parse_args(arguments)
+    rows = chosen(args.word)
+    if args.list or not rows:
+        print("\n".join(row.name for row in rows or ROWS))
+        return 0 if rows else 1
+    args.folder.mkdir(parents=True, exist_ok=True)
+    wheel = build_wheel(args.folder)
+    results = []
+    for name, group in groupby(rows, key=lambda row: row.environment):
+        environment = Environment(args.folder / name, wheel)
+        try:
+            results += [(row, try_row(row, environment)) for row in group]
+        finally:
+            if not args.keep:
+                shutil.rmtree(environment.folder, ignore_errors=True)
+    print(table(results))
+    problems = [f"{row.name}: {problem}" for row, found in results for problem in found.problems]
+    print("\n".join(["", *problems]) if problems else "\nall as expected")
+    return 1 if problems else 0
+
+
+def chosen(words: Sequence[str]) -> list[Row]:
+    """Returns the rows whose names contain one of the words; all without words."""
+    return [row for row in ROWS if not words or any(word in row.name for word in words)]
+
+
+def build_wheel(folder: Path) -> Path:
+    """Builds this checkout's wheel, once for all environments."""
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        words = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", made)
+        command = [sys.executable, "-m", "pip", *words, str(ROOT)]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
+        [wheel] = Path(made).iterdir()
+        return wheel.replace(folder / wheel.name)
+
+
+class Environment:
+    """A virtual environment with one torch and one transformers, made when it is first used."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.folder = folder
+        self.wheel = wheel
+        self.log = folder.with_suffix(folder.suffix + ".log")
+
+    def install(self, row: Row) -> None:
+        """Installs a row's releases; what the wheel's own ranges refuse, DeepSpeed alone.
+
+        Raises:
+            CalledProcessError: pip failed; the log says why.
+        """
+        if not (self.folder / "ready").exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.log.unlink(missing_ok=True)
+            self._call(sys.executable, "-m", "venv", str(self.folder))
+            # DeepSpeed's source package imports torch while it is built.
+            self._pip(f"torch=={row.torch}", *TOOLS)
+            ranges = (f"{self.wheel}[finetune]", f"transformers=={row.transformers}")
+            self._pip("--no-build-isolation", *ranges, f"deepspeed=={SUPPORTED}")
+            (self.folder / "ready").touch()
+        self._pip("--no-build-isolation", "--no-deps", f"deepspeed=={row.deepspeed}")
+
+    def python(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Runs the environment's Python in the checkout, and returns what it printed."""
+        command = [str(self.folder / "bin" / "python"), *words]
+        with self.log.open("a", encoding="utf-8") as log:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=self._variables(),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+            log.write(done.stdout)
+        return done
+
+    def tail(self) -> str:
+        """Returns the end of the log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def _pip(self, *words: str) -> None:
+        extra = os.environ.get("PIP_ARGS", "").split()
+        pip = (str(self.folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
+        self._call(*pip, "--disable-pip-version-check", *extra, *words)
+
+    def _call(self, *command: str) -> None:
+        with self.log.open("a", encoding="utf-8") as log:
+            subprocess.run(
+                command,
+                check=True,
+                env=self._variables(),
+                stdout=log,
+                stderr=log,
+                timeout=TIMEOUT_S,
+            )
+
+    def _variables(self) -> dict[str, str]:
+        """Returns the caller's, with the environment's programs first and operators of its own."""
+        own = {
+            "PATH": os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]]),
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "operators"),
+            "DS_BUILD_OPS": "0",
+        }
+        return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+
+
+def try_row(row: Row, environment: Environment) -> Found:
+    """Installs a row's releases, starts with a block, and runs the tests that are expected."""
+    print(f"== {row.name}", flush=True)
+    try:
+        environment.install(row)
+    except subprocess.CalledProcessError as error:
+        return nothing(f"cannot install it: {error}\n{environment.tail()}")
+    started = environment.python("-c", START)
+    if started.returncode != 0:
+        return nothing(f"cannot start\n{environment.tail()}")
+    facts = json.loads(started.stdout.splitlines()[-1])
+    problems = compare(row, facts)
+    outcomes = {}
+    if row.trials and not problems:
+        report = environment.folder / "report.xml"
+        cases = " or ".join(f"({CASES[trial]})" for trial in row.trials)
+        words = ("-q", "-p", "no:cacheprovider", "-m", "not full", "-k", cases)
+        environment.python("-m", "pytest", *words, f"--junitxml={report}", *TEST_FILES)
+        outcomes = read_report(report)
+        lacking = [trial for trial in row.trials if outcomes.get(trial) != "passed"]
+        problems += [f"{trial}: {outcomes.get(trial, 'not run')}" for trial in lacking]
+        problems += [environment.tail()] if lacking else []
+    cells = {trial: outcomes.get(trial, "") for trial in TRIALS.values()}
+    if row.trials and not facts["knows_weights"]:
+        cells[WEIGHTS] = AS_STOCK
+    return Found(facts["versions"], len(facts["differing"]), cells, problems)
+
+
+def nothing(problem: str) -> Found:
+    """Returns what came of a row that did not even start."""
+    return Found({}, 0, dict.fromkeys(TRIALS.values(), ""), [problem])
+
+
+def compare(row: Row, facts: dict[str, object]) -> list[str]:
+    """Returns what of the start is not as the row expects it."""
+    problems = []
+    if bool(facts["refusal"]) != row.is_refused:
+        expected = "a refusal" if row.is_refused else "none"
+        problems.append(f"expected {expected}, found: {facts['refusal'] or 'none'}")
+    if not row.is_refused and facts["knows_weights"] != row.knows_weights:
+        problems.append(f"expected knows_weights={row.knows_weights}")
+    return problems
+
+
+def read_report(path: Path) -> dict[str, str]:
+    """Returns how each trial ended, from pytest's report; what was skipped is no pass."""
+    outcomes: dict[str, str] = {}
+    if not path.exists():
+        return outcomes
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        trial = TRIALS.get(case.attrib["name"].partition("[")[0])
+        ended = {child.tag for child in case} & {"failure", "error", "skipped"}
+        if trial is not None and outcomes.get(trial, "passed") == "passed":
+            outcomes[trial] = ", ".join(sorted(ended)) or "passed"
+    path.unlink()
+    return outcomes
+
+
+def table(results: Iterable[tuple[Row, Found]]) -> str:
+    """Returns the results as Markdown."""
+    titles = ("DeepSpeed", "torch", "transformers", "at the start", *TRIALS.values())
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row, found in results:
+        wanted = {"torch": row.torch, "transformers": row.transformers}
+        names = [found.versions.get(name, version) for name, version in wanted.items()]
+        start = "refused" if row.is_refused else "armed"
+        if row.is_refused:
+            start += f": {found.differing} definitions differ"
+        cells = [row.deepspeed, *names, "fails" if not found.versions else start]
+        lines.append(f"| {' | '.join([*cells, *found.cells.values()])} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
