@@ -27,6 +27,8 @@ from rich.table import Table
 from memascend.version import __version__
 
 T = TypeVar("T")
+#: Columns of a table that goes to a file or a pipe.
+FILE_WIDTH = 200
 
 
 @dataclass(frozen=True, slots=True)

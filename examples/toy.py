@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes small models with random weights, on which every example can be tried without a download.
 
-python examples/toy.py            writes toy/llama, toy/mixtral, toy/t5 and toy/llava
+python examples/toy.py            writes toy/llama, toy/wide, toy/mixtral, toy/t5 and toy/llava
 python examples/toy.py t5         writes toy/t5 alone
 
 Each folder is what `from_pretrained` expects: configuration, weights and tokenizer. The tokenizer
@@ -65,6 +65,13 @@ def llama(folder: Path) -> None:
     """Write a decoder of Llama's kind."""
     words = tokenizer()
     save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**decoder(words))), words, folder)
+
+
+def wide(folder: Path) -> None:
+    """Write one whose largest weights are large enough in four bits, too."""
+    words = tokenizer()
+    config = transformers.LlamaConfig(**decoder(words) | {"intermediate_size": 8192})
+    save(transformers.LlamaForCausalLM(config), words, folder)
 
 
 def mixtral(folder: Path) -> None:
@@ -136,6 +143,7 @@ def save(
 
 TOYS: dict[str, Callable[[Path], None]] = {
     "llama": llama,
+    "wide": wide,
     "mixtral": mixtral,
     "t5": t5,
     "llava": llava,

@@ -213,7 +213,8 @@ def test_adopting_a_plan_takes_what_is_planned_and_no_more(tmp_path: Path, room_
     plan = plan_with(room_bytes)
     assert plan.limit_bytes is not None
     limit_bytes = min(plan.limit_bytes, plan.host_bytes)
-    runtime = build(tmp_path, parameter_budget_bytes=1 << 20, limit_bytes=limit_bytes)
+    sizes = {"parameter_budget_bytes": 1 << 20, "staging_slot_bytes": 1 << 20}
+    runtime = build(tmp_path, limit_bytes=limit_bytes, **sizes)
     runtime.io.write(key="param.0", source=torch.arange(3000)).wait()
     runtime.adopt(plan)
     tiles = take_tiles(runtime, plan)
@@ -244,7 +245,8 @@ def test_adopting_a_plan_fits_registered_memory_to_the_byte(
     assert plan.limit_bytes is not None
     limit_bytes = min(plan.limit_bytes, plan.host_bytes)
     monkeypatch.setattr(memascend.runtime, "HostAllocator", RegisteringAllocator)
-    runtime = build(tmp_path, parameter_budget_bytes=1 << 20, limit_bytes=limit_bytes)
+    sizes = {"parameter_budget_bytes": 1 << 20, "staging_slot_bytes": 1 << 20}
+    runtime = build(tmp_path, limit_bytes=limit_bytes, **sizes)
     runtime.io.write(key="param.0", source=torch.arange(3000)).wait()
     for nbytes in (100_000, 4096, 200_000, 30_000):
         assert runtime.pool.acquire(nbytes) is not None  # given back at once

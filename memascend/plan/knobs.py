@@ -49,6 +49,9 @@ TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE = 256 << 10, MIB
 #: What the host does for a tile takes so many times as long as for a chunk of a gradient.
 TILE_TO_CHUNK_COST = 5
 PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
+#: With fewer elements on a rank tiles, staging slots and reading ahead are smaller by default, in
+#: proportion, but not below their knees and two layers; and never larger than all there is.
+SMALL_NUMEL = 64 << 20
 #: Larger shards (fused experts) go in chunks by default: two of them would outweigh all the rest.
 SLOT_BYTES_MAX = 512 * MIB
 PREFETCH_BYTES_MIN = 32 * MIB
@@ -174,36 +177,61 @@ def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
     layer_bytes, prefetch_bytes, slot_bytes = _parameter_slots(shapes, request)
     tile_numel, tile_count = 0, 0
     if request.optimizer_device == "nvme":
-        numel = largest_sub_group_numel(shapes, request)
-        tile_numel, tile_count = tile_sizes(numel, request.is_tiled, request.tile_bytes)
+        tile_numel, tile_count = tile_sizes(
+            largest_sub_group_numel(shapes, request),
+            sum(tensor.shard_numel(request.world) for tensor in shapes.trainable),
+            is_tiled=request.is_tiled,
+            tile_bytes=request.tile_bytes,
+        )
     return Knobs(
         prefetch_bytes=prefetch_bytes,
         tile_numel=tile_numel,
         tile_count=tile_count,
         staging_slot_count=STAGING_SLOT_COUNT,
-        staging_slot_bytes=STAGING_SLOT_BYTES,
+        staging_slot_bytes=_staging_slot_bytes(shapes, request),
         layer_bytes=layer_bytes,
         slot_bytes=slot_bytes,
         checksum_bytes=checksum_bytes(shapes, request),
     )
 
 
-def tile_sizes(largest_numel: int, is_tiled: bool, tile_bytes: int | None) -> tuple[int, int]:
+def tile_sizes(
+    largest_numel: int, numel: int, *, is_tiled: bool, tile_bytes: int | None
+) -> tuple[int, int]:
     """Return the elements of a tile, and how many tiles there are, without a limit.
 
     Args:
         largest_numel: Elements of the largest sub-group on this rank.
+        numel: Elements of all of them.
         is_tiled: False where the optimizer needs a sub-group whole.
         tile_bytes: fp32 weights of a tile, where the user fixed them.
     """
     largest_numel = _tile_step_up(largest_numel)
     if not is_tiled:
         return largest_numel, 1
-    wanted = TILE_NUMEL
+    wanted = min(_in_proportion(TILE_NUMEL, TILE_NUMEL_KNEE, numel), -(-numel // TILE_COUNT))
     if tile_bytes is not None:
         steps = tile_bytes // GRADIENT_FP32_BYTES // TILE_NUMEL_STEP
         wanted = max(TILE_NUMEL_MIN, steps * TILE_NUMEL_STEP)
-    return min(wanted, largest_numel), TILE_COUNT
+    return min(_tile_step_up(wanted), largest_numel), TILE_COUNT
+
+
+def _staging_slot_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
+    """Return the bytes of a staging slot; activations, which have as large ones, follow tokens."""
+    if request.has_activations:
+        return STAGING_SLOT_BYTES
+    numel = _numel(shapes, request)
+    nbytes = numel * max(request.param_itemsize, request.gradient_itemsize)
+    wanted = _in_proportion(STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_KNEE, numel)
+    return page_up(max(STAGING_SLOT_BYTES_MIN, min(wanted, nbytes // STAGING_SLOT_COUNT)))
+
+
+def _numel(shapes: ModelShapes, request: PlanRequest) -> int:
+    return sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
+
+
+def _in_proportion(largest: int, knee: int, numel: int) -> int:
+    return min(largest, max(knee, largest * numel // SMALL_NUMEL))
 
 
 def largest_sub_group_numel(shapes: ModelShapes, request: PlanRequest) -> int:
@@ -240,8 +268,11 @@ def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, in
     layer_bytes = max(PARAMETER_SLOTS_BYTES_MIN, in_use_bytes + slot_bytes)
     if request.prefetch_bytes is not None:
         return layer_bytes, page_up(request.prefetch_bytes), slot_bytes
-    all_bytes = sum(size * count for size, count in counts.items())
-    return layer_bytes, min(max(PREFETCH_BYTES_MIN, 2 * slot_bytes), all_bytes), slot_bytes
+    least_bytes = _in_proportion(PREFETCH_BYTES_MIN, 2 * in_use_bytes, _numel(shapes, request))
+    # Larger ones take no slot.
+    all_bytes = sum(size * count for size, count in counts.items() if size <= slot_bytes)
+    prefetch_bytes = min(max(page_up(least_bytes), 2 * slot_bytes), all_bytes)
+    return layer_bytes, prefetch_bytes, slot_bytes
 
 
 # -- shrinking: each gives the largest setting that saves enough, else the smallest ---------------

@@ -204,4 +204,4 @@ def test_an_example_tells_how_to_run_it(name: str) -> None:
 
 
 def test_there_is_an_example_of_each_kind() -> None:
-    assert len(NAMES) == 10
+    assert len(NAMES) == 11

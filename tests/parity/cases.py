@@ -78,6 +78,7 @@ class Case:
     second_model: bool = False  # train another model on the same path in the middle of training
     limit_bytes: int = 0  # host_memory_limit; 0 leaves the key out
     overlap: bool = True  # of the reduction with the backward pass, on devices
+    compiled: str = ""  # engine.compile() with this backend; "" leaves the model as it is
     scheduler: bool = False  # a learning rate that changes with every step
     walk: str = "behind"  # the step: behind | late (a walk, see walks.py) | off (over first)
     save_at: int = 0  # save a checkpoint after so many steps, and go on; 0: never
@@ -141,6 +142,7 @@ class Case:
             "accessors",
             "modify_weights",
             "gather_all",
+            "compiled",
             "scheduler",
             "load_from",
             "is_universal",

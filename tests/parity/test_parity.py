@@ -130,6 +130,17 @@ def test_with_activations_on_the_drive_training_gives_the_bits_of_cpu_offload(
     assert_activations_went(case, facts)
 
 
+@pytest.mark.parametrize("case", quick(matrix.compiled_cases()), ids=case_name)
+def test_a_compiled_model_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
+    facts = bench.run(case, "memascend")
+    expected = bench.run(case, "oracle")
+    assert differences(facts, expected) == []  # the number of graphs, too
+    assert expected[0]["graph_count"] > 0
+    assert_memascend_did_it(case, facts)
+    if case.saved_bytes is not None:
+        assert_activations_went(case, facts)
+
+
 @pytest.mark.parametrize("case", quick(matrix.stream_choice_cases(), 5), ids=case_name)
 def test_every_choice_of_streams_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")

@@ -66,6 +66,10 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
     if case.optimizer_type == "client":
         client = models.NormalisedDescent(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=client)
+    if case.compiled:
+        torch._dynamo.reset()  # of what the last case has compiled
+        torch._dynamo.utils.counters.clear()
+        engine.compile(backend=case.compiled)
     try:
         facts: dict[str, Any] = {"start": saved.get("start") or weight_digests(engine.module)}
         if case.optimizer == "absent":
@@ -86,6 +90,8 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
                 )
                 facts["loaded"] = state_digests(engine)
             facts |= train(case, engine, config, first=case.resume_at or case.first_step)
+            if case.compiled:
+                facts["graph_count"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             for name in ("losses", "norms", "scales"):
                 facts[name] = saved.get(name, []) + facts[name]
             if save_to is not None:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from memascend.base.units import GIB, KIB, MIB
 from memascend.plan.derive import LimitTooSmallError, Plan, PlanRequest, derive
-from memascend.plan.knobs import STAGING_SLOT_BYTES_KNEE, TILE_NUMEL_KNEE, TILE_TO_CHUNK_COST
+from memascend.plan.knobs import (
+    SMALL_NUMEL,
+    STAGING_SLOT_BYTES,
+    STAGING_SLOT_BYTES_KNEE,
+    TILE_NUMEL,
+    TILE_NUMEL_KNEE,
+    TILE_TO_CHUNK_COST,
+)
 from memascend.plan.shapes import ModelShapes, builtin
 from tests.support.examples import examples
 from tests.support.plan_models import decoder
@@ -227,3 +234,66 @@ def test_a_limit_too_small_says_what_is_needed_and_which_knob_costs_what() -> No
         assert part in str(error)
     with pytest.raises(LimitTooSmallError, match=r"Lamb.*sub_group_size"):
         derive(builtin("Llama-3.1-8B"), request=PlanRequest(optimizer="Lamb"), limit_bytes=MIB)
+
+
+# -- small models ----------------------------------------------------------------------------------
+
+
+def test_a_model_of_26_million_parameters_takes_the_part_of_the_defaults_that_it_is() -> None:
+    shapes = decoder(layers=32, hidden=512, vocabulary=9000)
+    assert shapes.numel == pytest.approx(26e6, rel=0.01)
+    plan = derive(shapes, request=PlanRequest())
+    part = shapes.numel / SMALL_NUMEL
+    assert plan.tile_numel == pytest.approx(part * TILE_NUMEL, rel=0.02)
+    assert plan.staging_slot_bytes == pytest.approx(part * STAGING_SLOT_BYTES, rel=0.02)
+    moving = ("staging slots", "optimizer tiles", "optimizer scratch")
+    assert sum(plan.host[name] for name in moving) < 34 * MIB
+    # Layers here are tiny: what is read ahead is the part as well.
+    assert plan.prefetch_bytes == pytest.approx(part * 32 * MIB, rel=0.02)
+    two = derive(shapes, request=PlanRequest(world=2))
+    assert two.tile_numel == TILE_NUMEL_KNEE
+    assert two.staging_slot_bytes == pytest.approx(part / 2 * STAGING_SLOT_BYTES, rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "world"), [("Qwen2.5-7B", 64), ("Llama-3.1-8B", 8)])
+def test_what_is_left_of_a_large_model_on_many_ranks_is_not_small(model: str, world: int) -> None:
+    plan = derive(builtin(model), request=PlanRequest(world=world))
+    assert (plan.tile_numel, plan.staging_slot_bytes) == (TILE_NUMEL, STAGING_SLOT_BYTES)
+    assert plan.prefetch_bytes == 32 * MIB
+
+
+@given(shapes=shapes_of, request=requests)
+@settings(deadline=None, max_examples=examples(100))
+def test_nothing_is_larger_than_what_passes_through_it(
+    shapes: ModelShapes, request: PlanRequest
+) -> None:
+    plan = derive(shapes, request=request)
+    itemsize = max(request.param_itemsize, request.gradient_itemsize)
+    numel = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
+    learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
+    if request.tile_bytes is None and request.is_tiled:
+        assert plan.tile_count * plan.tile_numel < learning + plan.tile_count * 4096
+    if not request.has_activations:  # their slots follow the tokens
+        slots_bytes = plan.staging_slot_count * plan.staging_slot_bytes
+        assert slots_bytes <= max(4 * 256 * KIB, numel * itemsize + 4 * 4 * KIB)
+
+
+def test_reading_ahead_has_no_room_for_what_takes_no_slot() -> None:
+    plan = derive(decoder(layers=4, hidden=512, vocabulary=80_000), request=PlanRequest())
+    assert plan.prefetch_bytes == 4 * (2 * 2 * 512 * 512 + 4 * KIB)
+
+
+def test_of_large_layers_two_are_read_ahead_though_the_model_is_small() -> None:
+    plan = derive(decoder(layers=4, hidden=1400, vocabulary=200), request=PlanRequest())
+    assert plan.prefetch_bytes == pytest.approx(4 * 1400 * 1400 * 2, rel=0.01)
+
+
+def test_slots_of_activations_are_as_large_for_small_models() -> None:
+    plan = derive(decoder(layers=1, hidden=64), request=PlanRequest(has_activations=True))
+    assert plan.host["activation slots"] == 4 * STAGING_SLOT_BYTES
+
+
+def test_tiles_of_a_small_model_are_not_below_the_knee_of_what_is_fast() -> None:
+    plan = derive(decoder(layers=2, hidden=600, vocabulary=900), request=PlanRequest())
+    assert plan.tile_numel == TILE_NUMEL_KNEE
+    assert plan.staging_slot_bytes == STAGING_SLOT_BYTES_KNEE

@@ -91,8 +91,9 @@ class TiledSteps(StepsEarly):
         runtime = self.attachment.runtime
         numel, count = tile_sizes(
             max(self.fp16_partitioned_groups_flat_numel),
-            is_elementwise(self.optimizer),
-            runtime.config.streaming.optimizer.tile_bytes,
+            sum(self.fp16_partitioned_groups_flat_numel),
+            is_tiled=is_elementwise(self.optimizer),
+            tile_bytes=runtime.config.streaming.optimizer.tile_bytes,
         )
         if runtime.plan is not None:
             numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
