@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,20 +19,19 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _no_gat
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
 from memascend.deepspeed.parameters.gather import wrap_convert, wrap_register
-from memascend.deepspeed.parameters.late_gathers import GatherHandles
+from memascend.deepspeed.parameters.late_gathers import GatherHandles, LateGather
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.errors import StoreError
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.walk import Walk
 from tests.support.ctrl_c import interrupted
-from tests.support.swapped_parameters import NUMEL, parameter
+from tests.support.swapped_parameters import NUMEL, PATIENCE_S, WatchedLock, parameter
 
 ABSENT, FLYING, THERE = (
     ZeroParamStatus.NOT_AVAILABLE,
     ZeroParamStatus.INFLIGHT,
     ZeroParamStatus.AVAILABLE,
 )
-PATIENCE_S = 60.0
 
 
 class Bench:
@@ -40,13 +40,16 @@ class Bench:
     def __init__(self, *, is_alone: bool = True) -> None:
         self.store = FakeStore()
         self.walk = Walk()
+        self.lock = WatchedLock()
         self.swapper = ParameterSwapper(
             attachment=SimpleNamespace(),  # type: ignore[arg-type]
             stream=ParameterStream(store=self.store, pool=CountedPool(), walk=self.walk),
             dtype=torch.bfloat16,
+            lock=self.lock,
             is_alone=is_alone,
         )
         self.out_of_memory = False
+        self.before_gather: Callable[[], object] = int
         self.params = [parameter(ds_id) for ds_id in range(3)]
         for param in self.params:
             param.ds_shape, param.ds_numel = (NUMEL,), NUMEL
@@ -61,6 +64,7 @@ class Bench:
 
     def _convert(self, init: Any, param: Any) -> None:
         def all_gather_coalesced(params: Any, **_: Any) -> Any:
+            self.before_gather()
             if self.out_of_memory:
                 raise torch.OutOfMemoryError("no memory left")
             return _no_gather_coalesced(list(params))
@@ -85,7 +89,8 @@ class Bench:
         return handle
 
     def wait(self, index: int) -> None:
-        self.registry[index].wait(handle_dependency=True)
+        """As the coordinator does, who has no handle any more whatever becomes of the wait."""
+        self.registry.pop(index).wait(handle_dependency=True)
 
     def finish_read(self, index: int) -> None:
         for ticket in self.store.tickets:
@@ -281,13 +286,9 @@ def test_one_that_never_goes_to_the_drive_waits_for_the_optimizer_too(bench: Ben
 # -- when something fails --------------------------------------------------------------------------
 
 
-#: A handle of nothing.
-SETTLED = SimpleNamespace(wait=lambda **_: None)
-
-
 def gathered_anew(bench: Bench, *indexes: int) -> None:
     """Waits for what is in flight, gathers what is absent, and compares."""
-    for index in indexes:
+    for index in list(bench.registry):
         bench.wait(index)
     absent = [index for index in indexes if bench.params[index].ds_status is ABSENT]
     if absent:
@@ -305,7 +306,6 @@ def test_a_read_that_fails_is_told_to_whoever_waits_for_it(bench: Bench) -> None
     with pytest.raises(StoreError):
         bench.wait(1)
     assert bench.statuses()[:2] == [THERE, ABSENT]
-    bench.wait(1)  # when DeepSpeed begins anew
     bench.store.failing.clear()
     gathered_anew(bench, 0, 1)
 
@@ -353,22 +353,91 @@ def test_out_of_memory_in_the_rest_of_a_list_notes_nothing_of_it(bench: Bench) -
     gathered_anew(bench, 0, 1)
 
 
+def test_a_read_that_cannot_begin_leaves_who_waited_for_another_absent(bench: Bench) -> None:
+    may_go = threading.Event()
+    late = bench.swapper.key(bench.params[1])
+    bench.walk.start([lambda _: may_go.wait(PATIENCE_S) or None], {late: (0, 1)}, lambda: None)
+    bench.read_ahead(0, 1)
+    bench.gather(0, 1)
+    may_go.set()
+    bench.walk.finish()
+    read = bench.store.read
+    bench.store.read = refuse  # type: ignore[method-assign]
+    with pytest.raises(StoreError, match="cannot read"):
+        bench.wait(0)
+    assert bench.statuses() == [ABSENT, FLYING, ABSENT]
+    bench.store.read = read  # type: ignore[method-assign]
+    gathered_anew(bench, 0, 1)
+    bench.walk.close()
+
+
+def refuse(**_: object) -> None:
+    raise StoreError(5, "cannot read: an earlier write failed")
+
+
+def test_the_first_error_is_told_where_a_read_that_nobody_needs_fails_too(bench: Bench) -> None:
+    bench.store.failing.add(("read", "param.1"))
+    bench.read_ahead(0, 1, 2)
+    bench.finish_read(0)
+    bench.out_of_memory = True
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.gather(0, 1, 2)
+    assert bench.statuses() == [ABSENT] * 3
+
+
+def test_who_waits_for_what_another_thread_gathers_waits_for_that(bench: Bench) -> None:
+    bench.read_ahead(0, 1)
+    bench.gather(0, 1)
+    bench.finish_read(1)
+    found: list[ZeroParamStatus] = []
+
+    def wait() -> None:
+        bench.wait(1)
+        found.append(bench.params[1].ds_status)
+        bench.lock.waited_for.set()
+
+    other = threading.Thread(target=wait)
+
+    def let_in() -> None:
+        other.start()
+        assert bench.lock.waited_for.wait(PATIENCE_S)
+
+    bench.before_gather = let_in
+    bench.wait(0)  # begins the other one, too
+    other.join(PATIENCE_S)
+    assert found == [THERE]
+    assert bench.is_whole(1)
+
+
 def test_ctrl_c_at_any_line_leaves_each_absent_or_in_flight_with_a_handle() -> None:
     line = 0
     while True:
-        bench, handles = Bench(), []
+        bench = Bench()
         bench.read_ahead(0, 1)
 
-        def work(bench: Bench = bench, handles: list[Any] = handles) -> None:
-            handles.append(bench.params[0].all_gather_coalesced(bench.params, quantize=False))
+        def work(bench: Bench = bench) -> None:
+            handle = bench.params[0].all_gather_coalesced(bench.params, quantize=False)
+            for param in bench.params:
+                bench.registry[param.ds_id] = handle.of(param)
             bench.finish_read(1)
-            handles[0].of(bench.params[0]).wait()
+            bench.wait(0)
 
         where = interrupted(line, work)
-        if not handles:
-            assert bench.statuses() == [ABSENT] * 3, where
-        bench.registry = dict.fromkeys(range(3), handles[0] if handles else SETTLED)
+        line += 1
+        if where and where[0].endswith(ENTERING):
+            continue
+        for index, status in enumerate(bench.statuses()):
+            assert status is not FLYING or index in bench.registry, (where, index)
         gathered_anew(bench, 0, 1, 2)
         if not where:
             return
-        line += 1
+
+
+def first_line(function: Any) -> str:
+    """Return where a function begins."""
+    lines = [line for _, _, line in function.__code__.co_lines() if line]
+    return f"{function.__code__.co_filename}:{sorted(set(lines))[1]}"
+
+
+#: There DeepSpeed has taken a handle from its registry, or has not put one in, and we have none.
+ENTERING = (first_line(LateGather.wait), first_line(GatherHandles.of))
