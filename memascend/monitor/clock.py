@@ -26,7 +26,8 @@ class StepTimes:
         backward: From their ends until the engine steps.
         optimizer: In the engine's step.
         other: All else, from the end of the step before: data, logs, evaluation, checkpoints.
-        waited: Of training, for the drives; the optimizer's thread goes on beside it.
+        waited: Of training and of the thread of activations, for the drives; not of the
+            optimizer's, which goes on beside it.
     """
 
     forward: float = 0.0

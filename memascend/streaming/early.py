@@ -109,8 +109,8 @@ class _TileGradient:
 
     def wait(self) -> None:
         """Return when all copies into it are over."""
-        copies, self.copies = self.copies, []
-        wait_all([copy.wait for copy in copies])
+        wait_all([copy.wait for copy in self.copies])
+        self.copies = []
 
     def part(self, begin: int, count: int) -> torch.Tensor:
         """Return elements of it, counted in the sub-group."""
@@ -192,10 +192,10 @@ class EarlySteps:
                 self._start(self._step_next)
 
     def finish(self) -> None:
-        """Step the tiles that are complete, and return when nothing is in flight.
+        """Step what is complete, and return when nothing is in flight.
 
-        Their gradients are in memory: it is the step's own work, and what it leaves goes to the
-        drive and back.
+        `close` would leave tiles that wait for the thread to the step, which reads their gradients
+        from the drive: they would go there first.
         """
         if self._is_open:
             self._wait_for_thread()
@@ -240,9 +240,9 @@ class EarlySteps:
     def _clear(self) -> None:
         """Give the blocks of all tiles back that were not stepped."""
         self._filled = []
-        while self._waiting:
-            _, gradient = self._waiting.popitem()
-            gradient.wait()
+        for gradient in [*self._waiting.values()]:
+            gradient.wait()  # Ctrl-C may end it, and leaves the block to the next call
+            del self._waiting[gradient.name, gradient.begin]
             self._tiles.give_spare(gradient.block)
 
     # -- the caller's thread -----------------------------------------------------------------------

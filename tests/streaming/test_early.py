@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from memascend.base.waiting import Ended
 from memascend.errors import StoreError
 from memascend.streaming.early import EarlyPart, EarlySteps
 from memascend.streaming.updates import EarlyStep, early_key
@@ -239,6 +240,21 @@ def test_what_is_forgotten_was_never_there(made: Callable[..., Early]) -> None:
         one.put(1, *NAMES)
         one.finish(Counted())
     assert_equal(early, late)
+
+
+def test_ctrl_c_in_the_wait_for_a_copy_loses_no_block(made: Callable[..., Early]) -> None:
+    early = made()
+    places = [(0, 5000), (5000, SIZES[NAMES[0]] - 5000)]
+    early.early.begin([early.part(NAMES[0], places=places)])
+    early.put_part(0, NAMES[0], *places[0])
+    early.all_stepped()
+    [waiting] = early.early._waiting.values()
+    waiting.copies.append(Ended(KeyboardInterrupt()))  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        early.early.forget()
+    waiting.copies.clear()
+    early.early.forget()
+    assert None not in [early.training.tiles.take_spare() for _ in range(SPARE_COUNT)]
 
 
 def test_a_gradient_that_comes_twice_makes_nothing_early(made: Callable[..., Early]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from memascend.deepspeed.parameters import device as accelerated
 from tests.support.streaming_fakes import FakeEvent
 
 NUMEL = 2048  # a page of them
+PATIENCE_S = 60.0
 
 
 def parameter(ds_id: int, numel: int = NUMEL, location: str = "nvme") -> Any:
@@ -40,3 +42,33 @@ def on_device(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool = False) -> 
     device = SimpleNamespace(is_synchronized_device=lambda: synchronous, Event=new_event)
     monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
     return events
+
+
+class WatchedLock:
+    """A reentrant lock that tells when somebody has to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def is_held(self) -> bool:
+        """Tell whether another thread would have to wait."""
+        taken = []
+
+        def take() -> None:
+            if self._lock.acquire(blocking=False):
+                taken.append(True)
+                self._lock.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join(PATIENCE_S)
+        return not taken

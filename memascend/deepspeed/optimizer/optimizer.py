@@ -202,6 +202,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
                 bucket.clear_params()
             for param in (param for group in self.fp16_groups for param in group):
                 param.grad = None
+            self._end_step()  # the next pass may bring gradients in another order
         super().clear_backward_seen_flag()
 
     def _partition_all_parameters(self) -> None:

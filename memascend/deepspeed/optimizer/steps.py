@@ -55,6 +55,9 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def forget_early(self, reason: str) -> None:
         """Forget what was done for the coming step: what it works on is about to change."""
 
+    def _end_step(self) -> None:
+        """Forget all that was for the coming step."""
+
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
         """Note a step that DeepSpeed's Adam was brought through after a load."""
 

@@ -102,10 +102,14 @@ class _GatherHandle:
         try:
             self.handle.wait(**keywords)
         except BaseException:
-            self._is_given_up = True
-            self._swapper.give_up(self._params)
+            self.give_up()
             raise
         self._shards = ()
+
+    def give_up(self) -> None:
+        """Have all of them absent again."""
+        self._is_given_up = True
+        self._swapper.give_up(self._params)
 
 
 def _in_turns(
@@ -204,10 +208,12 @@ def _whole_or_not_at_all(
     try:
         yield
     except BaseException:
-        for handle in handles:
-            with suppress(Exception):  # the first error is the one to raise
-                handle.wait()
-        swapper.give_up(own)
+        try:
+            for handle in handles:
+                with suppress(Exception):  # the first error is the one to raise
+                    handle.wait()
+        finally:  # Ctrl-C may end a wait
+            swapper.give_up(own)
         raise
 
 

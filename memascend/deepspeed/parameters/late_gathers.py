@@ -34,7 +34,7 @@ class Swapper(Protocol):
     def wait_for_updates(self, params: Iterable[Parameter]) -> None:
         """Return when the optimizer's walk has given these parameters their new values."""
 
-    def give_up(self, params: Iterable[Parameter]) -> None:
+    def give_up(self, params: Sequence[Parameter]) -> None:
         """Have parameters as they were before a gather that failed, whatever it had come to."""
 
 
@@ -48,10 +48,17 @@ class LateGather:
         self._gathers = gathers
 
     def wait(self, **keywords: Any) -> None:
-        """Begin, if nobody has, and wait as DeepSpeed does; return at once if it has failed."""
-        self._gathers.begin([self.param])
-        if self.begun is not None:
-            self.begun.wait(**keywords)
+        """Begin, if nobody has, and wait as DeepSpeed does; return at once if it has failed.
+
+        DeepSpeed does not have this handle any more: behind an error the parameter is absent.
+        """
+        try:
+            self._gathers.begin([self.param])
+            if self.begun is not None:
+                self.begun.wait(**keywords)
+        except BaseException:
+            self._gathers.give_up(self)
+            raise
 
 
 class GatherHandles:
@@ -98,22 +105,25 @@ class LateGathers:
                     param.ds_status = ZeroParamStatus.NOT_AVAILABLE
                     del self._noted[param.ds_id]
 
+    def give_up(self, gather: LateGather) -> None:
+        """Have a parameter absent again, and all that is being gathered together with it."""
+        self.withdraw([gather.param])
+        if gather.begun is not None and gather.param.ds_status is ZeroParamStatus.INFLIGHT:
+            gather.begun.give_up()
+
     def begin(self, needed: Iterable[Parameter] = ()) -> None:
         """Begin the gathers of what is here by now, and of what is needed.
 
         Raises:
             StoreError: A read failed, or the walk did.
         """
-        if not self._noted:
-            return
         needed_ids = {param.ds_id for param in needed}
+        # What is needed and not noted another thread may be about to begin: with the lock.
+        if not (self._noted or needed_ids):
+            return
+        # Before the lock is taken: hooks of other threads want it meanwhile.
         noted = [g.param for g in list(self._noted.values()) if g.param.ds_id in needed_ids]
-        try:
-            # Before the lock is taken: hooks of other threads want it meanwhile.
-            self._swapper.wait_for_updates(noted)
-        except BaseException:
-            self.withdraw(noted)
-            raise
+        self._swapper.wait_for_updates(noted)
         with self._swapper.lock:
             waiting = [g.param for g in self._noted.values() if g.param.ds_id not in needed_ids]
             late_ids = {param.ds_id for param in self._swapper.late(waiting)}

@@ -11,8 +11,8 @@ tensor while it is read or written: assembled there, or the rank's slice of the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from memascend.deepspeed.parameters.device import (
 )
 from memascend.deepspeed.parameters.exclusive import exclusive
 from memascend.deepspeed.parameters.late_gathers import LateGathers
+from memascend.errors import StoreError
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.released import ReleasedMemory
 from memascend.streaming.shards import Shard, ShardState
@@ -78,8 +79,7 @@ class ParameterSwapper:
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
         self._released = ReleasedMemory(limit_bytes=RELEASED_BYTES_MAX)
         self._shards: dict[int, Shard] = {}  # by ds_id; each is owned by its parameter
-        # Gathered over a collective that may still read the slot; let go when it has been waited
-        # for.
+        # A collective may still read their slots; they are let go when it has been waited for.
         self._gathering: dict[Shard, None] = {}
         # Same stand-in as stock: 0-dim, so that a use of absent data fails loudly.
         self.invalid_buffer = torch.tensor(1).half()
@@ -133,7 +133,7 @@ class ParameterSwapper:
         what else is read ahead stays on its way.
         """
         self._let_go_gathered()
-        with self._showing_changes():
+        try:
             if async_op:
                 self._stream.read_ahead([self._shard(p) for p in params if self._is_absent(p)])
             else:
@@ -141,12 +141,16 @@ class ParameterSwapper:
                 self._stream.read_now(
                     [shard for p, shard in on_drive if shard.is_staged or self._is_absent(p)]
                 )
+        finally:
+            self._show_changes()
 
     @exclusive
     def synchronize_reads(self) -> None:
         """Wait for every read in flight and make the shards available."""
-        with self._showing_changes():
+        try:
             self._stream.wait_reads()
+        finally:
+            self._show_changes()
 
     @exclusive
     def synchronize_writes(self) -> None:
@@ -178,9 +182,11 @@ class ParameterSwapper:
         The sources may be reused on return. Writes may still be in flight: a later read of the same
         parameter sees them, and synchronize_writes at the end of the step reports their errors.
         """
-        with self._showing_changes():
+        try:
             for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
                 self._stream.write_cast(self._shard(param), source)
+        finally:
+            self._show_changes()
 
     # -- what our gather and step hooks call -----------------------------------------------------
 
@@ -264,30 +270,29 @@ class ParameterSwapper:
         staged = [(param, shard) for param, shard in on_drive if shard.is_staged]
         event = event_here() if staged else None
         for param, shard in staged:
-            if event is not None:
-                self._let_go(shard, event)
-            elif shard.tensor is not None and shares_memory(param.data, shard.tensor):
-                if shard.is_reused:
-                    param.data = param.data.clone()
-                self._let_go(shard)
-            elif param.ds_status is ZeroParamStatus.INFLIGHT:
+            there = shard.tensor if event is None else None
+            is_alias = there is not None and shares_memory(param.data, there)
+            if is_alias and shard.is_reused:
+                param.data = param.data.clone()
+            if event is None and not is_alias and param.ds_status is ZeroParamStatus.INFLIGHT:
                 self._gathering[shard] = None
             else:
-                self._let_go(shard)
+                self._let_go(shard, event)
 
     @exclusive
-    def give_up(self, params: Iterable[Parameter]) -> None:
+    def give_up(self, params: Sequence[Parameter]) -> None:
         """Have parameters as they were before a gather that failed, whatever it had come to.
 
         Nothing has computed with them; memory that copies and collectives still fill is used again
         in the order of the stream that they were issued on.
         """
         event = event_here()
-        for param in params:
+        for param in params:  # all of them before the first wait
             if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
                 param.data = param.data.new_empty(0)
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            if self._lives_on_drive(param):
+        for param in filter(self._lives_on_drive, params):
+            with suppress(StoreError):  # nobody needs it now; who does will see the error
                 self._let_go(self._shard(param), event)
 
     @exclusive
@@ -309,8 +314,10 @@ class ParameterSwapper:
         update.
         """
         self._gathering.clear()
-        with self._showing_changes():
+        try:
             self._stream.forget_all()
+        finally:
+            self._show_changes()
 
     def key(self, param: Parameter) -> str:
         """Return the store's name for a parameter's shard."""
@@ -327,15 +334,9 @@ class ParameterSwapper:
             self._shards[param.ds_id] = shard
         return shard
 
-    @contextmanager
-    def _showing_changes(self) -> Iterator[None]:
-        """Have DeepSpeed see, whatever happens inside, what becomes of the shards."""
-        try:
-            yield
-        finally:
-            self._show_changes()
-
     def _show_changes(self) -> None:
+        # In `finally`: a generator would be left to the garbage collector by Ctrl-C at its `yield`,
+        # which runs it at any time and swallows the next one.
         for shard in self._stream.take_changes():
             seen = shard.owner.ds_tensor
             if seen is None:
@@ -350,8 +351,10 @@ class ParameterSwapper:
 
     def _stage_outgoing(self, param: Parameter, numel: int) -> torch.Tensor:
         """Return where DeepSpeed copies the rank's slice of a whole parameter, to be stored."""
-        with self._showing_changes():
+        try:
             slot = self._stream.stage(self._shard(param))
+        finally:
+            self._show_changes()
         return slice_of_rank(param, numel) if slot is None else slot
 
     @staticmethod
@@ -365,17 +368,14 @@ class ParameterSwapper:
             and param.ds_status is ZeroParamStatus.NOT_AVAILABLE
         )
 
-    def _is_being_gathered(self, shard: Shard) -> bool:
-        return shard in self._gathering and shard.owner.ds_status is ZeroParamStatus.INFLIGHT
-
     def _let_go_gathered(self) -> None:
         for shard in list(self._gathering):
-            if not self._is_being_gathered(shard):
+            if shard.owner.ds_status is not ZeroParamStatus.INFLIGHT:
                 self._let_go(shard)
 
     def recover(self) -> None:
         """Let every shard go, in whatever state an interrupted call has left it."""
-        gathering = [shard for shard in self._gathering if self._is_being_gathered(shard)]
+        gathering = [s for s in self._gathering if s.owner.ds_status is ZeroParamStatus.INFLIGHT]
         event = event_here()
         if event is not None:  # a copy out of a slot may have been issued and not been noted yet
             event.synchronize()

@@ -17,12 +17,13 @@ from tests.support.early_optimizer import (
     assert_equal,
     backward,
     change_rate,
+    give,
     make,
     step,
     train,
 )
 from tests.support.tiled_optimizer import NAMES
-from tests.support.tiled_training import SIZES
+from tests.support.tiled_training import SIZES, gradients
 
 pytestmark = pytest.mark.deepspeed
 
@@ -222,4 +223,16 @@ def test_a_checkpoint_that_is_loaded_before_the_step_needs_another_backward_pass
         step(early)
     for optimizer in (early, late):
         train(optimizer, range(2, 4))
+    assert_equal(early, late)
+
+
+def test_a_backward_pass_that_an_error_has_left_may_come_again_in_another_order() -> None:
+    early, late = make(), make(early=False)
+    for optimizer in (early, late):
+        train(optimizer, range(2))
+        member = optimizer.training.members[NAMES[0]][0]  # the last of a whole pass
+        give(optimizer, NAMES[0], gradients(2, torch.bfloat16)[NAMES[0]][: member.numel], member)
+        optimizer._end_step()  # as the next forward pass has it
+        train(optimizer, range(2, 3))
+    assert early.early_tile_count == TILES
     assert_equal(early, late)

@@ -192,7 +192,10 @@ def test_what_a_backward_pass_had_not_reduced_when_an_error_left_it_is_dropped(
     optimizer.micro_step_id = 0
     state = optimizer._backward_hook_state = BackwardHookStateManager()
     state.backward_seen_this_step, state.epilogue_ran_this_backward = seen, ended
+    begun_anew: list[bool] = []
+    optimizer._end_step = lambda: begun_anew.append(True)
     optimizer.clear_backward_seen_flag()
     assert (param.grad is not None, bucket.params != []) == (kept, kept)
+    assert begun_anew == [True] * (not kept)
     assert optimizer.micro_step_id == ended
     assert not state.backward_seen_this_step

@@ -187,13 +187,20 @@ class Handle:
             raise self.error
 
 
-def failing(params: list[Any], which: str, *, turn: int, handles: list[Handle]) -> None:
-    """Has a turn's gather fail as where the device has no memory left."""
+def failing(
+    params: list[Any],
+    which: str,
+    *,
+    turn: int,
+    handles: list[Handle],
+    waiting: BaseException | None = None,
+) -> None:
+    """Has a turn's gather fail as where the device has no memory left, and the waits for others."""
 
     def gather(turn_of: Any = None, param_list: Any = None, **_: Any) -> Any:
         if len(handles) == turn:
             raise torch.OutOfMemoryError("no memory left")
-        handles.append(Handle())
+        handles.append(Handle(waiting))
         return handles[-1] if which == "all_gather_coalesced" else [handles[-1]]
 
     for param in params:
@@ -220,6 +227,17 @@ def test_out_of_memory_in_a_turn_gives_up_what_was_begun(swapper: TwoAtATime, wh
         ("copy", [2, 3]),
         ("give up", [0, 1, 2, 3]),
     ]
+
+
+def test_ctrl_c_in_the_wait_for_what_a_failed_gather_has_begun_gives_it_up_too(
+    swapper: TwoAtATime,
+) -> None:
+    params = parameters(swapper, 3)
+    which = "all_gather_coalesced"
+    failing(params, which, turn=1, handles=[], waiting=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        params[0].all_gather_coalesced(params)
+    assert swapper.calls[-1] == ("give up", [0, 1, 2])
 
 
 def test_out_of_memory_where_a_gather_is_waited_for_gives_all_of_it_up(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,18 +21,15 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRe
 from memascend.deepspeed.parameters.gather import wrap_convert, wrap_register
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.errors import StoreError
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.walk import Walk
-from tests.support.ctrl_c import interrupted
-from tests.support.swapped_parameters import NUMEL, parameter
+from tests.support.swapped_parameters import NUMEL, PATIENCE_S, WatchedLock, parameter
 
 ABSENT, FLYING, THERE = (
     ZeroParamStatus.NOT_AVAILABLE,
     ZeroParamStatus.INFLIGHT,
     ZeroParamStatus.AVAILABLE,
 )
-PATIENCE_S = 60.0
 
 
 class Bench:
@@ -40,13 +38,16 @@ class Bench:
     def __init__(self, *, is_alone: bool = True) -> None:
         self.store = FakeStore()
         self.walk = Walk()
+        self.lock = WatchedLock()
         self.swapper = ParameterSwapper(
             attachment=SimpleNamespace(),  # type: ignore[arg-type]
             stream=ParameterStream(store=self.store, pool=CountedPool(), walk=self.walk),
             dtype=torch.bfloat16,
+            lock=self.lock,
             is_alone=is_alone,
         )
         self.out_of_memory = False
+        self.before_gather: Callable[[], object] = int
         self.params = [parameter(ds_id) for ds_id in range(3)]
         for param in self.params:
             param.ds_shape, param.ds_numel = (NUMEL,), NUMEL
@@ -61,6 +62,7 @@ class Bench:
 
     def _convert(self, init: Any, param: Any) -> None:
         def all_gather_coalesced(params: Any, **_: Any) -> Any:
+            self.before_gather()
             if self.out_of_memory:
                 raise torch.OutOfMemoryError("no memory left")
             return _no_gather_coalesced(list(params))
@@ -85,7 +87,8 @@ class Bench:
         return handle
 
     def wait(self, index: int) -> None:
-        self.registry[index].wait(handle_dependency=True)
+        """As the coordinator does, who has no handle any more whatever becomes of the wait."""
+        self.registry.pop(index).wait(handle_dependency=True)
 
     def finish_read(self, index: int) -> None:
         for ticket in self.store.tickets:
@@ -276,100 +279,3 @@ def test_one_that_never_goes_to_the_drive_waits_for_the_optimizer_too(bench: Ben
     assert bench.is_whole(0)
     bench.walk.finish()
     bench.walk.close()
-
-
-# -- when something fails --------------------------------------------------------------------------
-
-
-#: A handle of nothing.
-SETTLED = SimpleNamespace(wait=lambda **_: None)
-
-
-def gathered_anew(bench: Bench, *indexes: int) -> None:
-    """Waits for what is in flight, gathers what is absent, and compares."""
-    for index in indexes:
-        bench.wait(index)
-    absent = [index for index in indexes if bench.params[index].ds_status is ABSENT]
-    if absent:
-        bench.gather(*absent).wait()
-    for index in indexes:
-        assert bench.params[index].ds_status is THERE
-        assert bench.is_whole(index)
-
-
-def test_a_read_that_fails_is_told_to_whoever_waits_for_it(bench: Bench) -> None:
-    bench.store.failing.add(("read", "param.1"))
-    bench.read_ahead(0, 1)
-    bench.gather(0, 1)
-    bench.wait(0)
-    with pytest.raises(StoreError):
-        bench.wait(1)
-    assert bench.statuses()[:2] == [THERE, ABSENT]
-    bench.wait(1)  # when DeepSpeed begins anew
-    bench.store.failing.clear()
-    gathered_anew(bench, 0, 1)
-
-
-def test_a_walk_that_fails_is_told_to_whoever_waits_for_its_values(bench: Bench) -> None:
-    may_go = threading.Event()
-
-    def step(_: object) -> None:
-        assert may_go.wait(PATIENCE_S)
-        raise StoreError(5, "the walk failed")
-
-    bench.walk.start([step], {bench.swapper.key(bench.params[0]): (0, 1)}, lambda: None)
-    bench.read_ahead(0)
-    bench.gather(0)
-    may_go.set()
-    with pytest.raises(StoreError, match="the walk failed"):
-        bench.wait(0)
-    assert bench.statuses()[0] is ABSENT
-    with pytest.raises(StoreError, match="the walk failed"):
-        bench.walk.finish()
-    gathered_anew(bench, 0)
-    bench.walk.close()
-
-
-def test_out_of_memory_gives_up_what_began_together(bench: Bench) -> None:
-    bench.read_ahead(0, 1, 2)
-    bench.gather(0, 1, 2)
-    bench.finish_read(1)
-    bench.out_of_memory = True
-    with pytest.raises(torch.OutOfMemoryError):
-        bench.wait(0)
-    assert bench.statuses() == [ABSENT, ABSENT, FLYING]
-    bench.out_of_memory = False
-    gathered_anew(bench, 0, 1, 2)
-
-
-def test_out_of_memory_in_the_rest_of_a_list_notes_nothing_of_it(bench: Bench) -> None:
-    bench.read_ahead(1)
-    bench.out_of_memory = True
-    with pytest.raises(torch.OutOfMemoryError):
-        bench.gather(0, 1)
-    assert bench.statuses() == [ABSENT] * 3
-    bench.out_of_memory = False
-    bench.gather(0, 1).wait()
-    gathered_anew(bench, 0, 1)
-
-
-def test_ctrl_c_at_any_line_leaves_each_absent_or_in_flight_with_a_handle() -> None:
-    line = 0
-    while True:
-        bench, handles = Bench(), []
-        bench.read_ahead(0, 1)
-
-        def work(bench: Bench = bench, handles: list[Any] = handles) -> None:
-            handles.append(bench.params[0].all_gather_coalesced(bench.params, quantize=False))
-            bench.finish_read(1)
-            handles[0].of(bench.params[0]).wait()
-
-        where = interrupted(line, work)
-        if not handles:
-            assert bench.statuses() == [ABSENT] * 3, where
-        bench.registry = dict.fromkeys(range(3), handles[0] if handles else SETTLED)
-        gathered_anew(bench, 0, 1, 2)
-        if not where:
-            break
-        line += 1
-    assert line > 20

@@ -25,40 +25,15 @@ from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 from memascend.streaming.parameters import ParameterStream
 from tests.support.ctrl_c import interruptions
-from tests.support.swapped_parameters import NUMEL, on_device, parameter
+from tests.support.swapped_parameters import (
+    NUMEL,
+    PATIENCE_S,
+    WatchedLock,
+    on_device,
+    parameter,
+)
 
 ABSENT, THERE = PartitionedParamStatus.NOT_AVAILABLE, PartitionedParamStatus.AVAILABLE
-PATIENCE_S = 60.0
-
-
-class WatchedLock:
-    """A reentrant lock that tells when somebody has to wait for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.waited_for = threading.Event()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self.waited_for.set()
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def is_held(self) -> bool:
-        """Tell whether another thread would have to wait."""
-        taken = []
-
-        def take() -> None:
-            if self._lock.acquire(blocking=False):
-                taken.append(True)
-                self._lock.release()
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        thread.join(PATIENCE_S)
-        return not taken
 
 
 class Bench:
@@ -231,6 +206,7 @@ def use(bench: Bench, params: list[Any]) -> None:
     bench.swapper.remove_partition_and_release_buffers(params[:2])
 
 
+@pytest.mark.filterwarnings("error")  # Ctrl-C that the garbage collector swallows is one
 @pytest.mark.parametrize("make_pool", [CountedPool, bounded])
 def test_after_ctrl_c_at_any_line_a_pass_can_be_made_again(make_pool: Callable[[], Pool]) -> None:
     made: list[tuple[Bench, list[Any]]] = []
