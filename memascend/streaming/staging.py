@@ -161,8 +161,7 @@ class StagingSlots:
                 self._copy_out(*pending.popleft())
         finally:
             for _, staged, ticket in pending:  # an error is on its way up
-                _settle(ticket)
-                self.give_back(staged)
+                self._give_back_settled(staged, ticket)
 
     def wait_writes(self) -> None:
         """Wait until everything written is in the store.
@@ -272,8 +271,7 @@ class StagingSlots:
                 yield coming.popleft()[0]
         finally:
             for staged, ticket in coming:  # an error is on its way up
-                _settle(ticket)
-                self.give_back(staged)
+                self._give_back_settled(staged, ticket)
 
     def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
         """Yield the bytes of a key in order, one slot after the other; each is lent until the next.
@@ -323,7 +321,16 @@ class StagingSlots:
             ticket.wait()
             target.copy_(staged, non_blocking=True)
         finally:
-            _settle(ticket)
+            self._give_back_settled(staged, ticket)
+
+    def _give_back_settled(self, staged: torch.Tensor, ticket: Ticket) -> None:
+        """Give a slot back once the drive no longer fills it, whatever became of the read.
+
+        A drive that is silent as the program ends may do so still: then the slot stays lost.
+        """
+        with suppress(Exception):
+            ticket.wait()
+        if ticket.done():
             self.give_back(staged)
 
     def _wait_copied_out(self) -> None:
@@ -368,6 +375,8 @@ class StagingSlots:
             if write.ticket is not None:
                 write.ticket.wait()
         except Exception as error:
+            if write.ticket is not None and not write.ticket.done():
+                raise  # at the end of the program: a drive is silent, and may read the slot still
             self._write_error = self._write_error or error
             self._failed.add(write.key)
         # Not behind Ctrl-C: then the drive still reads the slot.
@@ -387,9 +396,3 @@ class StagingSlots:
         """Free what Ctrl-C has left in no list; return whether there was anything."""
         listed = [write.slot for write in self._writes] + [slot for _, slot in self._reads]
         return self._slots.find_lost(listed)
-
-
-def _settle(ticket: Ticket) -> None:
-    """Wait until the drive no longer touches the memory of a transfer, whatever became of it."""
-    with suppress(Exception):
-        ticket.wait()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, FakeRangeTicket, LateDevice
 
 SLOT_BYTES = 4096
 
@@ -347,3 +348,29 @@ def test_a_broken_drive_is_told_and_no_slot_is_lost() -> None:
             with pytest.raises(StoreError):
                 staging.read(key="a", target=torch.zeros(4 << 20, dtype=torch.uint8))
         assert all_slots_are_free(staging)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_slot_that_a_silent_drive_still_uses_is_lent_to_nobody_as_the_program_ends(
+    staging: StagingSlots, store: FakeRangeStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def refuse(_: FakeRangeTicket) -> None:
+        raise StoreError(110, "no answer")
+
+    store.reserve(key="a", nbytes=SLOT_BYTES)
+    tensor = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+    monkeypatch.setattr(FakeRangeTicket, "wait", refuse)
+    wait: Callable[[], object] = functools.partial(staging.read, key="a", target=tensor)
+    if kind == "write":
+        staging.write(key="a", source=tensor)
+        wait = staging.wait_writes
+    with pytest.raises(StoreError, match="no answer"):
+        wait()
+    monkeypatch.undo()
+    [ticket] = store.tickets
+    for _ in range(2):
+        staging.give_back(staging.take(SLOT_BYTES, torch.uint8))
+        assert not ticket.finished
+    slots = [staging.take(SLOT_BYTES, torch.uint8) for _ in range(3)]
+    assert ticket.finished
+    assert len({slot.data_ptr() for slot in slots}) == 3
