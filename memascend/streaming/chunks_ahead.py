@@ -55,6 +55,7 @@ class _Begun:
     key: str
     numel: int
     dtype: torch.dtype
+    has_given_way: bool = False
     chunks: deque[Chunk] = field(default_factory=deque)
 
 
@@ -69,7 +70,8 @@ class ChunksAhead:
     def start(self, *, key: str, numel: int, dtype: torch.dtype) -> None:
         """Start reading the first chunks of a key, as far as slots are free; never wait for one.
 
-        Again goes on with the next chunks. What was begun of another key is given up.
+        Again goes on with the next chunks, unless some have given way: they would again. What was
+        begun of another key is given up.
 
         Raises:
             StoreError: A read could not be started; one that fails later is an error of `take`.
@@ -78,7 +80,7 @@ class ChunksAhead:
         if begun is None or (begun.key, begun.numel, begun.dtype) != (key, numel, dtype):
             self.forget()
             begun = self._begun = _Begun(key, numel, dtype)
-        count_max = len(self._slots) - SLOT_COUNT_MIN
+        count_max = 0 if begun.has_given_way else len(self._slots) - SLOT_COUNT_MIN
         runs = self._slots.chunks(numel, dtype.itemsize)
         for begin, count in islice(runs, len(begun.chunks), max(0, count_max)):
             if not self._slots.reclaim(count * dtype.itemsize):
@@ -97,6 +99,7 @@ class ChunksAhead:
         """Free the slot of the last chunk, once the drive has let go of it; False without any."""
         if self._begun is None or not self._begun.chunks:
             return False
+        self._begun.has_given_way = True
         # Taken off first: after Ctrl-C nobody has it, and it is found.
         staged, ticket = self._begun.chunks.pop()
         with suppress(Exception):  # nobody needs it now; who does will see the error

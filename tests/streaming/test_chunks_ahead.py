@@ -174,6 +174,24 @@ def test_who_needs_every_slot_gets_it_the_chunk_needed_last_first(
     assert torch.equal(fetch(staging), content)
 
 
+def test_what_has_given_way_is_not_begun_again_before_it_is_needed(
+    staging: StagingSlots, store: FakeRangeStore
+) -> None:
+    """Else it would be read again at each of many calls, for others to take its slots each time."""
+    content = put(store, "head")
+    start(staging)
+    for _ in range(5):
+        taken = [staging.take(SLOT_NUMEL, torch.float32) for _ in range(3)]
+        for staged in taken:
+            staging.give_back(staged)
+        start(staging)
+    assert len(store.tickets) == 2
+    assert torch.equal(fetch(staging), content)
+    assert len(store.tickets) == 2 + CHUNK_COUNT - 1
+    start(staging)
+    assert len(store.tickets) == 2 + CHUNK_COUNT - 1 + 2
+
+
 def test_runs_that_are_read_each_with_all_slots_get_them(
     staging: StagingSlots, store: FakeRangeStore
 ) -> None:
