@@ -23,6 +23,8 @@ import torch
 from memascend.base.interfaces import HostMemory
 from memascend.base.units import page_down
 
+#: With so many every transfer goes on: one fills while another empties.
+SLOT_COUNT_MIN = 2
 #: Most tensors that share a slot: each takes whole parts, so that the transfers in flight are few.
 PART_COUNT = 16
 

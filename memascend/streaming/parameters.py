@@ -28,6 +28,7 @@ from memascend.base.interfaces import Event, Lender, TensorIO, Ticket
 from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
+from memascend.streaming.in_chunks import InChunks
 from memascend.streaming.kept_slots import KeptSlots
 from memascend.streaming.loans import Loans
 from memascend.streaming.shards import Shard, Shards, ShardState
@@ -68,17 +69,14 @@ class ParameterStream:
         self.pool = pool
         self._store = store
         self._prefetch_bytes = prefetch_bytes
-        self._staging = staging
         self.walk = walk or Walk()
-        # Not torch.empty later: zero.Init replaces it by one that casts.
-        self._on_device = None if staging is None else torch.empty(0, device=device)
         self._shards = Shards()
         self._staged: dict[Shard, None] = {}  # asked for last, last
         self._changed: dict[Shard, None] = {}
         self._loans = Loans(lender)
         self._kept = KeptSlots(pool, self._loans)
         self._writes: deque[Ticket] = deque()
-        self._in_chunks: set[Shard] = set()  # staging slots may still have writes of these
+        self._chunks = InChunks(staging=staging, device=device, walk=self.walk, loans=self._loans)
 
     def shard(self, key: str, numel: int, dtype: torch.dtype, owner: Any = None) -> Shard:
         """Make the record of a shard, once for each."""
@@ -100,15 +98,22 @@ class ParameterStream:
         """Start reading shards, in order, as far as may be read ahead now.
 
         Stops at the first that does not fit, so that what is needed soonest is never overtaken. One
-        that has no slot ever is passed over: it is read when it is needed.
+        that has no slot ever is passed over: it is read when it is needed. Of the first of those
+        first chunks are read ahead, which nobody sees.
         """
         for shard in self._staged:
             self._start_late(shard)
         limit_bytes = self._shards.prefetch_bytes(self._prefetch_bytes)
         room_bytes = min(limit_bytes, self.share_bytes) - self._staged_bytes()
+        starts_chunks = limit_bytes > 0
         for shard in shards:
             cost_bytes = self.pool.slot_bytes(shard.nbytes)
-            if shard.is_staged or cost_bytes == 0:
+            if shard.is_staged:
+                continue
+            if cost_bytes == 0:
+                if starts_chunks:
+                    self._chunks.read_ahead(shard)
+                starts_chunks = False
                 continue
             if cost_bytes > room_bytes:
                 return
@@ -154,10 +159,10 @@ class ParameterStream:
     def read_into(self, shard: Shard, target: torch.Tensor) -> None:
         """Fill a flat tensor that is not a slot: of any device, at any address, of any length."""
         self.walk.wait_for([shard.key])
-        if self._staging is not None and target.device.type != "cpu":
-            self._staging.read(key=shard.key, target=target)
+        if self._chunks.staging is not None and target.device.type != "cpu":
+            self._chunks.staging.read(key=shard.key, target=target)
         else:
-            self._wait_chunks(shard)
+            self._chunks.wait(shard)
             self._store.read(key=shard.key, target=target).wait()
 
     # -- host -> drive ---------------------------------------------------------------------------
@@ -188,7 +193,7 @@ class ParameterStream:
             if shard.lease is None:
                 self.write_from(shard, tensor)
             else:
-                self._wait_chunks(shard)
+                self._chunks.wait(shard)
                 self._store.write(
                     key=shard.key,
                     source=tensor,
@@ -201,8 +206,8 @@ class ParameterStream:
     def write_from(self, shard: Shard, source: torch.Tensor) -> None:
         """Store a flat tensor of any device, chunk by chunk; on return it is in the store."""
         self.forget(shard)
-        self._write_chunks(shard, source)
-        self._wait_chunks(shard)
+        self._chunks.write(shard, source)
+        self._chunks.wait(shard)
 
     def write_cast(self, shard: Shard, source: torch.Tensor) -> None:
         """Cast `source` on its way and start storing it; `source` may be reused on return."""
@@ -215,9 +220,9 @@ class ParameterStream:
         self._stage(shard)
         try:
             if shard.lease is None or shard.tensor is None:
-                self._write_chunks(shard, source)
+                self._chunks.write(shard, source)
             else:
-                self._wait_chunks(shard)
+                self._chunks.wait(shard)
                 shard.tensor.copy_(source)
                 self._writes.append(
                     self._store.write(
@@ -242,9 +247,7 @@ class ParameterStream:
         """Yield what waits for each write; what was not reached stays noted."""
         while self._writes:
             yield self._writes.popleft().wait
-        if self._staging is not None:
-            yield self._staging.wait_writes
-            self._in_chunks.clear()
+        yield self._chunks.wait_writes
 
     # -- letting go ------------------------------------------------------------------------------
 
@@ -267,6 +270,7 @@ class ParameterStream:
         """Drop a shard, and have it read from the drive when it is needed again."""
         self.drop(shard)
         self._kept.forget(shard)
+        self._chunks.forget(shard)
 
     def forget_all(self) -> None:
         """Drop and forget every shard; on return every slot is free but for writes.
@@ -276,6 +280,7 @@ class ParameterStream:
         for shard in tuple(self._staged):
             self.drop(shard)
         self._kept.drain()
+        self._chunks.forget()
 
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
         """Drop and forget all shards but some, in whatever state Ctrl-C at any line left them."""
@@ -284,6 +289,7 @@ class ParameterStream:
         for shard in lost:
             self._staged.pop(shard, None)
         self._changed.clear()
+        self._chunks.forget()
         return lost
 
     # -- slots -----------------------------------------------------------------------------------
@@ -308,7 +314,7 @@ class ParameterStream:
             return
         assert shard.lease is not None
         assert shard.tensor is not None
-        self._wait_chunks(shard)
+        self._chunks.wait(shard)
         shard.read = self._store.read(
             key=shard.key,
             target=shard.tensor,
@@ -332,7 +338,7 @@ class ParameterStream:
                 if ticket is not None:
                     ticket.wait()
                 elif shard.tensor is None:
-                    self._read_without_slot(shard)
+                    self._chunks.read(shard)
                 shard.equals_store = True
                 self._note(shard, ShardState.STAGED)
         except BaseException:
@@ -355,35 +361,6 @@ class ParameterStream:
     def _note(self, shard: Shard, state: ShardState) -> None:
         shard.state = state
         self._changed[shard] = None
-
-    # -- without a slot --------------------------------------------------------------------------
-
-    @property
-    def _chunks(self) -> StagingSlots:
-        if self._staging is None:
-            raise AssertionError("only a budget leaves a shard without a slot")
-        return self._staging
-
-    def _read_without_slot(self, shard: Shard) -> None:
-        if self._loans.offers(shard):
-            self._wait_chunks(shard)
-            self._loans.take(shard)
-            return
-        assert self._on_device is not None
-        tensor = self._on_device.new_empty(shard.numel, dtype=shard.dtype)
-        self._chunks.read(key=shard.key, target=tensor)
-        shard.tensor = tensor
-
-    def _wait_chunks(self, shard: Shard) -> None:
-        """Wait before a shard moves through a slot: the store may not know yet of its chunks."""
-        if shard in self._in_chunks:
-            self._chunks.wait_writes()
-            self._in_chunks.clear()  # not before: Ctrl-C may end the wait
-
-    def _write_chunks(self, shard: Shard, source: torch.Tensor) -> None:
-        self._in_chunks.add(shard)
-        self._chunks.store.reserve(key=shard.key, nbytes=shard.nbytes)
-        self._chunks.write(key=shard.key, source=source, dtype=shard.dtype)
 
     def _make_room(self, shards: Iterable[Shard]) -> None:
         """Let go what was read ahead, furthest first, until these shards fit the budget."""

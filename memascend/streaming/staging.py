@@ -18,9 +18,8 @@ import torch
 from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.waiting import Ended, event_here
-from memascend.streaming.lent_slots import GivenBackOnError, LentSlots, Slot
-
-SLOT_COUNT_MIN = 2
+from memascend.streaming.chunks_ahead import ChunksAhead
+from memascend.streaming.lent_slots import SLOT_COUNT_MIN, GivenBackOnError, LentSlots, Slot
 
 #: What to read: a key, the offset of the first byte in it, elements, and their dtype.
 Run = tuple[str, int, int, torch.dtype]
@@ -82,6 +81,10 @@ class StagingSlots:
         self._reads: deque[tuple[Event, Slot]] = deque()  # copied out, oldest first
         self._write_error: Exception | None = None  # the first since wait_writes
         self._failed: set[str] = set()  # keys of which a write failed
+        self.ahead = ChunksAhead(self)
+
+    def __len__(self) -> int:
+        return len(self._slots)
 
     def resize(self, *, slot_bytes: int, slot_count: int) -> None:
         """Exchange the slots for others, once nothing is in flight.
@@ -91,6 +94,7 @@ class StagingSlots:
             ValueError: A slot is taken.
             HostMemoryError: There is not enough memory.
         """
+        self.ahead.forget()
         self.wait_writes()
         while self._reads:
             self._wait_copied_out()
@@ -144,19 +148,19 @@ class StagingSlots:
             StoreError: A read failed.
         """
         stored = target.dtype if dtype is None else dtype
-        pending: deque[tuple[torch.Tensor, torch.Tensor, Ticket]] = deque()
+        begun = self.ahead.take(key, target.numel(), stored) if offset_bytes == 0 else ()
+        chunks = self.chunks(target.numel(), stored.itemsize)
+        pending = deque((target.narrow(0, *next(chunks)), *one) for one in begun)
         try:
-            for begin, count in self.chunks(target.numel(), stored.itemsize):
+            for begin, count in chunks:
                 # A copy that is being made is over sooner than a read that is being waited for.
-                while pending and not self._reclaim(count * stored.itemsize):
+                while pending and not self.reclaim(count * stored.itemsize):
                     if self._reads:
                         self._wait_copied_out()
                     else:
                         self._copy_out(*pending.popleft())
-                staged = self.take(count, stored)
-                with self.given_back_on_error(staged):
-                    ticket = self._read(key, staged, offset_bytes + begin * stored.itemsize)
-                pending.append((target.narrow(0, begin, count), staged, ticket))
+                one = self.start_read(key, offset_bytes + begin * stored.itemsize, count, stored)
+                pending.append((target.narrow(0, begin, count), *one))
             while pending:
                 self._copy_out(*pending.popleft())
         finally:
@@ -198,17 +202,39 @@ class StagingSlots:
                 f"{dtype}; cut the tensor with chunks()"
             )
         nbytes = numel * dtype.itemsize
-        self._reclaim(nbytes)
+        self.reclaim(nbytes)
         while not (self._slots.has_room(nbytes) or self._find_lost()):
             if self._writes:
                 self._finish_write()
             elif self._reads:
                 self._wait_copied_out()
-            else:
+            elif not self.ahead.give_way():
                 self.store.wait_all()  # for what Ctrl-C has left in flight and nobody waits for
                 if not self._find_lost():
                     raise AssertionError("every staging slot is taken and none was given back")
         return self._slots.lend(numel, dtype)
+
+    def reclaim(self, nbytes: int) -> bool:
+        """Free what has passed, without waiting; return whether so many bytes can be taken now."""
+        self._submit_filled()
+        while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
+            self._finish_write()
+        while self._reads and self._reads[0][0].query():
+            self._slots.free(self._reads.popleft()[1])
+        return self._slots.has_room(nbytes)
+
+    def start_read(
+        self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Ticket]:
+        """Take a slot and start a read into it, once the store has every write of these bytes."""
+        staged = self.take(numel, dtype)
+        with self.given_back_on_error(staged):
+            end = offset_bytes + staged.nbytes
+            pending = deque(one for one in self._writes if one.ticket is None and one.key == key)
+            # In order, also those before that overlap: they may overlap one another.
+            while any(one.overlaps(offset_bytes, end) for one in pending):
+                self._start_late(pending.popleft())
+            return staged, self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
 
     def event_here(self) -> Event | None:
         """Return an event behind what was issued on the current stream; None on the CPU."""
@@ -228,15 +254,19 @@ class StagingSlots:
         The device is waited for only where such a slot's copy has not happened.
         """
         while any(one.ticket is None and (not keys or one.key in keys) for one in self._writes):
-            self._submit_next()
+            self._start_late(next(write for write in self._writes if write.ticket is None))
 
     def give_back(self, staged: torch.Tensor) -> None:
         """Free a taken slot, once the copies out of it that were issued so far have happened."""
         event = self.event_here()
         if event is None:
-            self._slots.free(self._slots.slot_of(staged))
+            self.free(staged)
         else:
             self._reads.append((event, self._slots.slot_of(staged)))
+
+    def free(self, staged: torch.Tensor) -> None:
+        """Free a taken slot that no copy reads."""
+        self._slots.free(self._slots.slot_of(staged))
 
     def given_back_on_error(self, staged: torch.Tensor) -> GivenBackOnError:
         """Give a taken slot back when an error leaves the block, whoever raised it."""
@@ -260,11 +290,8 @@ class StagingSlots:
         rest = iter(runs)
         try:
             while True:
-                for key, offset_bytes, count, dtype in islice(rest, ahead + 1 - len(coming)):
-                    staged = self.take(count, dtype)
-                    with self.given_back_on_error(staged):
-                        ticket = self._read(key, staged, offset_bytes)
-                    coming.append((staged, ticket))
+                for run in islice(rest, ahead + 1 - len(coming)):
+                    coming.append(self.start_read(*run))
                 if not coming:
                     return
                 coming[0][1].wait()
@@ -307,15 +334,6 @@ class StagingSlots:
 
     # -- inner -----------------------------------------------------------------------------------
 
-    def _read(self, key: str, staged: torch.Tensor, offset_bytes: int) -> Ticket:
-        """Start a read, once the store has every write of these bytes."""
-        end = offset_bytes + staged.nbytes
-        pending = deque(one for one in self._writes if one.ticket is None and one.key == key)
-        # In order, also those before that overlap: they may overlap one another.
-        while any(one.overlaps(offset_bytes, end) for one in pending):
-            self._start_late(pending.popleft())
-        return self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
-
     def _copy_out(self, target: torch.Tensor, staged: torch.Tensor, ticket: Ticket) -> None:
         try:
             ticket.wait()
@@ -347,10 +365,6 @@ class StagingSlots:
                     return
                 self._start(write)
 
-    def _submit_next(self) -> None:
-        """Wait for the oldest copy that the store does not have, and hand its slot over."""
-        self._start_late(next(write for write in self._writes if write.ticket is None))
-
     def _start_late(self, write: _Write) -> None:
         """Wait for the copy into a slot, and hand it over."""
         if write.filled is not None:
@@ -370,7 +384,7 @@ class StagingSlots:
         """Wait for the oldest write and free its slot; an error is kept for `wait_writes`."""
         write = self._writes[0]
         if write.ticket is None:
-            self._submit_next()
+            self._start_late(write)
         try:
             if write.ticket is not None:
                 write.ticket.wait()
@@ -382,15 +396,6 @@ class StagingSlots:
         # Not behind Ctrl-C: then the drive still reads the slot.
         self._writes.popleft()
         self._slots.free(write.slot)
-
-    def _reclaim(self, nbytes: int) -> bool:
-        """Free what has passed, without waiting; return whether so many bytes can be taken now."""
-        self._submit_filled()
-        while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
-            self._finish_write()
-        while self._reads and self._reads[0][0].query():
-            self._slots.free(self._reads.popleft()[1])
-        return self._slots.has_room(nbytes)
 
     def _find_lost(self) -> bool:
         """Free what Ctrl-C has left in no list; return whether there was anything."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.parameters import swapper as param_swapper
+from tests.support.ctrl_c import interruptions
 from tests.support.partitioned_parameters import BUDGET_BYTES, Rank, content_of
 from tests.support.swapped_parameters import on_device
 
@@ -211,6 +214,46 @@ def test_a_large_parameter_is_not_read_ahead_and_stops_nothing() -> None:
     bench.param_swapper.swap_in([small, large, last], async_op=True)
     inflight = PartitionedParamStatus.INFLIGHT
     assert [p.ds_tensor.status for p in (small, large, last)] == [inflight, ABSENT, inflight]
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.full)])
+def test_after_ctrl_c_at_any_line_large_parameters_are_whole_and_all_slots_serve(
+    stride: int,
+) -> None:
+    made: list[tuple[Rank, list[Any]]] = []
+
+    def make() -> Callable[[], None]:
+        bench = Rank()
+        params = [*partitioned(bench, 1, 100), *partitioned(bench, 2, 9_000)]
+        made[:] = [(bench, params)]
+        return functools.partial(use, bench.param_swapper, params)
+
+    count = 0
+    for where in interruptions(make, stride):
+        count += 1
+        [(bench, params)] = made
+        for ticket in bench.store.tickets:
+            ticket.finish()  # those that nobody waits for any more
+        for param in params:
+            bench.gather(param)
+            assert torch.equal(param.data, bench.shard(param)), where
+        staging = bench.param_swapper._stream._chunks.staging
+        assert staging is not None
+        taken = [staging.take(staging.slot_bytes, torch.uint8) for _ in range(len(staging))]
+        assert len({slot.data_ptr() for slot in taken}) == len(staging), where
+    assert count > 500 // stride
+
+
+def use(swapper: param_swapper.ParameterSwapper, params: list[Any]) -> None:
+    """One pass: a large one is begun and used, and another is begun and not used."""
+    small, large, other = params
+    swapper.swap_in([small, large], async_op=True)
+    swapper.swap_in([large], async_op=False)
+    swapper.remove_partition_and_release_buffers([large])
+    swapper.swap_in([large, other], async_op=True)
+    swapper.swap_in([other], async_op=False)
+    swapper.remove_partition_and_release_buffers([other])
+    swapper.drop_unused()
 
 
 def test_a_large_shard_moves_to_memory_of_deepspeeds() -> None:
