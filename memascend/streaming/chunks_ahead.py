@@ -104,7 +104,8 @@ class ChunksAhead:
         staged, ticket = self._begun.chunks.pop()
         with suppress(Exception):  # nobody needs it now; who does will see the error
             ticket.wait()
-        self._slots.free(staged)
+        if ticket.done():  # else a drive that is silent as the program ends may fill it still
+            self._slots.free(staged)
         return True
 
     def forget(self, key: str | None = None) -> None:

@@ -342,10 +342,7 @@ class StagingSlots:
             self._give_back_settled(staged, ticket)
 
     def _give_back_settled(self, staged: torch.Tensor, ticket: Ticket) -> None:
-        """Give a slot back once the drive no longer fills it, whatever became of the read.
-
-        A drive that is silent as the program ends may do so still: then the slot stays lost.
-        """
+        """Give a slot back; not while a drive that is silent as the program ends may fill it."""
         with suppress(Exception):
             ticket.wait()
         if ticket.done():

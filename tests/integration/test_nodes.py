@@ -189,6 +189,8 @@ def test_a_machine_whose_drive_cannot_be_used_ends_both(tmp_path: Path) -> None:
     first, second = two.start("save", [tmp_path / "checkpoint"] * 2)
     assert "MemAscendError: rank(s) 1 cannot begin" in first.stdout
     assert "Not a directory" in second.stdout
+
+
 # -- a machine that fails --------------------------------------------------------------------------
 
 
