@@ -123,9 +123,8 @@ def _system() -> Check:
     if mmap.PAGESIZE != PAGE_BYTES:
         found = f"pages of {mmap.PAGESIZE} bytes, memascend is made for {PAGE_BYTES}"
         return Check("system", "problem", found, "a kernel with pages of 4 KiB")
-    return Check(
-        "system", "ok", f"Linux {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
-    )
+    found = f"Linux {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
+    return Check("system", "ok", found)
 
 
 def _package(name: str, *, required: bool) -> Check:
@@ -250,8 +249,7 @@ def _compiler() -> Check:
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         lacking.append("Python's headers")
     if not lacking:
-        found = "DeepSpeed can build its operators, in some minutes of the first run"
-        return Check("compiler", "ok", found)
+        return Check("compiler", "ok", "DeepSpeed can build its operators, once, in some minutes")
     found = f"{' and '.join(lacking)} missing: a run fails where DeepSpeed has to build operators"
     return Check("compiler", "note", found, "apt-get install g++ python3-dev")
 
@@ -260,9 +258,7 @@ def _libaio() -> Check:
     library = ctypes.util.find_library("aio")
     headers = [Path("/usr/include/libaio.h"), Path(sysconfig.get_path("include"), "libaio.h")]
     if library and any(header.exists() for header in headers) and shutil.which("g++"):
-        return Check(
-            "libaio", "ok", f"{library}; DeepSpeed's own I/O can be built, to compare with"
-        )
+        return Check("libaio", "ok", f"{library}; DeepSpeed's own I/O can be built to compare with")
     fix = "apt-get install libaio-dev g++"
     return Check("libaio", "note", "missing; only stock DeepSpeed needs it, to compare with", fix)
 

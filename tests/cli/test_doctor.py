@@ -55,8 +55,7 @@ def test_a_folder_that_does_not_exist_is_a_problem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, checks = diagnose(tmp_path / "missing", capsys)
-    assert status == 1
-    assert checks["path"]["state"] == "problem"
+    assert (status, checks["path"]["state"]) == (1, "problem")
     assert "trial" not in checks
 
 

@@ -18,55 +18,21 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.config.block import parse_block
 from memascend.deepspeed.attach import attachment as attaching
 from memascend.deepspeed.attach.attachment import ENGINE_PROPERTY, Attachment, attachment_of
 from memascend.deepspeed.attach.models import limits_bytes
 from memascend.deepspeed.stock.aio_handle import AioHandle, wrap_builder
 from memascend.errors import StoreError
 from memascend.ledger.drives import DriveReport, DriveWatch, DriveWear
-from memascend.ledger.ledger import Ledger
 from memascend.ledger.trace import Measures, Trace, read_recording
-from memascend.ledger.wear import WearMeter
 from memascend.monitor.status import read_status
 from memascend.monitor.status_file import RankPlace
 from memascend.plan.derive import PlanRequest, derive
-from memascend.streaming.walk import Walk
+from tests.support.attachments import FakeRuntime
 from tests.support.plan_models import decoder
 from tests.support.statuses import RUN
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 TB = 10**12
-
-
-class FakeRuntime:
-    """What an attachment asks of a runtime. Each step writes ten bytes."""
-
-    def __init__(self, block: dict[str, Any], *, has_arena: bool, has_store: bool) -> None:
-        self.config = parse_block(block)
-        self.memory = FakeMemory()
-        self.arena = object() if has_arena else None
-        self.store = FakeRangeStore() if has_store else None
-        self.adopted: list[Any] = []
-        self.ledger_count = 0
-        self.limit_bytes = 5
-        self.walk = Walk()
-        self._wear = WearMeter(budget_bytes=self.config.wear.write_budget)
-        self._steps = 0
-
-    def adopt(self, plan: Any) -> None:
-        self.adopted.append(plan)
-
-    def ledger(self) -> Ledger:
-        self.ledger_count += 1
-        return Ledger((), None, 0, 0, 0, 0, {})
-
-    def note_step(self) -> Any:
-        self._steps += 1
-        return self._wear.note_step(10 * self._steps)
-
-    def read_wear(self) -> Any:
-        return self._wear.read(10 * self._steps) if self.store is not None else None
 
 
 Make = Callable[..., Any]
