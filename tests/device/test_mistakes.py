@@ -14,8 +14,10 @@ from tests.parity.workers import Bench, CaseFailed, differences
 
 pytestmark = pytest.mark.deepspeed
 
-#: Few slots, so that one is taken again while copies of it are pending.
-FEW_SLOTS = replace(TRAINING, limit_bytes=29 * MIB, steps=1)
+#: Few slots, so that one is taken again while copies of it are pending. With two ranks shards are
+#: half as large.
+FEW_SLOTS_BYTES = {1: 29 * MIB, 2: 20 * MIB}
+FEW_SLOTS = replace(TRAINING, limit_bytes=FEW_SLOTS_BYTES[1], steps=1)
 #: Large shards, which travel in chunks: one follows another into a slot.
 CHUNKS = replace(FEW_SLOTS, limit_bytes=10 * MIB, family="odd", checkpointing="off")
 #: Weights go to the device in many small tiles.
@@ -36,8 +38,13 @@ HIDDEN_BY_STOCK = ("slot_back_before_gather_copy", "gather_event_on_default_stre
 SEEDS = {"tile_stepped_before_copied": 2}
 
 
+def on_ranks(case: Case, world: int) -> Case:
+    limit_bytes = FEW_SLOTS_BYTES[world] if case == FEW_SLOTS else case.limit_bytes
+    return replace(case, world=world, limit_bytes=limit_bytes)
+
+
 def is_noticed(bench: Bench, mistake: str, world: int, **options: Any) -> bool:
-    case = replace(CASES[mistake], world=world)
+    case = on_ranks(CASES[mistake], world)
     oracle = bench.run(case, "oracle")
     try:
         seed = SEEDS.get(mistake, 0)
@@ -72,7 +79,7 @@ def test_a_mistake_is_noticed(device_bench: Bench, mistake: str, world: int) -> 
 )
 def test_without_a_mistake_nothing_is_noticed(device_bench: Bench, case: Case, world: int) -> None:
     """Otherwise the test above proved nothing. memascend's own events are enough."""
-    case = replace(case, world=world)
+    case = on_ranks(case, world)
     facts = device_bench.run(case, "memascend", stock_blocks=world == 1)
     assert differences(facts, device_bench.run(case, "oracle")) == []
     assert [rank["findings"] for rank in facts] == [{}] * world
