@@ -49,8 +49,8 @@ TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE = 256 << 10, MIB
 #: What the host does for a tile takes so many times as long as for a chunk of a gradient.
 TILE_TO_CHUNK_COST = 5
 PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
-#: With fewer elements on a rank tiles, staging slots and reading ahead are smaller by default, in
-#: proportion, but not below their knees and two layers; and never larger than all there is.
+#: With fewer elements on a rank tiles and reading ahead are smaller by default, in proportion, but
+#: not below the knee and two layers; staging slots are no larger than what passes through them.
 SMALL_NUMEL = 64 << 20
 #: Larger shards (fused experts) go in chunks by default: two of them would outweigh all the rest.
 SLOT_BYTES_MAX = 512 * MIB
@@ -217,13 +217,15 @@ def tile_sizes(
 
 
 def _staging_slot_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Return the bytes of a staging slot; activations, which have as large ones, follow tokens."""
+    """Return the bytes of a staging slot; activations, which have as large ones, follow tokens.
+
+    Not in proportion: where all gradients of a small model find room backward does not wait.
+    """
     if request.has_activations:
         return STAGING_SLOT_BYTES
-    numel = _numel(shapes, request)
-    nbytes = numel * max(request.param_itemsize, request.gradient_itemsize)
-    wanted = _in_proportion(STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_KNEE, numel)
-    return page_up(max(STAGING_SLOT_BYTES_MIN, min(wanted, nbytes // STAGING_SLOT_COUNT)))
+    itemsize = max(request.param_itemsize, request.gradient_itemsize)
+    all_bytes = _numel(shapes, request) * itemsize // (STAGING_SLOT_COUNT - 1)
+    return page_up(max(STAGING_SLOT_BYTES_MIN, min(STAGING_SLOT_BYTES, all_bytes)))
 
 
 def _numel(shapes: ModelShapes, request: PlanRequest) -> int:

@@ -19,6 +19,8 @@ import memascend  # noqa: F401  what the torch.backends entry point does in an i
 LAYERS, WIDTH = 24, 1024
 #: The first step makes the states, and DeepSpeed learns the order of the modules.
 WARMUPS, STEPS = 2, 2
+#: Parameter slots have room for two layers: what more keep where a pass turns is not planned.
+LIMIT = "56MiB"
 
 
 class Stack(torch.nn.Module):
@@ -61,7 +63,7 @@ def config(drive: str, options: argparse.Namespace) -> dict[str, Any]:
         },
         "steps_per_print": 1_000_000,
         "memascend": {
-            "host_memory_limit": "64MiB",
+            "host_memory_limit": LIMIT,
             "streaming": {
                 "optimizer": {
                     "state_dtype": options.state_dtype,

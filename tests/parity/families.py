@@ -80,6 +80,9 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 NAMES = tuple(f"{name}-{ending}" for name in SHAPES for ending in ("tied", "untied"))
 
+#: Of those that Liger knows, one for each kind of head and layer. "llama" stands in the matrix.
+WITH_LIGER = ("qwen2-tied", "qwen3-untied", "gemma-tied", "phi3-untied", "mixtral-untied")
+
 
 def maker(family: str) -> Callable[[], nn.Module]:
     """What builds a new model of `family`."""

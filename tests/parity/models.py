@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import functools
+import inspect
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from . import families
 VOCABULARY = 2048
 SEQUENCE = 4
 HIDDEN = 512
+#: A family whose name begins so has Liger's loss.
+LIGER = "liger"
 
 
 class OddShapes(nn.Module):
@@ -124,11 +127,10 @@ class FusedLoss(nn.Module):
         super().__init__()
         from liger_kernel.transformers import monkey_patch
 
+        apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
         # Its other kernels do not run in Triton's interpreter.
-        off = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
-        monkey_patch.apply_liger_kernel_to_llama(
-            model=model, fused_linear_cross_entropy=True, **off
-        )
+        kernels = dict.fromkeys(inspect.signature(apply).parameters, False)
+        apply(**kernels | {"model": model, "fused_linear_cross_entropy": True})
         self.model = model
         self.activation_checkpointing_enable = model.activation_checkpointing_enable
 
@@ -170,8 +172,8 @@ def maker(family: str) -> Callable[[], nn.Module]:
         return Tiled
     if family == "lora":
         return maker("qwen")
-    if family == "liger":
-        return maker("llama")
+    if family.startswith(LIGER):
+        return maker(family.removeprefix(LIGER).removeprefix("-") or "llama")
     if family in families.NAMES:
         return families.maker(family)
     import transformers
@@ -192,7 +194,7 @@ def adapted(family: str, model: nn.Module) -> nn.Module:
 
     With LoRA every weight of the model is frozen, and a few small ones beside them learn.
     """
-    if family == "liger":
+    if family.startswith(LIGER):
         return FusedLoss(model)
     if family != "lora":
         return model

@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
-from tests.support.parity_cases import assert_memascend_did_it
+from tests.support.parity_cases import assert_activations_went, assert_memascend_did_it
 
 from . import families
 from .cases import Case
+from .models import LIGER
 from .workers import Bench, differences
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
@@ -35,3 +36,12 @@ def test_a_family_gives_the_bits_of_cpu_offload(bench: Bench, family: str) -> No
     assert all(math.isfinite(float.fromhex(loss)) for loss in expected[0]["losses"])
     assert differences(facts, expected) == []
     assert_memascend_did_it(case, facts)
+
+
+@pytest.mark.parametrize("family", families.WITH_LIGER)
+def test_with_ligers_loss_a_family_gives_the_bits_of_cpu_offload(bench: Bench, family: str) -> None:
+    case = Case(family=f"{LIGER}-{family}", clipping=1.0, saved_bytes=0)
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+    assert_activations_went(case, facts)

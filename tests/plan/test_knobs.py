@@ -245,14 +245,12 @@ def test_a_model_of_26_million_parameters_takes_the_part_of_the_defaults_that_it
     plan = derive(shapes, request=PlanRequest())
     part = shapes.numel / SMALL_NUMEL
     assert plan.tile_numel == pytest.approx(part * TILE_NUMEL, rel=0.02)
-    assert plan.staging_slot_bytes == pytest.approx(part * STAGING_SLOT_BYTES, rel=0.02)
-    moving = ("staging slots", "optimizer tiles", "optimizer scratch")
-    assert sum(plan.host[name] for name in moving) < 34 * MIB
+    moving = ("optimizer tiles", "optimizer scratch")
+    assert sum(plan.host[name] for name in moving) < 22 * MIB
     # Layers here are tiny: what is read ahead is the part as well.
     assert plan.prefetch_bytes == pytest.approx(part * 32 * MIB, rel=0.02)
     two = derive(shapes, request=PlanRequest(world=2))
     assert two.tile_numel == TILE_NUMEL_KNEE
-    assert two.staging_slot_bytes == pytest.approx(part / 2 * STAGING_SLOT_BYTES, rel=0.02)
 
 
 @pytest.mark.parametrize(("model", "world"), [("Qwen2.5-7B", 64), ("Llama-3.1-8B", 8)])
@@ -275,7 +273,7 @@ def test_nothing_is_larger_than_what_passes_through_it(
         assert plan.tile_count * plan.tile_numel < learning + plan.tile_count * 4096
     if not request.has_activations:  # their slots follow the tokens
         slots_bytes = plan.staging_slot_count * plan.staging_slot_bytes
-        assert slots_bytes <= max(4 * 256 * KIB, numel * itemsize + 4 * 4 * KIB)
+        assert slots_bytes <= max(4 * 256 * KIB, 4 / 3 * numel * itemsize + 4 * 4 * KIB)
 
 
 def test_reading_ahead_has_no_room_for_what_takes_no_slot() -> None:
@@ -296,4 +294,10 @@ def test_slots_of_activations_are_as_large_for_small_models() -> None:
 def test_tiles_of_a_small_model_are_not_below_the_knee_of_what_is_fast() -> None:
     plan = derive(decoder(layers=2, hidden=600, vocabulary=900), request=PlanRequest())
     assert plan.tile_numel == TILE_NUMEL_KNEE
-    assert plan.staging_slot_bytes == STAGING_SLOT_BYTES_KNEE
+
+
+def test_all_gradients_of_a_small_model_have_room_in_the_staging_slots() -> None:
+    shapes = decoder(layers=2, hidden=600, vocabulary=900)
+    plan = derive(shapes, request=PlanRequest())
+    assert plan.staging_slot_bytes < STAGING_SLOT_BYTES
+    assert (plan.staging_slot_count - 1) * plan.staging_slot_bytes >= 2 * shapes.numel
