@@ -90,9 +90,14 @@ const NUMBERS = {
   "sub_group_size": 1000000000,
   "reuse_numel": 1000000000,
   "bounce_bytes": 4194304,
-  "staging_bytes": 33554432,
+  "small_numel": 67108864,
+  "staging_slot_count": 4,
+  "staging_slot_bytes": 8388608,
+  "staging_slot_bytes_min": 262144,
   "staging_bytes_min": 524288,
+  "tile_count": 3,
   "tile_numel": 1048576,
+  "tile_numel_knee": 262144,
   "tile_numel_min": 16384,
   "tiles_element_bytes": 52,
   "parameter_slots_bytes_min": 4194304,
@@ -164,6 +169,17 @@ function subGroupsOf(tensors, world) {
   return groups;
 }
 
+/** Return a size of models that are not small, or the part of it that a small one is, down to a knee. */
+const inProportion = (size, knee, numel) =>
+  Math.min(size, Math.max(knee, Math.floor((size * numel) / NUMBERS.small_numel)));
+
+/** Return the bytes of a staging slot, which for activations follow the tokens. */
+function stagingSlot(numel, tokens) {
+  const { staging_slot_bytes: size, staging_slot_bytes_min: least, staging_slot_count: count } = NUMBERS;
+  const allBytes = Math.floor((numel * Math.max(NUMBERS.param_itemsize, NUMBERS.gradient_itemsize)) / (count - 1));
+  return tokens ? size : pageUp(Math.max(least, Math.min(size, allBytes)));
+}
+
 /** Return what forward and backward read of parameters: what forward used last stays on the device. */
 function passesBytes(nbytes, numel) {
   const kept = Math.min(numel, Math.floor(NUMBERS.reuse_numel / 2));
@@ -185,19 +201,25 @@ function memascendAccount(model, tensors, groups, { world, limit, tokens }) {
     const size = sizes[index] <= slot ? sizes[index] : 0;
     inLayers.set(tensor.layer, (inLayers.get(tensor.layer) ?? 0) + size);
   });
-  const layer = Math.max(N.parameter_slots_bytes_min, most([...inLayers.values()]) + slot);
-  const ahead = Math.min(Math.max(N.prefetch_bytes_min, 2 * slot), sum(sizes));
+  const inUse = most([...inLayers.values()]);
+  const layer = Math.max(N.parameter_slots_bytes_min, inUse + slot);
+  const numel = sum(tensors.map((tensor) => Math.ceil(tensor.numel / world)));
+  const ahead = Math.min(
+    Math.max(pageUp(inProportion(N.prefetch_bytes_min, 2 * inUse, numel)), 2 * slot),
+    sum(sizes.filter((size) => size <= slot)),
+  );
   const largest = roundedUp(most(groups.map((group) => group.numel)), N.page_bytes);
+  const part = Math.min(inProportion(N.tile_numel, N.tile_numel_knee, numel), Math.ceil(numel / N.tile_count));
+  const tile = Math.min(largest, roundedUp(part, N.page_bytes));
   const least =
     N.bounce_bytes + slotSets * N.staging_bytes_min + N.parameter_slots_bytes_min +
-    Math.min(largest, N.tile_numel_min) * N.tiles_element_bytes;
+    Math.min(tile, N.tile_numel_min) * N.tiles_element_bytes;
   if (limit && limit < least) {
     return { least };
   }
   let host =
-    N.bounce_bytes + slotSets * N.staging_bytes + layer + ahead +
-    Math.min(largest, N.tile_numel) * N.tiles_element_bytes;
-  const numel = sum(tensors.map((tensor) => Math.ceil(tensor.numel / world)));
+    N.bounce_bytes + slotSets * N.staging_slot_count * stagingSlot(numel, tokens) + layer + ahead +
+    tile * N.tiles_element_bytes;
   const streams = N.stream_itemsizes.map((itemsize) => itemsize * numel);
   let room = limit ? Math.max(0, pageDown(limit - host)) : 0;
   host = limit ? Math.min(limit, host) : host;
