@@ -35,7 +35,7 @@ BLOCKS: dict[str, dict[str, Any]] = {HELD: {}, OURS: {"activations": {"enabled":
 #: Tokens of a step.
 TOKENS = {"small": (1024, 4096), "large": (1024, 2048, 4096, 8192, 16384)}
 #: Layers, and the width of the hidden state.
-SIZES = {"small": (12, 1024), "large": (32, 4096)}
+SIZES = {"small": (24, 1024), "large": (32, 4096)}
 ROWS = 256  # of a layer's matrix: large enough for the drive, small beside checkpoints
 ITEMSIZE = 2
 ROUNDS = {"small": 1, "large": 3}

@@ -76,5 +76,5 @@ def test_our_own_bytes_are_the_same_for_every_number_of_tokens(tmp_path: Path) -
     assert all(row["config"]["losses_equal"] for row in steps)
     slopes = {row["contender"]: row["figures"] for row in rows if row["case"] == "slope"}
     assert slopes[bench_context.HELD]["of_checkpoints"] > 0.9
-    # Of twelve checkpoints two are on the device at most, and what the layer at hand needs.
-    assert slopes[bench_context.OURS]["of_checkpoints"] < 0.6
+    # Of 24 checkpoints three are on the device at most, beside what the layer at hand needs.
+    assert slopes[bench_context.OURS]["of_checkpoints"] < 0.45
