@@ -61,7 +61,6 @@ class Names:
 
 def backward(optimizer: Any, number: int, *, without: tuple[str, int] | None = None) -> None:
     """As the last micro-step gives gradients: of each member, from the last one on."""
-    optimizer.runtime.walk.finish()
     for name, value in reversed(gradients(number, BF16).items()):
         for index, member in reversed(list(enumerate(optimizer.training.members[name]))):
             if (name, index) != without:
@@ -69,7 +68,8 @@ def backward(optimizer: Any, number: int, *, without: tuple[str, int] | None = N
 
 
 def give(optimizer: Any, name: str, value: torch.Tensor, member: Any) -> None:
-    """As partition_grads gives one."""
+    """As partition_grads gives one: the last step has used the one before."""
+    optimizer.runtime.walk.finish()
     places = optimizer.tile_places(name, member.offset)
     accumulate = optimizer.micro_step_id != 0
     optimizer.spool.put(name, member.offset, value.clone(), accumulate=accumulate, places=places)
