@@ -15,9 +15,10 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.support.browser import browser
 from tests.support.program import run_program
 
-__all__ = ["run_program"]
+__all__ = ["browser", "run_program"]
 
 # Libraries that take their time for what no test asks about: here, and in whatever tests start.
 STAND_INS = Path(__file__).parent / "support" / "stand_ins"

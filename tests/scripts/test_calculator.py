@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from memascend.plan.derive import LimitTooSmallError, PlanRequest, derive
 from memascend.plan.footprint import Footprint
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config
 from memascend.plan.stock import stock
-from tests.support.browser import Browser, why_not
+from tests.support.browser import Browser
 from tests.support.scripts import load_script
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -41,15 +40,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     style, script = DOCS / "pictures" / "site.css", DOCS / "calculator.js"
     path.write_text(PAGE.format(style=style.as_uri(), script=script.as_uri()))
     return path
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if reason := why_not():
-        pytest.skip(reason)
-    opened = Browser(tmp_path_factory.mktemp("browser"))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=str)

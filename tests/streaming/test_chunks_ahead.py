@@ -9,9 +9,9 @@ import torch
 
 from memascend.errors import StoreError
 from memascend.streaming.staging import StagingSlots
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, FakeRangeTicket, LateDevice
+from tests.support.staging_slots import SLOT_BYTES, make_staging
+from tests.support.streaming_fakes import FakeRangeStore, FakeRangeTicket, LateDevice
 
-SLOT_BYTES = 4096
 SLOT_COUNT = 4
 SLOT_NUMEL = SLOT_BYTES // 4
 CHUNK_COUNT = 10
@@ -46,15 +46,9 @@ class Drive(FakeRangeStore):
 
 
 def make(
-    store: FakeRangeStore, device: LateDevice | None = None, slot_count: int = 4
+    store: FakeRangeStore, device: LateDevice | None = None, slot_count: int = SLOT_COUNT
 ) -> StagingSlots:
-    return StagingSlots(
-        store=store,
-        memory=FakeMemory(),
-        slot_bytes=SLOT_BYTES,
-        slot_count=slot_count,
-        new_event=None if device is None else device.new_event,
-    )
+    return make_staging(store, device, slot_count=slot_count)
 
 
 def put(store: FakeRangeStore, key: str, value: float | None = None) -> torch.Tensor:

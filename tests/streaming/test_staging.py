@@ -12,19 +12,8 @@ from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.streaming.staging import StagingSlots
+from tests.support.staging_slots import SLOT_BYTES, counted, make_staging
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, FakeRangeTicket, LateDevice
-
-SLOT_BYTES = 4096
-
-
-def make(store: object, *, slot_count: int = 3, device: LateDevice | None = None) -> StagingSlots:
-    return StagingSlots(
-        store=store,  # type: ignore[arg-type]
-        memory=FakeMemory(),
-        slot_bytes=SLOT_BYTES,
-        slot_count=slot_count,
-        new_event=None if device is None else device.new_event,
-    )
 
 
 @pytest.fixture
@@ -34,12 +23,7 @@ def store() -> FakeRangeStore:
 
 @pytest.fixture
 def staging(store: FakeRangeStore) -> StagingSlots:
-    return make(store)
-
-
-def counted(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 200, (numel,), generator=generator).to(dtype)
+    return make_staging(store)
 
 
 def byte_of(staging: StagingSlots, key: str, offset: int) -> torch.Tensor:
@@ -89,7 +73,7 @@ def test_the_source_may_change_once_write_has_returned(
 
 
 def test_reads_are_under_way_while_earlier_ones_are_copied(store: FakeRangeStore) -> None:
-    staging = make(store, slot_count=4)
+    staging = make_staging(store, slot_count=4)
     store.content["a"] = torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8)
     staging.read(key="a", target=torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8))
     assert store.in_flight_peak == 4
@@ -97,7 +81,7 @@ def test_reads_are_under_way_while_earlier_ones_are_copied(store: FakeRangeStore
 
 def test_writes_of_a_key_come_before_its_read(store: FakeRangeStore) -> None:
     device = LateDevice()
-    staging = make(store, device=device)
+    staging = make_staging(store, device=device)
     store.reserve(key="a", nbytes=400)
     store.reserve(key="b", nbytes=400)
     with device:
@@ -111,7 +95,7 @@ def test_writes_of_a_key_come_before_its_read(store: FakeRangeStore) -> None:
 
 def test_what_stays_in_the_way_of_a_read_is_not_its_writes(store: FakeRangeStore) -> None:
     """A read needs one slot, and gets by on it while all others hold writes."""
-    staging = make(store, slot_count=3)
+    staging = make_staging(store, slot_count=3)
     store.content["a"] = counted(5 * SLOT_BYTES, torch.uint8)
     store.reserve(key="b", nbytes=2 * SLOT_BYTES)
     staging.write(key="b", source=torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8))
@@ -138,7 +122,7 @@ def test_a_chunk_is_read_changed_and_written_back(
 def test_runs_are_read_ahead_in_order_by_who_keeps_a_slot_meanwhile(
     store: FakeRangeStore, slot_count: int
 ) -> None:
-    staging = make(store, slot_count=slot_count)
+    staging = make_staging(store, slot_count=slot_count)
     for key in "ab":
         store.content[key] = counted(4 * SLOT_BYTES, torch.uint8, ord(key))
     runs = [(key, begin * SLOT_BYTES, SLOT_BYTES, torch.uint8) for begin in (0, 3) for key in "ab"]
@@ -249,7 +233,7 @@ def test_a_source_that_cannot_be_copied_gives_its_slot_back(staging: StagingSlot
 
 def test_a_slot_goes_to_the_drive_only_when_its_copy_has_happened(store: FakeRangeStore) -> None:
     device = LateDevice()
-    staging = make(store, device=device)
+    staging = make_staging(store, device=device)
     store.reserve(key="a", nbytes=400)
     with device:
         staging.write(key="a", source=device.tensor(torch.ones(100)))
@@ -261,7 +245,7 @@ def test_a_slot_goes_to_the_drive_only_when_its_copy_has_happened(store: FakeRan
 
 def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeRangeStore) -> None:
     device = LateDevice()
-    staging = make(store, device=device)
+    staging = make_staging(store, device=device)
     store.content["a"] = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
     with device:
         source = device.tensor(torch.ones(SLOT_BYTES, dtype=torch.uint8))
@@ -275,7 +259,7 @@ def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeR
 
 def test_writes_of_a_key_that_overlap_one_another_keep_their_order(store: FakeRangeStore) -> None:
     device = LateDevice()
-    staging = make(store, device=device)
+    staging = make_staging(store, device=device)
     store.reserve(key="a", nbytes=3)
     with device:
         for offset, pair in enumerate(torch.tensor([[1, 1], [2, 2]], dtype=torch.uint8)):
@@ -287,7 +271,7 @@ def test_writes_of_a_key_that_overlap_one_another_keep_their_order(store: FakeRa
 
 def test_a_slot_is_read_into_again_only_when_it_was_copied_out(store: FakeRangeStore) -> None:
     device = LateDevice()
-    staging = make(store, slot_count=2, device=device)
+    staging = make_staging(store, slot_count=2, device=device)
     store.content["a"] = counted(9 * SLOT_BYTES, torch.uint8)
     with device:
         target = device.tensor(torch.zeros(9 * SLOT_BYTES, dtype=torch.uint8))

@@ -13,29 +13,17 @@ from memascend.errors import StoreError
 from memascend.streaming.staging import StagingSlots
 from tests.streaming.test_staging_shared import share_small_slots
 from tests.support.ctrl_c import interruptions
+from tests.support.staging_slots import SLOT_BYTES, make_staging
 from tests.support.streaming_fakes import (
-    FakeMemory,
     FakeRangeStore,
     FakeRangeTicket,
     LateDevice,
     LateTensor,
 )
 
-SLOT_BYTES = 4096
 SLOT_COUNT = 3
 NUMEL = 5 * SLOT_BYTES // 4
 SMALL = ("one", "two", "three")  # of what may share a slot
-
-
-def make(store: FakeRangeStore, device: LateDevice | None = None) -> StagingSlots:
-    return StagingSlots(
-        store=store,
-        memory=FakeMemory(),
-        slot_bytes=SLOT_BYTES,
-        slot_count=SLOT_COUNT,
-        new_event=None if device is None else device.new_event,
-        wait_idle=None if device is None else device.synchronize,
-    )
 
 
 def all_slots_are_free(staging: StagingSlots) -> bool:
@@ -119,7 +107,7 @@ def test_after_ctrl_c_at_any_line_all_slots_serve_again(
 
     def work_on(store: FakeRangeStore) -> Work:
         device = LateDevice()
-        return Work(make(store, device if late else None), store, device)
+        return Work(make_staging(store, device if late else None), store, device)
 
     if late:
         assert interrupt_each_line(work_on, stride) > 300 // stride
@@ -133,7 +121,7 @@ def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = FakeRangeStore()
-    staging = make(store)
+    staging = make_staging(store)
     store.content["a"] = torch.arange(16.0).view(torch.uint8)
 
     def interrupt(ticket: FakeRangeTicket) -> None:
@@ -158,7 +146,7 @@ def test_ctrl_c_behind_the_start_of_a_read_leaves_its_slot_alone(
 ) -> None:
     """The interpreter looks for signals when a call returns: nobody has got the ticket."""
     store = FakeRangeStore()
-    staging = make(store)
+    staging = make_staging(store)
     store.content["a"] = torch.arange(16.0).view(torch.uint8)
     read = store.read
 
@@ -184,7 +172,7 @@ def test_ctrl_c_behind_the_start_of_a_read_leaves_its_slot_alone(
 
 def test_what_ctrl_c_has_left_goes_before_the_slots_are_exchanged() -> None:
     store, device = FakeRangeStore(), LateDevice()
-    staging = make(store, device)
+    staging = make_staging(store, device)
     with device:
         staged = staging.take(16, torch.float32)
         device.tensor(staged).copy_(torch.ones(16))
@@ -196,7 +184,7 @@ def test_what_ctrl_c_has_left_goes_before_the_slots_are_exchanged() -> None:
 
 
 def test_an_error_in_a_block_gives_the_slot_back_and_ctrl_c_does_not() -> None:
-    staging = make(FakeRangeStore())
+    staging = make_staging(FakeRangeStore())
     for error, free_count in ((StoreError(5, "no"), SLOT_COUNT), (KeyboardInterrupt(), 2)):
         staged = staging.take(1, torch.uint8)
         with pytest.raises(type(error)), staging.given_back_on_error(staged):

@@ -14,8 +14,8 @@ from memascend.base.units import PAGE_BYTES
 from memascend.streaming import lent_slots
 from memascend.streaming.lent_slots import PART_COUNT
 from memascend.streaming.staging import StagingSlots
-from tests.streaming.test_staging import SLOT_BYTES, counted, make
 from tests.support.examples import examples
+from tests.support.staging_slots import SLOT_BYTES, counted, make_staging
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
@@ -43,7 +43,7 @@ def test_small_tensors_wait_for_the_device_only_when_all_slots_are_full(
 ) -> None:
     share_small_slots(monkeypatch)
     device, slot_count = LateDevice(), 3
-    staging = make(store, slot_count=slot_count, device=device)
+    staging = make_staging(store, slot_count=slot_count, device=device)
     keys = [f"k{number}" for number in range(slot_count * PART_COUNT)]
     with device:
         write_each(staging, device, keys, 100)
@@ -61,7 +61,7 @@ def test_a_tensor_of_a_whole_slot_gets_one_once_the_parts_of_one_are_over(
 ) -> None:
     share_small_slots(monkeypatch)
     device = LateDevice()
-    staging = make(store, slot_count=2, device=device)
+    staging = make_staging(store, slot_count=2, device=device)
     store.content["read"] = counted(SLOT_BYTES, torch.uint8)
     with device:
         for _ in range(3):
@@ -132,7 +132,7 @@ def test_any_mix_of_transfers_gives_what_program_order_gives(
     with pytest.MonkeyPatch.context() as patch:
         if shared:
             share_small_slots(patch)
-        staging = make(store, slot_count=slot_count, device=device if late else None)
+        staging = make_staging(store, slot_count=slot_count, device=device if late else None)
     capacity = 8 * SLOT_BYTES
     expected = {f"k{number}": torch.zeros(capacity, dtype=dtype) for number in range(3)}
     for key, content in expected.items():

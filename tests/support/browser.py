@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 BROWSERS = ("chromium", "google-chrome", "chromium-browser")
 DRIVER = "chromedriver"
@@ -81,6 +84,16 @@ class Browser:
     def close(self) -> None:
         """End it."""
         self._driver.quit()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Have one for the looks of a file of tests, or skip them."""
+    if reason := why_not():
+        pytest.skip(reason)
+    opened = Browser(tmp_path_factory.mktemp("browser"))
+    yield opened
+    opened.close()
 
 
 def _browser() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,15 +21,6 @@ BOXES = """[...document.querySelectorAll("{selector}")].map(
     element => element.getBoundingClientRect()).map(box => [box.left, box.right, box.height])"""
 STYLES = """[...document.querySelectorAll("{selector}")].map(
     element => getComputedStyle(element).{name})"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if reason := why_not():
-        pytest.skip(reason)
-    opened = Browser(tmp_path_factory.mktemp("browser"))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module", params=[(w, s) for w in WIDTHS for s in SCHEMES], ids=str)

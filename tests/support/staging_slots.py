@@ -1,0 +1,29 @@
+"""Staging slots of a page each, over fakes."""
+
+from __future__ import annotations
+
+import torch
+
+from memascend.streaming.staging import StagingSlots
+from tests.support.streaming_fakes import FakeMemory, LateDevice
+
+SLOT_BYTES = 4096
+
+
+def make_staging(
+    store: object, device: LateDevice | None = None, *, slot_count: int = 3
+) -> StagingSlots:
+    return StagingSlots(
+        store=store,  # type: ignore[arg-type]
+        memory=FakeMemory(),
+        slot_bytes=SLOT_BYTES,
+        slot_count=slot_count,
+        new_event=None if device is None else device.new_event,
+        wait_idle=None if device is None else device.synchronize,
+    )
+
+
+def counted(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return values that differ from their neighbours."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 200, (numel,), generator=generator).to(dtype)
