@@ -8,8 +8,13 @@ block are alive side by side and take turns of a few steps: what a step leaves t
 next one is waited for at the end of a turn, and counts. Without clipping memascend is there a
 second time, with steps that begin during backward.
 
+With --emulated all train on the emulated device of the tests: the layers' compute is a kernel of
+it, and copies run on streams. Forward and backward are then what its main stream takes for them.
+
 The bound of a phase is the longer one of its compute and its drive time; that of the whole step the
-longer one of all compute and all drive time. Ratios are taken within a round.
+longer one of all compute and all drive time. No step reaches the latter whose optimizer waits for a
+norm: `training_to_least` is the time of memascend's steps by the least that their order allows.
+Ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -36,6 +41,12 @@ MOVED: dict[str, tuple[Mapping[str, int], Mapping[str, int]]] = {
     "backward": ({"parameter": 2}, {"gradient": 2}),
     "optimizer": (READ, WRITTEN),
 }
+#: The same where tiles are stepped during backward: no gradient goes to the drive.
+MOVED_EARLY = (
+    {"parameter": 2} | {key: size for key, size in READ.items() if key != "gradient"},
+    WRITTEN,
+)
+EARLY_PHASE = "backward, with the optimizer"
 #: Compute of forward and backward, as a multiple of the drive's time for them.
 COMPUTE = {"small": (1.0,), "large": (0.3, 1.0, 3.0)}
 SIZES = {"small": (3, 1024), "large": (12, 4096)}  # layers, width
@@ -43,11 +54,8 @@ ROUNDS = {"small": 1, "large": 5}
 #: At the smallest size only without it, where all contenders are: bench_step.py clips.
 CLIPPING = {"small": (0.0,), "large": (1.0, 0.0)}
 #: Where nothing is clipped.
-EARLY = {
-    f"{OURS} during backward": Contender(
-        {}, block={"streaming": {"optimizer": {"during_backward": True}}}
-    )
-}
+OURS_EARLY = f"{OURS} during backward"
+EARLY = {OURS_EARLY: Contender({}, block={"streaming": {"optimizer": {"during_backward": True}}})}
 #: Steps of a turn.
 IN_A_ROW = 4
 #: Times of the drive alone, of which the middle one counts.
@@ -112,7 +120,13 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     for name, model in models(idle, drive_s, options.layer_ms, COMPUTE[size]).items():
         bounds = bounds_of(model, drive_s)
         for clipping in CLIPPING[size]:
-            steps = take_steps(model, clipping, options.directory, ROUNDS[size])
+            steps = take_steps(
+                model,
+                clipping,
+                options.directory,
+                ROUNDS[size],
+                accelerator="sim" if options.emulated else "cpu",
+            )
             losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
             case = f"{name}, clip {clipping:g}"
             yield harness.Row("overlap", case, BOUND, {f"{p}_s": bounds[p] for p in bounds})
@@ -122,8 +136,9 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
                 "drive_s": drive_s,
                 "losses_equal": len(losses) == 1,
             }
+            least = least_of(model, drive_s)
             for contender, taken in steps.items():
-                found = figures(taken, steps[STOCK], bounds)
+                found = figures(taken, steps[STOCK], bounds, least.get(contender))
                 yield harness.Row("overlap", case, contender, found, config, circumstances)
 
 
@@ -149,7 +164,7 @@ def time_drive(model: Sleeping, directory: Path) -> dict[str, float]:
     """Seconds that the drive needs for what each phase moves."""
     found = {}
     with Transfers(model.numel, directory) as transfers:
-        for phase, (read, written) in MOVED.items():
+        for phase, (read, written) in (MOVED | {EARLY_PHASE: MOVED_EARLY}).items():
             move = functools.partial(transfers.run, read, written)
             samples = [harness.measure(move) for _ in range(DRIVE_ROUNDS)]
             found[phase] = harness.spread([sample.wall_s for sample in samples]).p50
@@ -159,12 +174,31 @@ def time_drive(model: Sleeping, directory: Path) -> dict[str, float]:
 def bounds_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
     """The least time of each phase, and of the whole step."""
     bounds = {phase: max(drive_s[phase], model.compute_s(phase)) for phase in PHASES}
-    whole = max(sum(drive_s.values()), sum(model.compute_s(phase) for phase in PHASES))
+    drive = sum(drive_s[phase] for phase in PHASES)
+    whole = max(drive, sum(model.compute_s(phase) for phase in PHASES))
     return bounds | {"training": whole}
 
 
+def least_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
+    """The least time of a step of a turn, by contender, as its parts depend on each other.
+
+    The optimizer begins behind backward, and the next forward pass comes to its last layer no
+    sooner than the optimizer. The first of a turn has no optimizer before it, the last one's is
+    waited for. Tiles that are stepped during backward share its time.
+    """
+    bounds = bounds_of(model, drive_s)
+    together = drive_s["forward"] + drive_s["optimizer"] + model.forward_s
+    behind = max(model.compute_s("forward"), together)
+    apart = bounds["forward"] + drive_s["optimizer"]
+    early = max(model.compute_s("backward"), drive_s[EARLY_PHASE])
+    return {
+        OURS: bounds["backward"] + ((IN_A_ROW - 1) * behind + apart) / IN_A_ROW,
+        OURS_EARLY: bounds["forward"] + early,
+    }
+
+
 def take_steps(
-    model: Sleeping, clipping: float, directory: Path, rounds: int
+    model: Sleeping, clipping: float, directory: Path, rounds: int, *, accelerator: str = "cpu"
 ) -> dict[str, list[dict[str, Any]]]:
     """The steps of each contender but the first ones; they start in rotating order."""
     contenders = CONTENDERS if clipping else CONTENDERS | EARLY
@@ -174,7 +208,9 @@ def take_steps(
         for name, contender in contenders.items():
             config = training_config(model, contender.optimizer, directory)
             config["gradient_clipping"] = clipping
-            run = Trainee(name, config, model, directory, block=contender.block)
+            run = Trainee(
+                name, config, model, directory, block=contender.block, accelerator=accelerator
+            )
             runs.append(stack.enter_context(run))
         for index in range(WARMUPS + rounds):
             for one in harness.in_turn(runs, index):
@@ -188,6 +224,7 @@ def figures(
     ours: Sequence[Mapping[str, Any]],
     stock: Sequence[Mapping[str, Any]],
     bounds: Mapping[str, float],
+    least_s: float | None = None,
 ) -> dict[str, Any]:
     """Seconds of each phase, how often its bound that is, and the whole beside stock's."""
     found: dict[str, Any] = {}
@@ -196,6 +233,10 @@ def figures(
         found[f"{part}_s"] = harness.spread(walls)
         if bounds[part] > 0:
             found[f"{part}_to_bound"] = harness.spread([wall / bounds[part] for wall in walls])
+    if least_s is not None:
+        found["training_to_least"] = harness.spread(
+            [step["training"]["wall_s"] / least_s for step in ours]
+        )
     pairs = zip(ours, stock, strict=True)
     found["training_to_stock"] = harness.spread(
         [our["training"]["wall_s"] / their["training"]["wall_s"] for our, their in pairs]
@@ -215,6 +256,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--size", type=int, nargs=2, metavar=("LAYERS", "WIDTH"), help="of the model"
+    )
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="compute is a kernel of the emulated device, and copies run on its streams",
     )
     return parser.parse_args()
 

@@ -8,7 +8,9 @@ bypass the page cache. Ratios are to stock, within a round.
 In every round the drive is also timed with what memascend's optimizer step moves and nothing else
 (`transfers.py`): no step that moves these bytes can take less.
 
-With --accumulation a step has micro-steps, whose gradients are added up in --sum-dtype.
+With --accumulation a step has micro-steps, whose gradients are added up in --sum-dtype. Stock has
+the sums in host memory; so memascend is there twice more: with the heap left alone, as stock has
+it, and then with a limit that has it take about as much memory as stock.
 
 With --vary the runs are memascend's own and differ in one key; ratios are to the first:
 
@@ -53,10 +55,18 @@ class Contender:
     Attributes:
         optimizer: Keys of offload_optimizer.
         block: The memascend block, or None for stock.
+        limit_bytes: `host_memory_limit` of that block for each parameter; 0: none is stated.
     """
 
     optimizer: Mapping[str, Any]
     block: Mapping[str, Any] | None = None
+    limit_bytes: int = 0
+
+    def block_for(self, model: Model) -> Mapping[str, Any] | None:
+        """The block with a limit for this model."""
+        if self.block is None or not self.limit_bytes:
+            return self.block
+        return {**self.block, "host_memory_limit": self.limit_bytes * model.numel}
 
 
 CONTENDERS = {
@@ -66,6 +76,13 @@ CONTENDERS = {
     OURS: Contender({}, block={}),
 }
 
+#: With --accumulation.
+ACCUMULATING = {
+    STOCK: CONTENDERS[STOCK],
+    OURS: CONTENDERS[OURS],
+    f"{OURS}, heap left alone": Contender({}, block={"heap": {"enabled": False}}),
+    f"{OURS}, stock's memory": Contender({}, block={"heap": {"enabled": False}}, limit_bytes=12),
+}
 #: With --vary: contenders by name.
 VARIATIONS = {
     "heap": {
@@ -166,7 +183,7 @@ def take_steps(
                     training_config(model, contender.optimizer, directory, micro_steps),
                     model,
                     directory,
-                    block=contender.block,
+                    block=contender.block_for(model),
                     tokens=tokens,
                 )
             )
@@ -249,7 +266,8 @@ def table_rows(rows: Sequence[harness.Row], part: str) -> list[harness.Row]:
 
 def run_and_report(options: argparse.Namespace) -> None:
     """What the command line asks for."""
-    name, question, cases, contenders = "step", QUESTION, CASES, CONTENDERS
+    name, question, cases = "step", QUESTION, CASES
+    contenders = CONTENDERS if options.accumulation == 1 else ACCUMULATING
     if options.vary is not None:
         name, question = options.vary, f"Step: time and memory by {options.vary}"
         cases, contenders = VARIED_CASES, VARIATIONS[name]

@@ -5,6 +5,7 @@ On the CPU there is nothing to count, and a trace has no device in it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,18 @@ class OnDevice:
         }
         self._accelerator.reset_peak_memory_stats()
         return peaks
+
+    def mark(self) -> Any:
+        """A moment: when the device comes to it, or now where the device is the host."""
+        if self._is_host:
+            return time.perf_counter()
+        event = torch.Event(self._accelerator.current_device_name(), enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """The time between two marks that the device has passed."""
+        return float(end - begin if self._is_host else begin.elapsed_time(end) / 1e3)
 
     def cached_bytes(self) -> int:
         """What torch's caching allocator holds; none where that is switched off."""

@@ -14,6 +14,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
+def compute(device: torch.device, seconds: float) -> None:
+    """Has a device compute: the CPU sleeps, the emulated device has a kernel that does."""
+    sleep = time.sleep if device.type == "cpu" else torch.get_device_module(device).sleep
+    sleep(seconds)
+
+
 class _Sleep(torch.autograd.Function):
     """Adds the mean of a weight's first row; sleeps both ways."""
 
@@ -23,14 +29,14 @@ class _Sleep(torch.autograd.Function):
     ) -> torch.Tensor:
         context.save_for_backward(weight)
         context.seconds = seconds[1]
-        time.sleep(seconds[0])
+        compute(hidden.device, seconds[0])
         return hidden + weight[0].mean()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (weight,) = context.saved_tensors
-        time.sleep(context.seconds)
-        return gradient, torch.full_like(weight, 1e-3) * gradient.mean(), None
+        compute(gradient.device, context.seconds)
+        return gradient, (1e-3 * gradient.mean()).to(weight.dtype).expand_as(weight), None
 
 
 class SleepingLayer(torch.nn.Module):

@@ -138,7 +138,8 @@ class Training:
 
         What the last one leaves to be done is waited for, as a part of its optimizer's: it would
         take its time beside somebody else's step. Forward and backward are those of all
-        micro-steps, the optimizer's is that of the last.
+        micro-steps, as the device takes them, and the optimizer has the rest of the time. Its other
+        figures are those since the last backward pass.
         """
         started = Moment()
         losses: list[torch.Tensor] = []
@@ -146,12 +147,17 @@ class Training:
         optimizer: dict[str, float] = {}
         for left in reversed(range(count)):
             with torch.profiler.record_function(STEP):
-                stepping = self._one_step(losses, phases)
+                begin, stepping = Moment(), self._one_step(losses, passes := [])
                 if left == 0:
                     getattr(self.engine.optimizer, "finish_walk", lambda: None)()
                 get_accelerator().synchronize()
-            for figure, value in Moment().since(stepping).items():
+            end = Moment()
+            taken = {phase: self._seconds(passes, index) for index, phase in enumerate(phases)}
+            rest_s = end.since(begin)["wall_s"] - sum(taken.values())
+            for figure, value in (end.since(stepping) | {"wall_s": rest_s}).items():
                 optimizer[figure] = optimizer.get(figure, 0.0) + value / count
+            for phase, seconds in taken.items():
+                phases[phase] += seconds
         training = Moment().since(started)
         answer(
             "step",
@@ -167,20 +173,24 @@ class Training:
             **more,
         )
 
-    def _one_step(self, losses: list[torch.Tensor], phases: dict[str, float]) -> Moment:
-        """One step; when its optimizer began."""
+    def _one_step(self, losses: list[torch.Tensor], passes: list[list[Any]]) -> Moment:
+        """One step; when its optimizer began. Marks the ends of forward and backward passes."""
         for ids in self._batches:
-            begin_s = time.perf_counter()
+            marks = [self._device.mark()]
             loss = self._loss(ids)
-            computed_s = time.perf_counter()
+            marks.append(self._device.mark())
             self.engine.backward(loss)
+            marks.append(self._device.mark())
+            passes.append(marks)
             stepping = Moment()
-            phases["forward"] += computed_s - begin_s
-            phases["backward"] += stepping.wall_s - computed_s
             with torch.profiler.record_function(OPTIMIZER):
                 self.engine.step()
             losses.append(loss.detach())
         return stepping
+
+    def _seconds(self, passes: list[list[Any]], index: int) -> float:
+        """What lies behind a mark of each pass, until the next."""
+        return sum(self._device.seconds(marks[index], marks[index + 1]) for marks in passes)
 
     def one_pass(self) -> None:
         """Forward and backward of the first micro-step."""
@@ -229,6 +239,13 @@ def arena(engine: Any) -> dict[str, Any] | None:
     }
 
 
+def be_emulated() -> None:
+    """Makes the emulated device DeepSpeed's, without what looks for mistakes and takes time."""
+    from tests.device.emulator import accelerator
+
+    accelerator.install().set_spoils_and_sums(False)
+
+
 def be_deterministic() -> None:
     """Switches every source of chance off that torch has, so that runs can be compared."""
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -248,6 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpointing", choices=("device", "host"), help="of activations, and where they stay"
     )
+    parser.add_argument("--emulated", action="store_true", help="on the device of tests/device")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--device-bytes", action="store_true", help="account for device memory")
     return parser.parse_args()
@@ -257,6 +275,8 @@ def main() -> None:
     options = arguments()
     # DeepSpeed calls collectives under names that recent torch announces to rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if options.emulated:
+        be_emulated()
     if options.deterministic:
         be_deterministic()
     join_group()

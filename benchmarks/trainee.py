@@ -137,7 +137,7 @@ class Trainee:
         counts_device_bytes: Whether steps come with `device_bytes`.
         tokens: Of a sequence; there is one, unless `options` say otherwise.
         options: More of the program's.
-        accelerator: What DeepSpeed trains on: "cpu" or "cuda".
+        accelerator: What DeepSpeed trains on: "cpu", "cuda", or "sim", the emulated device.
         world: Ranks.
         environment: Variables besides.
         events: What the program has answered but for steps, by name.
@@ -176,6 +176,7 @@ class Trainee:
         command = [sys.executable, str(PROGRAM), "--config", json.dumps(self.config)]
         command += ["--shape", json.dumps(self.model.shape), "--tokens", str(self.tokens)]
         command += ["--device-bytes"] * self.counts_device_bytes + list(self.options)
+        command += ["--emulated"] * self._is_emulated
         for rank in range(self.world):
             with ExitStack() as stack:
                 output = stack.enter_context(self._log_of(rank).open("w")) if rank else None
@@ -250,6 +251,10 @@ class Trainee:
         """The lines that rank 0 has printed besides answers."""
         return list(self._log)
 
+    @property
+    def _is_emulated(self) -> bool:
+        return self.accelerator == "sim"
+
     def _running(self) -> subprocess.Popen[str]:
         if not self._processes:
             raise AssertionError(f"{self.name} was not started")
@@ -264,7 +269,7 @@ class Trainee:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.world),
             "LOCAL_WORLD_SIZE": str(self.world),
-            "DS_ACCELERATOR": self.accelerator,
+            "DS_ACCELERATOR": "cpu" if self._is_emulated else self.accelerator,
         }
         for variable in ("MEMASCEND_CONFIG", "MEMASCEND_DISABLE"):
             environment.pop(variable, None)

@@ -12,9 +12,15 @@ import sleeping_model
 import torch
 import trainee
 
+from tests.device.emulator.build import why_not
 from tests.support.benchmarks import rows_of
 
-DRIVE_S = {"forward": 2.0, "backward": 4.0, "optimizer": 8.0}
+DRIVE_S = {
+    "forward": 2.0,
+    "backward": 4.0,
+    "optimizer": 8.0,
+    bench_overlap.EARLY_PHASE: 9.0,
+}
 
 
 def step_of(**seconds: float) -> dict[str, Any]:
@@ -43,13 +49,26 @@ def test_compute_is_a_multiple_of_the_drives_time_or_what_was_stated() -> None:
     assert [m.compute_s("backward") for m in stated.values()] == [pytest.approx(0.32)]
 
 
+def test_the_least_time_is_that_of_what_has_to_come_one_after_the_other() -> None:
+    model = bench_overlap.Sleeping(10, 4, forward_s=0.1, backward_s=0.5)
+    least = bench_overlap.least_of(model, DRIVE_S)
+    # Three of four forward passes have an optimizer behind them, one optimizer is waited for.
+    assert least[bench_overlap.OURS] == pytest.approx(5.0 + (3 * (2 + 8 + 0.1) + 2 + 8) / 4)
+    assert least[bench_overlap.OURS_EARLY] == pytest.approx(2.0 + 9.0)
+    slow = bench_overlap.Sleeping(10, 4, forward_s=2.0, backward_s=2.0)
+    least = bench_overlap.least_of(slow, DRIVE_S)
+    assert least[bench_overlap.OURS] == pytest.approx(20.0 + (3 * 20 + 20 + 8) / 4)
+    assert least[bench_overlap.OURS_EARLY] == pytest.approx(20.0 + 20.0)
+
+
 def test_ratios_are_to_the_bound_and_within_a_round_to_stock() -> None:
     ours = [step_of(forward=3.0, backward=5.0, optimizer=8.0)] * 2
     stock = [step_of(forward=8.0, backward=8.0, optimizer=16.0)] * 2
     bounds = {"forward": 2.0, "backward": 5.0, "optimizer": 8.0, "training": 14.0}
-    found = bench_overlap.figures(ours, stock, bounds)
+    found = bench_overlap.figures(ours, stock, bounds, least_s=12.8)
     assert found["forward_to_bound"].p50 == 1.5
     assert found["backward_to_bound"].p50 == 1.0
+    assert found["training_to_least"].p50 == pytest.approx(1.25)
     assert found["training_to_stock"].p20 == found["training_to_stock"].p80 == 0.5
 
 
@@ -78,8 +97,11 @@ def test_only_without_clipping_steps_begin_during_backward(
 
 @pytest.mark.deepspeed
 @pytest.mark.full
-def test_it_runs_and_all_train_the_same(tmp_path: Path) -> None:
-    rows = rows_of("overlap", tmp_path)
+@pytest.mark.parametrize("emulated", [False, True])
+def test_it_runs_and_all_train_the_same(emulated: bool, tmp_path: Path) -> None:
+    if emulated and (reason := why_not()):
+        pytest.skip(reason)
+    rows = rows_of("overlap", tmp_path, *["--emulated"] * emulated)
     trained = [row for row in rows if row["contender"] != bench_overlap.BOUND]
     assert len(trained) == len(bench_overlap.CONTENDERS) + len(bench_overlap.EARLY)
     for row in trained:

@@ -224,6 +224,43 @@ def a_wait_is_told_with_its_place() -> None:
     assert milliseconds >= 0
 
 
+@rule
+def a_kernel_of_a_stated_time_keeps_its_stream_and_nobody_else() -> None:
+    wanted_s, passed = 0.02, 0
+    begin, end = (torch.Event("sim", enable_timing=True) for _ in range(2))
+    for _ in range(REPEATS):
+        begin.record()
+        core.sleep(wanted_s)
+        end.record()
+        with torch_device.stream(torch_device.Stream()):
+            torch.ones(3, device="sim").sum().item()
+        passed += not end.query()
+        end.synchronize()
+        assert begin.elapsed_time(end) >= 1e3 * wanted_s
+    assert passed > 0
+
+
+@rule
+def where_time_is_measured_memory_is_left_alone() -> None:
+    core.set_delays(7, DELAY_US, 0)
+    host = pinned_ones()
+    for is_left in (False, True):
+        core.set_spoils_and_sums(not is_left)
+        for _ in range(REPEATS):
+            device = host.to("sim", non_blocking=True)
+            host.add_(1)
+            core.synchronize()
+        assert ("host memory changed" in findings()) is not is_left
+        address = device.data_ptr()
+        del device
+        core.synchronize()
+        taken = [torch.empty(NUMEL, device="sim")]
+        while taken[-1].data_ptr() != address:
+            taken.append(torch.empty(NUMEL, device="sim"))
+        assert bool(taken[-1][0].isnan().item()) is not is_left
+    core.set_spoils_and_sums(True)
+
+
 def main() -> None:
     global core
     core = torch_device.install()

@@ -146,7 +146,7 @@ def write_json(report: Report, path: Path) -> None:
         "machine": machine(),
         "baseline_bytes": report.baseline_bytes,
         "losses": report.loss_verdict,
-        "losses_equal": not report.loss_difference,
+        "losses_equal": not report.loss_difference if report.loss_is_compared else None,
         "skipped": dict(report.skipped),
         "columns": {
             name: _column_json(runs, report.baseline_bytes) for name, runs in report.columns.items()

@@ -76,17 +76,21 @@ def test_what_failed_is_not_compared_and_is_not_success() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runs", "verdict"),
+    ("runs", "verdict", "are_equal"),
     [
-        ([], "no losses"),
-        ([make_run("stock"), make_run("memascend")], "no losses"),
-        ([make_run("stock", "1", "2")], "2 printed, nothing to compare"),
-        ([make_run("stock", "1"), make_run("memascend", "1")], "1 printed, all equal"),
-        ([make_run("stock", "1"), make_run("memascend", "2")], "first in loss 0"),
+        ([], "no losses", None),
+        ([make_run("stock"), make_run("memascend")], "no losses", None),
+        ([make_run("stock", "1", "2")], "2 printed, nothing to compare", None),
+        ([make_run("stock", "1"), make_run("memascend", "1")], "1 printed, all equal", True),
+        ([make_run("stock", "1"), make_run("memascend", "2")], "first in loss 0", False),
     ],
 )
-def test_the_verdict_says_what_was_compared(runs: list[Run], verdict: str) -> None:
-    assert verdict in make_report(*runs).loss_verdict
+def test_the_verdict_says_what_was_compared(
+    runs: list[Run], verdict: str, are_equal: bool | None, tmp_path: Path
+) -> None:
+    report = make_report(*runs)
+    assert verdict in report.loss_verdict
+    assert as_json(report, tmp_path)["losses_equal"] is are_equal
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ def test_the_file_has_every_figure_unrounded_by_names(tmp_path: Path) -> None:
     found = as_json(report, tmp_path)
     assert found["command"] == "train.py --name 'a b'"
     assert found["skipped"] == {"stock-tuned": "no libaio"}
-    assert found["losses_equal"] is True
+    assert found["losses_equal"] is None  # there is one run
     assert found["columns"]["stock"]["environment"] == {"A": "stock"}
     [column] = found["columns"]["stock"]["runs"]
     assert column["losses"] == ["1", "2"]

@@ -44,19 +44,18 @@ struct Collective {
       if (!one[0].is_same(out)) out.copy_(one[0]);
     }
   }
+  void copy() { outs[0].view(-1).copy_(ins[0].reshape(-1)); }
   void allgather() {  // `outs`: one per rank, or one that holds all
+    if (world() == 1) return copy();
     at::Tensor mine = ins[0].contiguous().view(-1);
     at::Tensor all = at::empty({world() * mine.numel()}, mine.options());
-    if (gloo) {
-      gloo->_allgather_base(all, mine)->wait();
-    } else {
-      all.copy_(mine);
-    }
+    gloo->_allgather_base(all, mine)->wait();
     const std::int64_t part = all.numel() / static_cast<std::int64_t>(outs.size());
     for (std::size_t i = 0; i < outs.size(); ++i)
       outs[i].view(-1).copy_(all.narrow(0, i * part, part));
   }
   void reduce_scatter() {  // `ins`: one per rank, or one that holds all
+    if (world() == 1) return copy();
     Tensors parts;
     for (auto& in : ins) parts.push_back(in.reshape(-1));
     at::Tensor whole = at::cat(parts).clone();

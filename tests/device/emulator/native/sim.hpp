@@ -139,6 +139,8 @@ using AccessLog = std::vector<Access>;
 void check_locked(AccessLog& log, const Stream& on, const char* begin, const char* end,
                   bool is_write, const std::string& what, const char* place);
 inline AccessLog host_log;  // what asynchronous copies do with host memory
+/// Whether memory is summed and poisoned; clocks always tick.
+inline std::atomic<bool> spoils_and_sums{true};
 /// Reports copies that the host has not waited for, when it is about to use the same bytes.
 void use_on_host(std::uintptr_t address, std::size_t nbytes, bool is_write,
                  const std::string& what);
@@ -187,6 +189,8 @@ Use use_of(const at::Tensor& tensor, bool is_write);
 at::Tensor alias_of(const at::Tensor& tensor);
 /// Runs something on the current stream, later.
 void launch(const std::string& name, const std::vector<Use>& uses, std::function<void()> run);
+/// A kernel that takes so long and does nothing.
+void sleep_on_stream(double seconds);
 void copy_between(const at::Tensor& target, const at::Tensor& source, bool non_blocking);
 void resize_storage(c10::StorageImpl* storage, std::size_t nbytes);
 /// Whether a blocking copy from page-locked memory keeps the host, as CUDA's does.
