@@ -13,8 +13,8 @@ it, and copies run on streams. Forward and backward are then what its main strea
 
 The bound of a phase is the longer one of its compute and its drive time; that of the whole step the
 longer one of all compute and all drive time. No step reaches the latter whose optimizer waits for a
-norm: `training_to_least` is the time of memascend's steps by the least that their order allows.
-Ratios are taken within a round.
+norm: `training_to_least` is the time of memascend's steps by the least that their order allows,
+with every tile stepped during backward where steps begin there. Ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Sleeping:
 def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Trains each model with all contenders, in turns."""
     size = "small" if options.small else "large"
+    accelerator = "sim" if options.emulated else "cpu"
     idle = Sleeping(*(options.size or SIZES[size]))
     circumstances = harness.machine(options.directory)
     drive_s = time_drive(idle, options.directory)
@@ -125,13 +126,14 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
                 clipping,
                 options.directory,
                 ROUNDS[size],
-                accelerator="sim" if options.emulated else "cpu",
+                accelerator=accelerator,
             )
             losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
             case = f"{name}, clip {clipping:g}"
             yield harness.Row("overlap", case, BOUND, {f"{p}_s": bounds[p] for p in bounds})
             config = {
                 "model": model.shape,
+                "accelerator": accelerator,
                 "clipping": clipping,
                 "drive_s": drive_s,
                 "losses_equal": len(losses) == 1,
@@ -172,7 +174,7 @@ def time_drive(model: Sleeping, directory: Path) -> dict[str, float]:
 
 
 def bounds_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
-    """The least time of each phase, and of the whole step."""
+    """The bound of each phase, and of the whole step."""
     bounds = {phase: max(drive_s[phase], model.compute_s(phase)) for phase in PHASES}
     drive = sum(drive_s[phase] for phase in PHASES)
     whole = max(drive, sum(model.compute_s(phase) for phase in PHASES))
@@ -184,7 +186,8 @@ def least_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
 
     The optimizer begins behind backward, and the next forward pass comes to its last layer no
     sooner than the optimizer. The first of a turn has no optimizer before it, the last one's is
-    waited for. Tiles that are stepped during backward share its time.
+    waited for. Tiles that are stepped during backward share its time: all of them, so that steps
+    with some left to the next forward pass may take less where that has drive time to spare.
     """
     bounds = bounds_of(model, drive_s)
     together = drive_s["forward"] + drive_s["optimizer"] + model.forward_s
@@ -209,7 +212,12 @@ def take_steps(
             config = training_config(model, contender.optimizer, directory)
             config["gradient_clipping"] = clipping
             run = Trainee(
-                name, config, model, directory, block=contender.block, accelerator=accelerator
+                name,
+                config,
+                model,
+                directory,
+                block=contender.block,
+                accelerator=accelerator,
             )
             runs.append(stack.enter_context(run))
         for index in range(WARMUPS + rounds):

@@ -1,6 +1,6 @@
-"""What the training program does on an accelerator alone: peaks, traces, and things that go wrong.
+"""What the training program asks of its device: times, peaks, traces, and things that go wrong.
 
-On the CPU there is nothing to count, and a trace has no device in it.
+On the CPU there is nothing to count but time, and a trace has no device in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AIO_WAITS = ("wait", "read", "write", "sync_pread", "sync_pwrite")
 
 
 class OnDevice:
-    """Device memory of this process."""
+    """Time on the device, and its memory in this process."""
 
     def __init__(self) -> None:
         self._accelerator = get_accelerator()

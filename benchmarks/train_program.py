@@ -241,9 +241,11 @@ def arena(engine: Any) -> dict[str, Any] | None:
 
 def be_emulated() -> None:
     """Makes the emulated device DeepSpeed's, without what looks for mistakes and takes time."""
-    from tests.device.emulator import accelerator
+    from tests.device.emulator import accelerator, build
 
-    accelerator.install().set_spoils_and_sums(False)
+    if reason := build.why_not():
+        raise SystemExit(reason)
+    accelerator.install().set_poisons_and_sums(False)
 
 
 def be_deterministic() -> None:
@@ -312,6 +314,8 @@ def main() -> None:
     # gloo's threads take the GIL to free the tensors of the last collective; a Python that is
     # finalizing by then kills them, and torch aborts.
     time.sleep(0.5)
+    if options.emulated:
+        os._exit(0)  # the threads of streams never end
 
 
 def obey(training: Training, command: str, argument: str) -> None:

@@ -104,6 +104,14 @@ def test_it_runs_and_all_train_the_same(emulated: bool, tmp_path: Path) -> None:
     rows = rows_of("overlap", tmp_path, *["--emulated"] * emulated)
     trained = [row for row in rows if row["contender"] != bench_overlap.BOUND]
     assert len(trained) == len(bench_overlap.CONTENDERS) + len(bench_overlap.EARLY)
+    layers, _ = bench_overlap.SIZES["small"]
     for row in trained:
         assert row["config"]["losses_equal"]
+        assert row["config"]["accelerator"] == ("sim" if emulated else "cpu")
+        seconds = {name: spread["p50"] for name, spread in row["figures"].items()}
+        for phase in ("forward", "backward"):
+            computed_s = layers * row["config"]["model"][f"{phase}_s"]
+            assert seconds[f"{phase}_s"] >= computed_s
+        parts = sum(seconds[f"{phase}_s"] for phase in bench_overlap.PHASES)
+        assert parts <= seconds["training_s"] * (1 + 1e-9)
         assert row["figures"]["forward_to_bound"]["p50"] > 0

@@ -78,6 +78,16 @@ def test_micro_steps_are_those_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert configs[0]["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
+def test_a_limit_follows_the_model() -> None:
+    model, other = trainee.Model(1), trainee.Model(2)
+    blocks = [contender.block_for(model) for contender in bench_step.ACCUMULATING.values()]
+    assert blocks[:-1] == [contender.block for contender in bench_step.ACCUMULATING.values()][:-1]
+    limited = bench_step.ACCUMULATING[[*bench_step.ACCUMULATING][-1]]
+    for one in (model, other):
+        config = parse_block(limited.block_for(one) or {})
+        assert config.host_memory_limit == bench_step.LIMIT_BYTES * one.numel
+
+
 @pytest.mark.parametrize("key", bench_step.VARIATIONS)
 def test_a_variation_is_of_valid_blocks_that_differ(key: str) -> None:
     blocks = [contender.block or {} for contender in bench_step.VARIATIONS[key].values()]

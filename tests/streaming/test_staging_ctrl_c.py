@@ -13,7 +13,7 @@ from memascend.errors import StoreError
 from memascend.streaming.staging import StagingSlots
 from tests.streaming.test_staging_shared import share_small_slots
 from tests.support.ctrl_c import interruptions
-from tests.support.staging_slots import SLOT_BYTES, make_staging
+from tests.support.staging_slots import SLOT_BYTES, SLOT_COUNT, make_staging
 from tests.support.streaming_fakes import (
     FakeRangeStore,
     FakeRangeTicket,
@@ -21,7 +21,6 @@ from tests.support.streaming_fakes import (
     LateTensor,
 )
 
-SLOT_COUNT = 3
 NUMEL = 5 * SLOT_BYTES // 4
 SMALL = ("one", "two", "three")  # of what may share a slot
 

@@ -88,7 +88,7 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Have one for the looks of a file of tests, or skip them."""
+    """Open a browser for one file of tests; skip them where there is none."""
     if reason := why_not():
         pytest.skip(reason)
     opened = Browser(tmp_path_factory.mktemp("browser"))

@@ -7,11 +7,11 @@ import torch
 from memascend.streaming.staging import StagingSlots
 from tests.support.streaming_fakes import FakeMemory, LateDevice
 
-SLOT_BYTES = 4096
+SLOT_BYTES, SLOT_COUNT = 4096, 3
 
 
 def make_staging(
-    store: object, device: LateDevice | None = None, *, slot_count: int = 3
+    store: object, device: LateDevice | None = None, *, slot_count: int = SLOT_COUNT
 ) -> StagingSlots:
     return StagingSlots(
         store=store,  # type: ignore[arg-type]

@@ -204,7 +204,7 @@ def test_the_first_different_loss_is_told_and_is_no_success(
     runs.lines = lambda name: ["loss 9.5", f"loss {len(name)}"]
     status, report = compare_here(tmp_path, command=["true"])
     assert status == 1
-    assert not report["losses_equal"]
+    assert report["losses_equal"] is False
     assert "first in loss 1: 5 and 9" in spoken(capsys)
 
 

@@ -69,7 +69,7 @@ void push_pinned_locked(Stream& on, const Transfer& copy, const std::string& wha
     find_locked("a copy spans two registered ranges: " + what);
   }
   // What another pending copy writes changes for a good reason; so does what one still reads.
-  const bool is_summed = spoils_and_sums && !overlaps_pending_locked(host, end, copy.to_device);
+  const bool is_summed = poisons_and_sums && !overlaps_pending_locked(host, end, copy.to_device);
   if (is_summed && !copy.to_device) std::memset(copy.target, kPoison, copy.nbytes);
   const std::uint64_t sum = is_summed ? checksum(host, copy.nbytes) : 0;
   check_locked(host_log, on, host, end, !copy.to_device, what, "host");

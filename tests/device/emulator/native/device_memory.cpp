@@ -26,7 +26,7 @@ void put_free_locked(Block* block) {
   tick_locked(own);
   const char* end = block->data + block->size;
   check_locked(block->log, own, block->data, end, true, "the free of it", "device");
-  if (spoils_and_sums) {
+  if (poisons_and_sums) {
     own.push(Kind::plain, [block] { std::memset(block->data, kPoison, block->size); });
   }
   free_blocks[block->stream].emplace(block->size, block);

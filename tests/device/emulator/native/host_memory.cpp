@@ -103,7 +103,7 @@ struct PinnedMemory final : at::HostAllocator {
         if (!marker->query()) return false;
       }
       for (auto& marker : entry.second) merge(host_clock, marker->clock);
-      std::memset(entry.first->data, kPoison, entry.first->size);
+      if (poisons_and_sums) std::memset(entry.first->data, kPoison, entry.first->size);
       host_free.emplace(entry.first->size, entry.first);
       return true;
     });

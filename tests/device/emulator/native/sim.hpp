@@ -139,8 +139,8 @@ using AccessLog = std::vector<Access>;
 void check_locked(AccessLog& log, const Stream& on, const char* begin, const char* end,
                   bool is_write, const std::string& what, const char* place);
 inline AccessLog host_log;  // what asynchronous copies do with host memory
-/// Whether memory is summed and poisoned; clocks always tick.
-inline std::atomic<bool> spoils_and_sums{true};
+/// Whether memory that is used again is poisoned, and that of copies summed; clocks always tick.
+inline std::atomic<bool> poisons_and_sums{true};
 /// Reports copies that the host has not waited for, when it is about to use the same bytes.
 void use_on_host(std::uintptr_t address, std::size_t nbytes, bool is_write,
                  const std::string& what);
