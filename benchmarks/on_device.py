@@ -43,7 +43,7 @@ class OnDevice:
         """A moment: when the device comes to it, or now where the device is the host."""
         if self._is_host:
             return time.perf_counter()
-        event = torch.Event(self._accelerator.current_device_name(), enable_timing=True)
+        event = self._accelerator.Event(enable_timing=True)
         event.record()
         return event
 

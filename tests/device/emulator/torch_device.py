@@ -16,13 +16,11 @@ DEVICE_TYPE = 20  # torch's number of PrivateUse1
 core: Any = None
 
 
-class Event(torch.Event):
+def Event(
+    enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+) -> torch.Event:
     """torch.cuda.Event's face; a torch.Event needs to be told its device."""
-
-    def __new__(
-        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> Event:
-        return super().__new__(cls, "sim", enable_timing=enable_timing, blocking=blocking)
+    return torch.Event("sim", enable_timing=enable_timing, blocking=blocking)
 
 
 class Stream(torch.Stream):
