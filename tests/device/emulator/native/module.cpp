@@ -18,8 +18,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_delays", &sim::set_delays, py::arg("seed"), py::arg("copy_us"), py::arg("kernel_us"),
         "Random delays before copies and kernels, at most so many microseconds.");
   m.def("set_pinned_copies_block", [](bool block) { sim::pinned_copies_block = block; });
-  m.def("set_poisons_and_sums", [](bool on) { sim::poisons_and_sums = on; },
-        "Whether mistakes are looked for where that takes time; where time is measured, not.");
+  m.def(
+      "set_poisons_and_sums", [](bool on) { sim::poisons_and_sums = on; },
+      "Whether mistakes are looked for where that takes time; where time is measured, not.");
   m.def("sleep", &sim::sleep_on_stream, py::arg("seconds"));
   m.def("set_launches_block", [](bool block) { sim::launches_block = block; });
   m.def("site", &sim::site);
