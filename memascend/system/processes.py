@@ -95,9 +95,17 @@ class TreeSampler:
         pid: Root of the tree.
         interval_s: Seconds between samples of the resident memory.
         folders: Folders whose newly written files count as disk used, and whose drives are watched.
+        since: Files changed at this time of the clock or later are new; None: from now on.
     """
 
-    def __init__(self, pid: int, *, interval_s: float = 0.05, folders: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        pid: int,
+        *,
+        interval_s: float = 0.05,
+        folders: Sequence[Path] = (),
+        since: float | None = None,
+    ) -> None:
         self.samples: list[Sample] = []
         self.drive_samples: list[DriveSample] = []
         self.peaks = Peaks()
@@ -105,7 +113,7 @@ class TreeSampler:
         self._interval_s = interval_s
         self._folders = tuple(folders)
         self._drives = drives_of(folders)
-        self._started_at = time.time()
+        self._since = time.time() if since is None else since
         self._started_s = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memascend-sampler", daemon=True)
@@ -138,7 +146,7 @@ class TreeSampler:
                 self.peaks.pss_bytes = max(self.peaks.pss_bytes, pss)
                 pss_due = time.monotonic() + PSS_INTERVAL_S
             if now >= disk_due and self._folders:
-                used = sum(disk_bytes(folder, since=self._started_at) for folder in self._folders)
+                used = sum(disk_bytes(folder, since=self._since) for folder in self._folders)
                 used += nameless_disk_bytes(pids, self._folders)
                 self.peaks.disk_bytes = max(self.peaks.disk_bytes, used)
                 disk_due = time.monotonic() + DISK_INTERVAL_S

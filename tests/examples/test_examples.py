@@ -19,11 +19,11 @@ from tests.integration.programs import (
     REPOSITORY,
     alone,
     armed_lines,
-    free_port,
     losses,
     needs_entry_point,
     run,
 )
+from tests.support.ports import free_port
 
 FOLDER = REPOSITORY / "examples"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/train.py"))

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,17 @@ import torch
 from memascend.deepspeed.parameters.gather import swapper_of
 from tests.integration.checkpoint_program import build, print_masters, train
 from tests.integration.kill_runs import BESIDE_THE_WALK
+
+
+def hold_the_walk(engine: Any) -> None:
+    """Has the next walk stop before its last sub-group, for good: whoever looks finds it so."""
+    walk = engine.memascend.runtime.walk
+    start = walk.start
+
+    def start_held(steps: Any, places: Any, end: Any) -> None:
+        start([*steps[:-1], lambda note: threading.Event().wait()], places, end)
+
+    walk.start = start_held
 
 
 def die_beside_the_walk(engine: Any) -> None:
@@ -57,6 +69,8 @@ def main() -> None:
     print(f"ready {engine.global_steps}", flush=True)
     for step in range(engine.global_steps, arguments.steps):
         print("in a step", flush=True)
+        if step == arguments.die_behind:
+            hold_the_walk(engine)
         train(engine, step, 1)
         if step == arguments.die_behind:
             die_beside_the_walk(engine)

@@ -10,13 +10,14 @@ import importlib.metadata
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FINETUNE = REPOSITORY / "scripts" / "finetune.py"
@@ -121,13 +122,6 @@ def run(
         timeout=TIMEOUT_S,
         check=False,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def alone() -> dict[str, str]:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
+
 from .programs import (
     FINETUNE,
     armed_lines,
     deepspeed_config,
-    free_port,
     losses,
     needs_entry_point,
     run,

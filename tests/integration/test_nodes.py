@@ -28,12 +28,12 @@ from tests.integration.programs import (
     BLOCK,
     REPOSITORY,
     TIMEOUT_S,
-    free_port,
     losses,
     program_environment,
     run,
     training_config,
 )
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 

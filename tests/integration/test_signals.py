@@ -15,8 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.ports import free_port
+
 from . import kill_runs
-from .programs import REPOSITORY, free_port
+from .programs import REPOSITORY
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 

@@ -310,15 +310,20 @@ def test_the_first_write_of_a_new_store_is_not_taken_for_silence(tmp_path):
         store.close()
 
 
+def interrupt(wait):
+    """Call what waits, and have Ctrl-C come; whoever catches it is there before."""
+    threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
+    wait()
+
+
 def test_ctrl_c_ends_the_closing_of_a_store_whose_device_is_silent(capfd):
     """Nothing waits for it again, neither the store's last owner nor the end of the process."""
     store, faults = open_faulty()
     faults.paused = True
     ticket = write(store, "k", bytes(4096))
     for wait in (store.wait_all, store.close):
-        threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
-            wait()
+            interrupt(wait)
     began = time.monotonic()
     del store, ticket
     gc.collect()
@@ -341,9 +346,8 @@ def test_a_signal_ends_a_wait_for_a_silent_device(wait):
     faults.paused = True
     ticket = write(store, "k", bytes(range(256)) * 16)
     used = store.stats()["used_bytes"]
-    threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        wait(store, ticket)
+        interrupt(lambda: wait(store, ticket))
     assert not ticket.done()
     faults.paused = False
     ticket.wait()

@@ -305,7 +305,7 @@ def test_a_clock_that_jumps_neither_ends_a_wait_nor_prolongs_it(tmp_path, jumpin
     faults = _core.MemoryFaults(seed=3, eio=0.3, delay=0.3)
     more = {"faults": faults, "eio_retries": 20} if ENGINE == "memory" else {}
     began = time.monotonic()
-    store = open_store(directory, ENGINE, watchdog_seconds=5, eio_pause_seconds=0.01, **more)
+    store = open_store(directory, ENGINE, watchdog_seconds=50, eio_pause_seconds=0.01, **more)
     content = os.urandom(1 << 20)
     for turn in range(20):
         write(store, "k", content).wait()

@@ -23,6 +23,8 @@ from typing import Any, ClassVar
 
 import psutil
 
+from tests.support.ports import free_port
+
 from .cases import Backend, Case, deepspeed_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -138,9 +140,7 @@ class WorkerGroup:
         environment = worker_environment(rank=0, world=self.world, port=0)
         remove_stale_locks(Path(environment["TORCH_EXTENSIONS_DIR"]))
         self._start_count += 1
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self.world):
             self._start_rank(rank, port)
         try:

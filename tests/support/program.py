@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400.0  # the first run on a machine compiles DeepSpeed's ops
@@ -25,9 +26,6 @@ def run_program() -> RunProgram:
     """Runs `python FILE ARGUMENTS...` as one CPU rank; its last line of output is JSON."""
 
     def run(program: str, *arguments: str) -> Any:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         programs = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         defaults = {
             "DS_ACCELERATOR": "cpu",
@@ -39,7 +37,7 @@ def run_program() -> RunProgram:
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "PATH": os.pathsep.join(programs),
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")]),
         }

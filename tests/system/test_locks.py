@@ -61,7 +61,7 @@ def test_the_lock_of_a_file_that_lost_its_name_is_not_the_lock(
 
     others: list[int | None] = []
     monkeypatch.setattr(fcntl, "flock", locked_too_late)
-    descriptor = take_lock_file(path, 0.05)
+    descriptor = take_lock_file(path, 0.05 if is_replaced else 60)
     if is_replaced:
         assert descriptor is None
         assert others != [None]

@@ -153,6 +153,7 @@ def _run(
 ) -> Run:
     counter = IoCounter()
     started_s = run.started_s = time.monotonic()
+    started_at = time.time()  # before it may write
     try:
         process = subprocess.Popen(
             list(command),
@@ -167,7 +168,7 @@ def _run(
     except OSError as error:
         run.problem = f"cannot start {shlex.join(command)}: {error.strerror}"
         return run
-    sampler = TreeSampler(process.pid, interval_s=interval_s, folders=folders)
+    sampler = TreeSampler(process.pid, interval_s=interval_s, folders=folders, since=started_at)
     sampler.start()
     # Shared with the sampler's thread, which only appends: the latest sample is for the live line.
     run.samples, run.drive_samples = sampler.samples, sampler.drive_samples
