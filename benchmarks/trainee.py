@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 PROGRAM = Path(__file__).parent / "train_program.py"
 MARK = "@@"  # as in the program, which imports torch
 SHARED_MEMORY = Path("/dev/shm")
+#: Whoever asks the kernel for any port gets one above these.
+PORTS = range(10_000, 32_768)
 LOG_LINES_MAX = 15
 #: For stock at its best, as memascend sets it by itself: freed memory of this size goes back to the
 #: system at once. By default glibc keeps up to 32 MiB of what a CPU run frees where a GPU run frees
@@ -300,7 +303,10 @@ class Trainee:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, and that the kernel gives to nobody until it is bound."""
+    chance = random.SystemRandom()  # several programs must not choose alike
+    while True:
+        port = chance.choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -31,6 +31,8 @@ _CHECKPOINT_FILES = ("*_states.pt", "*optim_states.pt", "memascend-rank*.json", 
 
 #: Renaming is quick, removing what was replaced takes a while on a slow drive.
 _PATIENCE_S = 600.0
+#: Who has renamed or removed a working folder has nothing left to do but to give its lock back.
+_RELEASE_S = 10.0
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -77,7 +79,7 @@ class SavingFolder:
                     "is saving there. Give each run a folder of its own; if there is no other, "
                     "remove it"
                 ) from error
-            self._lock = _try_lock(_lock_of(self.path))
+            self._lock = _try_lock(_lock_of(self.path), _RELEASE_S)
 
     def publish(self) -> None:
         """Make the folders durable and put the checkpoint in its place. Files are durable.
@@ -211,13 +213,13 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + _lock_ending())
 
 
-def _try_lock(path: Path) -> int | None:
-    """Return a descriptor that holds the lock; None while a living process does.
+def _try_lock(path: Path, seconds: float = 0.0) -> int | None:
+    """Return a descriptor that holds the lock; None where a living process does for so long.
 
     Where locks do not work nobody can tell, and the folder is left alone.
     """
     try:
-        return take_lock_file(path, 0)
+        return take_lock_file(path, seconds)
     except OSError:
         return None
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -173,6 +174,20 @@ def test_a_child_forked_meanwhile_does_not_keep_the_folder_locked(
         pass
     assert save(tmp_path, "a", "new")
     os.close(duplicate)
+
+
+def test_a_save_waits_until_the_one_before_has_given_its_lock_back(tmp_path: Path) -> None:
+    first, second = (SavingFolder(str(tmp_path), "a") for _ in range(2))
+    first.begin()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first, "_unlock", lambda: None)
+        first.publish()
+    (late := threading.Timer(0.1, first._unlock)).start()
+    second.begin()
+    late.join()
+    saving_folder.clean(tmp_path)
+    assert second.path.is_dir()  # nobody took it for a killed save's
+    second.abandon()
 
 
 def test_two_runs_that_save_the_same_tag_all_the_time_never_mix(tmp_path: Path) -> None:

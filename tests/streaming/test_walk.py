@@ -12,6 +12,7 @@ import pytest
 
 from memascend.errors import StoreError
 from memascend.streaming.walk import Walk
+from tests.support.activation_streams import wait_until
 from tests.support.ctrl_c import interruptions
 
 #: Two steps; "a" is the first half of the first one.
@@ -157,9 +158,17 @@ def test_ctrl_c_ends_the_wait_and_not_the_walk(held: Held) -> None:
     walk = Walk()
     walk.start(held.steps, PLACES, held.end)
     main = threading.main_thread().ident
-    threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupt() -> None:
+        wait_until(lambda: bool(walk._changed._waiters))  # type: ignore[attr-defined]
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def finish_interrupted() -> None:
+        threading.Thread(target=interrupt).start()
         walk.finish()
+
+    with pytest.raises(KeyboardInterrupt):
+        finish_interrupted()
     assert walk.is_under_way
     assert not walk.has_passed("a")
     held.let_go(4)

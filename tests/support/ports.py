@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from contextlib import suppress
 
 #: Whoever asks the kernel for any port gets one above these.
 PORTS = range(10_000, 32_768)
@@ -14,9 +15,6 @@ def free_port() -> int:
     chance = random.SystemRandom()  # several test processes must not choose alike
     while True:
         port = chance.choice(PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
