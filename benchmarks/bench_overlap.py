@@ -119,14 +119,10 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     circumstances = harness.machine(options.directory)
     drive_s = time_drive(idle, options.directory)
     for name, model in models(idle, drive_s, options.layer_ms, COMPUTE[size]).items():
-        bounds = bounds_of(model, drive_s)
+        bounds, least = bounds_of(model, drive_s), least_of(model, drive_s)
         for clipping in CLIPPING[size]:
             steps = take_steps(
-                model,
-                clipping,
-                options.directory,
-                ROUNDS[size],
-                accelerator=accelerator,
+                model, clipping, options.directory, ROUNDS[size], accelerator=accelerator
             )
             losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
             case = f"{name}, clip {clipping:g}"
@@ -138,7 +134,6 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
                 "drive_s": drive_s,
                 "losses_equal": len(losses) == 1,
             }
-            least = least_of(model, drive_s)
             for contender, taken in steps.items():
                 found = figures(taken, steps[STOCK], bounds, least.get(contender))
                 yield harness.Row("overlap", case, contender, found, config, circumstances)
@@ -212,12 +207,7 @@ def take_steps(
             config = training_config(model, contender.optimizer, directory)
             config["gradient_clipping"] = clipping
             run = Trainee(
-                name,
-                config,
-                model,
-                directory,
-                block=contender.block,
-                accelerator=accelerator,
+                name, config, model, directory, block=contender.block, accelerator=accelerator
             )
             runs.append(stack.enter_context(run))
         for index in range(WARMUPS + rounds):

@@ -79,13 +79,11 @@ def test_micro_steps_are_those_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_limit_follows_the_model() -> None:
-    model, other = trainee.Model(1), trainee.Model(2)
-    blocks = [contender.block_for(model) for contender in bench_step.ACCUMULATING.values()]
-    assert blocks[:-1] == [contender.block for contender in bench_step.ACCUMULATING.values()][:-1]
-    limited = bench_step.ACCUMULATING[[*bench_step.ACCUMULATING][-1]]
-    for one in (model, other):
-        config = parse_block(limited.block_for(one) or {})
-        assert config.host_memory_limit == bench_step.LIMIT_BYTES * one.numel
+    *others, limited = bench_step.ACCUMULATING.values()
+    for model in (trainee.Model(1), trainee.Model(2)):
+        config = parse_block(limited.block_for(model) or {})
+        assert config.host_memory_limit == bench_step.LIMIT_BYTES * model.numel
+        assert all(other.block_for(model) == other.block for other in others)
 
 
 @pytest.mark.parametrize("key", bench_step.VARIATIONS)

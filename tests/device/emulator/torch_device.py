@@ -86,7 +86,7 @@ def _surface() -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": lambda device: core.set_device(),
         "synchronize": lambda device=None: core.synchronize(),
-        "sleep": lambda seconds: core.sleep(seconds),
+        "sleep": core.sleep,
         "manual_seed": generator.manual_seed,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device=None: generator.get_state(),
