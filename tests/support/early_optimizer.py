@@ -86,10 +86,7 @@ def step(optimizer: Any, *, is_left_out: bool = False) -> None:
             optimizer._prepare_sub_group(index, None)
             optimizer.unscale_and_clip_grads(index, torch.tensor(0.0))
             optimizer._optimizer_step(index)
-        steps, optimizer._behind = optimizer._behind, None
-        if steps:
-            optimizer.integrity.note_change()
-            optimizer.runtime.walk.start(steps, optimizer._places(), optimizer.stream.drain)
+        optimizer._start_walk()
     finally:
         optimizer._end_step()
 

@@ -71,14 +71,15 @@ class Optimizer(TiledSteps):
 
     def _params(self, name: str) -> list[Any]:
         swapper, params = Swapper(), []
-        for member in self.training.members[name]:
+        for index, member in enumerate(self.training.members[name]):
             on_drive = member.tensor is None
             shard = SimpleNamespace(
                 ds_numel=member.numel,
                 final_location="nvme" if on_drive else None,
                 data=member.tensor,
             )
-            param = SimpleNamespace(ds_tensor=shard, dtype=BF16, key=member.key)
+            ds_id = 10 * NAMES.index(name) + index
+            param = SimpleNamespace(ds_tensor=shard, dtype=BF16, key=member.key, ds_id=ds_id)
             params.append(SimpleNamespace(**vars(param), nvme_swapper=swapper))
         return params
 

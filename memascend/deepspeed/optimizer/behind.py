@@ -7,12 +7,15 @@ parameters, and whoever looks at anything else waits for all of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from memascend.deepspeed.optimizer.steps import Steps
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.walk import Place, Step
 
+#: Of all elements, what makes a sub-group small beside the others.
+SMALL_PART = 0.01
 #: What may come between backward and step.
 LOADED = "a checkpoint was loaded between backward and step()"
 
@@ -26,6 +29,8 @@ class StepsBehind(Steps):
     _param_swapper: Any
     # Steps of sub-groups that are to go on behind the caller; None: each is made at once.
     _behind: list[Step] | None = None
+    # Numbers of sub-groups, as they are walked.
+    _order: Sequence[int] = ()
 
     @property
     def _overlaps(self) -> bool:
@@ -57,18 +62,38 @@ class StepsBehind(Steps):
             super()._post_step(timer_names)
         finally:
             self.persistent_parameters = persistent
+        self._start_walk()
+
+    def _start_walk(self) -> None:
+        """Have the steps that are to go on behind the caller begin."""
         steps, self._behind = self._behind, None
         if steps:
             self.integrity.note_change()  # until the last of them, whatever becomes of the first
-            self.attachment.runtime.walk.start(steps, self._places(), self.stream.drain)
+            in_order = [steps[number] for number in self._order]
+            self.attachment.runtime.walk.start(in_order, self._places(), self.stream.drain)
+
+    def _forward_order(self) -> list[int]:
+        """Return the numbers of sub-groups in the order in which a forward pass needs them.
+
+        Those of one parameter group are in the order of its parameters. Where norms and biases are
+        a group of their own, behind all others, every layer needs a part of it: what is small comes
+        first.
+        """
+        numels = [sum(param.ds_tensor.ds_numel for param in group) for group in self.fp16_groups]
+        small_numel = SMALL_PART * sum(numels)
+
+        def key(number: int) -> tuple[bool, int]:
+            return numels[number] > small_numel, self.fp16_groups[number][0].ds_id
+
+        return sorted(range(len(numels)), key=key)
 
     def _places(self) -> dict[str, Place]:
         """Return where in a walk each parameter has its new value."""
         assert self._param_swapper is not None
         places = {}
-        for index, group in enumerate(self.fp16_groups):
+        for index, number in enumerate(self._order):
             end = 0
-            for param in group:
+            for param in self.fp16_groups[number]:
                 end += param.ds_tensor.ds_numel
                 places[self._param_swapper.key(param)] = (index, end)
         return places

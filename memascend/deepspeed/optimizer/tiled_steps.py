@@ -163,7 +163,9 @@ class TiledSteps(StepsEarly):
                 early, reason = {}, reason or "the optimizer has to make this step by itself"
             self._check_gradients(early, reason)
             self.early_tile_count += sum(map(len, early.values()))
-            self.stream.begin([flat.ds_id for flat in self.fp32_partitioned_groups_flat], early)
+            flats, numbers = self.fp32_partitioned_groups_flat, range(len(self.fp16_groups))
+            self._order = numbers if self._behind is None else self._forward_order()
+            self.stream.begin([flats[number].ds_id for number in self._order], early)
 
     def _make_state(self, sub_group_id: int) -> None:
         """Give a sub-group, before its first step, states as the optimizer would begin them."""

@@ -42,10 +42,7 @@ def step(optimizer: Any, number: int) -> None:
         optimizer._prepare_sub_group(index, None)
         optimizer.unscale_and_clip_grads(index, torch.tensor(0.0))
         optimizer._optimizer_step(index)
-    steps, optimizer._behind = optimizer._behind, None
-    if steps is not None:
-        optimizer.integrity.note_change()
-        optimizer.runtime.walk.start(steps, optimizer._places(), optimizer.stream.drain)
+    optimizer._start_walk()
 
 
 @pytest.fixture
@@ -104,6 +101,23 @@ def test_what_is_stepped_first_can_be_read_while_the_rest_goes_on(held: Any) -> 
     assert walk.is_under_way
 
 
+def test_what_every_layer_needs_a_part_of_is_stepped_first(held: Any) -> None:
+    """Norms and biases, which a Trainer gives a group of their own behind all others."""
+    step(held, 0)
+    walk = held.runtime.walk
+    walk.wait_for([f"param.{NAMES[2]}.0"])
+    walk.wait_for([f"param.{NAMES[0]}.1"])
+    assert not walk.has_passed(f"param.{NAMES[1]}.0")
+
+
+def test_other_groups_are_walked_in_the_order_of_their_parameters() -> None:
+    optimizer = make()
+    optimizer.fp16_groups.reverse()
+    first, last = (optimizer.fp16_groups[number][0].ds_id for number in (2, 1))
+    assert first < last
+    assert optimizer._forward_order() == [0, 2, 1]
+
+
 @pytest.mark.parametrize(
     "look",
     [
@@ -128,7 +142,7 @@ def test_an_error_comes_up_once_and_the_step_counts_as_torn(
     lose_drive_at(3, optimizer.stream, monkeypatch)
     step(optimizer, 0)
     with pytest.raises(StoreError, match="the drive is gone"):
-        optimizer.runtime.walk.wait_for([f"param.{NAMES[-1]}.0"])
+        optimizer.runtime.walk.wait_for([f"param.{NAMES[1]}.0"])
     with pytest.raises(StoreError, match="the drive is gone"):
         optimizer.finish_walk()
     with pytest.raises(TornStepError):
