@@ -55,6 +55,7 @@ class PlanRequest:
         verify: "off", "reads" or "full": whether checksums are kept of what is on the drives.
         volume_count: Drives that the tensors are striped over.
         during_backward: Whether the step begins then, beside the values that it changes.
+        overlaps: Whether the step goes on behind the next forward pass.
         has_activations: Whether what forward saves for backward goes to the drive.
     """
 
@@ -80,6 +81,7 @@ class PlanRequest:
     verify: str = "off"
     volume_count: int = 1
     during_backward: bool = False
+    overlaps: bool = True
     has_activations: bool = False
 
     def __post_init__(self) -> None:
@@ -215,6 +217,7 @@ class PlanRequest:
             verify=block.verify,
             volume_count=len(block.volumes) if block.volumes else 1,
             during_backward=_steps_during_backward(block, ds_config),
+            overlaps=block.streaming.optimizer.overlap,
             has_activations=block.activations.enabled,
         )
 

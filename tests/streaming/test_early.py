@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from memascend.base.waiting import Ended
 from memascend.errors import StoreError
-from memascend.streaming.early import EarlyPart, EarlySteps
+from memascend.streaming.early import EarlyPart, EarlySteps, leave_last
 from memascend.streaming.updates import EarlyStep, early_key
 from tests.support.tiled_training import SIZES, Training, gradients, lose_drive_at, moved_gradients
 
@@ -146,6 +147,26 @@ def made() -> Iterator[Callable[..., Early]]:
 def assert_equal(one: Early, other: Early) -> None:
     pairs = zip(one.values(), other.values(), strict=True)
     assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_the_last_tiles_are_left_to_the_walk(made: Callable[..., Early]) -> None:
+    early, late = made(), made()
+    parts = [early.part(name) for name in NAMES]  # of 20011, 8192 and 3 elements
+    assert leave_last(parts, Fraction(0))[-1].late_tiles() == []
+    chosen = leave_last(parts, Fraction(1, 4))
+    assert [part.step.name for part in chosen] == NAMES[:2]
+    late_tiles = [tile for part in chosen for tile in part.late_tiles()]
+    assert late_tiles == [(NAMES[1], TILE_NUMEL)]
+    assert leave_last(parts, Fraction(1)) == []
+    early.early.begin(chosen)
+    for one in (early, late):
+        one.put(0, *reversed(NAMES))
+    early.all_stepped()
+    fused = Counted()
+    early.finish(fused)
+    late.finish(Counted())
+    assert sum(fused.elements) == SIZES[NAMES[1]] - TILE_NUMEL + SIZES[NAMES[2]]
+    assert_equal(early, late)
 
 
 @pytest.mark.parametrize("count", range(len(NAMES) + 1))

@@ -15,13 +15,15 @@ from tests.support.tiled_optimizer import NAMES, Optimizer, Swapper
 from tests.support.tiled_training import SIZES, gradients
 
 BF16 = torch.bfloat16
-#: Those that hold anything of the first two members, of a third each.
-TILES = sum(-(-(numel // 3 * 2) // 4096) for numel in SIZES.values())
+#: Those that hold anything of the first two members, of a third each; the last one is left to the
+#: next forward pass.
+TILES = sum(-(-(numel // 3 * 2) // 4096) for numel in SIZES.values()) - 1
 
 
 def make(
     *,
     early: bool = True,
+    overlap: bool = True,
     faults: MemoryFaults | None = None,
     state_dtype: torch.dtype = torch.float32,
     **changes: Any,
@@ -34,7 +36,8 @@ def make(
         spare_count=4,
     )
     made.keeps_bf16_states = state_dtype == BF16
-    made.runtime.config = parse_block({"streaming": {"optimizer": {"during_backward": early}}})
+    optimizer = {"during_backward": early, "overlap": overlap}
+    made.runtime.config = parse_block({"streaming": {"optimizer": optimizer}})
     made._param_swapper = Swapper()
     made._fused = fused_adam(made.optimizer, made.training.tiles.shape)
     made.stream._take_over = made.runtime.store.take_over

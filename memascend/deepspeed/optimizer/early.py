@@ -25,7 +25,8 @@ from memascend.deepspeed.optimizer.behind import StepsBehind
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
-from memascend.streaming.early import Begins, EarlyPart, EarlySteps
+from memascend.plan.knobs import LEFT_PART
+from memascend.streaming.early import Begins, EarlyPart, EarlySteps, leave_last
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import Member, SubGroups, make_anew
 from memascend.streaming.tiles import Tiles
@@ -261,11 +262,14 @@ class StepsEarly(StepsBehind):
         ):
             return []
         coming = [(self._group(number), states[number]["step"] + 1) for number in numbers]
+        updates = dict(zip(numbers, fused.early(coming), strict=True))
         chosen = [
-            self._early_part(number, update)
-            for number, update in zip(numbers, fused.early(coming), strict=True)
+            self._early_part(number, updates[number])
+            for number in self._forward_order()
             if self._may_be_early(number)
         ]
+        if self._may_overlap():
+            chosen = leave_last(chosen, LEFT_PART)
         return chosen if self._has_room(chosen) else []
 
     def _early_part(self, sub_group_id: int, update: Any) -> EarlyPart:
@@ -342,6 +346,10 @@ class StepsEarly(StepsBehind):
 
     def _members(self, sub_group_id: int) -> list[Member]:
         """Return where the parameters of a sub-group are."""
+        raise NotImplementedError
+
+    def _may_overlap(self) -> bool:
+        """Return whether a step may go on behind its caller, if it is one of tiles alone."""
         raise NotImplementedError
 
 

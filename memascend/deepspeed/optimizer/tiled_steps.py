@@ -234,9 +234,12 @@ class TiledSteps(StepsEarly):
         Of what runs beside a forward pass it may use the store and its tiles alone: no optimizer
         whose numbers the script changes, no staging slots, no device.
         """
-        if not self._overlaps or self.attachment.runtime.store is None or None in self._updates:
+        if None in self._updates or self.spool.needs_slots(self.gradient_accumulation_dtype):
             return False
-        if self.spool.needs_slots(self.gradient_accumulation_dtype):
+        return self._may_overlap()
+
+    def _may_overlap(self) -> bool:
+        if not self._overlaps or self.attachment.runtime.store is None:
             return False
         numbers = range(len(self.fp16_groups))
         tensors = [member.tensor for number in numbers for member in self._members(number)]
