@@ -13,8 +13,9 @@ it, and copies run on streams. Forward and backward are then what its main strea
 
 The bound of a phase is the longer one of its compute and its drive time; that of the whole step the
 longer one of all compute and all drive time. No step reaches the latter whose optimizer waits for a
-norm: `training_to_least` is the time of memascend's steps by the least that their order allows,
-with every tile stepped during backward where steps begin there. Ratios are taken within a round.
+norm: `training_to_least` is the time of memascend's steps by the least that their order allows.
+Where steps begin during backward some tiles are left to the next forward pass. Ratios are taken
+within a round.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ import harness
 from bench_step import CONTENDERS, OURS, STOCK, WARMUPS, Contender, table_rows, training_config
 from trainee import Trainee
 from transfers import READ, WRITTEN, Transfers
+
+from memascend.plan.knobs import LEFT_ONE_OF
 
 QUESTION = "Overlap: phases of a step beside compute and drive"
 BOUND = "bound"
@@ -181,18 +184,18 @@ def least_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
 
     The optimizer begins behind backward, and the next forward pass comes to its last layer no
     sooner than the optimizer. The first of a turn has no optimizer before it, the last one's is
-    waited for. Tiles that are stepped during backward share its time: all of them, so that steps
-    with some left to the next forward pass may take less where that has drive time to spare.
+    waited for. Tiles that are stepped during backward share its time, the others are left.
     """
-    bounds = bounds_of(model, drive_s)
-    together = drive_s["forward"] + drive_s["optimizer"] + model.forward_s
-    behind = max(model.compute_s("forward"), together)
-    apart = bounds["forward"] + drive_s["optimizer"]
-    early = max(model.compute_s("backward"), drive_s[EARLY_PHASE])
-    return {
-        OURS: bounds["backward"] + ((IN_A_ROW - 1) * behind + apart) / IN_A_ROW,
-        OURS_EARLY: bounds["forward"] + early,
-    }
+    forward_s, backward_s = (model.compute_s(phase) for phase in PHASES[:2])
+    found = {}
+    for contender, left_part in ((OURS, 1.0), (OURS_EARLY, 1 / LEFT_ONE_OF)):
+        left_s = left_part * drive_s["optimizer"]
+        behind = max(forward_s, drive_s["forward"] + left_s + model.forward_s)
+        apart = max(forward_s, drive_s["forward"]) + left_s
+        drive = left_part * drive_s["backward"] + (1 - left_part) * drive_s[EARLY_PHASE]
+        stepped = ((IN_A_ROW - 1) * behind + apart) / IN_A_ROW
+        found[contender] = max(backward_s, drive) + stepped
+    return found
 
 
 def take_steps(

@@ -25,7 +25,7 @@ from memascend.plan.checksums import rounding_bytes
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
 from memascend.plan.knobs import (
     BOUNCE_BYTES,
-    LEFT_PART,
+    LEFT_ONE_OF,
     Knobs,
     LimitTooSmallError,
     choose_knobs,
@@ -225,21 +225,18 @@ def _traffic(
     }
     on_drive = drive | {GRADIENTS: window.drive_bytes * stored_numel + given_way_bytes}
     if request.during_backward:
-        left_part = LEFT_PART if request.overlaps else 0
         # Only what has nothing of its master weights in memory; those are there from the first on.
         part = Fraction(drive[MASTER], max(1, totals[MASTER]))
         parameters = learning * request.param_itemsize
-        # A sub-group of which any tile is early has room for all of it.
-        early = min(1, 1 - left_part + Fraction(request.sub_group_size, max(1, learning)))
-        values = parameters + totals[MASTER] + totals[STATE]
-        on_drive[SECOND_VALUES] = int(part * early * values)
+        on_drive[SECOND_VALUES] = int(part * (parameters + totals[MASTER] + totals[STATE]))
         # Parameters in memory take their new values over from the drive, where a tile of their
         # sub-group was early: all of them at most.
         kept_bytes = min(resident.get(PARAMETERS, 0), parameters)
         read[SECOND_VALUES] = written[SECOND_VALUES] = int(part * kept_bytes)
         # Of a gradient the sum goes to its tile, if that is not left to the next forward pass.
         # Those on the drive have their weights there, too.
-        sums_bytes = int((1 - left_part) * window.sum_itemsize * stored_numel)
+        left_numel = stored_numel // LEFT_ONE_OF if request.overlaps else 0
+        sums_bytes = window.sum_itemsize * (stored_numel - left_numel)
         read[GRADIENTS] -= sums_bytes
         written[GRADIENTS] -= sums_bytes
     if request.verify != "off":

@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
 from memascend.base.components import (
     ACTIVATION_SLOTS,
@@ -44,11 +43,11 @@ TILE_COUNT = 3  # one is read, one computed, one written
 #: Gradients of so many tiles wait in memory where the step begins during backward: some for a
 #: neighbour in another layer, or of another sub-group, one that comes now, and those that are read.
 SPARE_COUNT = 8
-#: Where the step begins during backward, of all elements those that are left to the next forward
-#: pass, which needs them last: so much that the drive's work divides as compute does. Of the bytes
-#: of an element (backward: parameter 2, step 26; the same with its gradient, 2 + 28, in forward)
-#: 0.30 would be for backward twice as long as forward, and 0.20 for three times, with checkpoints.
-LEFT_PART = Fraction(1, 4)
+#: Where the step begins during backward one of so many tiles is left to the next forward pass, so
+#: that the drive's work divides as compute does: an element that is not left moves 28 bytes in
+#: backward and 2 in forward, one that is 4 and 30. A part of 0.30 would be right for a backward
+#: pass twice as long as forward, and 0.20 for one of three times, with checkpoints.
+LEFT_ONE_OF = 4
 GRADIENT_FP32_BYTES = 4
 #: Below these a step takes noticeably longer: `bench_step.py --vary tile`.
 TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE = 256 << 10, MIB

@@ -14,13 +14,12 @@ it goes to the drive.
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
 import torch
 
@@ -84,38 +83,31 @@ class EarlyPart:
         begins: Of its tiles.
         places: Offset and elements of each gradient that comes.
         kept: Offset and elements of those that are to go to the drive, wherever they lie.
-        left: From this element on no tile begins that is stepped early; None: all may be.
+        left: Begins of tiles that are not stepped early.
     """
 
     step: EarlyStep
     begins: range
     places: Sequence[tuple[int, int]]
     kept: Sequence[tuple[int, int]] = ()
-    left: int | None = None
+    left: frozenset[int] = frozenset()
 
     def late_tiles(self) -> list[tuple[str, int]]:
         """Return the tiles that are not stepped early: name and begin."""
-        begins = self.begins
-        late = [begin for begin in begins if self.left is not None and begin >= self.left]
+        late = [*self.left]
         for offset, numel in self.kept:
-            late += _tiles_of(offset, numel, begins.step)
+            late += _tiles_of(offset, numel, self.begins.step)
         return [(self.step.name, begin) for begin in late]
 
 
-def leave_last(parts: Sequence[EarlyPart], left_part: Fraction) -> list[EarlyPart]:
-    """Leave the last tiles to the step, and sub-groups of which none would be early.
+def leave_some(parts: Sequence[EarlyPart], count: int) -> list[EarlyPart]:
+    """Leave one of so many tiles to the step, everywhere alike."""
+    number = itertools.count(1)
 
-    Args:
-        parts: In the order in which the step walks them.
-        left_part: Of all elements; at most so many are left.
-    """
-    early_numel = math.ceil((1 - left_part) * sum(part.begins.stop for part in parts))
-    chosen = []
-    for part in parts:
-        if early_numel > 0:
-            chosen.append(replace(part, left=early_numel))
-        early_numel -= part.begins.stop
-    return chosen
+    def choose(begins: range) -> frozenset[int]:
+        return frozenset(begin for begin in begins if next(number) % count == 0)
+
+    return [replace(part, left=choose(part.begins)) for part in parts]
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from memascend.base.waiting import Ended
 from memascend.errors import StoreError
-from memascend.streaming.early import EarlyPart, EarlySteps, leave_last
+from memascend.streaming.early import EarlyPart, EarlySteps, leave_some
 from memascend.streaming.updates import EarlyStep, early_key
 from tests.support.tiled_training import SIZES, Training, gradients, lose_drive_at, moved_gradients
 
@@ -149,15 +148,11 @@ def assert_equal(one: Early, other: Early) -> None:
     assert all(torch.equal(left, right) for left, right in pairs)
 
 
-def test_the_last_tiles_are_left_to_the_walk(made: Callable[..., Early]) -> None:
+def test_every_third_tile_is_left_to_the_step(made: Callable[..., Early]) -> None:
     early, late = made(), made()
-    parts = [early.part(name) for name in NAMES]  # of 20011, 8192 and 3 elements
-    assert leave_last(parts, Fraction(0))[-1].late_tiles() == []
-    chosen = leave_last(parts, Fraction(1, 4))
-    assert [part.step.name for part in chosen] == NAMES[:2]
+    chosen = leave_some([early.part(name) for name in NAMES], 3)  # of 5 tiles, 2, and 1
     late_tiles = [tile for part in chosen for tile in part.late_tiles()]
-    assert late_tiles == [(NAMES[1], TILE_NUMEL)]
-    assert leave_last(parts, Fraction(1)) == []
+    assert late_tiles == [(NAMES[0], 2 * TILE_NUMEL), (NAMES[1], 0)]
     early.early.begin(chosen)
     for one in (early, late):
         one.put(0, *reversed(NAMES))
@@ -165,7 +160,7 @@ def test_the_last_tiles_are_left_to_the_walk(made: Callable[..., Early]) -> None
     fused = Counted()
     early.finish(fused)
     late.finish(Counted())
-    assert sum(fused.elements) == SIZES[NAMES[1]] - TILE_NUMEL + SIZES[NAMES[2]]
+    assert sum(fused.elements) == 2 * TILE_NUMEL
     assert_equal(early, late)
 
 

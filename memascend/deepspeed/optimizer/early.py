@@ -25,8 +25,8 @@ from memascend.deepspeed.optimizer.behind import StepsBehind
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
-from memascend.plan.knobs import LEFT_PART
-from memascend.streaming.early import Begins, EarlyPart, EarlySteps, leave_last
+from memascend.plan.knobs import LEFT_ONE_OF
+from memascend.streaming.early import Begins, EarlyPart, EarlySteps, leave_some
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import Member, SubGroups, make_anew
 from memascend.streaming.tiles import Tiles
@@ -262,14 +262,13 @@ class StepsEarly(StepsBehind):
         ):
             return []
         coming = [(self._group(number), states[number]["step"] + 1) for number in numbers]
-        updates = dict(zip(numbers, fused.early(coming), strict=True))
         chosen = [
-            self._early_part(number, updates[number])
-            for number in self._forward_order()
+            self._early_part(number, update)
+            for number, update in zip(numbers, fused.early(coming), strict=True)
             if self._may_be_early(number)
         ]
         if self._may_overlap():
-            chosen = leave_last(chosen, LEFT_PART)
+            chosen = leave_some(chosen, LEFT_ONE_OF)
         return chosen if self._has_room(chosen) else []
 
     def _early_part(self, sub_group_id: int, update: Any) -> EarlyPart:
