@@ -29,11 +29,15 @@ class OnDevice:
         self._is_host = self._accelerator.is_synchronized_device()
 
     def take_peaks(self) -> dict[str, int] | None:
-        """The most since the last call: in tensors, and with what torch keeps for more."""
+        """The most since the last call.
+
+        In tensors; with what was freed and a stream uses still; with what torch keeps for more.
+        """
         if self._is_host:
             return None
         peaks = {
             "allocated_bytes": self._accelerator.max_memory_allocated(),
+            "active_bytes": self._accelerator.memory_stats()["active_bytes.all.peak"],
             "reserved_bytes": self._accelerator.max_memory_reserved(),
         }
         self._accelerator.reset_peak_memory_stats()
@@ -54,6 +58,10 @@ class OnDevice:
     def cached_bytes(self) -> int:
         """What torch's caching allocator holds; none where that is switched off."""
         return 0 if self._is_host else int(self._accelerator.memory_reserved())
+
+    def resident_bytes(self) -> int:
+        """What of this process's resident memory is a device's: of the emulated one alone."""
+        return self.cached_bytes() if self._accelerator.device_name() == "sim" else 0
 
 
 def traced(step: Callable[[], None], path: Path, *, stock: bool) -> None:

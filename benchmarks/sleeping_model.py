@@ -1,7 +1,11 @@
 """A model whose layers compute for a stated time without any CPU: what overlaps it shows.
 
 A layer sleeps where a real one would keep a device busy. Values and gradients are there, so that
-DeepSpeed gathers, reduces and steps as it always does, but cost next to nothing.
+DeepSpeed gathers, reduces and steps as it always does, but cost next to nothing. It is one of
+transformers' models, so that whatever moves their checkpoints moves its.
+
+No operator makes another tensor as large as a hidden state than the state itself: the emulated
+device computes what is new in host memory first, and would be measured with it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+#: What hidden states begin with: so small that bf16 shows the first steps of weights beside it.
+START = 1 / 64
 
 
 def compute(device: torch.device, seconds: float) -> None:
@@ -21,25 +29,53 @@ def compute(device: torch.device, seconds: float) -> None:
 
 
 class _Sleep(torch.autograd.Function):
-    """Adds the mean of a weight's first row; sleeps both ways."""
+    """Adds the mean of a weight's first row; sleeps both ways. Its input is needed in backward."""
 
     @staticmethod
     def forward(
         context: Any, hidden: torch.Tensor, weight: torch.Tensor, seconds: tuple[float, float]
     ) -> torch.Tensor:
-        context.save_for_backward(weight)
+        context.save_for_backward(hidden, weight)
         context.seconds = seconds[1]
         compute(hidden.device, seconds[0])
-        return hidden + weight[0].mean()
+        return torch.add(hidden, weight[0].mean(), out=torch.empty_like(hidden))
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (weight,) = context.saved_tensors
+        hidden, weight = context.saved_tensors
         compute(gradient.device, context.seconds)
-        return gradient, (1e-3 * gradient.mean()).to(weight.dtype).expand_as(weight), None
+        one = 1e-3 * (gradient[:, 0] * hidden[:, -1]).sum()
+        return gradient, one.to(weight.dtype).expand_as(weight), None
 
 
-class SleepingLayer(torch.nn.Module):
+class _Embed(torch.autograd.Function):
+    """Spreads one number over the hidden state; keeps nothing."""
+
+    @staticmethod
+    def forward(context: Any, one: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        return torch.empty(size, dtype=one.dtype, device=one.device).copy_(one)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient[0, 0].clone(), None
+
+
+class _FirstColumn(torch.autograd.Function):
+    """Takes the first number of each token, with a gradient that is made in its place."""
+
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor) -> torch.Tensor:
+        context.size = hidden.size()
+        return hidden[:, 0].clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty(context.size, dtype=gradient.dtype, device=gradient.device).zero_()
+        whole[:, 0].copy_(gradient)
+        return whole
+
+
+class SleepingLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """One matrix.
 
     Args:
@@ -59,7 +95,7 @@ class SleepingLayer(torch.nn.Module):
         return result
 
 
-class SleepingModel(torch.nn.Module):
+class SleepingModel(PreTrainedModel):  # type: ignore[misc]
     """Layers one after the other, called as a language model is.
 
     Args:
@@ -71,6 +107,10 @@ class SleepingModel(torch.nn.Module):
         backward_s: The same in backward, recomputing not counted.
     """
 
+    supports_gradient_checkpointing = True
+    #: No embedding has to be told that it needs a gradient.
+    main_input_name = "hidden"
+
     def __init__(
         self,
         *,
@@ -81,25 +121,17 @@ class SleepingModel(torch.nn.Module):
         forward_s: float,
         backward_s: float,
     ) -> None:
-        super().__init__()
+        super().__init__(PretrainedConfig())
         self.layers = torch.nn.ModuleList(
             SleepingLayer(rows or width, width, (forward_s, backward_s)) for _ in range(layers)
         )
         self._hidden = hidden
-        self._has_checkpoints = False
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Have each layer keep its input alone, and compute again in backward."""
-        self._has_checkpoints = True
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         """Return an object with a `loss`; what it is given only sets the size of the input."""
         size = (input_ids.numel(), self._hidden)
-        hidden = torch.ones(size, dtype=torch.bfloat16, device=input_ids.device)
-        hidden.requires_grad_(True)
+        one = torch.full((), START, dtype=torch.bfloat16, device=input_ids.device)
+        hidden = _Embed.apply(one.requires_grad_(True), size)
         for layer in self.layers:
-            if self._has_checkpoints:
-                hidden = checkpoint(layer, hidden, use_reentrant=False)
-            else:
-                hidden = layer(hidden)
-        return SimpleNamespace(loss=hidden[:, 0].float().pow(2).mean())
+            hidden = layer(hidden)
+        return SimpleNamespace(loss=(1 - _FirstColumn.apply(hidden).float()).pow(2).mean())

@@ -32,25 +32,33 @@ from memascend.system.memory import process_status
 
 MARK = "@@"
 SEED = 42
+CHECKPOINTING = ("device", "host", "deepspeed")
 #: The model type of a SleepingModel; any other is one of transformers'.
 SLEEPING = "sleeping"
 SLEEPING_SIZES = ("layers", "width", "rows", "hidden", "forward_s", "backward_s")
 
 
 class HighWater:
-    """The most memory this process held since the last reading, as the kernel counts it."""
+    """The most host memory this process held since the last reading, as the kernel counts it.
 
-    def __init__(self) -> None:
+    The emulated device's memory lies in this process. It is resident as soon as it is reserved, and
+    never given back: what was reserved at the last reading is left out, and all of it where none
+    was reserved since.
+    """
+
+    def __init__(self, device: OnDevice) -> None:
+        self._device = device
         self._reset()
 
     def take_bytes(self) -> int:
         """Gives the peak and starts a new one; explicit huge pages are in no process's RSS."""
         status = process_status(os.getpid())
+        peak_bytes = status["VmHWM"] + status.get("HugetlbPages", 0) - self._left_out_bytes
         self._reset()
-        return status["VmHWM"] + status.get("HugetlbPages", 0)
+        return peak_bytes
 
-    @staticmethod
-    def _reset() -> None:
+    def _reset(self) -> None:
+        self._left_out_bytes = self._device.resident_bytes()
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -76,6 +84,17 @@ def build_model(shape: dict[str, Any], dtype: torch.dtype, deepspeed_config: Any
             return SleepingModel(**sizes)
     config = transformers.AutoConfig.for_model(**{"model_type": "llama", **shape}, use_cache=False)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def save_checkpoints(model: Any, place: str, deepspeed_config: Any) -> None:
+    """Has every layer keep its input alone: where it is, in host memory, or as DeepSpeed does."""
+    if place == "deepspeed":
+        deepspeed.checkpointing.configure(None, deepspeed_config=deepspeed_config)
+        model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)
+        return
+    # The switch is newer than the oldest transformers that trains here.
+    offload = {"offload": True} if place == "host" else {}
+    model.gradient_checkpointing_enable(**offload)
 
 
 class Moment:
@@ -121,12 +140,14 @@ def saved_bytes_peak(engine: Any) -> int | None:
 class Training:
     """An engine and its batches: one for each micro-step, the same ones in every step."""
 
-    def __init__(self, engine: Any, options: argparse.Namespace, high_water: HighWater) -> None:
+    def __init__(
+        self, engine: Any, options: argparse.Namespace, device: OnDevice, high_water: HighWater
+    ) -> None:
         self.engine = engine
         self._kept = options.loss_tokens
         self._high_water = high_water
         self._counted = DeviceBytes(engine) if options.device_bytes else None
-        self._device = OnDevice()
+        self._device = device
         count = engine.gradient_accumulation_steps()
         shape = (count, options.sequences, options.tokens)
         generator = torch.Generator().manual_seed(SEED + deepspeed.comm.get_rank())
@@ -265,7 +286,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-step")
     parser.add_argument("--loss-tokens", type=int, help="last ones of a sequence that have a loss")
     parser.add_argument(
-        "--checkpointing", choices=("device", "host"), help="of activations, and where they stay"
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        help="of activations, and where they stay: host by transformers, deepspeed by its JSON",
     )
     parser.add_argument("--emulated", action="store_true", help="on the device of tests/device")
     parser.add_argument("--deterministic", action="store_true")
@@ -285,7 +308,8 @@ def main() -> None:
     transformers.set_seed(SEED)
     _ = transformers.LlamaForCausalLM  # imported when first named
     baseline_bytes = process_status(os.getpid())["VmRSS"]
-    high_water = HighWater()
+    device = OnDevice()
+    high_water = HighWater(device)
     answer("baseline", rss_bytes=baseline_bytes)
     # transformers looks this object up while it builds the model, so it has to stay alive.
     hf_config = HfDeepSpeedConfig(options.config)
@@ -293,9 +317,7 @@ def main() -> None:
     dtype = torch.float16 if is_fp16 else torch.bfloat16
     model = build_model(options.shape, dtype, options.config)
     if options.checkpointing:
-        # The switch is newer than the oldest transformers that trains here.
-        offload = {"offload": True} if options.checkpointing == "host" else {}
-        model.gradient_checkpointing_enable(**offload)
+        save_checkpoints(model, options.checkpointing, options.config)
     answer("built", peak_bytes=high_water.take_bytes())
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=options.config
@@ -303,7 +325,7 @@ def main() -> None:
     del hf_config
     numel = sum(parameter.ds_numel for parameter in model.parameters())
     answer("initialized", peak_bytes=high_water.take_bytes(), parameters=numel)
-    training = Training(engine, options, high_water)
+    training = Training(engine, options, device, high_water)
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
         if command == "quit":

@@ -87,6 +87,7 @@ class SimAccelerator(CPU_Accelerator):
         return {
             "allocated_bytes.all.current": self.memory_allocated(),
             "allocated_bytes.all.peak": self.max_memory_allocated(),
+            "active_bytes.all.peak": torch_device.core.memory()["held_peak"],
         }
 
     def total_memory(self, device_index: int | None = None) -> int:

@@ -12,7 +12,8 @@ constexpr std::size_t kGranuleBytes = 512;
 constexpr int kAnyStream = -1;
 constexpr std::size_t kSegmentBytes = std::size_t{64} << 20;
 
-std::int64_t allocated_bytes = 0, peak_bytes = 0, reserved_bytes = 0;
+std::int64_t allocated_bytes = 0, peak_bytes = 0;
+std::int64_t reserved_bytes = 0;  // handed out at some time: the resident part of its mappings
 std::int64_t recorded_bytes = 0, held_peak_bytes = 0;
 std::int64_t limit_bytes = 0;                                     // 0: none
 std::map<const char*, Block*> blocks;                             // by start; never deleted
@@ -87,12 +88,12 @@ Block* carve_locked(std::size_t size) {
         mmap(nullptr, segment_left, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(got != MAP_FAILED, "sim: out of device memory");
     segment = static_cast<char*>(got);
-    reserved_bytes += static_cast<std::int64_t>(segment_left);
   }
   auto* block = new Block{segment, size, static_cast<int>(current_id), {}, {}};
   blocks[segment] = block;
   segment += size;
   segment_left -= size;
+  reserved_bytes += static_cast<std::int64_t>(size);
   std::memset(block->data, kPoison, size);
   return block;
 }

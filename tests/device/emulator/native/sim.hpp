@@ -100,7 +100,8 @@ class Stream {
 
 /// Random delays of at most so many microseconds, before every second copy or kernel.
 inline std::atomic<std::int64_t> copy_delay_us{0}, kernel_delay_us{0};
-/// What is queued holds its tensors; with this, no more memory is held than a GPU would hold.
+/// What is queued holds its tensors while mistakes are looked for; with this, no more memory is held
+/// than a GPU would hold.
 inline std::atomic<bool> launches_block{false};
 inline thread_local std::int64_t current_id = 0;
 /// As with CUDA 12: a thread has a context once it has set the device or used it.
@@ -139,7 +140,8 @@ using AccessLog = std::vector<Access>;
 void check_locked(AccessLog& log, const Stream& on, const char* begin, const char* end,
                   bool is_write, const std::string& what, const char* place);
 inline AccessLog host_log;  // what asynchronous copies do with host memory
-/// Whether memory that is used again is poisoned, and that of copies summed; clocks always tick.
+/// Whether memory that is used again is poisoned, that of copies summed, and what is queued holds its
+/// tensors; clocks always tick.
 inline std::atomic<bool> poisons_and_sums{true};
 /// Reports copies that the host has not waited for, when it is about to use the same bytes.
 void use_on_host(std::uintptr_t address, std::size_t nbytes, bool is_write,
