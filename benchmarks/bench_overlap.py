@@ -23,14 +23,13 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import harness
 from bench_step import CONTENDERS, OURS, STOCK, WARMUPS, Contender, table_rows, training_config
-from trainee import Trainee
+from trainee import Trainee, side_by_side
 from transfers import READ, WRITTEN, Transfers
 
 from memascend.plan.knobs import LEFT_ONE_OF
@@ -204,15 +203,15 @@ def take_steps(
     """The steps of each contender but the first ones; they start in rotating order."""
     contenders = CONTENDERS if clipping else CONTENDERS | EARLY
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-    with ExitStack() as stack:
-        runs = []
-        for name, contender in contenders.items():
-            config = training_config(model, contender.optimizer, directory)
-            config["gradient_clipping"] = clipping
-            run = Trainee(
-                name, config, model, directory, block=contender.block, accelerator=accelerator
-            )
-            runs.append(stack.enter_context(run))
+    runs = []
+    for name, contender in contenders.items():
+        config = training_config(model, contender.optimizer, directory)
+        config["gradient_clipping"] = clipping
+        run = Trainee(
+            name, config, model, directory, block=contender.block, accelerator=accelerator
+        )
+        runs.append(run)
+    with side_by_side(runs):
         for index in range(WARMUPS + rounds):
             for one in harness.in_turn(runs, index):
                 step = one.step(IN_A_ROW)

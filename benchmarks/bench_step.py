@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import harness
-from trainee import Model, Trainee, deepspeed_config, model_of
+from trainee import Model, Trainee, deepspeed_config, model_of, side_by_side
 from transfers import ELEMENT_BYTES, READ, WRITTEN, Transfers
 
 QUESTION = "Step: time and traffic of whole steps against stock"
@@ -180,21 +179,18 @@ def take_steps(
 ) -> dict[str, list[dict[str, Any]]]:
     """The figures of each contender's steps but the first ones; they start in rotating order."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (*contenders, DRIVE)}
-    with ExitStack() as stack:
-        runs = [
-            stack.enter_context(
-                Trainee(
-                    name,
-                    training_config(model, contender.optimizer, directory, micro_steps),
-                    model,
-                    directory,
-                    block=contender.block_for(model),
-                    tokens=tokens,
-                )
-            )
-            for name, contender in contenders.items()
-        ]
-        transfers = stack.enter_context(Transfers(model.numel, directory))
+    runs = [
+        Trainee(
+            name,
+            training_config(model, contender.optimizer, directory, micro_steps),
+            model,
+            directory,
+            block=contender.block_for(model),
+            tokens=tokens,
+        )
+        for name, contender in contenders.items()
+    ]
+    with side_by_side(runs), Transfers(model.numel, directory) as transfers:
         for index in range(WARMUPS + rounds):
             for one in harness.in_turn(runs, index):
                 step = one.step()

@@ -5,6 +5,7 @@ On the CPU there is nothing to count but time, and a trace has no device in it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from device_trace import DRIVE
+
+from memascend.system.memory import process_status
 
 #: What is tried in turn to fill a device, until none of a size is left.
 BALLAST_BYTES = (1 << 30, 64 << 20, 20 << 20)
@@ -59,9 +62,18 @@ class OnDevice:
         """What torch's caching allocator holds; none where that is switched off."""
         return 0 if self._is_host else int(self._accelerator.memory_reserved())
 
-    def resident_bytes(self) -> int:
-        """What of this process's resident memory is a device's: of the emulated one alone."""
-        return self.cached_bytes() if self._accelerator.device_name() == "sim" else 0
+    def take_host_peak(self) -> int:
+        """The most host memory that this process held since the last call, as the kernel counts it.
+
+        Only the emulated device lies in it as well: that knows what of it is its own.
+        """
+        status = process_status(os.getpid())
+        if self._accelerator.device_name() == "sim":
+            peak_bytes = int(torch.get_device_module("sim").take_host_peak())
+        else:
+            peak_bytes = status["VmHWM"]
+            Path("/proc/self/clear_refs").write_text("5")
+        return peak_bytes + status.get("HugetlbPages", 0)  # these are in no process's RSS
 
 
 def traced(step: Callable[[], None], path: Path, *, stock: bool) -> None:

@@ -4,8 +4,8 @@ A layer sleeps where a real one would keep a device busy. Values and gradients a
 DeepSpeed gathers, reduces and steps as it always does, but cost next to nothing. It is one of
 transformers' models, so that whatever moves their checkpoints moves its.
 
-No operator makes another tensor as large as a hidden state than the state itself: the emulated
-device computes what is new in host memory first, and would be measured with it.
+Hidden states are written into tensors that are there already: what an operator makes anew is made
+in host memory first on the emulated device, and would be counted as the host's.
 """
 
 from __future__ import annotations

@@ -38,30 +38,6 @@ SLEEPING = "sleeping"
 SLEEPING_SIZES = ("layers", "width", "rows", "hidden", "forward_s", "backward_s")
 
 
-class HighWater:
-    """The most host memory this process held since the last reading, as the kernel counts it.
-
-    The emulated device's memory lies in this process. It is resident as soon as it is reserved, and
-    never given back: what was reserved at the last reading is left out, and all of it where none
-    was reserved since.
-    """
-
-    def __init__(self, device: OnDevice) -> None:
-        self._device = device
-        self._reset()
-
-    def take_bytes(self) -> int:
-        """Gives the peak and starts a new one; explicit huge pages are in no process's RSS."""
-        status = process_status(os.getpid())
-        peak_bytes = status["VmHWM"] + status.get("HugetlbPages", 0) - self._left_out_bytes
-        self._reset()
-        return peak_bytes
-
-    def _reset(self) -> None:
-        self._left_out_bytes = self._device.resident_bytes()
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def answer(event: str, **figures: Any) -> None:
     """Tells the parent."""
     print(MARK, json.dumps({"event": event, **figures}), flush=True)
@@ -140,12 +116,9 @@ def saved_bytes_peak(engine: Any) -> int | None:
 class Training:
     """An engine and its batches: one for each micro-step, the same ones in every step."""
 
-    def __init__(
-        self, engine: Any, options: argparse.Namespace, device: OnDevice, high_water: HighWater
-    ) -> None:
+    def __init__(self, engine: Any, options: argparse.Namespace, device: OnDevice) -> None:
         self.engine = engine
         self._kept = options.loss_tokens
-        self._high_water = high_water
         self._counted = DeviceBytes(engine) if options.device_bytes else None
         self._device = device
         count = engine.gradient_accumulation_steps()
@@ -186,7 +159,7 @@ class Training:
             training={figure: value / count for figure, value in training.items()},
             optimizer=optimizer,
             **{phase: {"wall_s": seconds / count} for phase, seconds in phases.items()},
-            peak_bytes=self._high_water.take_bytes(),
+            peak_bytes=self._device.take_host_peak(),
             device_bytes=None if self._counted is None else self._counted.take_peaks(),
             on_device=self._device.take_peaks(),
             components=components(self.engine),
@@ -309,7 +282,7 @@ def main() -> None:
     _ = transformers.LlamaForCausalLM  # imported when first named
     baseline_bytes = process_status(os.getpid())["VmRSS"]
     device = OnDevice()
-    high_water = HighWater(device)
+    device.take_host_peak()
     answer("baseline", rss_bytes=baseline_bytes)
     # transformers looks this object up while it builds the model, so it has to stay alive.
     hf_config = HfDeepSpeedConfig(options.config)
@@ -318,14 +291,14 @@ def main() -> None:
     model = build_model(options.shape, dtype, options.config)
     if options.checkpointing:
         save_checkpoints(model, options.checkpointing, options.config)
-    answer("built", peak_bytes=high_water.take_bytes())
+    answer("built", peak_bytes=device.take_host_peak())
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=options.config
     )
     del hf_config
     numel = sum(parameter.ds_numel for parameter in model.parameters())
-    answer("initialized", peak_bytes=high_water.take_bytes(), parameters=numel)
-    training = Training(engine, options, device, high_water)
+    answer("initialized", peak_bytes=device.take_host_peak(), parameters=numel)
+    training = Training(engine, options, device)
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
         if command == "quit":

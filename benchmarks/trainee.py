@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -300,6 +301,24 @@ class Trainee:
             f"the training run {self.name!r} of {self.model} ended with status {status} while it "
             f"was waited for {event!r}. It printed last:\n{last}"
         )
+
+
+@contextmanager
+def side_by_side(runs: Sequence[Trainee]) -> Iterator[None]:
+    """Several alive at once, started and ended together: what takes long of that are imports.
+
+    Raises:
+        RuntimeError: One ended instead; none is left.
+    """
+    with ThreadPoolExecutor(len(runs)) as pool:
+        try:
+            started = [pool.submit(run.start) for run in runs]
+            wait(started)
+            for one in started:
+                one.result()
+            yield
+        finally:
+            list(pool.map(lambda run: run.end(), runs))
 
 
 def free_port() -> int:

@@ -135,6 +135,24 @@ def test_a_run_that_fails_says_what_it_printed_and_leaves_nothing(
     assert list(folder.iterdir()) == []
 
 
+def test_where_one_of_several_runs_fails_none_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, ended = [], []
+
+    def start(self: trainee.Trainee) -> None:
+        started.append(self.name)
+        if self.name == "b":
+            raise RuntimeError("no such drive")
+
+    monkeypatch.setattr(trainee.Trainee, "start", start)
+    monkeypatch.setattr(trainee.Trainee, "end", lambda self: ended.append(self.name))
+    runs = [trainee.Trainee(name, {}, trainee.Model(1), tmp_path) for name in "abc"]
+    with pytest.raises(RuntimeError, match="no such drive"), trainee.side_by_side(runs):
+        pytest.fail("one was not there")
+    assert sorted(started) == sorted(ended) == ["a", "b", "c"]
+
+
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_memascend_moves_less_and_trains_the_same(tmp_path: Path) -> None:

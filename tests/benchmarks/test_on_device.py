@@ -59,6 +59,15 @@ def test_a_device_is_filled_in_ever_smaller_pieces(monkeypatch: pytest.MonkeyPat
     assert room[0] < min(on_device.BALLAST_BYTES)
 
 
+def test_the_host_peak_is_that_since_the_last_call() -> None:
+    device, nbytes = on_device.OnDevice(), 64 << 20
+    device.take_host_peak()
+    before = device.take_host_peak()
+    torch.zeros(nbytes, dtype=torch.uint8).add_(1)
+    assert device.take_host_peak() - before > nbytes / 2
+    assert device.take_host_peak() - before < nbytes / 2
+
+
 def test_more_devices_than_there_are_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,6 +259,34 @@ def where_time_is_measured_memory_is_left_alone() -> None:
         assert bool(again[0].isnan().item()) is not is_left
 
 
+@rule
+def where_time_is_measured_what_is_queued_keeps_no_memory() -> None:
+    core.synchronize()
+    for is_kept in (True, False):
+        core.set_poisons_and_sums(is_kept)
+        before = core.memory()["allocated"]
+        core.sleep(DELAY_US / 1e6)
+        torch.ones(NUMEL, device="sim").add_(1)
+        assert (core.memory()["allocated"] > before) is is_kept
+        core.synchronize()
+
+
+@rule
+def host_memory_is_told_apart_from_the_devices() -> None:
+    core.take_host_peak()
+    before, nbytes = core.take_host_peak(), 4 * len(RULES) * REPEATS * NUMEL
+    reserved = core.memory()["reserved"]
+    device = torch.zeros(nbytes, dtype=torch.uint8, device="sim")
+    core.synchronize()
+    assert core.memory()["reserved"] - reserved >= device.nbytes
+    assert abs(core.take_host_peak() - before) < nbytes / 8
+    host = torch.ones(nbytes, dtype=torch.uint8)
+    more = torch.zeros(2 * nbytes, dtype=torch.uint8, device="sim")
+    core.synchronize()
+    assert abs(core.take_host_peak() - before - host.nbytes) < nbytes / 8
+    assert more.nbytes == 2 * host.nbytes
+
+
 def main() -> None:
     global core
     core = torch_device.install()

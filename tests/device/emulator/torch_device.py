@@ -97,6 +97,7 @@ def _surface() -> dict[str, Any]:
         "max_memory_allocated": lambda device=None: core.memory()["peak"],
         "memory_reserved": lambda device=None: core.memory()["reserved"],
         "reset_peak_memory_stats": lambda device=None: core.reset_peak(),
+        "take_host_peak": core.take_host_peak,
         "Event": Event,
         "Stream": Stream,
         "stream": stream,

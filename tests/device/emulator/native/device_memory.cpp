@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 
 #include <chrono>
+#include <fstream>
 #include <thread>
 
 #include "sim.hpp"
@@ -21,6 +22,37 @@ std::map<int, std::multimap<std::size_t, Block*>> free_blocks;    // by stream, 
 std::vector<std::pair<Block*, std::vector<MarkerPtr>>> recorded;  // freed, in use by other streams
 char* segment = nullptr;
 std::size_t segment_left = 0;
+
+// -- the host's part of the process's resident memory ---------------------------------------------
+
+bool host_peak_is_wanted = false;
+std::int64_t host_peak_bytes = 0;
+
+/// The most that was resident since the last call, the device's memory included.
+std::int64_t take_resident_peak() {
+  std::ifstream status("/proc/self/status");
+  std::int64_t kib = 0;
+  for (std::string word; status >> word && word != "VmHWM:";) {
+  }
+  status >> kib;
+  std::ofstream("/proc/self/clear_refs") << 5;
+  return kib << 10;
+}
+
+/// To be called before device memory becomes resident. It is never given back, so that since the
+/// last call there was always as much of it as there is now.
+void note_host_peak_locked() {
+  host_peak_bytes = std::max(host_peak_bytes, take_resident_peak() - reserved_bytes);
+}
+
+std::int64_t take_host_peak() {
+  const std::lock_guard lock(state_mutex);
+  note_host_peak_locked();
+  host_peak_is_wanted = true;
+  return std::exchange(host_peak_bytes, 0);
+}
+
+// -- blocks ---------------------------------------------------------------------------------------
 
 void put_free_locked(Block* block) {
   Stream& own = stream_of(block->stream);
@@ -89,12 +121,14 @@ Block* carve_locked(std::size_t size) {
     TORCH_CHECK(got != MAP_FAILED, "sim: out of device memory");
     segment = static_cast<char*>(got);
   }
+  if (host_peak_is_wanted) note_host_peak_locked();
   auto* block = new Block{segment, size, static_cast<int>(current_id), {}, {}};
   blocks[segment] = block;
   segment += size;
   segment_left -= size;
   reserved_bytes += static_cast<std::int64_t>(size);
   std::memset(block->data, kPoison, size);
+  if (host_peak_is_wanted) take_resident_peak();
   return block;
 }
 

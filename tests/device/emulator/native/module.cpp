@@ -29,6 +29,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("use_on_host", &sim::use_on_host, py::arg("address"), py::arg("nbytes"),
         py::arg("is_write"), py::arg("what"));
   m.def("memory", &sim::memory_stats);
+  m.def(
+      "take_host_peak", &sim::take_host_peak,
+      "The most host memory since the last call, in bytes. The first call counts from the start.");
   m.def("set_limit", &sim::set_limit, "Most bytes of device memory; 0: no limit.");
   m.def("share_free_blocks", &sim::share_free_blocks);
   m.def("reset_peak", &sim::reset_peak);

@@ -100,8 +100,7 @@ class Stream {
 
 /// Random delays of at most so many microseconds, before every second copy or kernel.
 inline std::atomic<std::int64_t> copy_delay_us{0}, kernel_delay_us{0};
-/// What is queued holds its tensors while mistakes are looked for; with this, no more memory is held
-/// than a GPU would hold.
+/// What is queued may hold its tensors; with this, no more memory is held than a GPU would hold.
 inline std::atomic<bool> launches_block{false};
 inline thread_local std::int64_t current_id = 0;
 /// As with CUDA 12: a thread has a context once it has set the device or used it.
@@ -140,8 +139,7 @@ using AccessLog = std::vector<Access>;
 void check_locked(AccessLog& log, const Stream& on, const char* begin, const char* end,
                   bool is_write, const std::string& what, const char* place);
 inline AccessLog host_log;  // what asynchronous copies do with host memory
-/// Whether memory that is used again is poisoned, that of copies summed, and what is queued holds its
-/// tensors; clocks always tick.
+/// Poisons what is used again, sums what is copied, holds what is queued; clocks always tick.
 inline std::atomic<bool> poisons_and_sums{true};
 /// Reports copies that the host has not waited for, when it is about to use the same bytes.
 void use_on_host(std::uintptr_t address, std::size_t nbytes, bool is_write,
@@ -166,6 +164,7 @@ void set_limit(std::int64_t nbytes);
 /// Has any stream use what is free; when the host has waited for all of them.
 void share_free_blocks();
 std::map<std::string, std::int64_t> memory_stats();
+std::int64_t take_host_peak();  // since the last call: what was resident but for the device's
 
 // -- host_memory.cpp ----------------------------------------------------------------------------
 
