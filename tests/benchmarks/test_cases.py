@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,22 @@ def ran(program: Path) -> list[str]:
     return [line.strip() for line in (program.parent / "ran").read_text().splitlines()]
 
 
+@pytest.fixture
+def hanging_ends_time(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a run's time be up when the case that never ends has started, however long that takes."""
+    wait, started = subprocess.Popen.wait, program.parent / "pid"
+
+    def wait_until_it_hangs(child: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        while timeout is not None:
+            if started.exists() and started.read_text():
+                raise subprocess.TimeoutExpired(child.args, timeout)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return wait(child, 0.05)
+        return wait(child)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_until_it_hangs)
+
+
 def test_every_variant_is_answered_by_a_child_of_its_own(program: Path) -> None:
     case = cases.Case("a/b", variants=("whole", "broken"))
     assert run(program, case)
@@ -85,9 +103,10 @@ def test_what_a_machine_lacked_is_looked_at_again(program: Path) -> None:
     assert record(program, cases.Case("later"))["state"] == cases.DONE
 
 
+@pytest.mark.usefixtures("hanging_ends_time")
 def test_a_case_that_had_all_the_time_fails_and_nothing_of_it_lives_on(program: Path) -> None:
     case = cases.Case("hangs")
-    assert run(program, case, cases.Case("next"), arguments=("--minutes", "0.05")) is False
+    assert run(program, case, cases.Case("next")) is False
     assert record(program, case)["state"] == cases.FAILED
     assert not (program.parent / "out" / "next.json").exists()
     pid = int((program.parent / "pid").read_text())
@@ -97,9 +116,10 @@ def test_a_case_that_had_all_the_time_fails_and_nothing_of_it_lives_on(program: 
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("hanging_ends_time")
 def test_a_case_that_is_cut_off_is_left_for_the_next_time(program: Path) -> None:
     both = (cases.Case("fine"), cases.Case("hangs"))
-    assert run(program, *both, arguments=("--minutes", "0.1")) is False
+    assert run(program, *both) is False
     assert record(program, both[0])["state"] == cases.DONE
     assert not both[1].file(program.parent / "out").exists()
 

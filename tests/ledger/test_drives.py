@@ -196,7 +196,7 @@ def test_a_drive_that_hangs_is_not_waited_for(
     smartctl("exec sleep 30", "sda", "sdb")
     began = time.monotonic()
     reading = read_drives(["/a"])
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25  # of the 30 s that each would take
     assert all("no answer within 0.2 s" in reason for reason in reading.silent.values())
     assert list(reading.silent) == ["sda", "sdb"]
 
@@ -204,7 +204,7 @@ def test_a_drive_that_hangs_is_not_waited_for(
 def test_a_drive_that_hangs_does_not_silence_the_others(
     smartctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smart, "SMARTCTL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(smart, "SMARTCTL_TIMEOUT_S", 5.0)  # in which the other must answer
     script = f'case "$3" in */sda) exec sleep 30;; esac; cat {SAMPLES}/nvme.json'
     smartctl(script, "sda", "sdb")
     reading = read_drives(["/a"])

@@ -35,9 +35,16 @@ def free_bytes(directory: Path) -> int:
     return state.f_bfree * state.f_frsize
 
 
+def reserved_bytes(process: subprocess.Popen[str], directory: Path) -> int:
+    """What files in a folder take that a process has open; others use the disk, too."""
+    opened = Path(f"/proc/{process.pid}/fd").iterdir()
+    own = [path for path in opened if os.readlink(path).startswith(f"{directory}/")]
+    return sum(path.stat().st_blocks for path in own) * 512
+
+
 def wait_for_free_bytes(directory: Path, wanted: int) -> int:
     """Others use the disk, too: the space has to be back within their noise."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while free_bytes(directory) < wanted and time.monotonic() < deadline:
         time.sleep(0.05)
     return free_bytes(directory)
@@ -64,7 +71,7 @@ def test_nothing_is_left_however_the_process_ends(tmp_path, engine, end):
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     if end.startswith("SIG"):
-        assert free_bytes(tmp_path) < before - (1 << 30)
+        assert reserved_bytes(process, tmp_path) >= 2 << 30
         process.send_signal(getattr(signal, end))
     output, errors = process.communicate(timeout=60)
     expected = {"exception": 1, "SIGTERM": -signal.SIGTERM, "SIGKILL": -signal.SIGKILL}
@@ -81,15 +88,14 @@ def test_closing_gives_the_space_back_at_once(tmp_path):
         def free():
             state = os.statvfs(directory)
             return state.f_bfree * state.f_frsize
-        before = free()
         store = open_store(directory, "auto", grow_bytes=2 << 30)
         store.reserve(key="k", nbytes=1)
-        taken = before - free()
+        taken = free()  # others use the disk, too: no longer before it than this
         store.close()
-        print(taken > 1 << 30, before - free() < 1 << 30)
+        print(free() - taken > 1 << 30)
         """,
     )
-    assert output == "True True\n"
+    assert output == "True\n"
 
 
 def test_a_limit_on_file_sizes_is_found_when_space_is_reserved(tmp_path):

@@ -47,7 +47,6 @@ def test_without_locks_no_process_is_looked_at(
 def test_a_rank_is_asked_to_end_before_it_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "STOP_TIMEOUT_S", 1.0)
     code = "import signal, sys, time; signal.signal(signal.SIGTERM, {}); print(flush=True); "
     code += "time.sleep(100)"
     group = workers.WorkerGroup(world=2, folder=tmp_path)
@@ -58,6 +57,13 @@ def test_a_rank_is_asked_to_end_before_it_is_killed(
         process.stdout.readline()
         group._processes.append(process)
     ranks = list(group._processes)
+    ends = iter([lambda: None, lambda: ranks[0].wait()])
+
+    def run_out_of_time() -> bool:
+        next(ends)()  # until the one that listens has ended, when it has been asked
+        return False
+
+    monkeypatch.setattr(group, "_all_ended", run_out_of_time)
     group.stop()
     assert [rank.wait() for rank in ranks] == [3, -9]
     for rank in ranks:
