@@ -6,8 +6,9 @@ since that is what stays in memory where one of its tensors is saved.
 What is saved waits on the device, and a thread of its own writes the oldest as soon as more than
 `device_bytes` and one of the largest wait. Backward takes them in the reverse order: what still
 waits is taken where it is, and never written; of the rest those that come next are read ahead. So
-besides `device_bytes` two of the largest are on the device at most: one that waits and one on its
-way to the drive, or both read ahead. Host memory is a fixed number of slots.
+besides `device_bytes` and what is in use two of the largest are on the device at most: one that
+waits and one on its way to the drive, or read ahead in their place. Host memory is a fixed number
+of slots.
 """
 
 from __future__ import annotations
@@ -256,10 +257,13 @@ class ActivationStream:
     def _read_ahead(self, number: int) -> None:
         """Start reading those that were saved before this one, the last of them first."""
         room_bytes = IN_FLIGHT_COUNT * self._sizes.largest(number)
+        # What a slow drive has not taken yet is there, too, and is used before what is on it.
+        over_bytes = max(0, self._sizes.held_bytes - self._device_bytes)
         while (coming := self._ahead.last_before(number)) is not None:
             other = self._records[coming]
             if other.data is None:  # else Ctrl-C came before it was taken from the list
-                if self._sizes.ahead_bytes + other.nbytes > room_bytes or self._ahead.is_left_out():
+                ahead_bytes = self._sizes.ahead_bytes + other.nbytes
+                if over_bytes + ahead_bytes > room_bytes or self._ahead.is_left_out():
                     return
                 try:
                     self._start_read(other, is_ahead=True)

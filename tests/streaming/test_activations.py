@@ -119,6 +119,20 @@ def test_the_next_ones_are_read_ahead_within_their_share_of_the_device() -> None
     assert stream.traffic.read_bytes == 3 * NBYTES
 
 
+def test_less_is_read_ahead_while_a_slow_drive_has_not_taken_what_was_saved() -> None:
+    faults, stream, saved = stored(6)
+    faults.paused = True
+    saved.append(stream.put(numbers(6)))
+    wait_until(lambda: saved[5].record.state is State.WRITING)
+    stream.take(saved[6])
+    there = [one.record.data is not None for one in saved]
+    assert there == [False] * 4 + [True] * 3  # the one read ahead, the one on its way, in use
+    faults.paused = False
+    stream.release(saved[6])
+    for seed in reversed(range(7)):
+        assert torch.equal(value(stream, saved.pop()), numbers(seed))
+
+
 def test_it_can_be_taken_again_after_it_was_let_go() -> None:
     stream = activation_stream()
     saved = put_all(stream, 5)
