@@ -65,6 +65,8 @@ def test_a_step_takes_the_device_memory_that_is_planned(
     if reason := why_not():
         pytest.skip(reason)
     held = json.loads(retried_config(tmp_path, BLOCK).read_text())
+    # What is gathered ahead depends on what has been read by then, and so on the drive's moods.
+    held["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
     stored = held | {"memascend": BLOCK | {"activations": SAVING}}
     asked = tmp_path / "asked.json"
     asked.write_text(
@@ -88,4 +90,4 @@ def test_a_step_takes_the_device_memory_that_is_planned(
     hidden_bytes = [2 * HIDDEN * SEQUENCE_TOKENS * sequences for sequences in SEQUENCES]
     layers = SHAPE["num_hidden_layers"]
     of_layers = [nbytes / hidden for nbytes, hidden in zip(saved, hidden_bytes, strict=True)]
-    assert of_layers == pytest.approx([layers - 3] * 2, abs=0.1)
+    assert of_layers == pytest.approx([layers - 3] * 2, abs=0.01)

@@ -71,12 +71,12 @@ void free_device(void* context) {
   std::vector<MarkerPtr> markers;
   for (const int stream : block->uses) markers.push_back(record_marker(stream_of(stream)));
   const std::lock_guard lock(state_mutex);
-  allocated_bytes -= static_cast<std::int64_t>(block->size);
+  allocated_bytes -= static_cast<std::int64_t>(block->asked_bytes);
   block->uses.clear();
   if (markers.empty()) {
     put_free_locked(block);
   } else {
-    recorded_bytes += static_cast<std::int64_t>(block->size);
+    recorded_bytes += static_cast<std::int64_t>(block->asked_bytes);
     recorded.emplace_back(block, std::move(markers));
   }
 }
@@ -88,7 +88,7 @@ void free_passed_locked() {
       if (!marker->query()) return false;
     }
     for (auto& marker : entry.second) merge(host_clock, marker->clock);
-    recorded_bytes -= static_cast<std::int64_t>(entry.first->size);
+    recorded_bytes -= static_cast<std::int64_t>(entry.first->asked_bytes);
     put_free_locked(entry.first);
     return true;
   });
@@ -122,7 +122,7 @@ Block* carve_locked(std::size_t size) {
     segment = static_cast<char*>(got);
   }
   if (host_peak_is_wanted) note_host_peak_locked();
-  auto* block = new Block{segment, size, static_cast<int>(current_id), {}, {}};
+  auto* block = new Block{segment, size, size, static_cast<int>(current_id), {}, {}};
   blocks[segment] = block;
   segment += size;
   segment_left -= size;
@@ -151,7 +151,8 @@ Block* allocate_block(std::size_t nbytes) {
   if (block == nullptr) block = take_free_locked(kAnyStream, size);
   if (block == nullptr) block = carve_locked(size);
   block->stream = static_cast<int>(current_id);
-  allocated_bytes += static_cast<std::int64_t>(block->size);
+  block->asked_bytes = size;
+  allocated_bytes += static_cast<std::int64_t>(size);
   peak_bytes = std::max(peak_bytes, allocated_bytes);
   held_peak_bytes = std::max(held_peak_bytes, allocated_bytes + recorded_bytes);
   return block;
