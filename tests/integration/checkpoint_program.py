@@ -20,6 +20,7 @@ import torch
 
 import memascend.errors  # also does what the torch.backends entry point does in an installed copy
 from memascend.checkpoint.files import SummedFile
+from tests.support.process_group import leave
 
 WIDTH = 1024
 MEET_TIMEOUT_S = 120.0
@@ -140,10 +141,7 @@ def main() -> None:
     if arguments.meet is not None:
         meet(arguments.meet, 2)
     engine.destroy()
-    deepspeed.comm.destroy_process_group()
-    # gloo's threads take the GIL to free the tensors of the last collective; a Python that is
-    # finalizing by then kills them, and torch aborts.
-    time.sleep(0.5)
+    leave()
 
 
 if __name__ == "__main__":

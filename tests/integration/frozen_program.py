@@ -16,6 +16,7 @@ import torch
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 from tests.integration.programs import deepspeed_config
+from tests.support.process_group import leave
 
 #: Several chunks of a staging slot within the limit, and a part that does not end with a page.
 WIDTH = 1500
@@ -71,6 +72,7 @@ def main() -> None:
         after = weights(engine)
         engine.destroy()
     print(json.dumps({"path": path, **compared(before, saved, after)}))
+    leave()
 
 
 def compared(

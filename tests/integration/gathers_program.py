@@ -17,6 +17,7 @@ import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+from tests.support.process_group import leave
 
 #: A matrix of more than a MiB: a smaller one would stay in host memory.
 LAYERS, WIDTH = 12, 768
@@ -179,6 +180,7 @@ def main() -> None:
             engine.step()
         engine.destroy()
     print(json.dumps({"forward": forward, "whole": whole, "layer": LAYER_BYTES}))
+    leave()
 
 
 if __name__ == "__main__":

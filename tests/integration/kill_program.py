@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from memascend.deepspeed.parameters.gather import swapper_of
 from tests.integration.checkpoint_program import build, print_masters, train
 from tests.integration.kill_runs import BESIDE_THE_WALK
+from tests.support.process_group import leave
 
 
 def hold_the_walk(engine: Any) -> None:
@@ -79,8 +79,7 @@ def main() -> None:
         print(f"saved {step + 1}", flush=True)
     print_masters(engine, "end")
     engine.destroy()
-    deepspeed.comm.destroy_process_group()
-    time.sleep(0.5)  # gloo's threads need the GIL once more
+    leave()
 
 
 if __name__ == "__main__":

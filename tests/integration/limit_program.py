@@ -11,7 +11,6 @@ import copy
 import gc
 import json
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import deepspeed
 import torch
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+from tests.support.process_group import leave
 
 
 class Stack(torch.nn.Module):
@@ -97,10 +97,7 @@ def main() -> None:
     print(f"data after {data_bytes()}", flush=True)
     if not arguments.keep:
         engine.destroy()
-    deepspeed.comm.destroy_process_group()
-    # gloo's threads take the GIL to free the tensors of the last collective; a Python that is
-    # finalizing by then kills them, and torch aborts.
-    time.sleep(0.5)
+    leave()
 
 
 if __name__ == "__main__":

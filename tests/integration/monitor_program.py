@@ -18,6 +18,7 @@ import memascend  # noqa: F401  what the torch.backends entry point does in an i
 from memascend.monitor import status_file
 from memascend.monitor.runs import find_run, ranks_of
 from memascend.monitor.status import as_json
+from tests.support.process_group import leave
 
 WIDTH, TOKENS, STEPS, ACCUMULATION = 256, 32, 4, 2
 
@@ -88,6 +89,7 @@ def main() -> None:
         path.stem: path.read_text().split() for path in (folder / "csv").glob("**/*.csv")
     }
     print(json.dumps(found))
+    leave()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.offload_config import (
 
 from memascend import PlanRequest, parse_block
 from tests.integration.checkpoint_program import build, train
+from tests.support.process_group import leave
 
 
 def from_python(config: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +72,7 @@ def main() -> None:
         print(f"run {name} {type(engine.optimizer).__module__}", flush=True)
         train(engine, 0, 3)
         engine.destroy()
+    leave()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero import partition_parameters
 from torch.utils.checkpoint import checkpoint
 
 import memascend.errors  # noqa: F401  also does what the entry point does in an installed copy
+from tests.support.process_group import leave
 
 WIDTH, ROWS, STEPS, FAILING_STEP = 512, 8, 4, 2
 ERRORS: dict[str, type[BaseException]] = {
@@ -140,6 +141,7 @@ def main() -> None:
     for at in range(1, undisturbed["gathers"] + 1, arguments.every):
         for kind in ERRORS:
             print("RESULT " + json.dumps(result(config, gathers, at, kind)), flush=True)
+    leave()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import memascend  # noqa: F401  what the torch.backends entry point does in an i
 from memascend.checkpoint.to_universal import write_universal
 from tests.integration.checkpoint_program import WIDTH, Model
 from tests.integration.programs import BLOCK, training_config
+from tests.support.process_group import leave
 
 STEPS, SAVED_AT = 6, 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -142,6 +143,7 @@ def main() -> None:
         trainer.found["universal dtypes"] = sorted(dtypes)
         trainer.run("universal run", "bf16", SAVED_AT, STEPS, load="universal", universal=True)
     print(json.dumps(trainer.found))
+    leave()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from unittest import mock
 
 import pytest
 
+from tests.support.process_group import leave
+
 pytestmark = [pytest.mark.deepspeed, pytest.mark.full]
 
 HIDDEN = 512
@@ -182,8 +184,7 @@ def main(folder: Path, gradient_dtype: str) -> None:
         "pageable": log.pageable,
     }
     print(json.dumps(measured))
-    # A thread of the process group that wakes while the interpreter ends would abort the process.
-    deepspeed.comm.destroy_process_group()
+    leave()
 
 
 def stock_config(nvme_path: str, gradient_dtype: str) -> dict[str, Any]:

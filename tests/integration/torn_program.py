@@ -21,6 +21,7 @@ from memascend.checkpoint.files import SummedFile
 from memascend.errors import CheckpointError, StoreError, TornStepError
 from memascend.nvme.resident import ResidentStore
 from tests.integration.checkpoint_program import build, train
+from tests.support.process_group import leave
 
 
 def fail_writes_from(count: int) -> Callable[[], None]:
@@ -97,6 +98,7 @@ def main() -> None:
     if what_happens("load", lambda: engine.load_checkpoint(str(arguments.checkpoints))):
         train(engine, 1, 2)
     engine.destroy()
+    leave()
 
 
 if __name__ == "__main__":

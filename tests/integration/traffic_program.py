@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
+from tests.support.process_group import leave
 
 LAYERS, WIDTH = 24, 1024
 #: The first step makes the states, and DeepSpeed learns the order of the modules.
@@ -115,6 +116,7 @@ def main() -> None:
         }
         engine.destroy()
     print(json.dumps(found))
+    leave()
 
 
 if __name__ == "__main__":

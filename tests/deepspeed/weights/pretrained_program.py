@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from memascend.deepspeed.seams import arm as seams
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.weights import pretrained
 from tests.parity import models
+from tests.support.process_group import leave
 
 FAMILIES = ("llama", "qwen", "gpt2", "mixtral")
 DTYPE = torch.bfloat16
@@ -154,10 +154,7 @@ def main() -> None:
         drops[case] = dropped
     facts = {"stock": stock, "ours": ours, "drops": drops, "armed": transformers_seams.is_armed()}
     deepspeed.comm.barrier()
-    deepspeed.comm.destroy_process_group()
-    # gloo's threads take the GIL to free the tensors of the last collective; a Python that is
-    # finalizing by then kills them, and torch aborts.
-    time.sleep(0.5)
+    leave()
     for process in others:
         assert process.wait() == 0
     print(json.dumps(facts))
