@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,9 @@ PROGRAM = REPOSITORY / "tests" / "integration" / "checkpoint_program.py"
 KILL_PROGRAM = PROGRAM.with_name("kill_program.py")
 WORLD = 2
 STEPS = 6
-#: After which a rank gives up one that does not answer; DeepSpeed's default is ten minutes.
-PATIENCE_S = 10.0
+#: After which a rank gives up one that does not answer: more than a busy machine needs to answer,
+#: and less than DeepSpeed's ten minutes.
+PATIENCE_S = 30.0
 #: Far below DeepSpeed's default, and more than a busy machine needs.
 END_TIMEOUT_S = 90.0
 OWN = {"checkpoint": {"use_node_local_storage": True}}
@@ -108,6 +110,14 @@ class Machines:
         for process, place in zip(self.spawn(checkpoints), self.folders, strict=True):
             assert process.wait(TIMEOUT_S) == 0, self.output(place)[-6000:]
         return self.output(self.folders[0])
+
+    def wait_for(self, printed: str, started: Sequence[subprocess.Popen[str]]) -> None:
+        """Return when rank 0 has printed so; what was started must not end before."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while printed not in self.output(self.folders[0]):
+            assert time.monotonic() < deadline
+            assert all(process.poll() is None for process in started)
+            time.sleep(0.005)
 
     @staticmethod
     def output(place: Path) -> str:
@@ -227,15 +237,13 @@ def lose(folder: Path, *, lost: int, how: signal.Signals, after_step: int) -> Lo
     started = machines.spawn(checkpoints, "--timeout-s", str(PATIENCE_S))
     every = list(started)
     try:
-        begun = f"saved {after_step}\nin a step\n"
-        deadline = time.monotonic() + TIMEOUT_S
-        while begun not in machines.output(machines.folders[0]):
-            assert time.monotonic() < deadline
-            assert all(process.poll() is None for process in started)
-            time.sleep(0.005)
-        every += [p for launcher in started for p in processes_of(launcher)]
-        for process in processes_of(started[lost]):
-            process.send_signal(how)
+        machines.wait_for("in a step\n", started)
+        groups = [processes_of(launcher) for launcher in started]  # which takes a while
+        every += [process for group in groups for process in group]
+        machines.wait_for(f"saved {after_step}\nin a step\n", started)
+        for process in groups[lost]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(how)
         began = time.monotonic()
         returncode = started[1 - lost].wait(END_TIMEOUT_S)
         seconds = time.monotonic() - began

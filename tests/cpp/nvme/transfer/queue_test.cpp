@@ -114,6 +114,18 @@ struct Bench {
   bool wait_for(const Transfer* transfer) {
     return wait_for([&] { return finished.contains(transfer); });
   }
+  /// Takes turns until something is reported, and then for a while; whether there was one report.
+  bool repeat_until_told_of_once(const std::function<void()>& turn, milliseconds then) {
+    const auto told = [&] {
+      const std::lock_guard lock(mutex);
+      return reports.size();
+    };
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (told() == 0 && std::chrono::steady_clock::now() < deadline) turn();
+    const auto end = std::chrono::steady_clock::now() + then;
+    while (std::chrono::steady_clock::now() < end) turn();
+    return told() == 1;
+  }
   void resume_and_wait() {
     faults->paused_volume = -1;
     MA_INVARIANT(wait_for([&] { return finished.size() == transfers.size(); }));
@@ -156,10 +168,8 @@ void a_volume_that_is_silent_beside_a_lively_one_is_reported() {
   Bench bench(milliseconds{50});
   bench.faults->paused_volume = 1;
   bench.submit(1, kChunk);
-  const auto end = std::chrono::steady_clock::now() + milliseconds{250};
-  while (std::chrono::steady_clock::now() < end) {
-    MA_INVARIANT(bench.wait_for(bench.submit(0, kChunk)));
-  }
+  const auto turn = [&] { MA_INVARIANT(bench.wait_for(bench.submit(0, kChunk))); };
+  MA_INVARIANT(bench.repeat_until_told_of_once(turn, milliseconds{150}));
   bench.resume_and_wait();
   MA_INVARIANT(bench.reports.size() == 1);
   MA_INVARIANT(bench.reports.front().find("volume 1") != std::string::npos);
@@ -170,24 +180,27 @@ void a_volume_far_slower_than_the_other_is_named_once_and_waited_for() {
   Bench bench(milliseconds{60'000}, milliseconds{100});
   bench.faults->slow_volume = 1;
   bench.faults->slow_milliseconds = 10;
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-  while (std::chrono::steady_clock::now() < end) {
+  const auto turn = [&] {
     const Transfer* slow = bench.submit(1, 4 * kChunk);
     MA_INVARIANT(bench.wait_for(bench.submit(0, 64 * kChunk)));
     MA_INVARIANT(bench.wait_for(slow));
-  }
-  MA_INVARIANT(bench.queue->counters().slow_spells == 1);
+  };
+  MA_INVARIANT(bench.repeat_until_told_of_once(turn, milliseconds{500}));
+  MA_INVARIANT(bench.queue->counters().slow_spells >= 1);  // a busy machine may part it in two
   bench.resume_and_wait();
   MA_INVARIANT(bench.reports.size() == 1);
   MA_INVARIANT(bench.reports.front().starts_with("volume 1 is far slower than the other volumes"));
 }
 
+// Each takes 2 ms for a request, beside which little is what a busy machine adds.
 void volumes_that_are_alike_are_not_named() {
-  Bench bench(milliseconds{60'000}, milliseconds{50});
+  Bench bench(milliseconds{60'000}, milliseconds{100});
+  bench.faults->slow_volume = MemoryFaults::kEveryVolume;
+  bench.faults->slow_milliseconds = 2;
   const auto end = std::chrono::steady_clock::now() + milliseconds{500};
   while (std::chrono::steady_clock::now() < end) {
-    const Transfer* other = bench.submit(1, 64 * kChunk);
-    MA_INVARIANT(bench.wait_for(bench.submit(0, 64 * kChunk)));
+    const Transfer* other = bench.submit(1, 8 * kChunk);
+    MA_INVARIANT(bench.wait_for(bench.submit(0, 8 * kChunk)));
     MA_INVARIANT(bench.wait_for(other));
   }
   MA_INVARIANT(bench.queue->counters().slow_spells == 0);
