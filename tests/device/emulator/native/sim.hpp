@@ -151,8 +151,7 @@ std::uint64_t checksum(const void* data, std::size_t nbytes);
 
 struct Block {
   char* data;
-  std::size_t size;
-  std::size_t asked_bytes;  // of whoever has it: it may be a larger one that was free
+  std::size_t size, asked_bytes;  // by whoever has it, who may be given a larger one
   int stream;
   std::set<int> uses;  // other streams, by record_stream
   AccessLog log;
