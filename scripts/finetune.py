@@ -250,7 +250,8 @@ def train(engine: Any, tokens: torch.Tensor, args: argparse.Namespace) -> None:
         mean = mean_over_ranks(loss_sum / accumulation)
         if rank == 0:
             seconds = time.perf_counter() - started
-            print(f"step {step} loss {mean!r} time {seconds:.3f}", flush=True)
+            # In one piece: the launcher has Python write what it prints at once, an end apart.
+            print(f"step {step} loss {mean!r} time {seconds:.3f}\n", end="", flush=True)
 
 
 def print_digests(model: torch.nn.Module, kind: str) -> None:

@@ -20,7 +20,7 @@ import torch
 
 import memascend.errors  # also does what the torch.backends entry point does in an installed copy
 from memascend.checkpoint.files import SummedFile
-from tests.support.process_group import leave
+from tests.support.process_group import leave, say
 
 WIDTH = 1024
 MEET_TIMEOUT_S = 120.0
@@ -57,7 +57,7 @@ def train(engine: Any, first: int, count: int) -> None:
         engine.backward(loss)
         engine.step()
         if deepspeed.comm.get_rank() == 0:
-            print(f"step {step} loss {loss.item().hex()}", flush=True)
+            say(f"step {step} loss {loss.item().hex()}")
 
 
 def print_masters(engine: Any, when: str) -> None:
@@ -65,14 +65,14 @@ def print_masters(engine: Any, when: str) -> None:
         values = deepspeed.utils.safe_get_full_fp32_param(parameter)
         if deepspeed.comm.get_rank() == 0:
             digest = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
-            print(f"master {when} {name} {digest}", flush=True)
+            say(f"master {when} {name} {digest}")
 
 
 def print_drive(folder: Path, when: str) -> None:
     deepspeed.comm.barrier()
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     if deepspeed.comm.get_rank() == 0:
-        print(f"drive {when} {json.dumps(names)}", flush=True)
+        say(f"drive {when} {json.dumps(names)}")
     deepspeed.comm.barrier()  # no rank goes on to save while another still looks
 
 
@@ -126,7 +126,7 @@ def main() -> None:
         try:
             engine.load_checkpoint(str(arguments.checkpoint), tag="here")
         except memascend.errors.CheckpointError as error:
-            print(f"refused by rank {deepspeed.comm.get_rank()}: {error}", flush=True)
+            say(f"refused by rank {deepspeed.comm.get_rank()}: {error}")
         print_masters(engine, "after")
     else:
         print_drive(arguments.drive, "before")

@@ -22,7 +22,7 @@ import torch
 from memascend.deepspeed.parameters.gather import swapper_of
 from tests.integration.checkpoint_program import build, print_masters, train
 from tests.integration.kill_runs import BESIDE_THE_WALK
-from tests.support.process_group import leave
+from tests.support.process_group import leave, say
 
 
 def hold_the_walk(engine: Any) -> None:
@@ -41,7 +41,7 @@ def die_beside_the_walk(engine: Any) -> None:
     last = engine.optimizer.fp16_groups[-1][-1]
     key = swapper_of(last).key(last)
     if not engine.memascend.runtime.walk.has_passed(key):
-        print(BESIDE_THE_WALK, flush=True)
+        say(BESIDE_THE_WALK)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -66,17 +66,17 @@ def main() -> None:
     if arguments.timeout_s is not None:  # not before: one of them may start much later
         timeout = timedelta(seconds=arguments.timeout_s)
         torch.distributed.distributed_c10d._set_pg_timeout(timeout, None)
-    print(f"ready {engine.global_steps}", flush=True)
+    say(f"ready {engine.global_steps}")
     for step in range(engine.global_steps, arguments.steps):
-        print("in a step", flush=True)
+        say("in a step")
         if step == arguments.die_behind:
             hold_the_walk(engine)
         train(engine, step, 1)
         if step == arguments.die_behind:
             die_beside_the_walk(engine)
-        print("in a save", flush=True)
+        say("in a save")
         engine.save_checkpoint(str(arguments.checkpoints))
-        print(f"saved {step + 1}", flush=True)
+        say(f"saved {step + 1}")
     print_masters(engine, "end")
     engine.destroy()
     leave()

@@ -18,7 +18,7 @@ import deepspeed
 import torch
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
-from tests.support.process_group import leave
+from tests.support.process_group import leave, say
 
 
 class Stack(torch.nn.Module):
@@ -49,7 +49,7 @@ def train(config: dict[str, Any], *, layers: int, width: int, steps: int) -> Any
         loss = engine(rows)
         engine.backward(loss)
         engine.step()
-        print(f"step {step} loss {loss.item().hex()}", flush=True)
+        say(f"step {step} loss {loss.item().hex()}")
     return engine
 
 
@@ -89,12 +89,12 @@ def main() -> None:
         train(on_the_cpu(config), layers=1, width=16, steps=1).destroy()
         gc.collect()
         baseline_bytes = data_bytes()
-        print(f"data before {baseline_bytes}", flush=True)
+        say(f"data before {baseline_bytes}")
         cap_bytes = baseline_bytes + arguments.cap_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, cap_bytes))
-        print("capped", flush=True)
+        say("capped")
     engine = train(config, layers=arguments.layers, width=arguments.width, steps=arguments.steps)
-    print(f"data after {data_bytes()}", flush=True)
+    say(f"data after {data_bytes()}")
     if not arguments.keep:
         engine.destroy()
     leave()

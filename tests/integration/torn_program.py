@@ -21,7 +21,7 @@ from memascend.checkpoint.files import SummedFile
 from memascend.errors import CheckpointError, StoreError, TornStepError
 from memascend.nvme.resident import ResidentStore
 from tests.integration.checkpoint_program import build, train
-from tests.support.process_group import leave
+from tests.support.process_group import leave, say
 
 
 def fail_writes_from(count: int) -> Callable[[], None]:
@@ -61,9 +61,9 @@ def what_happens(name: str, action: Callable[[], object]) -> bool:
     try:
         action()
     except (StoreError, TornStepError, CheckpointError) as error:
-        print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        say(f"{name}: {type(error).__name__}: {error}")
         return False
-    print(f"{name}: done", flush=True)
+    say(f"{name}: done")
     return True
 
 
