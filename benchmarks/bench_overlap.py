@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     drive_s = time_drive(idle, options.directory)
     for name, model in models(idle, drive_s, options.layer_ms, COMPUTE[size]).items():
         bounds, least = bounds_of(model, drive_s), least_of(model, drive_s)
-        for clipping in CLIPPING[size]:
+        for clipping in CLIPPING[size] if options.clipping is None else options.clipping:
             steps = take_steps(
                 model, clipping, options.directory, ROUNDS[size], accelerator=accelerator
             )
@@ -256,6 +256,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--size", type=int, nargs=2, metavar=("LAYERS", "WIDTH"), help="of the model"
+    )
+    parser.add_argument(
+        "--clipping", type=float, nargs="+", metavar="NORM", help="0: none (default: 1 and 0)"
     )
     parser.add_argument(
         "--emulated",
