@@ -25,7 +25,6 @@ from deepspeed.accelerator import get_accelerator
 from device_bytes import DeviceBytes
 from device_trace import OPTIMIZER, STEP
 from on_device import OnDevice, crowded, race, traced
-from sleeping_model import SleepingModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from memascend.system.memory import process_status
@@ -55,6 +54,9 @@ def join_group() -> None:
 def build_model(shape: dict[str, Any], dtype: torch.dtype, deepspeed_config: Any) -> Any:
     """A model of random weights; with ZeRO-3 configured, transformers partitions it as it grows."""
     if shape.get("model_type") == SLEEPING:
+        # Of transformers newer than the oldest that trains here.
+        from sleeping_model import SleepingModel
+
         sizes = {name: size for name, size in shape.items() if name in SLEEPING_SIZES}
         with deepspeed.zero.Init(config_dict_or_path=deepspeed_config):
             return SleepingModel(**sizes)

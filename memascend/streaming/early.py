@@ -7,8 +7,8 @@ norm that is not finite, an error in backward) has only to forget them.
 
 A gradient goes to memory of its tile, and nowhere else: the step uses it up. As long as a tile
 waits for the rest of its gradients, or for the drive, it has a block; where there is none backward
-waits for a tile that is being stepped. A tile that gets none even so is not early: what comes for
-it goes to the drive.
+waits for a tile that is being stepped. A tile that gets none even so is not early, nor is one that
+is left to the step: what comes for it goes to the drive.
 """
 
 from __future__ import annotations

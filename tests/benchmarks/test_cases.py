@@ -60,11 +60,17 @@ def ran(program: Path) -> list[str]:
 
 
 @pytest.fixture
-def hanging_ends_time(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a run's time be up when the case that never ends has started, however long that takes."""
+def hanging_ends_time(program: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Has a run's time be up when the case that never ends has started; what each child was given.
+
+    However long that takes.
+    """
     wait, started = subprocess.Popen.wait, program.parent / "pid"
+    given: list[float] = []
 
     def wait_until_it_hangs(child: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is not None:
+            given.append(timeout)
         while timeout is not None:
             if started.exists() and started.read_text():
                 raise subprocess.TimeoutExpired(child.args, timeout)
@@ -73,6 +79,7 @@ def hanging_ends_time(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return wait(child)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_until_it_hangs)
+    return given
 
 
 def test_every_variant_is_answered_by_a_child_of_its_own(program: Path) -> None:
@@ -116,10 +123,13 @@ def test_a_case_that_had_all_the_time_fails_and_nothing_of_it_lives_on(program: 
         time.sleep(0.05)
 
 
-@pytest.mark.usefixtures("hanging_ends_time")
-def test_a_case_that_is_cut_off_is_left_for_the_next_time(program: Path) -> None:
+def test_a_case_that_is_cut_off_is_left_for_the_next_time(
+    program: Path, hanging_ends_time: list[float]
+) -> None:
     both = (cases.Case("fine"), cases.Case("hangs"))
-    assert run(program, *both) is False
+    assert run(program, *both, arguments=("--minutes", "5")) is False
+    whole, rest = hanging_ends_time
+    assert 300 >= whole > rest > 0
     assert record(program, both[0])["state"] == cases.DONE
     assert not both[1].file(program.parent / "out").exists()
 

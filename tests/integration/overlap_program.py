@@ -16,6 +16,7 @@ import torch
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 from memascend.streaming.optimizer import OptimizerStream
+from tests.support.process_group import leave
 
 LAYERS, WIDTH, STEPS = 6, 256, 3
 PATIENCE_S = 20.0
@@ -90,6 +91,7 @@ def main() -> None:
         engine(torch.randn(2, WIDTH).to(torch.bfloat16))
         engine.destroy()
     print(json.dumps(met))
+    leave()
 
 
 if __name__ == "__main__":

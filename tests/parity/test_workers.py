@@ -44,6 +44,17 @@ def test_without_locks_no_process_is_looked_at(
     workers.remove_stale_locks(tmp_path / "never built")
 
 
+def test_time_to_end_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "STOP_TIMEOUT_S", 0.05)
+    group = workers.WorkerGroup(world=1, folder=tmp_path)
+    with subprocess.Popen(["sleep", "100"], text=True) as process:
+        group._processes.append(process)
+        assert not group._all_ended()
+        process.kill()
+        process.wait()
+        assert group._all_ended()
+
+
 def test_a_rank_is_asked_to_end_before_it_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

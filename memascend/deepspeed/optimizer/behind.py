@@ -7,6 +7,7 @@ parameters, and whoever looks at anything else waits for all of it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from memascend.deepspeed.optimizer.steps import Steps
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.walk import Place, Step
 
-#: Of all elements, what makes a sub-group small beside the others.
+#: Of all elements, so many at most are in sub-groups that count as small.
 SMALL_PART = 0.01
 #: What may come between backward and step.
 LOADED = "a checkpoint was loaded between backward and step()"
@@ -80,12 +81,14 @@ class StepsBehind(Steps):
         first.
         """
         numels = [sum(param.ds_tensor.ds_numel for param in group) for group in self.fp16_groups]
+        ascending = sorted(range(len(numels)), key=numels.__getitem__)
+        sums = itertools.accumulate(numels[number] for number in ascending)
         small_numel = SMALL_PART * sum(numels)
-
-        def key(number: int) -> tuple[bool, int]:
-            return numels[number] > small_numel, self.fp16_groups[number][0].ds_id
-
-        return sorted(range(len(numels)), key=key)
+        small = {number for number, end in zip(ascending, sums, strict=True) if end <= small_numel}
+        return sorted(
+            ascending,
+            key=lambda number: (number not in small, self.fp16_groups[number][0].ds_id),
+        )
 
     def _places(self) -> dict[str, Place]:
         """Return where in a walk each parameter has its new value."""

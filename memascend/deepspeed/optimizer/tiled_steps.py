@@ -164,7 +164,8 @@ class TiledSteps(StepsEarly):
             self._check_gradients(early, reason)
             self.early_tile_count += sum(map(len, early.values()))
             flats, numbers = self.fp32_partitioned_groups_flat, range(len(self.fp16_groups))
-            self._order = numbers if self._behind is None else self._forward_order()
+            is_free = self._behind is not None and self._may_reorder()
+            self._order = self._forward_order() if is_free else numbers
             self.stream.begin([flats[number].ds_id for number in self._order], early)
 
     def _make_state(self, sub_group_id: int) -> None:
@@ -244,6 +245,19 @@ class TiledSteps(StepsEarly):
         numbers = range(len(self.fp16_groups))
         tensors = [member.tensor for number in numbers for member in self._members(number)]
         return all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
+
+    def _may_reorder(self) -> bool:
+        """Return whether sub-groups may be stepped in any order.
+
+        DeepSpeedCPUAdam has one running power of each beta for all of them. Where betas or numbers
+        of steps differ, how it is rounded depends on whose step came before.
+        """
+        flats = self.fp32_partitioned_groups_flat
+        taken = {
+            (*self._group(number)["betas"], int(self.optimizer.state[flat]["step"]))
+            for number, flat in enumerate(flats)
+        }
+        return len(taken) == 1
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if self.fp16_partitioned_groups_flat[sub_group_id] is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,30 @@ def test_other_groups_are_walked_in_the_order_of_their_parameters() -> None:
     first, last = (optimizer.fp16_groups[number][0].ds_id for number in (2, 1))
     assert first < last
     assert optimizer._forward_order() == [0, 2, 1]
+
+
+def test_what_is_about_as_large_as_all_others_keeps_its_place() -> None:
+    optimizer = make()
+    optimizer.fp16_groups = [
+        [SimpleNamespace(ds_id=number, ds_tensor=SimpleNamespace(ds_numel=9 + 2 * (number % 2)))]
+        for number in range(100)
+    ]
+    assert optimizer._forward_order() == [*range(100)]
+
+
+def test_where_betas_differ_the_order_is_that_of_the_optimizer() -> None:
+    """It has one running power of each for all."""
+    behind, at_once = make(), make(overlap=False)
+    for optimizer in (behind, at_once):
+        (group,) = optimizer.optimizer.param_groups
+        optimizer.optimizer.param_groups.append({**group, "betas": (0.8, 0.99), "params": []})
+        optimizer.sub_group_to_group_id = {0: 0, 1: 1, 2: 0}
+    for number in range(10):
+        for optimizer in (behind, at_once):
+            step(optimizer, number)
+            assert optimizer.runtime.walk.is_under_way == (optimizer is behind)
+    pairs = zip(values(behind), values(at_once), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize(
