@@ -26,6 +26,7 @@ MARK = "@@"  # as in the program, which imports torch
 SHARED_MEMORY = Path("/dev/shm")
 #: Whoever asks the kernel for any port gets one above these.
 PORTS = range(10_000, 32_768)
+_given: set[int] = set()  # of them, since this program began
 LOG_LINES_MAX = 15
 #: For stock at its best, as memascend sets it by itself: freed memory of this size goes back to the
 #: system at once. By default glibc keeps up to 32 MiB of what a CPU run frees where a GPU run frees
@@ -311,21 +312,24 @@ def side_by_side(runs: Sequence[Trainee]) -> Iterator[None]:
         RuntimeError: One ended instead; none is left.
     """
     with ThreadPoolExecutor(len(runs)) as pool:
+        started = [pool.submit(run.start) for run in runs]
         try:
-            started = [pool.submit(run.start) for run in runs]
-            wait(started)
             for one in started:
                 one.result()
             yield
         finally:
+            wait(started)  # what is still about to start would outlive its end
             list(pool.map(lambda run: run.end(), runs))
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that the kernel gives to nobody until it is bound."""
+    """A port that nobody listens on, that nobody else was given here, nor is by the kernel."""
     chance = random.SystemRandom()  # several programs must not choose alike
     while True:
         port = chance.choice(PORTS)
+        if port in _given:  # and not bound yet, maybe
+            continue
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _given.add(port)
             return port

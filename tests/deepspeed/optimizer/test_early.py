@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -111,18 +112,28 @@ def test_a_write_that_failed_early_is_not_read_by_later_steps(
     early, late = make(faults=faults), make(early=False)
     for optimizer in (early, late):
         train(optimizer, range(2))
-    write_back, calls = early.stream._write_back, itertools.count()
+    early.finish_walk()  # the tiles that were left are not to count
+    staging = early.runtime.staging
+    write_back, submit, calls = early.stream._write_back, staging.submit, itertools.count()
+    alone = threading.Lock()  # gradients that go to the drive meanwhile must not meet the fault
 
     def fail(tile: Any, *arguments: Any, **keywords: Any) -> None:
-        faults.gone = errno.ENODEV if next(calls) == 1 else 0
-        try:
-            write_back(tile, *arguments, **keywords)
-            tile.wait()
-        finally:
-            faults.gone = 0
+        with alone:
+            faults.gone = errno.ENODEV if next(calls) == 1 else 0
+            try:
+                write_back(tile, *arguments, **keywords)
+                tile.wait()
+            finally:
+                faults.gone = 0
+
+    def submit_alone(*arguments: Any) -> None:
+        with alone:
+            submit(*arguments)
+            staging.wait_writes()
 
     with monkeypatch.context() as patch:
         patch.setattr(early.stream, "_write_back", fail)
+        patch.setattr(staging, "submit", submit_alone)
         backward(early, 2)
         all_early(early)
     with pytest.raises(GradientGoneError, match="could not be stepped during backward"):
