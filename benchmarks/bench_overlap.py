@@ -29,6 +29,7 @@ from typing import Any
 
 import harness
 from bench_step import CONTENDERS, OURS, STOCK, WARMUPS, Contender, table_rows, training_config
+from drive_rate import drive_rate
 from trainee import Trainee, side_by_side
 from transfers import READ, WRITTEN, Transfers
 
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     size = "small" if options.small else "large"
     accelerator = "sim" if options.emulated else "cpu"
     idle = Sleeping(*(options.size or SIZES[size]))
-    circumstances = harness.machine(options.directory)
+    circumstances = harness.machine(options.directory) | {"drive_gb_per_s": options.drive_rate}
     drive_s = time_drive(idle, options.directory)
     for name, model in models(idle, drive_s, options.layer_ms, COMPUTE[size]).items():
         bounds, least = bounds_of(model, drive_s), least_of(model, drive_s)
@@ -265,12 +266,20 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="compute is a kernel of the emulated device, and copies run on its streams",
     )
+    parser.add_argument(
+        "--drive-rate",
+        type=float,
+        nargs=2,
+        metavar=("READ", "WRITE"),
+        help="GB/s that the drive is held to, for all (default: as fast as it is)",
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    rows = harness.collect(run(options))
+    with drive_rate(options.directory, options.drive_rate):
+        rows = harness.collect(run(options))
     for part in (*PHASES, "training"):
         harness.report("overlap", f"{QUESTION}: {part}", table_rows(rows, part), None)
     harness.write("overlap", rows, options.out)
