@@ -140,6 +140,7 @@ def run(
     *,
     tokens: int = TOKENS,
     micro_steps: Mapping[str, Any] = MappingProxyType({}),
+    accelerator: str = "cpu",
 ) -> Iterator[harness.Row]:
     """Trains every size so many rounds with all of them, in turns; ratios are to the first."""
     base = next(iter(contenders))
@@ -147,7 +148,13 @@ def run(
     for numel, rounds in cases.items():
         model = model_of(numel)
         steps = take_steps(
-            model, directory, rounds, contenders, tokens=tokens, micro_steps=micro_steps
+            model,
+            directory,
+            rounds,
+            contenders,
+            tokens=tokens,
+            micro_steps=micro_steps,
+            accelerator=accelerator,
         )
         case = f"{round(model.numel / 1e6)}M"
         losses = {
@@ -161,6 +168,7 @@ def run(
                 config |= {
                     **training_config(model, contenders[name].optimizer, directory, micro_steps),
                     "tokens": tokens,
+                    "accelerator": accelerator,
                     "losses_equal": len(losses) == 1,
                 }
             yield harness.Row(
@@ -176,6 +184,7 @@ def take_steps(
     *,
     tokens: int = TOKENS,
     micro_steps: Mapping[str, Any] = MappingProxyType({}),
+    accelerator: str = "cpu",
 ) -> dict[str, list[dict[str, Any]]]:
     """The figures of each contender's steps but the first ones; they start in rotating order."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (*contenders, DRIVE)}
@@ -187,6 +196,7 @@ def take_steps(
             directory,
             block=contender.block_for(model),
             tokens=tokens,
+            accelerator=accelerator,
         )
         for name, contender in contenders.items()
     ]
@@ -278,7 +288,14 @@ def run_and_report(options: argparse.Namespace) -> None:
         "data_types": {"grad_accum_dtype": options.sum_dtype},
     }
     rows = list(
-        run(sizes, options.directory, contenders, tokens=options.tokens, micro_steps=micro_steps)
+        run(
+            sizes,
+            options.directory,
+            contenders,
+            tokens=options.tokens,
+            micro_steps=micro_steps,
+            accelerator="sim" if options.emulated else "cpu",
+        )
     )
     for part in ("training", "optimizer", "memory"):
         harness.report(name, f"{question}: {part} step", table_rows(rows, part), None)
@@ -292,6 +309,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-step")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step")
     parser.add_argument("--sum-dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument(
+        "--emulated", action="store_true", help="train on the emulated device of the tests"
+    )
     return parser
 
 
