@@ -69,11 +69,12 @@ def _new_group() -> Path:
 
 
 def _own_group(root: Path) -> Path:
-    """The group of the same hierarchy that this program is in."""
+    """The group of the same hierarchy that this program is in; the root where that is hidden."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if ("blkio" in controllers.split(",")) if root.name == "blkio" else not controllers:
-            return root / path.removeprefix("/")
+            group = root / path.removeprefix("/")
+            return group if group.exists() else root  # a container may see only a part
     return root
 
 

@@ -26,7 +26,8 @@ def test_a_drive_has_the_rate_while_it_is_asked_for(tmp_path: Path) -> None:
             assert "1500000000" in limits
             assert "500000000" in limits
     except RuntimeError as error:
-        if "no control group" not in str(error):
+        # Containers may have control groups that they must not write, or no say about the drive.
+        if "no control group" not in str(error) and "takes no rate" not in str(error):
             raise
         pytest.skip(str(error))
     assert own_groups() == before
