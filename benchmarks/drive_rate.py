@@ -37,13 +37,14 @@ def drive_rate(directory: Path, rates: Sequence[float] | None) -> Iterator[None]
     group = _new_group()
     former = _own_group(group.parent)
     try:
-        for number in _numbers(directory):
-            for name, line in _limits(group, number, *(round(rate * GIGA) for rate in rates)):
-                (group / name).write_text(line)
-        _join(group)
+        try:
+            for number in _numbers(directory):
+                for name, line in _limits(group, number, *(round(rate * GIGA) for rate in rates)):
+                    (group / name).write_text(line)
+            _join(group)
+        except OSError as error:
+            raise RuntimeError(f"{group} takes no rate for {directory}: {error}") from error
         yield
-    except OSError as error:
-        raise RuntimeError(f"{group} takes no rate for {directory}: {error}") from error
     finally:
         _join(former)
         group.rmdir()
