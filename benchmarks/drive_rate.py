@@ -29,11 +29,15 @@ def drive_rate(directory: Path, rates: Sequence[float] | None) -> Iterator[None]
         rates: GB/s of reads, and of writes; None: as fast as they are.
 
     Raises:
+        ValueError: A rate is not above 0.
         RuntimeError: This machine cannot: it says why.
     """
     if rates is None:
         yield
         return
+    if not all(rate > 0 for rate in rates):
+        # The kernel would take 0 as no limit at all.
+        raise ValueError(f"a drive's rates are GB/s of reads and of writes above 0, not {rates}")
     group = _new_group()
     former = _own_group(group.parent)
     try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import drive_rate
 import pytest
 
 from memascend.system.mounts import drives_below
+
+GROUP = f"**/memascend-bench-{os.getpid()}"
 
 
 def own_groups() -> str:
@@ -20,18 +24,17 @@ def test_a_drive_has_the_rate_while_it_is_asked_for(tmp_path: Path) -> None:
     before = own_groups()
     try:
         with drive_rate.drive_rate(tmp_path, (1.5, 0.5)):
-            (group,) = drive_rate.GROUPS.glob("**/memascend-bench-*")
+            (group,) = drive_rate.GROUPS.glob(GROUP)
             assert before != own_groups()
             limits = "".join(path.read_text() for path in group.glob("*") if is_limit(path))
-            assert "1500000000" in limits
-            assert "500000000" in limits
+            assert sorted(re.findall(r"[ =](\d+)\b", limits)) == ["1500000000", "500000000"]
     except RuntimeError as error:
         # Containers may have control groups that they must not write, or no say about the drive.
         if "no control group" not in str(error) and "takes no rate" not in str(error):
             raise
         pytest.skip(str(error))
     assert own_groups() == before
-    assert list(drive_rate.GROUPS.glob("**/memascend-bench-*")) == []
+    assert list(drive_rate.GROUPS.glob(GROUP)) == []
 
 
 def is_limit(path: Path) -> bool:
@@ -45,6 +48,12 @@ def test_both_versions_of_control_groups_are_told_bytes_per_second() -> None:
     ]
     newer = drive_rate._limits(Path("/cgroup/bench"), "259:0", 2, 1)
     assert newer == [("io.max", "259:0 rbps=2 wbps=1")]
+
+
+@pytest.mark.parametrize("rates", [(0, 1), (1, -1), (float("nan"), 1)])
+def test_a_rate_is_above_nothing(rates: tuple[float, float], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="above 0"), drive_rate.drive_rate(tmp_path, rates):
+        pass
 
 
 def test_without_a_rate_nothing_changes(tmp_path: Path) -> None:
