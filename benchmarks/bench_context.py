@@ -30,9 +30,8 @@ from typing import Any
 
 import harness
 from bench_memory import slope
-from bench_overlap import Sleeping
 from bench_step import training_config
-from trainee import Trainee, side_by_side
+from trainee import Sleeping, Trainee, side_by_side
 from transfers import Transfers
 
 QUESTION = "Context: peak memory and time of a step as its tokens grow"

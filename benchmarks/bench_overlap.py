@@ -23,14 +23,14 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import harness
 from bench_step import CONTENDERS, OURS, STOCK, WARMUPS, Contender, table_rows, training_config
 from drive_rate import drive_rate
-from trainee import Trainee, side_by_side
+from trainee import Sleeping, Trainee, side_by_side
 from transfers import READ, WRITTEN, Transfers
 
 from memascend.plan.knobs import LEFT_ONE_OF
@@ -63,55 +63,6 @@ EARLY = {OURS_EARLY: Contender({}, block={"streaming": {"optimizer": {"during_ba
 IN_A_ROW = 4
 #: Times of the drive alone, of which the middle one counts.
 DRIVE_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Sleeping:
-    """A SleepingModel.
-
-    Attributes:
-        layers: Matrices.
-        width: Columns of each.
-        forward_s: Compute of one layer in forward.
-        backward_s: The same in backward, recomputing not counted.
-        rows: Of each matrix; None: as many as columns.
-        hidden: Width of the hidden state.
-    """
-
-    layers: int
-    width: int
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    rows: int | None = None
-    hidden: int = 1
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """What the program builds it of."""
-        return {
-            "model_type": "sleeping",
-            "vocab_size": 2,
-            "layers": self.layers,
-            "width": self.width,
-            "rows": self.rows,
-            "hidden": self.hidden,
-            "forward_s": self.forward_s,
-            "backward_s": self.backward_s,
-        }
-
-    @property
-    def numel(self) -> int:
-        """Parameters of all."""
-        return self.layers * self.largest_numel
-
-    @property
-    def largest_numel(self) -> int:
-        """Elements of the largest tensor."""
-        return (self.rows or self.width) * self.width
-
-    def compute_s(self, phase: str) -> float:
-        """What all layers compute in a phase."""
-        return self.layers * {"forward": self.forward_s, "backward": self.backward_s}.get(phase, 0)
 
 
 def run(options: argparse.Namespace) -> Iterator[harness.Row]:

@@ -22,14 +22,14 @@ With --vary the runs are memascend's own and differ in one key; ratios are to th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import harness
-from trainee import Model, Trainee, deepspeed_config, model_of, side_by_side
+from trainee import Model, Sleeping, Trainee, deepspeed_config, model_of, side_by_side
 from transfers import ELEMENT_BYTES, READ, WRITTEN, Transfers
 
 QUESTION = "Step: time and traffic of whole steps against stock"
@@ -40,6 +40,8 @@ CASES = {
 }
 #: With --vary: what matters is the key, not the model.
 VARIED_CASES = {"small": {20_000_000: 2}, "large": {80_000_000: 8}}
+#: With --size.
+SQUARE_ROUNDS = 4
 #: The first step makes the optimizer's states, and DeepSpeed learns the order of the modules.
 WARMUPS = 2
 TOKENS = 64
@@ -61,7 +63,7 @@ class Contender:
     block: Mapping[str, Any] | None = None
     limit_bytes: int = 0
 
-    def block_for(self, model: Model) -> Mapping[str, Any] | None:
+    def block_for(self, model: Model | Sleeping) -> Mapping[str, Any] | None:
         """The block with a limit for this model."""
         if self.block is None or not self.limit_bytes:
             return self.block
@@ -111,7 +113,7 @@ VARIATIONS = {
 
 
 def training_config(
-    model: Model,
+    model: Model | Sleeping,
     optimizer: Mapping[str, Any],
     directory: Path,
     micro_steps: Mapping[str, Any] = MappingProxyType({}),
@@ -141,12 +143,13 @@ def run(
     tokens: int = TOKENS,
     micro_steps: Mapping[str, Any] = MappingProxyType({}),
     accelerator: str = "cpu",
+    build: Callable[[int], Model | Sleeping] = model_of,
 ) -> Iterator[harness.Row]:
     """Trains every size so many rounds with all of them, in turns; ratios are to the first."""
     base = next(iter(contenders))
     circumstances = harness.machine(directory)
     for numel, rounds in cases.items():
-        model = model_of(numel)
+        model = build(numel)
         steps = take_steps(
             model,
             directory,
@@ -177,7 +180,7 @@ def run(
 
 
 def take_steps(
-    model: Model,
+    model: Model | Sleeping,
     directory: Path,
     rounds: int,
     contenders: Mapping[str, Contender] = CONTENDERS,
@@ -215,7 +218,7 @@ def take_steps(
     return taken
 
 
-def move(transfers: Transfers, model: Model) -> dict[str, float]:
+def move(transfers: Transfers, model: Model | Sleeping) -> dict[str, float]:
     """The figures of the optimizer step's transfers alone."""
     sample = harness.measure(transfers.run)
     return {
@@ -227,7 +230,9 @@ def move(transfers: Transfers, model: Model) -> dict[str, float]:
 
 
 def figures(
-    ours: Sequence[Mapping[str, Any]], stock: Sequence[Mapping[str, Any]], model: Model
+    ours: Sequence[Mapping[str, Any]],
+    stock: Sequence[Mapping[str, Any]],
+    model: Model | Sleeping,
 ) -> dict[str, Any]:
     """Spreads of one contender's steps, and of their ratios to stock's, round by round."""
     found: dict[str, Any] = {}
@@ -282,7 +287,10 @@ def run_and_report(options: argparse.Namespace) -> None:
     if options.vary is not None:
         name, question = options.vary, f"Step: time and memory by {options.vary}"
         cases, contenders = VARIED_CASES, VARIATIONS[name]
-    sizes = cases["small" if options.small else "large"]
+    sizes, build = cases["small" if options.small else "large"], model_of
+    if options.size is not None:
+        square = Sleeping(*options.size)
+        sizes, build = {square.numel: SQUARE_ROUNDS}, lambda numel: square
     micro_steps = {
         "gradient_accumulation_steps": options.accumulation,
         "data_types": {"grad_accum_dtype": options.sum_dtype},
@@ -295,6 +303,7 @@ def run_and_report(options: argparse.Namespace) -> None:
             tokens=options.tokens,
             micro_steps=micro_steps,
             accelerator="sim" if options.emulated else "cpu",
+            build=build,
         )
     )
     for part in ("training", "optimizer", "memory"):
@@ -307,6 +316,13 @@ def arguments() -> argparse.ArgumentParser:
     parser = harness.parser(QUESTION)
     parser.add_argument("--vary", choices=VARIATIONS, help="a key of ours, without stock")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-step")
+    parser.add_argument(
+        "--size",
+        type=int,
+        nargs=2,
+        metavar=("LAYERS", "WIDTH"),
+        help="of square matrices that compute nothing, instead of Llamas",
+    )
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step")
     parser.add_argument("--sum-dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument(

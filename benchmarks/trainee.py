@@ -87,6 +87,55 @@ class Model:
         return max(self.vocabulary * HIDDEN, HIDDEN * FFN)
 
 
+@dataclass(frozen=True, slots=True)
+class Sleeping:
+    """A SleepingModel.
+
+    Attributes:
+        layers: Matrices.
+        width: Columns of each.
+        forward_s: Compute of one layer in forward.
+        backward_s: The same in backward, recomputing not counted.
+        rows: Of each matrix; None: as many as columns.
+        hidden: Width of the hidden state.
+    """
+
+    layers: int
+    width: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    rows: int | None = None
+    hidden: int = 1
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the program builds it of."""
+        return {
+            "model_type": "sleeping",
+            "vocab_size": 2,
+            "layers": self.layers,
+            "width": self.width,
+            "rows": self.rows,
+            "hidden": self.hidden,
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+        }
+
+    @property
+    def numel(self) -> int:
+        """Parameters of all."""
+        return self.layers * self.largest_numel
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest tensor."""
+        return (self.rows or self.width) * self.width
+
+    def compute_s(self, phase: str) -> float:
+        """What all layers compute in a phase."""
+        return self.layers * {"forward": self.forward_s, "backward": self.backward_s}.get(phase, 0)
+
+
 def model_of(numel: int, vocabulary: int = VOCABULARY) -> Model:
     """The model whose number of parameters is nearest to `numel`; it has one layer at least."""
     one = Model(1, vocabulary)

@@ -29,18 +29,18 @@ def step_of(**seconds: float) -> dict[str, Any]:
 
 
 def test_a_bound_is_the_longer_one_of_compute_and_drive() -> None:
-    model = bench_overlap.Sleeping(10, 4, forward_s=0.1, backward_s=0.5)
+    model = trainee.Sleeping(10, 4, forward_s=0.1, backward_s=0.5)
     bounds = bench_overlap.bounds_of(model, DRIVE_S)
     assert bounds == {"forward": 2.0, "backward": 5.0, "optimizer": 8.0, "training": 14.0}
 
 
 def test_the_whole_is_bound_by_all_compute_where_that_is_longer() -> None:
-    model = bench_overlap.Sleeping(10, 4, forward_s=1.0, backward_s=2.0)
+    model = trainee.Sleeping(10, 4, forward_s=1.0, backward_s=2.0)
     assert bench_overlap.bounds_of(model, DRIVE_S)["training"] == 30.0
 
 
 def test_compute_is_a_multiple_of_the_drives_time_or_what_was_stated() -> None:
-    idle = bench_overlap.Sleeping(4, 8)
+    idle = trainee.Sleeping(4, 8)
     found = bench_overlap.models(idle, DRIVE_S, None, (0.3, 3.0))
     assert list(found) == ["0.3x", "3x"]
     assert found["3x"].compute_s("forward") == pytest.approx(6.0)
@@ -50,7 +50,7 @@ def test_compute_is_a_multiple_of_the_drives_time_or_what_was_stated() -> None:
 
 
 def test_the_least_time_is_that_of_what_has_to_come_one_after_the_other() -> None:
-    model = bench_overlap.Sleeping(10, 4, forward_s=0.1, backward_s=0.5)
+    model = trainee.Sleeping(10, 4, forward_s=0.1, backward_s=0.5)
     least = bench_overlap.least_of(model, DRIVE_S)
     # Three of four forward passes have an optimizer behind them, one optimizer is waited for.
     assert least[bench_overlap.OURS] == pytest.approx(5.0 + (3 * (2 + 8 + 0.1) + 2 + 8) / 4)
@@ -58,7 +58,7 @@ def test_the_least_time_is_that_of_what_has_to_come_one_after_the_other() -> Non
     backward = 0.25 * 4 + 0.75 * 9
     stepped = (3 * (2 + 0.25 * 8 + 0.1) + 2 + 0.25 * 8) / 4
     assert least[bench_overlap.OURS_EARLY] == pytest.approx(backward + stepped)
-    slow = bench_overlap.Sleeping(10, 4, forward_s=2.0, backward_s=2.0)
+    slow = trainee.Sleeping(10, 4, forward_s=2.0, backward_s=2.0)
     least = bench_overlap.least_of(slow, DRIVE_S)
     assert least[bench_overlap.OURS] == pytest.approx(20.0 + (3 * 20 + 20 + 8) / 4)
     assert least[bench_overlap.OURS_EARLY] == pytest.approx(20.0 + (3 * 20 + 20 + 2) / 4)
@@ -92,7 +92,7 @@ def test_only_without_clipping_steps_begin_during_backward(
 ) -> None:
     monkeypatch.setattr(trainee.Trainee, "start", lambda self: None)
     monkeypatch.setattr(trainee.Trainee, "step", lambda self, count: self.config)
-    taken = bench_overlap.take_steps(bench_overlap.Sleeping(1, 8), clipping, tmp_path, 1)
+    taken = bench_overlap.take_steps(trainee.Sleeping(1, 8), clipping, tmp_path, 1)
     assert {config["gradient_clipping"] for (config,) in taken.values()} == {clipping}
     early = {} if clipping else bench_overlap.EARLY
     assert [*taken] == [*bench_overlap.CONTENDERS, *early]

@@ -78,6 +78,23 @@ def test_micro_steps_are_those_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert configs[0]["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
+def test_square_matrices_take_the_place_of_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[dict[str, Any]] = []
+
+    def start(self: trainee.Trainee) -> None:
+        shapes.append(self.model.shape)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(trainee.Trainee, "start", start)
+    options = ["--size", "3", "64", "--directory", str(tmp_path)]
+    with pytest.raises(RuntimeError, match="enough"):
+        bench_step.run_and_report(bench_step.arguments().parse_args(options))
+    assert shapes[0] == trainee.Sleeping(3, 64).shape
+    assert shapes[0]["forward_s"] == shapes[0]["backward_s"] == 0
+
+
 def test_a_limit_follows_the_model() -> None:
     *others, limited = bench_step.ACCUMULATING.values()
     for model in (trainee.Model(1), trainee.Model(2)):
