@@ -18,7 +18,6 @@ of their sub-group there too, and has the keys change places.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import Member, State, SubGroup, SubGroups, make_anew
 from memascend.streaming.tiles import Tile, Tiles
+from memascend.streaming.tiles_ahead import TilesAhead
 from memascend.streaming.updates import (
     EarlyStep,
     FusedUpdate,
@@ -65,10 +65,8 @@ class OptimizerStream:
         self._tiles = tiles
         self._spool = spool
         self._take_over = take_over
-        self._coming: Iterator[tuple[SubGroup, int]] = iter(())
-        self._early_coming: deque[tuple[SubGroup, int]] = deque()
+        self._ahead = TilesAhead(groups=groups, tiles=tiles, spool=spool)
         self._early: Mapping[str, frozenset[int]] = {}
-        self._reading: deque[Tile] = deque()
 
     def begin(
         self, names: Sequence[str], early: Mapping[str, frozenset[int]] | None = None
@@ -82,17 +80,21 @@ class OptimizerStream:
         Raises:
             TornStepError: The last walk ended half-way.
         """
-        self.drain()
+        self._tiles.drain()
         self._spool.submit()
         self._groups.integrity.begin(len(names))
         self._early = early or {}
-        groups = [self._groups.group(name) for name in names]
-        self._coming = (
-            (group, begin)
-            for group in groups
-            for begin in self._tiles.begins(group.numel)
-            if begin not in self._early.get(group.name, ())
-        )
+        self._ahead.begin(names, self._early)
+
+    def read_ahead(self, names: Sequence[str]) -> None:
+        """Start reading the first tiles of a walk to come, before all gradients are there.
+
+        Whoever changes weights or states before it begins has to `drain` first.
+
+        Args:
+            names: All sub-groups, in the order of the walk.
+        """
+        self._ahead.read(names)
 
     def step(self, step: SubGroupStep, reach: Callable[[int], None] = lambda end: None) -> None:
         """Step the next sub-group of the walk.
@@ -123,10 +125,10 @@ class OptimizerStream:
                 self._take_states(group)
                 if len(early) == len(begins):
                     step_nothing(step)
-            if not self._reading:  # the walk is over; a gather has a stream of its own
+            if self._ahead.is_over():  # a gather has a stream of its own
                 self._tiles.wait_copies()
         except BaseException:
-            self._stop()
+            self._ahead.stop()
             raise
         finally:
             let_go(step.parameter, step.states[step.parameter], group)
@@ -157,14 +159,14 @@ class OptimizerStream:
         Raises:
             StoreError: A transfer failed; the others have been waited for.
         """
-        self._stop()
+        self._ahead.stop()
         self._tiles.drain()
 
     # -- early -----------------------------------------------------------------------------------
 
     def expect_early(self, name: str, begin: int) -> None:
         """Have a tile follow those that are stepped early, on whatever thread."""
-        self._early_coming.append((self._groups.group(name), begin))
+        self._ahead.expect_early(name, begin)
 
     def step_early(
         self,
@@ -180,7 +182,7 @@ class OptimizerStream:
         Raises:
             StoreError: The drive failed.
         """
-        with self._next_due() as tile:
+        with self._ahead.lend_next() as tile:
             self._tiles.exchange_gradient(tile, take_gradient(tile.owner, tile.begin))
             group = self._groups.group(tile.owner)
             step = steps[tile.owner]
@@ -206,57 +208,13 @@ class OptimizerStream:
         assert key is not None
         self._take_over(key=key, other=early_key(key))
 
-    # -- reading ahead ---------------------------------------------------------------------------
-
-    def _stop(self) -> None:
-        """End the walk; what was read ahead is in flight still."""
-        self._coming = iter(())
-        self._early_coming.clear()
-        while self._reading:
-            self._tiles.retire(self._reading.popleft())
-
     @contextmanager
     def _due(self, group: SubGroup, begin: int) -> Iterator[Tile]:
         """Lend the tile that is due in a walk."""
-        with self._next_due() as tile:
+        with self._ahead.lend_next() as tile:
             if (tile.owner, tile.begin) != (group.name, begin):
                 raise AssertionError(f"{group.name} is stepped out of the order of begin()")
             yield tile
-
-    @contextmanager
-    def _next_due(self) -> Iterator[Tile]:
-        """Lend the next tile, read; those after it are on their way."""
-        self._read_ahead()
-        tile = self._reading.popleft()
-        try:
-            self._read_ahead()
-            tile.wait()
-            yield tile
-        finally:
-            self._tiles.retire(tile)
-
-    def _read_ahead(self) -> None:
-        """Start reading what comes next: one tile if there is any, more while tiles are idle."""
-        while self._tiles.has_idle() or (not self._reading and self._tiles.has_retired()):
-            following = next(self._coming, None)
-            is_early = following is None
-            if is_early and self._early_coming:
-                following = self._early_coming.popleft()
-            if following is None:
-                return
-            group, begin = following
-            tile = self._tiles.take(group.name, begin, group.numel)
-            self._reading.append(tile)
-            self._tiles.read(tile, group.key(), tile.master)
-            for number, (name, dtype) in enumerate(group.states.items()):
-                block = self._tiles.state(tile, number, dtype)
-                if name in group.fills:
-                    block.fill_(group.fills[name])
-                else:
-                    self._tiles.read(tile, group.key(name), block)
-            if not is_early:
-                raw = tile.raw.narrow(0, 0, tile.numel)
-                tile.tickets += self._spool.start_read(group.name, begin, raw)
 
     # -- the optimizer's view --------------------------------------------------------------------
 

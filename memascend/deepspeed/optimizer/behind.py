@@ -90,6 +90,10 @@ class StepsBehind(Steps):
             key=lambda number: (number not in small, self.fp16_groups[number][0].ds_id),
         )
 
+    def _walk_names(self) -> list[str]:
+        """Return the sub-groups in the order of the walk; before the first step none."""
+        return [self.fp32_partitioned_groups_flat[number].ds_id for number in self._order]
+
     def _places(self) -> dict[str, Place]:
         """Return where in a walk each parameter has its new value."""
         assert self._param_swapper is not None

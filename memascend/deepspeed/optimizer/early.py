@@ -101,6 +101,8 @@ class StepsEarly(StepsBehind):
         super().finish_walk()
         if self._early is not None:
             self._early.close()
+        else:
+            self.stream.drain()  # of tiles that were read for the next walk
 
     def forget_early(self, reason: str) -> None:
         """Forget what was stepped early: some value it was computed from is about to change."""
@@ -149,8 +151,10 @@ class StepsEarly(StepsBehind):
         return None if self._early is None else self._early.places(name, offset)
 
     def note_final(self, name: str, offset: int) -> None:
-        """Note that a gradient is what the coming step works on."""
-        if self._early is not None:
+        """Note that a gradient is what the coming step works on, and have its tiles make ready."""
+        if self._early is None:
+            self.stream.read_ahead(self._walk_names())
+        else:
             self._arrived.add((name, offset))
             self._early.note()
 

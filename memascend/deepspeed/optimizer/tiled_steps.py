@@ -163,10 +163,9 @@ class TiledSteps(StepsEarly):
                 early, reason = {}, reason or "the optimizer has to make this step by itself"
             self._check_gradients(early, reason)
             self.early_tile_count += sum(map(len, early.values()))
-            flats, numbers = self.fp32_partitioned_groups_flat, range(len(self.fp16_groups))
             is_free = self._behind is not None and self._may_reorder()
-            self._order = self._forward_order() if is_free else numbers
-            self.stream.begin([flats[number].ds_id for number in self._order], early)
+            self._order = self._forward_order() if is_free else range(len(self.fp16_groups))
+            self.stream.begin(self._walk_names(), early)
 
     def _make_state(self, sub_group_id: int) -> None:
         """Give a sub-group, before its first step, states as the optimizer would begin them."""

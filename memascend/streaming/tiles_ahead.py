@@ -1,0 +1,143 @@
+"""Which tiles are stepped next, and those of them that are being read.
+
+Knows in what order tiles come, and what of them is read; not what is done to them. While one tile
+is computed the next ones are read, also from one sub-group to the next. The first tiles of a walk
+may be read before it begins, when weights and states are final and gradients are not: these follow
+when it begins, and whatever has changed what it is to read has the tiles read anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from memascend.streaming.gradients import GradientSpool
+from memascend.streaming.sub_groups import SubGroup, SubGroups
+from memascend.streaming.tiles import Tile, Tiles
+
+#: Of a tile that is read: sub-group, begin, states, and those that are one value as yet.
+_Content = tuple[str, int, tuple[str, ...], tuple[str, ...]]
+
+
+def _content(group: SubGroup, begin: int) -> _Content:
+    return group.name, begin, tuple(group.states), tuple(group.fills)
+
+
+class TilesAhead:
+    """Tiles in the order in which they are stepped. One thread at a time may call."""
+
+    def __init__(self, *, groups: SubGroups, tiles: Tiles, spool: GradientSpool) -> None:
+        """Begin with nothing to step.
+
+        Args:
+            groups: What the tiles are of.
+            tiles: Where they are read to.
+            spool: Where their gradients come from.
+        """
+        self._groups, self._tiles, self._spool = groups, tiles, spool
+        self._coming: Iterator[tuple[SubGroup, int]] = iter(())
+        self._early_coming: deque[tuple[SubGroup, int]] = deque()
+        self._reading: deque[Tile] = deque()
+        self._before_walk: list[_Content] = []  # of those that are read for one to come
+
+    def begin(self, names: Sequence[str], early: Mapping[str, frozenset[int]]) -> None:
+        """Start a walk over sub-groups; gradients are complete.
+
+        Args:
+            names: All sub-groups, in their order.
+            early: Where tiles begin that are left out, by sub-group.
+        """
+        # Not to be gone on with twice: Ctrl-C may leave some with half of their gradients.
+        read, self._before_walk = self._before_walk, []
+        coming = self._in_order(names, early)
+        if read != [_content(*due) for due in islice(coming, len(self._reading))]:
+            self.stop()
+            self._tiles.drain()
+            coming = self._in_order(names, early)
+        for tile in self._reading:
+            self._read_gradient(tile)
+        self._coming = coming
+
+    def read(self, names: Sequence[str]) -> None:
+        """Start reading the first tiles of a walk that is to come; nothing if that has been done.
+
+        Whoever changes weights or states before it begins has to `stop` this first.
+        """
+        if self._reading:
+            return
+        for group, begin in self._in_order(names, {}):
+            if not self._tiles.has_idle():
+                return
+            self._read(group, begin)
+            self._before_walk.append(_content(group, begin))
+
+    def expect_early(self, name: str, begin: int) -> None:
+        """Have a tile follow those that are stepped early, on whatever thread."""
+        self._early_coming.append((self._groups.group(name), begin))
+
+    def stop(self) -> None:
+        """End the walk; what is being read is in flight still."""
+        self._coming = iter(())
+        self._early_coming.clear()
+        self._before_walk = []
+        while self._reading:
+            self._tiles.retire(self._reading.popleft())
+
+    def is_over(self) -> bool:
+        """Return whether no tile is left of the walk."""
+        return not self._reading
+
+    @contextmanager
+    def lend_next(self) -> Iterator[Tile]:
+        """Lend the next tile, read; those after it are on their way."""
+        self._read_next()
+        tile = self._reading.popleft()
+        try:
+            self._read_next()
+            tile.wait()
+            yield tile
+        finally:
+            self._tiles.retire(tile)
+
+    def _read_next(self) -> None:
+        """Start reading what comes next: one tile if there is any, more while tiles are idle."""
+        while self._tiles.has_idle() or (not self._reading and self._tiles.has_retired()):
+            following = next(self._coming, None)
+            is_early = following is None
+            if is_early and self._early_coming:
+                following = self._early_coming.popleft()
+            if following is None:
+                return
+            tile = self._read(*following)
+            if not is_early:
+                self._read_gradient(tile)
+
+    def _in_order(
+        self, names: Sequence[str], early: Mapping[str, frozenset[int]]
+    ) -> Iterator[tuple[SubGroup, int]]:
+        """Return sub-group and begin of the tiles of a walk."""
+        return (
+            (group, begin)
+            for group in map(self._groups.group, names)
+            for begin in self._tiles.begins(group.numel)
+            if begin not in early.get(group.name, ())
+        )
+
+    def _read(self, group: SubGroup, begin: int) -> Tile:
+        """Start reading weights and states."""
+        tile = self._tiles.take(group.name, begin, group.numel)
+        self._reading.append(tile)
+        self._tiles.read(tile, group.key(), tile.master)
+        for number, (name, dtype) in enumerate(group.states.items()):
+            block = self._tiles.state(tile, number, dtype)
+            if name in group.fills:
+                block.fill_(group.fills[name])
+            else:
+                self._tiles.read(tile, group.key(name), block)
+        return tile
+
+    def _read_gradient(self, tile: Tile) -> None:
+        raw = tile.raw.narrow(0, 0, tile.numel)
+        tile.tickets += self._spool.start_read(tile.owner, tile.begin, raw)
