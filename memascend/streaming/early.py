@@ -174,6 +174,7 @@ class EarlySteps:
         self._late = {tile for part in parts for tile in part.late_tiles()}
         if parts:
             self._is_open = True
+            self._drain()  # of a walk that Ctrl-C ended before its first tile
             self._start(_do_nothing)  # if there is no thread the drive takes the gradients
 
     def places(self, name: str, offset: int) -> TilePlaces | None:
@@ -221,10 +222,7 @@ class EarlySteps:
             self._wait_for_thread()
             self._is_running = False
             self._running.clear()
-            try:
-                self._stream.drain()
-            except Exception as error:  # of a write: what it was to hold is worth nothing
-                self._fail(error)
+            self._drain()
 
     def take(self, bring_back: BringBack) -> tuple[Begins, Exception | None]:
         """Return what was stepped early, or the error that spoilt it, once; closed before.
@@ -292,6 +290,12 @@ class EarlySteps:
         # Behind all tiles, whichever of them Ctrl-C has let this thread know of.
         with suppress(RuntimeError):
             self._run(_do_nothing).result()
+
+    def _drain(self) -> None:
+        try:
+            self._stream.drain()
+        except Exception as error:  # of a write: what it was to hold is worth nothing
+            self._fail(error)
 
     def _start(self, function: Callable[[], None]) -> None:
         self._is_running = True

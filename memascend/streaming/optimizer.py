@@ -78,7 +78,8 @@ class OptimizerStream:
             early: Where tiles begin that have been stepped already, by sub-group.
 
         Raises:
-            TornStepError: The last walk ended half-way.
+            StoreError: A write of the last walk failed.
+            TornStepError: It ended half-way.
         """
         self._tiles.drain()
         self._spool.submit()
@@ -89,12 +90,16 @@ class OptimizerStream:
     def read_ahead(self, names: Sequence[str]) -> None:
         """Start reading the first tiles of a walk to come, before all gradients are there.
 
-        Whoever changes weights or states before it begins has to `drain` first.
+        Whoever changes weights or states before it begins has to call `forget_ahead` first.
 
         Args:
             names: All sub-groups, in the order of the walk.
         """
         self._ahead.read(names)
+
+    def forget_ahead(self) -> None:
+        """Drop tiles that were read for a walk to come: values of theirs are about to change."""
+        self._ahead.forget()
 
     def step(self, step: SubGroupStep, reach: Callable[[int], None] = lambda end: None) -> None:
         """Step the next sub-group of the walk.
@@ -127,7 +132,10 @@ class OptimizerStream:
                     step_nothing(step)
             if self._ahead.is_over():  # a gather has a stream of its own
                 self._tiles.wait_copies()
-        except BaseException:
+        except Exception:
+            self._ahead.drop()
+            raise
+        except BaseException:  # Ctrl-C does not wait
             self._ahead.stop()
             raise
         finally:

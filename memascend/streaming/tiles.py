@@ -7,7 +7,7 @@ a time may call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -102,6 +102,7 @@ class Tiles:
             )
             for _ in range(shape.count)
         )
+        self._all = tuple(self._idle)
         self._retired: deque[Tile] = deque()
         self._spare = deque(self._block(shape.gradient_dtype) for _ in range(shape.spare_count))
         self._scratch: torch.Tensor | None = None
@@ -137,6 +138,16 @@ class Tiles:
     def retire(self, tile: Tile) -> None:
         """Give a tile back; it is idle again when its transfers are over."""
         self._retired.append(tile)
+
+    def find_lost(self, held: Collection[Tile]) -> None:
+        """Retire tiles that Ctrl-C has left to nobody.
+
+        Args:
+            held: Those that are in the caller's hands.
+        """
+        for tile in self._all:
+            if tile not in self._idle and tile not in self._retired and tile not in held:
+                self.retire(tile)
 
     def drain(self) -> None:
         """Wait until nothing is in flight on retired tiles.

@@ -3,16 +3,18 @@
 Knows in what order tiles come, and what of them is read; not what is done to them. While one tile
 is computed the next ones are read, also from one sub-group to the next. The first tiles of a walk
 may be read before it begins, when weights and states are final and gradients are not: these follow
-when it begins, and whatever has changed what it is to read has the tiles read anew.
+when it begins. Where it begins elsewhere, or states have come or gone, its tiles are read anew; who
+changes a value has to say so.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 
+from memascend.errors import StoreError
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import SubGroup, SubGroups
 from memascend.streaming.tiles import Tile, Tiles
@@ -40,7 +42,7 @@ class TilesAhead:
         self._coming: Iterator[tuple[SubGroup, int]] = iter(())
         self._early_coming: deque[tuple[SubGroup, int]] = deque()
         self._reading: deque[Tile] = deque()
-        self._before_walk: list[_Content] = []  # of those that are read for one to come
+        self._before_walk: list[_Content] = []  # of tiles read for a walk to come
 
     def begin(self, names: Sequence[str], early: Mapping[str, frozenset[int]]) -> None:
         """Start a walk over sub-groups; gradients are complete.
@@ -49,29 +51,42 @@ class TilesAhead:
             names: All sub-groups, in their order.
             early: Where tiles begin that are left out, by sub-group.
         """
-        # Not to be gone on with twice: Ctrl-C may leave some with half of their gradients.
+        # Cleared first: after Ctrl-C below some tiles have their gradients and others have not, and
+        # the walk after that reads all anew.
         read, self._before_walk = self._before_walk, []
+        self._early_coming.clear()
         coming = self._in_order(names, early)
-        if read != [_content(*due) for due in islice(coming, len(self._reading))]:
-            self.stop()
-            self._tiles.drain()
+        due = [_content(*tile) for tile in islice(coming, len(read))]
+        if due != read or len(read) != len(self._reading):
+            self.drop()
             coming = self._in_order(names, early)
+        self._tiles.find_lost(self._reading)
         for tile in self._reading:
             self._read_gradient(tile)
         self._coming = coming
 
     def read(self, names: Sequence[str]) -> None:
-        """Start reading the first tiles of a walk that is to come; nothing if that has been done.
+        """Start reading the first tiles of a walk to come; nothing while any tile is being read.
 
-        Whoever changes weights or states before it begins has to `stop` this first.
+        Whoever changes weights or states before it begins has to call `forget` first.
         """
         if self._reading:
             return
+        self._tiles.find_lost(self._reading)
         for group, begin in self._in_order(names, {}):
             if not self._tiles.has_idle():
                 return
-            self._read(group, begin)
+            try:
+                self._read(group, begin)
+            except StoreError:  # the walk reads it anew, and says so
+                return
+            # Behind it: Ctrl-C may leave half a tile.
             self._before_walk.append(_content(group, begin))
+
+    def forget(self) -> None:
+        """Drop tiles that were read for a walk to come; those of one under way stay."""
+        if self._before_walk:
+            self.drop()
 
     def expect_early(self, name: str, begin: int) -> None:
         """Have a tile follow those that are stepped early, on whatever thread."""
@@ -84,6 +99,13 @@ class TilesAhead:
         self._before_walk = []
         while self._reading:
             self._tiles.retire(self._reading.popleft())
+
+    def drop(self) -> None:
+        """End the walk, once nothing is being read; reads that fail are nobody's errors."""
+        for tile in self._reading:
+            with suppress(StoreError):
+                tile.wait()
+        self.stop()
 
     def is_over(self) -> bool:
         """Return whether no tile is left of the walk."""

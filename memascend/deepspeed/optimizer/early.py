@@ -101,12 +101,13 @@ class StepsEarly(StepsBehind):
         super().finish_walk()
         if self._early is not None:
             self._early.close()
-        else:
-            self.stream.drain()  # of tiles that were read for the next walk
 
     def forget_early(self, reason: str) -> None:
-        """Forget what was stepped early: some value it was computed from is about to change."""
-        if self._early is None or not self._early_basis:
+        """Forget what was stepped early, or read: some value it rests on is about to change."""
+        if self._early is None:
+            self.stream.forget_ahead()
+            return
+        if not self._early_basis:
             return  # nothing has come for the coming step
         self._early.forget()
         self._doubt = self._doubt or reason
@@ -151,9 +152,10 @@ class StepsEarly(StepsBehind):
         return None if self._early is None else self._early.places(name, offset)
 
     def note_final(self, name: str, offset: int) -> None:
-        """Note that a gradient is what the coming step works on, and have its tiles make ready."""
+        """Note that a gradient is what the coming step works on; read the first tiles of that."""
         if self._early is None:
-            self.stream.read_ahead(self._walk_names())
+            if not self.integrity.is_torn:
+                self.stream.read_ahead(self._walk_names())
         else:
             self._arrived.add((name, offset))
             self._early.note()

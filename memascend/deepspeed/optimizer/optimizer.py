@@ -21,6 +21,7 @@ from memascend.config.block import MemAscendConfig, active_config
 from memascend.config.deepspeed_json import section
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.optimizer.behind import LOADED
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
 from memascend.deepspeed.optimizer.choice import choose_streams
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
@@ -245,6 +246,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         self.finish_walk()
+        self.forget_early(LOADED)
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
         self._finish_writes()
         self.integrity.mend()

@@ -144,6 +144,7 @@ class TiledSteps(StepsEarly):
     def _discard(self, swapper: StreamedSwapper) -> None:
         """Give memory and the drive's space of sub-groups back."""
         self._discard_early()
+        self.stream.forget_ahead()
         self.groups.discard()
         del self.stream, self.groups
 

@@ -1,17 +1,19 @@
-"""The first tiles of a step are read while backward goes on, and not kept from whoever looks."""
+"""The first tiles of a step are read while backward goes on, and what is changed then is seen."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import early_optimizer as early
 from tests.support.tiled_optimizer import NAMES
-from tests.support.tiled_training import SIZES
+from tests.support.tiled_training import gradients
 
 pytestmark = pytest.mark.deepspeed
+
+PLACE = (0, 100, 6)  # a sub-group, and elements of it
 
 
 def reading(optimizer: Any) -> int:
@@ -25,27 +27,47 @@ def trained() -> Any:
     return optimizer
 
 
+def give_one(optimizer: Any, number: int) -> None:
+    """The first gradient that a backward pass gives."""
+    name = NAMES[-1]
+    member = optimizer.training.members[name][-1]
+    value = gradients(number, early.BF16)[name][member.offset : member.offset + member.numel]
+    early.give(optimizer, name, value, member)
+
+
 def test_the_first_gradient_has_the_tiles_read() -> None:
     optimizer = early.make(early=False)
-    early.backward(optimizer, 0)
+    give_one(optimizer, 0)
     assert reading(optimizer) == 0  # no order is known yet
+    early.backward(optimizer, 0)
     early.step(optimizer)
-    early.backward(optimizer, 1)
+    give_one(optimizer, 1)
     assert reading(optimizer) == optimizer.training.tiles.shape.count
 
 
-def test_who_changes_a_value_between_backward_and_step_has_it_seen() -> None:
+def test_after_half_a_step_nothing_is_read() -> None:
+    optimizer = trained()
+    optimizer.finish_walk()
+    optimizer.integrity.note_change()
+    give_one(optimizer, 1)
+    assert reading(optimizer) == 0
+
+
+def test_a_value_set_between_backward_and_step_is_seen() -> None:
     one, other = trained(), trained()
     early.backward(one, 1)
     for optimizer in (one, other):
-        optimizer.finish_walk()
+        optimizer.grad_position = {0: PLACE}
+        value, group = optimizer._get_fp32_opt_state_partition(SimpleNamespace(), False)
+        assert reading(optimizer) == (3 if optimizer is one else 0)  # looking drops nothing
+        value.fill_(7.0)
+        optimizer._writeback_swap_state(group)
         assert reading(optimizer) == 0
-        weights = torch.arange(SIZES[NAMES[0]]).float()
-        optimizer.groups.set(NAMES[0], 0, weights, state=None)
     early.step(one)
     early.backward(other, 1)
     early.step(other)
     early.assert_equal(one, other)
+    assert one.training.master(NAMES[0])[PLACE[1]] > 6
 
 
 def test_states_that_begin_anew_are_not_those_of_what_was_read_before() -> None:
@@ -80,4 +102,27 @@ def test_where_tiles_are_stepped_during_backward_none_is_read_before() -> None:
     early.backward(optimizer, 4)
     early.all_early(optimizer)
     assert optimizer.stream._ahead._before_walk == []
+    optimizer.finish_walk()
+
+
+def test_a_walk_that_ended_as_it_began_leaves_no_tile_to_early_steps() -> None:
+    """As Ctrl-C may leave it, between the beginning of a walk and the thread that goes on."""
+    one, other = early.make(), early.make()
+    for optimizer in (one, other):
+        early.train(optimizer, range(3))
+    early.backward(one, 3)
+    early.all_early(one)
+    one._prepare_sub_group(0, None)
+    one._end_step()
+    before = one.early_tile_count
+    for optimizer in (one, other):
+        early.train(optimizer, range(4, 6))
+    assert one.early_tile_count == before + 2 * early.TILES
+    early.assert_equal(one, other)
+
+
+def test_an_optimizer_may_be_discarded_twice_as_a_dying_engine_does() -> None:
+    optimizer = trained()
+    early.backward(optimizer, 1)
+    optimizer._discard(None)
     optimizer.finish_walk()
