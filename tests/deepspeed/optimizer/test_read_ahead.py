@@ -121,7 +121,7 @@ def test_a_walk_that_ended_as_it_began_leaves_no_tile_to_early_steps() -> None:
     early.assert_equal(one, other)
 
 
-def test_an_optimizer_may_be_discarded_twice_as_a_dying_engine_does() -> None:
+def test_a_dying_engine_destroys_once_more_and_has_nothing_to_wait_for() -> None:
     optimizer = trained()
     early.backward(optimizer, 1)
     optimizer._discard(None)
