@@ -6,7 +6,7 @@ else (`transfers.py`); then models train whose layers compute for a part, all, o
 time. Stock as DeepSpeed's documentation configures it, stock pipelined, and memascend with an empty
 block are alive side by side and take turns of a few steps: what a step leaves to be done behind the
 next one is waited for at the end of a turn, and counts. Without clipping memascend is there a
-second time, with steps that begin during backward.
+second time, with steps that begin during backward. Each round times the drive anew.
 
 With --emulated all train on the emulated device of the tests: the layers' compute is a kernel of
 it, and copies run on streams. Forward and backward are then what its main stream takes for them.
@@ -61,7 +61,7 @@ OURS_EARLY = f"{OURS} during backward"
 EARLY = {OURS_EARLY: Contender({}, block={"streaming": {"optimizer": {"during_backward": True}}})}
 #: Steps of a turn.
 IN_A_ROW = 4
-#: Times of the drive alone, of which the middle one counts.
+#: Times of the drive alone that say how long layers compute; the middle one counts.
 DRIVE_ROUNDS = 3
 
 
@@ -71,26 +71,29 @@ def run(options: argparse.Namespace) -> Iterator[harness.Row]:
     accelerator = "sim" if options.emulated else "cpu"
     idle = Sleeping(*(options.size or SIZES[size]))
     circumstances = harness.machine(options.directory) | {"drive_gb_per_s": options.drive_rate}
-    drive_s = time_drive(idle, options.directory)
-    for name, model in models(idle, drive_s, options.layer_ms, COMPUTE[size]).items():
-        bounds, least = bounds_of(model, drive_s), least_of(model, drive_s)
-        for clipping in CLIPPING[size] if options.clipping is None else options.clipping:
-            steps = take_steps(
-                model, clipping, options.directory, ROUNDS[size], accelerator=accelerator
-            )
-            losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
-            case = f"{name}, clip {clipping:g}"
-            yield harness.Row("overlap", case, BOUND, {f"{p}_s": bounds[p] for p in bounds})
-            config = {
-                "model": model.shape,
-                "accelerator": accelerator,
-                "clipping": clipping,
-                "drive_s": drive_s,
-                "losses_equal": len(losses) == 1,
-            }
-            for contender, taken in steps.items():
-                found = figures(taken, steps[STOCK], bounds, least.get(contender))
-                yield harness.Row("overlap", case, contender, found, config, circumstances)
+    with Transfers(idle.numel, options.directory) as transfers:
+        drive_s = median_of([time_drive(transfers) for _ in range(DRIVE_ROUNDS)])
+        for name, model in models(idle, drive_s, options.layer_ms, COMPUTE[size]).items():
+            for clipping in CLIPPING[size] if options.clipping is None else options.clipping:
+                runs = contenders_of(model, clipping, options.directory, accelerator)
+                steps, drives = take_steps(runs, ROUNDS[size], transfers)
+                bounds = [bounds_of(model, drive) for drive in drives]
+                least = [least_of(model, drive) for drive in drives]
+                losses = {tuple(step["loss"] for step in taken) for taken in steps.values()}
+                case = f"{name}, clip {clipping:g}"
+                found = {f"{p}_s": harness.spread([one[p] for one in bounds]) for p in bounds[0]}
+                yield harness.Row("overlap", case, BOUND, found)
+                config = {
+                    "model": model.shape,
+                    "accelerator": accelerator,
+                    "clipping": clipping,
+                    "drive_s": median_of(drives),
+                    "losses_equal": len(losses) == 1,
+                }
+                for contender, taken in steps.items():
+                    least_s = [one[contender] for one in least if contender in one]
+                    found = figures(taken, steps[STOCK], bounds, least_s)
+                    yield harness.Row("overlap", case, contender, found, config, circumstances)
 
 
 def models(
@@ -111,15 +114,18 @@ def models(
     }
 
 
-def time_drive(model: Sleeping, directory: Path) -> dict[str, float]:
-    """Seconds that the drive needs for what each phase moves."""
-    found = {}
-    with Transfers(model.numel, directory) as transfers:
-        for phase, (read, written) in (MOVED | {EARLY_PHASE: MOVED_EARLY}).items():
-            move = functools.partial(transfers.run, read, written)
-            samples = [harness.measure(move) for _ in range(DRIVE_ROUNDS)]
-            found[phase] = harness.spread([sample.wall_s for sample in samples]).p50
-    return found
+def time_drive(transfers: Transfers) -> dict[str, float]:
+    """Seconds that the drive needs now for what each phase moves."""
+    moves = (MOVED | {EARLY_PHASE: MOVED_EARLY}).items()
+    return {
+        phase: harness.measure(functools.partial(transfers.run, read, written)).wall_s
+        for phase, (read, written) in moves
+    }
+
+
+def median_of(drives: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The middle one of several times of each phase."""
+    return {phase: harness.spread([one[phase] for one in drives]).p50 for phase in drives[0]}
 
 
 def bounds_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
@@ -149,51 +155,70 @@ def least_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def take_steps(
-    model: Sleeping, clipping: float, directory: Path, rounds: int, *, accelerator: str = "cpu"
-) -> dict[str, list[dict[str, Any]]]:
-    """The steps of each contender but the first ones; they start in rotating order."""
-    contenders = CONTENDERS if clipping else CONTENDERS | EARLY
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+def contenders_of(
+    model: Sleeping, clipping: float, directory: Path, accelerator: str = "cpu"
+) -> list[Trainee]:
+    """The contenders, none of which has started."""
     runs = []
-    for name, contender in contenders.items():
+    for name, contender in (CONTENDERS if clipping else CONTENDERS | EARLY).items():
         config = training_config(model, contender.optimizer, directory)
         config["gradient_clipping"] = clipping
         run = Trainee(
             name, config, model, directory, block=contender.block, accelerator=accelerator
         )
         runs.append(run)
+    return runs
+
+
+def take_steps(
+    runs: Sequence[Trainee], rounds: int, transfers: Transfers
+) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, float]]]:
+    """The steps of each contender, and the drive's times, of each round but the first ones.
+
+    They start in rotating order; the drive is timed before them.
+    """
+    taken: dict[str, list[dict[str, Any]]] = {run.name: [] for run in runs}
+    drives = []
     with side_by_side(runs):
         for index in range(WARMUPS + rounds):
+            drives.append(time_drive(transfers))
             for one in harness.in_turn(runs, index):
                 step = one.step(IN_A_ROW)
                 if index >= WARMUPS:
                     taken[one.name].append(step)
-    return taken
+    return taken, drives[WARMUPS:]
 
 
 def figures(
     ours: Sequence[Mapping[str, Any]],
     stock: Sequence[Mapping[str, Any]],
-    bounds: Mapping[str, float],
-    least_s: float | None = None,
+    bounds: Sequence[Mapping[str, float]],
+    least_s: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """Seconds of each phase, how often its bound that is, and the whole beside stock's."""
+    """Seconds of each phase, how often its bound that is, and the whole beside stock's.
+
+    Args:
+        ours: Steps, one of each round; so are the others.
+        stock: Stock's.
+        bounds: By phase.
+        least_s: The least time of a step, if known.
+    """
     found: dict[str, Any] = {}
     for part in (*PHASES, "training"):
         walls = [step[part]["wall_s"] for step in ours]
+        part_bounds = [one[part] for one in bounds]
         found[f"{part}_s"] = harness.spread(walls)
-        if bounds[part] > 0:
-            found[f"{part}_to_bound"] = harness.spread([wall / bounds[part] for wall in walls])
-    if least_s is not None:
-        found["training_to_least"] = harness.spread(
-            [step["training"]["wall_s"] / least_s for step in ours]
-        )
-    pairs = zip(ours, stock, strict=True)
-    found["training_to_stock"] = harness.spread(
-        [our["training"]["wall_s"] / their["training"]["wall_s"] for our, their in pairs]
-    )
+        if min(part_bounds) > 0:
+            found[f"{part}_to_bound"] = _ratios(walls, part_bounds)
+    walls = [step["training"]["wall_s"] for step in ours]
+    if least_s:
+        found["training_to_least"] = _ratios(walls, least_s)
+    found["training_to_stock"] = _ratios(walls, [step["training"]["wall_s"] for step in stock])
     return found
+
+
+def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> harness.Spread:
+    return harness.spread([our / their for our, their in zip(ours, theirs, strict=True)])
 
 
 def arguments() -> argparse.Namespace:
