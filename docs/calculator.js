@@ -180,10 +180,14 @@ function stagingSlot(numel, tokens) {
   return tokens ? size : pageUp(Math.max(least, Math.min(size, allBytes)));
 }
 
-/** Return what forward and backward read of parameters: what forward used last stays on the device. */
-function passesBytes(nbytes, numel) {
+/**
+ * Return what forward and backward read of parameters: what forward used last stays on the device, or in slots of
+ * `held` bytes.
+ */
+function passesBytes(nbytes, numel, held = 0) {
   const kept = Math.min(numel, Math.floor(NUMBERS.reuse_numel / 2));
-  return 2 * nbytes - Number((BigInt(nbytes) * BigInt(kept)) / BigInt(numel)); // the product is beyond 2^53
+  const onDevice = Number((BigInt(nbytes) * BigInt(kept)) / BigInt(numel)); // the product is beyond 2^53
+  return 2 * nbytes - Math.max(onDevice, Math.min(nbytes, held));
 }
 
 /** Return the account of one rank with memascend, or the least limit where the one stated is below it. */
@@ -222,6 +226,9 @@ function memascendAccount(model, tensors, groups, { world, limit, tokens }) {
     tile * N.tiles_element_bytes;
   const streams = N.stream_itemsizes.map((itemsize) => itemsize * numel);
   let room = limit ? Math.max(0, pageDown(limit - host)) : 0;
+  const aheadLeft = limit ? Math.max(0, pageDown(ahead - Math.max(0, host - limit))) : ahead;
+  const slotted = tensors.map((one) => Math.ceil(one.numel / world) * N.param_itemsize).filter((size) => size <= slot);
+  const held = aheadLeft >= slot ? Math.min(sum(slotted), layer + aheadLeft) : 0;
   host = limit ? Math.min(limit, host) : host;
   const drive = streams.map((nbytes) => {
     const kept = Math.min(nbytes, room);
@@ -237,7 +244,7 @@ function memascendAccount(model, tensors, groups, { world, limit, tokens }) {
     host,
     peak: host,
     drive: sum(drive) + saved,
-    read: passesBytes(parameters, whole) + sum(others) + saved,
+    read: passesBytes(parameters, whole, held) + sum(others) + saved,
     written: sum(drive) + saved,
   };
 }

@@ -145,7 +145,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
         resident=resident,
         not_ours=_not_ours(shapes, request, knobs),
         host=host,
-        **_traffic(shapes, request, totals, resident),
+        **_traffic(shapes, request, totals, resident, knobs),
     )
 
 
@@ -202,6 +202,7 @@ def _traffic(
     request: PlanRequest,
     totals: Mapping[str, int],
     resident: Mapping[str, int],
+    knobs: Knobs,
 ) -> dict[str, Any]:
     """Return what lies on the drive and what moves in one optimizer step."""
     steps, window = request.gradient_accumulation_steps, request.window
@@ -214,7 +215,7 @@ def _traffic(
     stored_numel = drive[GRADIENTS] // window.sum_itemsize
     passes_gradients = window.read_bytes * stored_numel
     read = {
-        PARAMETERS: request.passes_bytes(drive[PARAMETERS], shapes.numel) * steps,
+        PARAMETERS: _passes_bytes(drive[PARAMETERS], shapes, request, knobs),
         GRADIENTS: passes_gradients + drive[GRADIENTS],
         MASTER: drive[MASTER],
         STATE: drive[STATE],
@@ -248,6 +249,24 @@ def _traffic(
         "passes_read_bytes": read[PARAMETERS] + passes_gradients,
         "passes_written_bytes": written[GRADIENTS],
     }
+
+
+def _passes_bytes(nbytes: int, shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> int:
+    """Return what the passes of a step read of parameters, of `nbytes` on the drive.
+
+    What their slots still hold where a pass turns round is not read again, unless a step has
+    changed it: the end of forward, and that of backward in all micro-steps but the last. Without
+    room to read a layer ahead there is none to hold one.
+    """
+    steps = request.gradient_accumulation_steps
+    held_bytes = 0
+    if knobs.prefetch_bytes >= knobs.slot_bytes:
+        shards = (t.shard_numel(request.world) * request.param_itemsize for t in shapes.tensors)
+        slotted_bytes = sum(size for size in shards if size <= knobs.slot_bytes)
+        held_bytes = min(nbytes, slotted_bytes, knobs.layer_bytes + knobs.prefetch_bytes)
+    # On the device is what forward used last, too.
+    both_bytes = min(request.passes_bytes(nbytes, shapes.numel), 2 * nbytes - held_bytes)
+    return steps * both_bytes - (steps - 1) * held_bytes
 
 
 def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[str, int]:

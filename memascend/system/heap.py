@@ -4,7 +4,8 @@ glibc keeps what is freed for the next who asks. Where tensors of many sizes com
 do on a device that is the CPU, it keeps pieces of all of them. An allocation that is mapped by
 itself goes back to the system when it is freed, so glibc is told to map from a smaller size on.
 What lies free in its heap by then is still used first. The settings are the process's, cannot be
-asked for, and stay until it ends.
+asked for, and stay until it ends. A `malloc_trim` between phases would find next to nothing: what
+is large is back by then, and what is small is in use.
 """
 
 from __future__ import annotations

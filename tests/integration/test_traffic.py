@@ -20,6 +20,8 @@ PROGRAM = Path(__file__).with_name("traffic_program.py")
         ("--recomputes",),
         ("--recomputes", "--reuse-distance", "25000000"),
         ("--recomputes", "--accumulation", "4"),
+        ("--no-limit",),
+        ("--no-limit", "--recomputes", "--accumulation", "8", "--sum-dtype", "fp32"),
         ("--recomputes", "--accumulation", "8", "--sum-dtype", "fp32"),
         ("--recomputes", "--state-dtype", "bf16"),
         ("--recomputes", "--during-backward"),

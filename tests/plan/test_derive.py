@@ -12,7 +12,7 @@ from memascend.base.units import GIB, MIB, page_up
 from memascend.errors import ConfigError
 from memascend.plan.derive import SECOND_VALUES, PlanRequest, default_limit, derive
 from memascend.plan.knobs import SPARE_COUNT
-from memascend.plan.shapes import builtin
+from memascend.plan.shapes import ModelShapes, TensorShape, builtin
 from tests.support.plan_models import decoder
 from tests.support.without_torch import printed_without_torch
 
@@ -133,7 +133,7 @@ def test_the_drive_holds_parameters_master_weights_states_and_gradients() -> Non
 
 def test_states_in_bf16_lie_and_move_in_half_of_the_bytes() -> None:
     numel = decoder().numel
-    request = PlanRequest(reuse_numel=0)
+    request = PlanRequest(reuse_numel=0, prefetch_bytes=0)
     wide = derive(decoder(), request=request)
     narrow = derive(decoder(), request=dataclasses.replace(request, state_itemsize=2))
     assert wide.drive_bytes - narrow.drive_bytes == 4 * numel
@@ -185,7 +185,7 @@ def test_a_step_during_backward_has_second_values_beside_those_on_the_drive() ->
 
 def test_a_step_reads_and_writes_what_each_stream_needs() -> None:
     numel = decoder().numel
-    request = PlanRequest(gradient_accumulation_steps=3, reuse_numel=0)
+    request = PlanRequest(gradient_accumulation_steps=3, reuse_numel=0, prefetch_bytes=0)
     plan = derive(decoder(), request=request)
     states = {"master weights": 4 * numel, "optimizer state": 8 * numel}
     gradients = {"gradients": 3 * 2 * numel}
@@ -209,14 +209,38 @@ def test_backward_reads_what_the_device_does_not_keep_of_forward(
     distance: int, quarters: int
 ) -> None:
     numel = decoder().numel
-    plan = derive(decoder(), request=PlanRequest(reuse_numel=distance * numel))
+    request = PlanRequest(reuse_numel=distance * numel, prefetch_bytes=0)
+    plan = derive(decoder(), request=request)
     assert plan.read_bytes["parameters"] == pytest.approx(quarters / 4 * 2 * numel, rel=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_slots_hold_where_a_pass_turns_is_not_read_again(steps: int) -> None:
+    shapes = ModelShapes(
+        "square", tuple(TensorShape(f"layers.{n}.weight", (512, 512)) for n in range(200))
+    )
+    layer = 2 * 512 * 512
+    request = PlanRequest(gradient_accumulation_steps=steps, reuse_numel=0)
+    plan = derive(shapes, request=request)
+    held = plan.parameter_slots_bytes
+    assert plan.prefetch_bytes >= layer
+    assert held < 200 * layer
+    # Behind the last micro-step they are new.
+    assert plan.read_bytes["parameters"] == steps * 2 * 200 * layer - (2 * steps - 1) * held
+    reuse = dataclasses.replace(request, reuse_numel=2 * shapes.numel)  # all of forward
+    assert derive(shapes, request=reuse).read_bytes["parameters"] == (
+        steps * 200 * layer - (steps - 1) * held
+    )
+    roomy = derive(shapes, request=dataclasses.replace(request, prefetch_bytes=1 << 30))
+    assert roomy.read_bytes["parameters"] == 200 * layer
+    tight = derive(shapes, request=dataclasses.replace(request, prefetch_bytes=0))
+    assert tight.read_bytes["parameters"] == steps * 2 * 200 * layer
 
 
 def test_frozen_tensors_are_only_read() -> None:
     shapes = decoder(frozen=True)
     learning = sum(tensor.numel for tensor in shapes.trainable)
-    plan = derive(shapes, request=PlanRequest(reuse_numel=0))
+    plan = derive(shapes, request=PlanRequest(reuse_numel=0, prefetch_bytes=0))
     assert plan.drive["parameters"] == 2 * shapes.numel
     assert plan.read_bytes["parameters"] == 2 * 2 * shapes.numel
     assert plan.written_bytes["parameters"] == 2 * learning
