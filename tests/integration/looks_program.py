@@ -12,8 +12,7 @@ import hashlib
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
@@ -21,11 +20,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
-from memascend.streaming.optimizer import OptimizerStream
+from tests.integration.overlap_program import PATIENCE_S, WIDTH, config, hold_walks
 from tests.support.process_group import leave
 
-LAYERS, WIDTH = 4, 256
-PATIENCE_S = 20.0
+LAYERS = 4
 #: Long enough for a look to begin; where one is slower nothing fails.
 MOMENT_S = 0.2
 
@@ -44,24 +42,6 @@ class Layer(torch.nn.Linear):
         if self.fails:
             raise UserError
         return rows + torch.tanh(super().forward(rows))
-
-
-def config(drive: str, *, overlap: bool) -> dict[str, Any]:
-    on_drive = {"device": "nvme", "nvme_path": drive}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": on_drive,
-            "offload_optimizer": on_drive,
-            "sub_group_size": WIDTH * WIDTH,
-        },
-        "steps_per_print": 1_000_000,
-        "memascend": {"streaming": {"optimizer": {"overlap": overlap}}},
-    }
 
 
 def digest(seen: Any) -> str:
@@ -88,7 +68,7 @@ class Training:
     """An engine whose walks can be held."""
 
     def __init__(self, drive: str, *, overlap: bool) -> None:
-        settings = config(drive, overlap=overlap)
+        settings = config(drive, {"streaming": {"optimizer": {"overlap": overlap}}})
         torch.manual_seed(0)
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
             self.layers = [Layer(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
@@ -152,45 +132,27 @@ class Training:
         }
 
 
-@contextmanager
-def held_walks(training: Training) -> Iterator[threading.Event]:
-    """Have walks wait before the sub-group of the last matrix until an event is set."""
-    may_go, step = threading.Event(), OptimizerStream.step
-    key = training.last.nvme_swapper.key(training.last)
-
-    def held(self: OptimizerStream, sub_group: Any, *arguments: Any) -> None:
-        if training.walk.is_under_way and any(one.key == key for one in sub_group.members):
-            assert may_go.wait(PATIENCE_S)
-        step(self, sub_group, *arguments)
-
-    OptimizerStream.step = held
-    try:
-        yield may_go
-    finally:
-        may_go.set()
-        OptimizerStream.step = step
-
-
 def looks(training: Training) -> dict[str, list[Any]]:
     """What each look sees behind a step, and whether the walk goes on behind it."""
-    found = {}
-    with held_walks(training) as may_go:
-        for name, look in (training.waiting | training.others).items():
-            may_go.clear()
-            loss = training.step()
-            was_under_way = training.walk.is_under_way
-            if name in training.waiting:
-                threading.Timer(MOMENT_S, may_go.set).start()
-            seen = digest(look())
-            goes_on = training.walk.is_under_way and not may_go.is_set()
-            may_go.set()
-            training.walk.finish()
-            found[name] = [seen, loss, was_under_way, goes_on]
+    found, may_go = {}, threading.Event()
+
+    def wait() -> None:  # without overlap a step is its caller's own
+        if training.walk.is_under_way:
+            assert may_go.wait(PATIENCE_S)
+
+    hold_walks(training.last, wait)
+    every = training.waiting | training.others | {"destroy": training.engine.destroy}
+    for name, look in every.items():
         may_go.clear()
-        training.step()
-        threading.Timer(MOMENT_S, may_go.set).start()
-        training.engine.destroy()
-        found["destroy"] = ["", 0.0, True, training.walk.is_under_way]
+        loss = training.step()
+        was_under_way = training.walk.is_under_way
+        if name not in training.others:
+            threading.Timer(MOMENT_S, may_go.set).start()
+        seen = digest(look())
+        goes_on = training.walk.is_under_way and not may_go.is_set()
+        may_go.set()
+        training.walk.finish()
+        found[name] = [seen, loss, was_under_way, goes_on]
     return found
 
 

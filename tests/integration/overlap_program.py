@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -38,7 +39,7 @@ class Layer(torch.nn.Module):
         return result
 
 
-def config(drive: str) -> dict[str, Any]:
+def config(drive: str, block: dict[str, Any]) -> dict[str, Any]:
     on_drive = {"device": "nvme", "nvme_path": drive}
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -52,18 +53,17 @@ def config(drive: str) -> dict[str, Any]:
             "sub_group_size": WIDTH * WIDTH,
         },
         "steps_per_print": 1_000_000,
-        "memascend": {},
+        "memascend": block,
     }
 
 
-def hold_walks(layers: list[Layer], met: list[bool]) -> None:
-    """Have walks wait before the sub-group of the last matrix."""
-    weight, step = layers[-1].linear.weight, OptimizerStream.step
-    key = weight.nvme_swapper.key(weight)
+def hold_walks(weight: torch.nn.Parameter, wait: Callable[[], None]) -> None:
+    """Have walks wait before the sub-group of a weight."""
+    key, step = weight.nvme_swapper.key(weight), OptimizerStream.step
 
     def held(self: OptimizerStream, sub_group: Any, *arguments: Any) -> None:
         if any(member.key == key for member in sub_group.members):
-            met.append(layers[0].computed.wait(PATIENCE_S))
+            wait()
         step(self, sub_group, *arguments)
 
     OptimizerStream.step = held
@@ -74,7 +74,7 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     met: list[bool] = []
     with tempfile.TemporaryDirectory(dir=".") as drive:
-        settings = config(drive)
+        settings = config(drive, {})
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
             model = torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))
         groups = [
@@ -82,11 +82,12 @@ def main() -> None:
             {"params": [layer.norm.weight for layer in model], "weight_decay": 0.0},
         ]
         engine = deepspeed.initialize(model=model, model_parameters=groups, config=settings)[0]
-        hold_walks([*model], met)
+        computed = model[0].computed
+        hold_walks(model[-1].linear.weight, lambda: met.append(computed.wait(PATIENCE_S)))
         for _ in range(STEPS):
             loss = engine(torch.randn(2, WIDTH).to(torch.bfloat16)).float().square().mean()
             engine.backward(loss)
-            model[0].computed.clear()
+            computed.clear()
             engine.step()
         engine(torch.randn(2, WIDTH).to(torch.bfloat16))
         engine.destroy()
