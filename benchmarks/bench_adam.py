@@ -2,8 +2,10 @@
 
 Those are what memascend did before, and does for any other optimizer: the gradient is widened,
 multiplied, stepped with by DeepSpeedCPUAdam, and the new weights are rounded to bf16. Both ways end
-with the same bits, which is compared. Bytes for a parameter are counted, not measured: what each
-pass reads and writes of memory, as if nothing of a tile stayed in a cache.
+with the same bits, which is compared. Bytes for a parameter are counted: what each pass reads and
+writes of memory, as if nothing of a tile stayed in a cache. Beside them stands what memory moves in
+the time that a pass took, by a third contender that reads and writes as many bytes in place as one
+pass is said to, and computes next to nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from memascend.plan.knobs import TILE_NUMEL
 from memascend.streaming.tiles import TileShape
 
 QUESTION = "Adam step of a tile: one pass against widening, multiplying, stepping and rounding"
-NUMEL = {"small": 1 << 16, "large": TILE_NUMEL}
+#: Of a tile, and of one that no cache holds.
+NUMELS = {"small": (1 << 16,), "large": (TILE_NUMEL, 8 * TILE_NUMEL)}
+MEMORY = "memory alone"
 ROUNDS = {"small": 3, "large": 15}
 FACTOR = 1 / 3
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -101,6 +105,16 @@ def one_pass(tile: Tile) -> Callable[[], None]:
     return step
 
 
+def memory_alone(nbytes: int) -> Callable[[], None]:
+    """Reads so many bytes, and writes as many in their place."""
+    values = torch.ones(nbytes // WIDE)
+
+    def run() -> None:
+        values.neg_()
+
+    return run
+
+
 def passes_bytes(gradient_itemsize: int) -> int:
     """Bytes for a parameter of widening, multiplying, stepping and rounding."""
     widening = gradient_itemsize + WIDE if gradient_itemsize != WIDE else 0
@@ -121,8 +135,9 @@ def run(*, small: bool) -> list[harness.Row]:
     circumstances = harness.machine()
     return [
         row
+        for numel in NUMELS[size]
         for dtype in (BF16, FP32)
-        for row in _run_dtype(dtype, NUMEL[size], ROUNDS[size], circumstances)
+        for row in _run_dtype(dtype, numel, ROUNDS[size], circumstances)
     ]
 
 
@@ -135,10 +150,12 @@ def _run_dtype(
     contenders = [
         harness.Contender("one pass", one_pass(ours), lambda: ours.raw.copy_(raw)),
         harness.Contender("four passes", four_passes(theirs), lambda: theirs.raw.copy_(raw)),
+        harness.Contender(MEMORY, memory_alone(pass_bytes(dtype.itemsize) // 2 * numel)),
     ]
     counted = {
         "one pass": pass_bytes(dtype.itemsize),
         "four passes": passes_bytes(dtype.itemsize),
+        MEMORY: pass_bytes(dtype.itemsize),
     }
     samples = harness.interleave(contenders, rounds=rounds)
     for left, right in zip(ours.results(), theirs.results(), strict=True):
@@ -150,10 +167,16 @@ def _run_dtype(
             "wall_ms": harness.spread([sample.wall_s * 1e3 for sample in taken]),
             "ns_per_parameter": harness.spread([sample.wall_s / numel * 1e9 for sample in taken]),
             "bytes_per_parameter": counted[name],
+            "bytes_in_that_time": harness.spread(
+                [
+                    counted[MEMORY] * one.wall_s / memory.wall_s
+                    for one, memory in zip(taken, samples[MEMORY], strict=True)
+                ]
+            ),
             "one_pass_speedup": harness.speedup(samples["one pass"], taken),
         }
         config = {"numel": numel, "rounds": rounds, "torch_threads": torch.get_num_threads()}
-        case = f"{str(dtype).removeprefix('torch.')} gradients"
+        case = f"{numel} elements, {str(dtype).removeprefix('torch.')} gradients"
         rows.append(harness.Row("adam", case, name, figures, config, circumstances))
     return rows
 

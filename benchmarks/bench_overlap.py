@@ -34,6 +34,7 @@ from trainee import Sleeping, Trainee, side_by_side
 from transfers import READ, WRITTEN, Transfers
 
 from memascend.plan.knobs import LEFT_ONE_OF
+from memascend.plan.step_time import DriveTime
 
 QUESTION = "Overlap: phases of a step beside compute and drive"
 BOUND = "bound"
@@ -143,15 +144,22 @@ def least_of(model: Sleeping, drive_s: Mapping[str, float]) -> dict[str, float]:
     sooner than the optimizer. The first of a turn has no optimizer before it, the last one's is
     waited for. Tiles that are stepped during backward share its time, the others are left.
     """
-    forward_s, backward_s = (model.compute_s(phase) for phase in PHASES[:2])
+    compute = [model.compute_s(phase) for phase in PHASES[:2]]
     found = {}
-    for contender, left_part in ((OURS, 1.0), (OURS_EARLY, 1 / LEFT_ONE_OF)):
-        left_s = left_part * drive_s["optimizer"]
-        behind = max(forward_s, drive_s["forward"] + left_s + model.forward_s)
-        apart = max(forward_s, drive_s["forward"]) + left_s
-        drive = left_part * drive_s["backward"] + (1 - left_part) * drive_s[EARLY_PHASE]
-        stepped = ((IN_A_ROW - 1) * behind + apart) / IN_A_ROW
-        found[contender] = max(backward_s, drive) + stepped
+    for contender, left in ((OURS, 1.0), (OURS_EARLY, 1 / LEFT_ONE_OF)):
+        backward_s = left * drive_s["backward"] + (1 - left) * drive_s[EARLY_PHASE]
+        left_s = left * drive_s["optimizer"]
+        behind = DriveTime(
+            first_forward_s=drive_s["forward"],
+            backward_s=backward_s,
+            last_backward_s=backward_s,
+            optimizer_s=left_s,
+            behind_s=drive_s["forward"] + left_s,
+        )
+        waited_for = replace(behind, goes_behind=False)
+        turn_s = waited_for.step_s(*compute)
+        turn_s += (IN_A_ROW - 1) * behind.step_s(*compute, last_layer_s=model.forward_s)
+        found[contender] = turn_s / IN_A_ROW
     return found
 
 

@@ -40,6 +40,8 @@ CASES = {
 }
 #: With --vary: what matters is the key, not the model.
 VARIED_CASES = {"small": {20_000_000: 2}, "large": {80_000_000: 8}}
+#: A limit costs more the larger the model.
+LIMITED_CASES = {"small": {20_000_000: 2}, "large": {110_000_000: 8, 246_000_000: 4}}
 #: With --size.
 SQUARE_ROUNDS = 4
 #: The first step makes the optimizer's states, and DeepSpeed learns the order of the modules.
@@ -286,7 +288,8 @@ def run_and_report(options: argparse.Namespace) -> None:
     contenders = CONTENDERS if options.accumulation == 1 else ACCUMULATING
     if options.vary is not None:
         name, question = options.vary, f"Step: time and memory by {options.vary}"
-        cases, contenders = VARIED_CASES, VARIATIONS[name]
+        cases = LIMITED_CASES if name == "limit" else VARIED_CASES
+        contenders = VARIATIONS[name]
     sizes, build = cases["small" if options.small else "large"], model_of
     if options.size is not None:
         square = Sleeping(*options.size)

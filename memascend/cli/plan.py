@@ -33,6 +33,13 @@ from memascend.cli.plan_context import (
     whole_number,
 )
 from memascend.cli.plan_plot import plot
+from memascend.cli.plan_time import (
+    add_time_options,
+    drive_seconds,
+    ranks_of_node,
+    time_json,
+    time_notes,
+)
 from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
@@ -48,8 +55,6 @@ from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
 from memascend.system.memory import memory_total
 
 BILLION = 10**9
-#: What a PCIe 4.0 drive sustains; shown in the output, since only a measurement is exact.
-DRIVE_READ_GB_S, DRIVE_WRITE_GB_S = 5.0, 3.0
 #: The values of Hugging Face's example, taken without --config.
 DEFAULT_CONFIG: dict[str, Any] = {
     "bf16": {"enabled": True},
@@ -109,20 +114,7 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
         default=1,
         help="machines that they are on, each with a drive of its own (default: 1)",
     )
-    parser.add_argument(
-        "--drive-read",
-        type=_speed,
-        default=DRIVE_READ_GB_S,
-        metavar="GB/s",
-        help=f"what the drive reads (default: {DRIVE_READ_GB_S:g})",
-    )
-    parser.add_argument(
-        "--drive-write",
-        type=_speed,
-        default=DRIVE_WRITE_GB_S,
-        metavar="GB/s",
-        help=f"what it writes (default: {DRIVE_WRITE_GB_S:g})",
-    )
+    add_time_options(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart")
     parser.add_argument(
@@ -252,20 +244,7 @@ def _block(ds_config: Mapping[str, Any], args: argparse.Namespace) -> MemAscendC
 def _limit(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
     value = block.host_memory_limit
     is_fraction = isinstance(value, int | float) and value <= 1
-    return parse_limit(
-        value, available=memory_total() // _ranks_of_node(args) if is_fraction else 0
-    )
-
-
-def _ranks_of_node(args: argparse.Namespace) -> int:
-    return int(args.world // args.nodes)
-
-
-def _speed(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:40]}")
+    return parse_limit(value, available=memory_total() // ranks_of_node(args) if is_fraction else 0)
 
 
 # -- showing ---------------------------------------------------------------------------------------
@@ -298,14 +277,14 @@ def _print_table(
     add("highest at the start", (plan.initialization_bytes for plan in plans))
     add("highest in a step", (plan.step_bytes for plan in plans))
     add("less than stock", (_saved(plan, accounts.stock) for plan in plans))
-    ranks = _ranks_of_node(args)
+    ranks = ranks_of_node(args)
     if ranks > 1:
         add(f"host memory, {ranks} ranks", (plan.host_bytes * ranks for plan in plans))
     table.add_section()
     add("on the drive", (plan.drive_bytes for plan in plans))
     add("read per step", (sum(plan.read_bytes.values()) for plan in plans))
     add("written per step", (sum(plan.written_bytes.values()) for plan in plans))
-    add("a step takes at least", (f"{_floor(plan, args):.1f} s" for plan in plans))
+    add("drive time of a step", (f"{drive_seconds(plan, args):.1f} s" for plan in plans))
     console = Console()
     console.print(table)
     for note in _notes(accounts, ds_config, args):
@@ -318,21 +297,17 @@ def _saved(plan: Footprint, reference: Footprint) -> str:
     return f"{math.floor(100 * (1 - plan.host_bytes / reference.host_bytes))} %"
 
 
-def _floor(plan: Footprint, args: argparse.Namespace) -> float:
-    return plan.step_seconds(
-        read_gb_s=args.drive_read, write_gb_s=args.drive_write, ranks=_ranks_of_node(args)
-    )
-
-
 def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
     notes = [
-        f"drive time alone, of all planned bytes, at {args.drive_read:g} GB/s read and "
+        "drive time: of all planned bytes, with the optimizer behind the passes, at "
+        f"{args.drive_read:g} GB/s read and "
         f"{args.drive_write:g} GB/s written (--drive-read, --drive-write; 1 GB is 10^9 bytes), "
         "shared by all ranks of a machine",
         "parameters are read forward and backward, in each of "
         f"{plan.request.gradient_accumulation_steps} micro-step(s), but for what "
         "stage3_max_reuse_distance keeps on the device between the two",
+        *time_notes(plan, args),
         "not counted: Python, torch, the device's context, activations, the page cache",
     ]
     if args.config is None:
@@ -393,8 +368,9 @@ def _as_json(accounts: Accounts, args: argparse.Namespace) -> dict[str, Any]:
                 "initialization_bytes": plan.initialization_bytes,
                 "step_bytes": plan.step_bytes,
                 "drive_bytes": plan.drive_bytes,
-                "step_seconds": _floor(plan, args),
+                "step_seconds": drive_seconds(plan, args),
             }
+            | (time_json(plan, args) if isinstance(plan, Plan) else {})
             for name, plan in plans.items()
         },
     }

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.units import GIB, format_nbytes, page_down, parse_nbytes
+from memascend.cli.plan_time import drive_seconds
 from memascend.config.block import MemAscendConfig
 from memascend.errors import ConfigError
 from memascend.plan.context import (
@@ -81,6 +82,8 @@ def check_context_options(args: argparse.Namespace) -> None:
         args.usage_error("--fit needs --device-memory")
     if args.table and args.context is not None and not args.fit:
         args.usage_error("--context needs MODEL, or --fit beside --table")
+    if args.compute is not None and (args.table or is_asked(args)):
+        args.usage_error("--compute goes with none of --table, --context and --fit")
     given = {
         "--device-memory": args.device_memory is not None,
         "--host-memory": args.host_memory is not None,
@@ -263,8 +266,7 @@ def _added_seconds(training: Training, plan: ContextPlan, args: argparse.Namespa
     """Return what a step takes longer at least: drive time alone."""
     steps = training.ours.request.gradient_accumulation_steps
     with_them = with_activations(training.ours, plan.drive_bytes, steps)
-    speeds = {"read_gb_s": args.drive_read, "write_gb_s": args.drive_write, "ranks": args.world}
-    return with_them.step_seconds(**speeds) - training.ours.step_seconds(**speeds)
+    return drive_seconds(with_them, args) - drive_seconds(training.ours, args)
 
 
 # -- showing ---------------------------------------------------------------------------------------

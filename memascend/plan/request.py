@@ -55,7 +55,7 @@ class PlanRequest:
         verify: "off", "reads" or "full": whether checksums are kept of what is on the drives.
         volume_count: Drives that the tensors are striped over.
         during_backward: Whether the step begins then, beside the values that it changes.
-        overlaps: Whether the step goes on behind the next forward pass.
+        overlaps: Whether the step goes on behind the next forward pass, in part or as a whole.
         has_activations: Whether what forward saves for backward goes to the drive.
     """
 
@@ -193,6 +193,7 @@ class PlanRequest:
         # Under a limit the plan decides; DeepSpeed's own default does not count.
         counts = parameters_device == "nvme" and block.host_memory_limit is None
         data_types = section(ds_config, "data_types")
+        steps, in_one_pass = block.streaming.optimizer, _steps_in_one_pass(block, ds_config)
         return cls(
             world=world,
             gradient_accumulation_steps=_accumulation_steps(ds_config, world),
@@ -216,8 +217,8 @@ class PlanRequest:
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             verify=block.verify,
             volume_count=len(block.volumes) if block.volumes else 1,
-            during_backward=_steps_during_backward(block, ds_config),
-            overlaps=block.streaming.optimizer.overlap,
+            during_backward=in_one_pass and steps.during_backward and not _clips(ds_config),
+            overlaps=in_one_pass and steps.overlap,
             has_activations=block.activations.enabled,
         )
 
@@ -252,21 +253,23 @@ def sections_off(block: MemAscendConfig) -> list[str]:
     return [name for name in every if name not in block.sections_enabled]
 
 
-def _steps_during_backward(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> bool:
-    """Return whether the step begins during backward: asked for, and nothing is against it."""
-    key, streaming = "gradient_clipping", block.streaming
+def _steps_in_one_pass(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> bool:
+    """Return whether all is on a drive, and DeepSpeedCPUAdam steps it in one pass."""
     zero = section(ds_config, "zero_optimization")
     places = {device(section(zero, f"offload_{what}")) for what in ("param", "optimizer")}
-    # What is left to the trainer clips: its own default is 1.0.
-    is_clipped = ds_config.get(key) == "auto" or value(ds_config, key, GRADIENT_CLIPPING)
+    needed = {"buffer_pool", "direct_nvme", "streaming.gradients", "streaming.optimizer"}
     return (
-        streaming.optimizer.during_backward
-        and streaming.optimizer.fused
-        and not {"streaming.gradients", "streaming.optimizer"} & set(sections_off(block))
+        block.streaming.optimizer.fused
+        and not needed & set(sections_off(block))
         and places == {"nvme"}
         and why_not_cpu_adam(ds_config) == ("", "")
-        and not is_clipped
     )
+
+
+def _clips(ds_config: Mapping[str, Any]) -> bool:
+    """Return whether gradients are clipped; the trainer's own default is 1.0."""
+    key = "gradient_clipping"
+    return ds_config.get(key) == "auto" or bool(value(ds_config, key, GRADIENT_CLIPPING))
 
 
 def _precision(ds_config: Mapping[str, Any]) -> str:

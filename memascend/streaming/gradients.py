@@ -48,7 +48,7 @@ SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
 
 
 class GradientSpool:
-    """Gradients by sub-group and offset. One thread at a time may call."""
+    """Gradients by sub-group and offset. One thread at a time may call, but for `get`."""
 
     def __init__(
         self,

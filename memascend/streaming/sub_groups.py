@@ -1,7 +1,8 @@
 """The registry of sub-groups: master weights and optimizer states in the store, by name.
 
 Knows torch, the store, and the tiles and slots that bytes pass through; neither the order in which
-sub-groups are stepped nor what an optimizer does to them. One thread at a time may call.
+sub-groups are stepped nor what an optimizer does to them. One thread at a time may call, but for
+`get`: another thread may step other sub-groups.
 """
 
 from __future__ import annotations
@@ -215,7 +216,6 @@ class SubGroups:
     def get(self, name: str, begin: int, target: torch.Tensor, *, state: str | None) -> None:
         """Fill a host tensor with a range of the master weights, or of a state, in its dtype."""
         group = self._groups[name]
-        self._tiles.drain()
         if state is not None and state in group.fills:
             target.fill_(group.fills[state])
             return

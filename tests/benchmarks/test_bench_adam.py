@@ -6,6 +6,7 @@ from pathlib import Path
 
 import bench_adam
 import pytest
+import torch
 
 from tests.support.benchmarks import rows_of
 
@@ -22,6 +23,18 @@ def test_one_pass_moves_28_bytes_for_a_parameter_with_a_16_bit_gradient() -> Non
 
 def test_it_runs_at_its_smallest_size(tmp_path: Path) -> None:
     rows = rows_of("adam", tmp_path)
-    assert {row["contender"] for row in rows} == {"one pass", "four passes"}
-    assert {row["case"] for row in rows} == {"bfloat16 gradients", "float32 gradients"}
+    assert {row["contender"] for row in rows} == {"one pass", "four passes", "memory alone"}
+    dtypes = ("bfloat16", "float32")
+    assert {row["case"] for row in rows} == {f"65536 elements, {d} gradients" for d in dtypes}
     assert all(row["figures"]["one_pass_speedup"] for row in rows)
+    for row in rows:
+        if row["contender"] == "memory alone":
+            counted = row["figures"]["bytes_per_parameter"]
+            assert row["figures"]["bytes_in_that_time"]["p50"] == pytest.approx(counted)
+
+
+def test_memory_alone_reads_and_writes_all_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.ones(3)
+    monkeypatch.setattr(torch, "ones", lambda numel: values[:numel])
+    bench_adam.memory_alone(12)()
+    assert values.tolist() == [-1, -1, -1]

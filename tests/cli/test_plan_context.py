@@ -14,15 +14,10 @@ from memascend.base.units import GIB
 from memascend.cli.main import main
 from memascend.cli.plan_context import TABLE_WAYS, whole_number
 from memascend.plan.context import WAYS
+from tests.support.planned import as_json
 from tests.support.without_torch import printed_without_torch
 
 OURS, ON_HOST = "memascend, checkpointing", "stock, checkpoints on the host"
-
-
-def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -77,6 +72,12 @@ def test_slower_drives_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("Llama-3.1-8B", "--context", "65536", "--drive-write")
     fast, slow = (as_json(capsys, *arguments, speed)["context"]["ways"] for speed in ("4", "1"))
     assert slow[OURS]["added_seconds"] > 3 * fast[OURS]["added_seconds"]
+
+
+def test_ranks_share_the_drive_of_their_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("Llama-3.1-8B", "--context", "65536", "--world", "8", "--nodes")
+    one, two = (as_json(capsys, *arguments, nodes)["context"]["ways"] for nodes in ("1", "2"))
+    assert one[OURS]["added_seconds"] == pytest.approx(2 * two[OURS]["added_seconds"])
 
 
 def test_what_is_free_on_the_device_is_offered_for_activations(

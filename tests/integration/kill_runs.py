@@ -1,9 +1,10 @@
 """Kills training runs at random moments and resumes each: `python kill_runs.py --runs 50`.
 
-A run saves a checkpoint after every step. It is killed (SIGKILL) at a moment drawn from the whole
-of its training, then started again, and must go on from the last checkpoint that was complete:
-losses and final weights equal those of a run that nobody killed, to the bit. Ends with status 1
-otherwise.
+A run saves a checkpoint after every second step; steps go on behind the next forward pass, and
+more slowly than need be, so that some kills meet one there. It is killed (SIGKILL) at a moment
+drawn from the whole of its training, then started again, and must go on from the last checkpoint
+that was complete: losses and final weights equal those of a run that nobody killed, to the bit.
+Ends with status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 PROGRAM = HERE / "kill_program.py"
-STEPS = 6
-#: What a run says that dies while its last step goes on behind it.
-BESIDE_THE_WALK = "beside the walk"
-MOMENTS = ("in a step", "in a save", "between")
+STEPS, SAVE_EVERY = 6, 2
+#: What each sub-group of a walk takes at least.
+SLOW_S = 0.1
+#: What a run says while steps go on behind their caller, and if it dies beside one of them.
+WALK_BEGINS, WALK_ENDS, BESIDE_THE_WALK = "walk begins", "walk ends", "beside the walk"
+MOMENTS = ("in a step", BESIDE_THE_WALK, "in a save", "between")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Outcome:
         """Whether nothing was lost: the checkpoint under way may have been complete already."""
         return (
             self.is_exact
-            and self.resumed in (self.saved, self.saved + (self.moment == "in a save"))
+            and self.resumed in (self.saved, self.saved + SAVE_EVERY * (self.moment == "in a save"))
             and not self.leftovers
         )
 
@@ -67,12 +70,13 @@ class Outcome:
 class Job:
     """A training in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, ranks: int = 1, during_backward: bool = False) -> None:
+        self.folder, self._ranks = folder, ranks
         self.drive, self.checkpoints = folder / "drive", folder / "checkpoints"
         self.drive.mkdir()
         self._config = folder / "config.json"
-        self._config.write_text(json.dumps(config(self.drive)))
+        settings = config(self.drive, ranks=ranks, during_backward=during_backward)
+        self._config.write_text(json.dumps(settings))
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         command = [
@@ -82,10 +86,11 @@ class Job:
             "--standalone",
             "--nproc_per_node",
         ]
-        command += ["1", str(PROGRAM), str(self._config), str(self.checkpoints)]
+        command += [str(self._ranks), str(PROGRAM), str(self._config), str(self.checkpoints)]
+        command += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
         search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
-            [*command, "--steps", str(STEPS), *options],
+            [*command, "--slow-s", str(SLOW_S), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -120,29 +125,34 @@ class Job:
                 break
         time.sleep(after_s)
         os.killpg(process.pid, signal.SIGKILL)
-        # The rank is in a session of its own below the launcher.
+        # Each rank is in a session of its own below the launcher.
         subprocess.run(["pkill", "-KILL", "-f", str(self._config)], check=False)
         lines += list(process.stdout)
         process.wait()
         return "".join(lines)
 
 
-def config(drive: Path) -> dict[str, Any]:
+def config(drive: Path, *, ranks: int = 1, during_backward: bool = False) -> dict[str, Any]:
     """Everything on the drive, several sub-groups, and tiles smaller than they are."""
     on_drive = {"device": "nvme", "nvme_path": str(drive)}
     return {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0 if during_backward else 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
             "offload_param": on_drive,
             "offload_optimizer": on_drive,
-            "sub_group_size": 1_000_000,
+            "sub_group_size": 1_000_000 // ranks,
             "stage3_param_persistence_threshold": 100,
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "steps_per_print": 1_000_000,
-        "memascend": {"streaming": {"optimizer": {"tile_bytes": "1MiB"}}},
+        "memascend": {
+            "streaming": {
+                "optimizer": {"tile_bytes": "1MiB", "during_backward": during_backward},
+            },
+        },
     }
 
 
@@ -155,6 +165,9 @@ def results(output: str) -> dict[str, str]:
 def outcome_of(killed: str, resumed: str, expected: dict[str, str], job: Job) -> Outcome:
     saved = max(map(int, re.findall(r"^saved (\d+)", killed, re.MULTILINE)), default=0)
     spoken = re.findall(r"^(in a \w+|saved|ready)", killed, re.MULTILINE)
+    moment = spoken[-1] if spoken[-1] in MOMENTS else "between"
+    if killed.count(WALK_BEGINS) > killed.count(WALK_ENDS):
+        moment = BESIDE_THE_WALK
     begin = int(re.findall(r"^ready (\d+)", resumed, re.MULTILINE)[0])
     found = results(resumed)
     due = {
@@ -165,7 +178,7 @@ def outcome_of(killed: str, resumed: str, expected: dict[str, str], job: Job) ->
     left = [path for folder in (job.checkpoints, job.drive) for path in folder.glob(".*")]
     left += list(job.drive.iterdir())
     return Outcome(
-        moment=spoken[-1] if spoken[-1] in MOMENTS else "between",
+        moment=moment,
         saved=saved,
         resumed=begin,
         is_exact=found == due,
@@ -173,19 +186,19 @@ def outcome_of(killed: str, resumed: str, expected: dict[str, str], job: Job) ->
     )
 
 
-def run(runs: int, seed: int, directory: Path | None = None) -> list[Outcome]:
-    """Kills so many runs, one after the other."""
+def run(runs: int, seed: int, directory: Path | None = None, **kind: Any) -> list[Outcome]:
+    """Kills so many runs of a kind, one after the other."""
     chance = random.Random(seed)
     outcomes = []
     with tempfile.TemporaryDirectory(dir=directory) as name:
         whole = Path(name) / "whole"
         whole.mkdir()
-        output, seconds = Job(whole).finish()
+        output, seconds = Job(whole, **kind).finish()
         expected = results(output)
         for number in track(range(runs), description="killing"):
             folder = Path(name) / str(number)
             folder.mkdir()
-            job = Job(folder)
+            job = Job(folder, **kind)
             killed = job.kill(chance.uniform(0, seconds))
             resumed, _ = job.finish()
             outcomes.append(outcome_of(killed, resumed, expected, job))
@@ -212,8 +225,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="where files are written")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--during-backward", action="store_true", help="steps begin there")
     options = parser.parse_args()
-    outcomes = run(options.runs, options.seed, options.directory)
+    kind = {"ranks": options.ranks, "during_backward": options.during_backward}
+    outcomes = run(options.runs, options.seed, options.directory, **kind)
     report(outcomes)
     sys.exit(0 if all(outcome.is_right for outcome in outcomes) else 1)
 

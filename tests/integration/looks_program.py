@@ -17,7 +17,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+)
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 from tests.integration.overlap_program import PATIENCE_S, WIDTH, config, hold_walks
@@ -124,11 +128,16 @@ class Training:
 
     @property
     def others(self) -> dict[str, Callable[[], Any]]:
-        """Looks that have no use for it."""
+        """Looks that have no use for what is held."""
         return {
             "zero_grad": self.engine.optimizer.zero_grad,
             "ledger": lambda: str(self.engine.memascend.ledger()) != "",
             "exception": self.fail,
+            "weight of another": lambda: safe_get_full_fp32_param(self.layers[0].weight),
+            "state of another": lambda: safe_get_full_optimizer_state(
+                self.layers[0].weight, "exp_avg"
+            ),
+            "gradient of another": lambda: safe_get_full_grad(self.layers[0].weight),
         }
 
 

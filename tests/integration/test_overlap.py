@@ -25,7 +25,8 @@ def test_who_looks_while_a_walk_is_held_sees_what_a_step_without_overlap_makes(
 ) -> None:
     behind, at_once = run_program(str(LOOKS)), run_program(str(LOOKS), "--no-overlap")
     assert [*behind] == [*at_once]
+    waits = {"evaluate", "gather", "state_dict", "weight", "state", "destroy"}
     for look, (seen, loss, was_under_way, goes_on) in behind.items():
         assert [seen, loss] == at_once[look][:2], look
         assert was_under_way, look
-        assert goes_on == (look in {"zero_grad", "ledger", "exception"}), look
+        assert goes_on == (look not in waits), look

@@ -229,6 +229,9 @@ def early_cases() -> list[Case]:
         replace(early, accessors="change", steps=3),
         replace(early, accessors="read", boundary="stepped", accumulation=3),
         replace(early, resume_at=3, steps=6, saver="whole"),
+        # Nothing goes on behind its caller: no tile is left to the next forward pass.
+        replace(early, walk="off", family="alternating", accumulation=4),
+        replace(early, walk="off", world=2),
         replace(early, limit_bytes=LIMIT_SMALL_BYTES, gather_all=True, prefetch_numel=BILLION),
         replace(early, limit_bytes=LIMIT_HALF_BYTES),
         replace(early, limit_bytes=LIMIT_ALL_PARAMETERS_BYTES, family="gpt2"),

@@ -82,6 +82,26 @@ def test_a_step_begins_during_backward_where_nothing_is_against_it(
     assert PlanRequest.from_deepspeed(ds_config).during_backward == expected
 
 
+@pytest.mark.parametrize(
+    ("block", "keys", "expected"),
+    [
+        ({}, {}, True),
+        ({}, {"gradient_clipping": 1.0}, True),
+        ({"optimizer": {"overlap": False}}, {}, False),
+        ({"optimizer": {"fused": False}}, {}, False),
+        ({"gradients": {"enabled": False}}, {}, False),
+        ({}, {"optimizer": {"type": "Lion"}}, False),
+    ],
+)
+def test_a_step_goes_on_behind_its_caller_where_it_is_made_in_one_pass(
+    block: dict[str, Any], keys: dict[str, Any], expected: bool
+) -> None:
+    ds_config = nvme(memascend={"streaming": block}, **keys)
+    assert not PlanRequest.from_deepspeed(ds_config).overlaps  # the optimizer is on no drive
+    ds_config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
+    assert PlanRequest.from_deepspeed(ds_config).overlaps == expected
+
+
 def test_a_precision_that_is_on_goes_before_one_left_to_the_trainer() -> None:
     half = nvme(bf16={"enabled": "auto"}, fp16={"enabled": True})
     assert PlanRequest.from_deepspeed(half).precision == "fp16"

@@ -2,7 +2,8 @@
 
 What a step needs of all ranks, norm and verdict, is known when its first sub-group begins. The rest
 is each rank's own, and may go on while the next forward pass computes: a gather waits for its own
-parameters, and whoever looks at anything else waits for all of it.
+parameters, who looks at a single master weight or state for its sub-group, and whoever looks at
+anything else waits for all of it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,18 @@ class StepsBehind(Steps):
             StoreError: The step failed; raised once. `integrity` says so from its start on.
         """
         self.attachment.runtime.walk.finish()
+
+    def finish_sub_group(self, name: str) -> None:
+        """Have the values of one sub-group new that the last step makes.
+
+        Raises:
+            StoreError: The step failed before.
+        """
+        walk = self.attachment.runtime.walk
+        if walk.is_under_way:
+            walk.wait_for([name])
+        else:
+            self.finish_walk()
 
     def step(self, closure: Any = None) -> None:
         """Step as upstream, once the step before is over."""
@@ -95,10 +108,11 @@ class StepsBehind(Steps):
         return [self.fp32_partitioned_groups_flat[number].ds_id for number in self._order]
 
     def _places(self) -> dict[str, Place]:
-        """Return where in a walk each parameter has its new value."""
+        """Return where in a walk each parameter has its new value, and each sub-group all."""
         assert self._param_swapper is not None
         places = {}
         for index, number in enumerate(self._order):
+            places[self.fp32_partitioned_groups_flat[number].ds_id] = (index + 1, 0)
             end = 0
             for param in self.fp16_groups[number]:
                 end += param.ds_tensor.ds_numel

@@ -302,9 +302,9 @@ class TiledSteps(StepsEarly):
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
-        self.finish_walk()
         group_index, offset, numel = self.grad_position[self.get_param_id(param)]
         flat = self.fp32_partitioned_groups_flat[group_index]
+        self.finish_sub_group(flat.ds_id)
         gradient = torch.empty(numel, dtype=flat.dtype)
         self.spool.get(flat.ds_id, offset, gradient)
         self.note_look()
@@ -314,9 +314,9 @@ class TiledSteps(StepsEarly):
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
-        self.finish_walk()
         group_index, offset, numel = self.grad_position[self.get_param_id(param)]
         flat = self.fp32_partitioned_groups_flat[group_index]
+        self.finish_sub_group(flat.ds_id)
         dtype = flat.dtype
         if optim_state_key is not None:
             # Of the two the wider one: DeepSpeed gathers states in fp32.
@@ -331,6 +331,7 @@ class TiledSteps(StepsEarly):
         """Store what an accessor gave out; only accessors end here."""
         put_back, self._put_back = self._put_back, None
         if put_back is not None:
+            self.finish_walk()
             self.forget_early("a value was set between backward and step()")
             put_back()
 

@@ -123,6 +123,7 @@ def plan_for(
 def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, Any]) -> PlanRequest:
     base = optimizer.optimizer
     kind, elementwise = type(base), is_elementwise(base)
+    is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam"
     request = PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size())
     return dataclasses.replace(
         request,
@@ -135,9 +136,8 @@ def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, An
         is_elementwise=elementwise,
         state_count=state_count(base),
         largest_sub_group_numel=max(optimizer.fp16_partitioned_groups_flat_numel),
-        during_backward=request.during_backward
-        and kind.__name__ == "DeepSpeedCPUAdam"
-        and not optimizer.clip_grad,
+        during_backward=request.during_backward and is_cpu_adam and not optimizer.clip_grad,
+        overlaps=request.overlaps and is_cpu_adam,
     )
 
 

@@ -143,21 +143,64 @@ def test_where_betas_differ_the_order_is_that_of_the_optimizer() -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def _set_weight(optimizer: Any) -> None:
+    optimizer._get_fp32_opt_state_partition(None, False)
+    assert optimizer.runtime.walk.is_under_way
+    optimizer._writeback_swap_state()
+
+
 @pytest.mark.parametrize(
     "look",
     [
         lambda optimizer: optimizer.settle(),
         lambda optimizer: optimizer.begin_load(),
-        lambda optimizer: optimizer._get_fp32_opt_state_partition(None, False, "exp_avg"),
-        lambda optimizer: optimizer._get_fp32_grad_state_partition(None, False),
         lambda optimizer: optimizer.reset_swap_buffers(),
+        _set_weight,
     ],
 )
-def test_who_looks_at_values_waits_for_all_of_them(held: Any, look: Any) -> None:
+def test_who_looks_at_all_values_or_changes_one_waits_for_all(held: Any, look: Any) -> None:
     step(held, 0)
     threading.Timer(0.05, held.may_go.set).start()
     look(held)
     assert not held.runtime.walk.is_under_way
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda optimizer: optimizer._get_fp32_opt_state_partition(None, False)[0],
+        lambda optimizer: optimizer._get_fp32_opt_state_partition(None, False, "exp_avg")[0],
+        lambda optimizer: optimizer._get_fp32_grad_state_partition(None, False)[0],
+    ],
+)
+def test_who_looks_at_one_value_waits_for_its_sub_group_alone(held: Any, look: Any) -> None:
+    at_once = make(overlap=False)
+    for number in range(2):  # of the first step states begin as one value
+        for optimizer in (at_once, held):
+            held.may_go.set()
+            optimizer.finish_walk()
+            held.may_go.clear()
+            step(optimizer, number)
+        assert torch.equal(look(held), look(at_once))
+        walk = held.runtime.walk
+        assert not walk.has_passed(f"param.{NAMES[1]}.0")
+    at_once.grad_position = held.grad_position = {0: (1, 0, 6)}
+    threading.Timer(0.05, held.may_go.set).start()
+    assert torch.equal(look(held), look(at_once))
+    assert walk.has_passed(f"param.{NAMES[1]}.0")
+
+
+def test_who_looks_at_one_value_gets_the_error_of_a_step_that_failed_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = make()
+    lose_drive_at(1, optimizer.stream, monkeypatch)
+    step(optimizer, 0)
+    optimizer.grad_position = {0: (2, 0, 6)}
+    with pytest.raises(StoreError, match="the drive is gone"):
+        optimizer._get_fp32_opt_state_partition(None, False)
+    with pytest.raises(StoreError, match="the drive is gone"):
+        optimizer.finish_walk()
 
 
 def test_an_error_comes_up_once_and_the_step_counts_as_torn(

@@ -1,0 +1,102 @@
+"""How long a planned step takes: options of `memascend plan`, and what is printed for them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from typing import Any
+
+from memascend.plan.derive import Plan
+from memascend.plan.footprint import Footprint
+from memascend.plan.step_time import DriveTime
+
+#: What a PCIe 4.0 drive sustains; shown in the output, since only a measurement is exact.
+DRIVE_READ_GB_S, DRIVE_WRITE_GB_S = 5.0, 3.0
+
+
+def add_time_options(parser: argparse.ArgumentParser) -> None:
+    """Add the speeds of the drive, and the time for which a model computes."""
+    for name, does, default in (
+        ("read", "reads", DRIVE_READ_GB_S),
+        ("write", "writes", DRIVE_WRITE_GB_S),
+    ):
+        parser.add_argument(
+            f"--drive-{name}",
+            type=_above_zero,
+            default=default,
+            metavar="GB/s",
+            help=f"what the drive {does} (default: {default:g})",
+        )
+    parser.add_argument(
+        "--compute",
+        type=_above_zero,
+        nargs=2,
+        metavar=("FORWARD", "BACKWARD"),
+        help="seconds for which the passes of a micro-step compute: what they hide of the drive's",
+    )
+
+
+def ranks_of_node(args: argparse.Namespace) -> int:
+    """Return how many ranks share a machine, and its drive."""
+    return int(args.world // args.nodes)
+
+
+def speeds(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the drive gives, as functions of the plan take it."""
+    return {
+        "read_gb_s": args.drive_read,
+        "write_gb_s": args.drive_write,
+        "ranks": ranks_of_node(args),
+    }
+
+
+def drive_seconds(plan: Footprint, args: argparse.Namespace) -> float:
+    """Return the drive's time for a step."""
+    return plan.step_seconds(**speeds(args))
+
+
+def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
+    """Return what compute hides of the optimizer's time."""
+    drive = DriveTime.of_plan(plan, **speeds(args))
+    notes = []
+    if plan.request.during_backward:
+        notes.append(
+            "a part of the optimizer is stepped during the last backward pass, which has to "
+            f"compute for {drive.last_backward_s:.1f} s or more to hide it"
+        )
+    if drive.goes_behind:
+        rest = "the rest of it" if notes else "the optimizer"
+        notes.append(
+            f"{rest} goes on behind the next forward pass, which has to compute for "
+            f"{drive.behind_s:.1f} s or more to hide it"
+        )
+    elif drive.optimizer_s:
+        notes.append(
+            f"{drive.optimizer_s:.1f} s of the optimizer come behind backward, beside no compute"
+        )
+    if args.compute is not None:
+        forward_s, backward_s = args.compute
+        notes.append(
+            f"passes that compute for {forward_s:g} s and {backward_s:g} s: a step takes "
+            f"{drive.step_s(*args.compute):.1f} s or more, of which nothing can hide "
+            f"{drive.unhidden_s(*args.compute):.1f} s of the optimizer's"
+        )
+    return notes
+
+
+def time_json(plan: Plan, args: argparse.Namespace) -> dict[str, float | None]:
+    """Return the same for programs."""
+    drive = DriveTime.of_plan(plan, **speeds(args))
+    found = {"hiding_forward_seconds": drive.behind_s if drive.goes_behind else None}
+    if args.compute is not None:
+        found["least_seconds"] = drive.step_s(*args.compute)
+        found["unhidden_seconds"] = drive.unhidden_s(*args.compute)
+    return found
+
+
+def _above_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:40]}")

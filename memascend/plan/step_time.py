@@ -1,0 +1,138 @@
+"""The least time of a step: what the drive needs, what compute hides of it, and what it cannot.
+
+Pure arithmetic. The optimizer begins behind the last backward pass, as norm and verdict are known
+then, and goes on behind the next forward pass: its last layer computes no sooner than the optimizer
+is over. Of several micro-steps the first one has it behind. Reads and writes of what runs together
+are taken to overlap fully.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memascend.plan.derive import SECOND_VALUES, Plan
+from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
+from memascend.plan.knobs import LEFT_ONE_OF
+
+
+class _Moved(NamedTuple):
+    """Bytes that a part of a step reads and writes."""
+
+    read: float
+    written: float
+
+    def beside(self, other: _Moved) -> _Moved:
+        return _Moved(self.read + other.read, self.written + other.written)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveTime:
+    """What the drive alone needs for the parts of a step, in seconds.
+
+    Attributes:
+        first_forward_s: The forward pass behind a step, which finds nothing of it in slots.
+        forward_s: The forward pass of each further micro-step.
+        backward_s: The backward pass of a micro-step.
+        last_backward_s: That of the last one, with what is stepped during it.
+        optimizer_s: What is not stepped during backward.
+        behind_s: That and the first forward pass, together.
+        micro_steps: Of a step.
+        goes_behind: Whether they are together.
+    """
+
+    first_forward_s: float
+    forward_s: float = 0.0
+    backward_s: float
+    last_backward_s: float
+    optimizer_s: float
+    behind_s: float
+    micro_steps: int = 1
+    goes_behind: bool = True
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, *, read_gb_s: float, write_gb_s: float, ranks: int = 1
+    ) -> DriveTime:
+        """Return the time for what a plan moves.
+
+        Args:
+            plan: Of one rank.
+            read_gb_s: What the drive reads, in 10^9 bytes per second.
+            write_gb_s: What it writes.
+            ranks: How many ranks share the drive.
+        """
+
+        def seconds(moved: _Moved) -> float:
+            return ranks * max(moved.read / read_gb_s, moved.written / write_gb_s) / 1e9
+
+        steps = plan.request.gradient_accumulation_steps
+        first = _Moved(plan.drive[PARAMETERS], 0)
+        further = _Moved((plan.read_bytes[PARAMETERS] - first.read) / (2 * steps - 1), 0)
+        sums_read = plan.passes_read_bytes - plan.read_bytes[PARAMETERS]
+        backward = further.beside(_Moved(sums_read / steps, plan.passes_written_bytes / steps))
+        early, rest = _optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
+        return cls(
+            first_forward_s=seconds(first),
+            forward_s=seconds(further),
+            backward_s=seconds(backward),
+            last_backward_s=seconds(backward.beside(early)),
+            optimizer_s=seconds(rest),
+            behind_s=seconds(first.beside(rest)),
+            micro_steps=steps,
+            goes_behind=plan.request.overlaps,
+        )
+
+    def step_s(
+        self, compute_forward_s: float, compute_backward_s: float, *, last_layer_s: float = 0.0
+    ) -> float:
+        """Return the least time of a step, one of many.
+
+        Args:
+            compute_forward_s: For which the forward pass of a micro-step computes.
+            compute_backward_s: For which its backward pass does.
+            last_layer_s: Of the former that of the last layer.
+        """
+        further_s = max(compute_forward_s, self.forward_s)
+        further_s += max(compute_backward_s, self.backward_s)
+        first_s = max(compute_forward_s, self.first_forward_s) + self.optimizer_s
+        if self.goes_behind:
+            first_s = max(compute_forward_s, self.behind_s + last_layer_s)
+        last_s = max(compute_backward_s, self.last_backward_s)
+        return (self.micro_steps - 1) * further_s + first_s + last_s
+
+    def unhidden_s(self, compute_forward_s: float, compute_backward_s: float) -> float:
+        """Return how much longer the optimizer makes a step, whatever runs beside it.
+
+        Args:
+            compute_forward_s: For which the forward pass of a micro-step computes.
+            compute_backward_s: For which its backward pass does.
+        """
+        further_s = max(compute_forward_s, self.forward_s)
+        further_s += max(compute_backward_s, self.backward_s)
+        alone_s = (self.micro_steps - 1) * further_s
+        alone_s += max(compute_forward_s, self.first_forward_s)
+        alone_s += max(compute_backward_s, self.backward_s)
+        return self.step_s(compute_forward_s, compute_backward_s) - alone_s
+
+
+def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
+    """Return what the optimizer moves during backward, and what it moves behind that.
+
+    Args:
+        plan: Of one rank.
+        gradients_bytes: Of gradients, those that the optimizer reads.
+    """
+    read, written = plan.read_bytes, plan.written_bytes
+    every = _Moved(
+        read[MASTER] + read[STATE], written[MASTER] + written[STATE] + written[PARAMETERS]
+    )
+    left = 1.0
+    if plan.request.during_backward:
+        left = 1 / LEFT_ONE_OF if plan.request.overlaps else 0.0
+    # Gradients on the drive are those of tiles that are left; what is in memory takes its new
+    # values over when the step is made.
+    second = _Moved(read.get(SECOND_VALUES, 0), written.get(SECOND_VALUES, 0))
+    rest = _Moved(left * every.read + gradients_bytes, left * every.written)
+    early = _Moved((1 - left) * every.read, (1 - left) * every.written)
+    return early, rest.beside(second)

@@ -1,0 +1,101 @@
+"""How long a planned step takes: the drive's time, and what compute hides of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memascend.cli.main import main
+from tests.support.planned import as_json
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ranks_share_the_drive_of_their_machine_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, two = (
+        as_json(capsys, "Llama-3.1-8B", "--world", "8", "--nodes", nodes) for nodes in ("1", "2")
+    )
+    assert one["memascend"]["host"] == two["memascend"]["host"]
+    seconds = [found["memascend"]["step_seconds"] for found in (one, two)]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
+def test_compute_says_what_of_the_optimizer_nothing_can_hide(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    account = as_json(capsys, "Llama-3.1-8B")["memascend"]
+    hiding_s = account["hiding_forward_seconds"]
+    assert hiding_s > 0
+    assert "unhidden_seconds" not in account
+    for forward_s, unhidden_s in ((hiding_s, 0.0), (hiding_s - 2, 2.0)):
+        compute = (str(forward_s), "100")
+        account = as_json(capsys, "Llama-3.1-8B", "--compute", *compute)["memascend"]
+        assert account["unhidden_seconds"] == pytest.approx(unhidden_s)
+        assert account["least_seconds"] == pytest.approx(100 + hiding_s)
+    assert main(["plan", "Llama-3.1-8B", "--compute", "7", "100"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"has to compute for {hiding_s:.1f} s or more to hide it" in printed
+    assert f"a step takes {100 + hiding_s:.1f} s or more" in printed
+    assert f"nothing can hide {hiding_s - 7:.1f} s of the optimizer's" in printed
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lines"),
+    [
+        ({"overlap": False}, ["s of the optimizer come behind backward, beside no compute"]),
+        (
+            {"during_backward": True},
+            [
+                "a part of the optimizer is stepped during the last backward pass",
+                "the rest of it goes on behind the next forward pass",
+            ],
+        ),
+        (
+            {"during_backward": True, "overlap": False},
+            ["a part of the optimizer is stepped during the last backward pass"],
+        ),
+    ],
+)
+def test_what_hides_the_optimizer_is_said_for_each_way_to_step(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    optimizer: dict[str, bool],
+    lines: list[str],
+) -> None:
+    ds_config = json.loads((ROOT / "configs" / "nvme_gpu.json").read_text())
+    ds_config |= {"gradient_clipping": 0, "memascend": {"streaming": {"optimizer": optimizer}}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ds_config))
+    arguments = ["Llama-3.1-8B", "--config", str(path)]
+    assert main(["plan", *arguments]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    known = ("stepped during the last", "goes on behind", "come behind backward")
+    assert sum(printed.count(words) for words in known) == len(lines)
+    assert [line for line in lines if line not in printed] == []
+    account = as_json(capsys, *arguments)["memascend"]
+    is_null = account["hiding_forward_seconds"] is None
+    assert is_null == (optimizer.get("overlap") is False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--drive-read", "0"],
+        ["--drive-write", "nan"],
+        ["--drive-write", "fast"],
+        ["--compute", "1"],
+        ["--compute", "1", "-2"],
+        ["--compute", "1", "2", "--context", "4096"],
+    ],
+)
+def test_a_time_or_speed_that_cannot_be_is_exit_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "Llama-3.1-8B", *arguments])
+    assert caught.value.code == 2
+    assert "_above_zero" not in capsys.readouterr().err  # argparse names the function, not a range

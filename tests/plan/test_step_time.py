@@ -1,0 +1,116 @@
+"""The least time of a step: what hides behind compute, and what cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, derive
+from memascend.plan.footprint import PARAMETERS
+from memascend.plan.knobs import LEFT_ONE_OF
+from memascend.plan.shapes import builtin
+from memascend.plan.step_time import DriveTime
+
+SPEEDS = {"read_gb_s": 5.0, "write_gb_s": 4.0}
+SHAPES = builtin("Qwen2.5-7B")
+DRIVE = DriveTime(
+    first_forward_s=2.0, backward_s=3.0, last_backward_s=3.0, optimizer_s=8.0, behind_s=9.0
+)
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "step_s", "unhidden_s"),
+    [
+        ((0.5, 1.0), 3 + 9, 7),  # the drive is slower in every part
+        ((4.0, 8.0), 8 + 9, 5),
+        ((9.0, 20.0), 20 + 9, 0),  # forward is as long as what it reads and the optimizer
+        ((30.0, 2.0), 3 + 30, 0),
+    ],
+)
+def test_the_optimizer_hides_behind_the_next_forward_pass(
+    compute_s: tuple[float, float], step_s: float, unhidden_s: float
+) -> None:
+    assert DRIVE.step_s(*compute_s) == pytest.approx(step_s)
+    assert DRIVE.unhidden_s(*compute_s) == pytest.approx(unhidden_s)
+
+
+def test_the_last_layer_computes_when_the_optimizer_is_over() -> None:
+    assert DRIVE.step_s(4.0, 8.0, last_layer_s=0.5) == pytest.approx(8 + 9 + 0.5)
+    assert DRIVE.step_s(30.0, 8.0, last_layer_s=0.5) == pytest.approx(8 + 30)
+
+
+def test_what_does_not_go_behind_comes_on_top() -> None:
+    first = dataclasses.replace(DRIVE, goes_behind=False)
+    assert first.step_s(30.0, 60.0) == pytest.approx(60 + 30 + 8)
+    assert first.unhidden_s(30.0, 60.0) == 8.0
+
+
+def test_the_first_micro_step_hides_the_optimizer_and_the_last_one_has_what_is_early() -> None:
+    many = dataclasses.replace(DRIVE, micro_steps=4, forward_s=4.5, last_backward_s=9.0)
+    assert many.step_s(4.0, 5.0) == pytest.approx(3 * (4.5 + 5) + 9 + 9)
+    assert many.unhidden_s(4.0, 5.0) == pytest.approx((9 - 4) + (9 - 5))
+
+
+def plan_of(**changes: object) -> Plan:
+    return derive(SHAPES, request=PlanRequest(**changes))  # type: ignore[arg-type]
+
+
+def drive_time(ranks: int = 1, **changes: object) -> DriveTime:
+    return DriveTime.of_plan(plan_of(**changes), **SPEEDS, ranks=ranks)
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_the_parts_of_a_plan_are_all_that_it_moves(steps: int) -> None:
+    plan = plan_of(gradient_accumulation_steps=steps, accumulation_itemsize=4)
+    # A drive that reads alone, and one that writes alone, have to take all of it.
+    for speeds, nbytes in (
+        ({"read_gb_s": 1.0, "write_gb_s": 1e9}, sum(plan.read_bytes.values())),
+        ({"read_gb_s": 1e9, "write_gb_s": 1.0}, sum(plan.written_bytes.values())),
+    ):
+        drive = DriveTime.of_plan(plan, **speeds)
+        assert drive.step_s(0.0, 0.0) == pytest.approx(nbytes / 1e9, rel=1e-3)
+    assert drive.micro_steps == steps
+
+
+def test_no_step_is_faster_than_the_drive_is_with_all_of_it() -> None:
+    """Its floor is for parts that come one after the other; what runs together takes less."""
+    drive = drive_time()
+    assert max(drive.optimizer_s, drive.first_forward_s) <= drive.behind_s
+    assert drive.behind_s <= drive.optimizer_s + drive.first_forward_s
+    # Here the optimizer writes for as long as it and the forward pass read.
+    assert drive.behind_s == pytest.approx(14 * SHAPES.numel / 4e9, rel=0.01)
+
+
+def test_the_forward_pass_behind_a_step_finds_nothing_in_slots() -> None:
+    plan = plan_of(gradient_accumulation_steps=2)
+    drive = DriveTime.of_plan(plan, **SPEEDS)
+    assert drive.first_forward_s == pytest.approx(plan.drive[PARAMETERS] / 5e9)
+    assert drive.forward_s < drive.first_forward_s
+    whole = drive.first_forward_s + 3 * drive.forward_s
+    assert whole == pytest.approx(plan.read_bytes[PARAMETERS] / 5e9)
+
+
+def test_ranks_share_the_drive() -> None:
+    assert drive_time(ranks=4).optimizer_s == pytest.approx(4 * drive_time().optimizer_s)
+
+
+def test_what_is_stepped_during_backward_is_not_left_to_forward() -> None:
+    plain, early = drive_time(), drive_time(during_backward=True)
+    assert plain.last_backward_s == plain.backward_s
+    assert early.last_backward_s > plain.last_backward_s
+    # It writes most; of gradients only those of the tiles that are left go to the drive.
+    assert early.optimizer_s == pytest.approx(plain.optimizer_s / LEFT_ONE_OF, rel=0.01)
+    assert early.unhidden_s(0.0, 0.0) < plain.unhidden_s(0.0, 0.0)
+    alone = drive_time(during_backward=True, overlaps=False)
+    assert (alone.optimizer_s, alone.goes_behind) == (0.0, False)
+    assert alone.last_backward_s > early.last_backward_s
+    assert alone.unhidden_s(1e3, 0.0) > 0
+    assert alone.unhidden_s(1e3, 1e3) == 0.0
+
+
+def test_what_is_in_memory_takes_its_new_values_over_when_the_step_is_made() -> None:
+    request = PlanRequest(during_backward=True, overlaps=False)
+    plan = derive(SHAPES, request=request, limit_bytes=32 << 30)
+    assert plan.read_bytes[SECOND_VALUES] > 0
+    assert DriveTime.of_plan(plan, **SPEEDS).optimizer_s > 0
