@@ -47,7 +47,7 @@ from memascend.errors import ConfigError
 from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
-from memascend.plan.footprint import Footprint
+from memascend.plan.footprint import PARAMETERS, Footprint
 from memascend.plan.request import check_limit_can_be_kept, sections_off
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
 from memascend.plan.states import INEXACT, check_state_dtype, keeps_bf16
@@ -300,16 +300,19 @@ def _saved(plan: Footprint, reference: Footprint) -> str:
 def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
     notes = [
-        "drive time: of all planned bytes, with the optimizer behind the passes, at "
-        f"{args.drive_read:g} GB/s read and "
-        f"{args.drive_write:g} GB/s written (--drive-read, --drive-write; 1 GB is 10^9 bytes), "
-        "shared by all ranks of a machine",
-        "parameters are read forward and backward, in each of "
-        f"{plan.request.gradient_accumulation_steps} micro-step(s), but for what "
-        "stage3_max_reuse_distance keeps on the device between the two",
+        "drive time: of all planned bytes, the optimizer's after those of the passes, at "
+        f"{args.drive_read:g} GB/s read and {args.drive_write:g} GB/s written (--drive-read, "
+        "--drive-write; 1 GB is 10^9 bytes), shared by all ranks of a machine",
         *time_notes(plan, args),
         "not counted: Python, torch, the device's context, activations, the page cache",
     ]
+    if plan.drive[PARAMETERS]:
+        notes.insert(
+            1,
+            "parameters are read forward and backward, in each of "
+            f"{plan.request.gradient_accumulation_steps} micro-step(s), but for what "
+            "stage3_max_reuse_distance keeps on the device between the two",
+        )
     if args.config is None:
         notes.insert(0, DEFAULT_NOTE)
     notes += _notes_of_block(_block(ds_config, args))

@@ -7,7 +7,7 @@ import contextlib
 import math
 from typing import Any
 
-from memascend.plan.derive import Plan
+from memascend.plan.derive import SECOND_VALUES, Plan
 from memascend.plan.footprint import Footprint
 from memascend.plan.step_time import DriveTime
 
@@ -60,21 +60,21 @@ def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
     """Return what compute hides of the optimizer's time."""
     drive = DriveTime.of_plan(plan, **speeds(args))
     notes = []
-    if plan.request.during_backward:
+    if plan.drive.get(SECOND_VALUES):
+        what = "a part of the optimizer" if drive.optimizer_s else "the optimizer"
         notes.append(
-            "a part of the optimizer is stepped during the last backward pass, which has to "
-            f"compute for {drive.last_backward_s:.1f} s or more to hide it"
+            f"{what} is stepped during the last backward pass, which has to compute for "
+            f"{drive.last_backward_s:.1f} s or more to hide it"
         )
     if drive.goes_behind:
         rest = "the rest of it" if notes else "the optimizer"
         notes.append(
-            f"{rest} goes on behind the next forward pass, which has to compute for "
+            f"{rest} goes on during the next forward pass, which has to compute for "
             f"{drive.behind_s:.1f} s or more to hide it"
         )
     elif drive.optimizer_s:
-        notes.append(
-            f"{drive.optimizer_s:.1f} s of the optimizer come behind backward, beside no compute"
-        )
+        what = "the optimizer" if plan.tile_numel else "writing new parameters"
+        notes.append(f"{what} takes {drive.optimizer_s:.1f} s after backward, which nothing hides")
     if args.compute is not None:
         forward_s, backward_s = args.compute
         notes.append(

@@ -63,6 +63,7 @@ class Plan(Footprint):
         parameter_slots_bytes: Budget of all parameter slots, reading ahead included.
         prefetch_bytes: Of that budget, what may be filled by reading ahead.
         slot_bytes_max: Larger shards pass through the staging slots in chunks.
+        backward_parameters_bytes: What a backward pass reads of parameters.
         resident: Of each stream, the bytes that stay in host memory instead of on the drive.
         not_ours: Host memory that torch or DeepSpeed take besides, as far as the request shows it.
     """
@@ -79,6 +80,7 @@ class Plan(Footprint):
     parameter_slots_bytes: int
     prefetch_bytes: int
     slot_bytes_max: int
+    backward_parameters_bytes: int
     resident: Mapping[str, int] = field(default_factory=dict)
     not_ours: Mapping[str, int] = field(default_factory=dict)
 
@@ -214,8 +216,9 @@ def _traffic(
     given_way_bytes = resident.get(GRADIENTS, 0) if steps > 1 else 0
     stored_numel = drive[GRADIENTS] // window.sum_itemsize
     passes_gradients = window.read_bytes * stored_numel
+    held_bytes, both_bytes = _pass_bytes(drive[PARAMETERS], shapes, request, knobs)
     read = {
-        PARAMETERS: _passes_bytes(drive[PARAMETERS], shapes, request, knobs),
+        PARAMETERS: steps * both_bytes - (steps - 1) * held_bytes,
         GRADIENTS: passes_gradients + drive[GRADIENTS],
         MASTER: drive[MASTER],
         STATE: drive[STATE],
@@ -248,17 +251,19 @@ def _traffic(
         "written_bytes": read | written,
         "passes_read_bytes": read[PARAMETERS] + passes_gradients,
         "passes_written_bytes": written[GRADIENTS],
+        "backward_parameters_bytes": both_bytes - drive[PARAMETERS],
     }
 
 
-def _passes_bytes(nbytes: int, shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> int:
-    """Return what the passes of a step read of parameters, of `nbytes` on the drive.
+def _pass_bytes(
+    nbytes: int, shapes: ModelShapes, request: PlanRequest, knobs: Knobs
+) -> tuple[int, int]:
+    """Return what slots hold where a pass turns round, and what forward and backward read.
 
-    What their slots still hold where a pass turns round is not read again, unless a step has
-    changed it: the end of forward, and that of backward in all micro-steps but the last. Without
-    room to read a layer ahead there is none to hold one.
+    Of parameters, of which `nbytes` are on the drive. What is held is not read again, unless a step
+    has changed it: at the end of forward, and at that of backward in all micro-steps but the last.
+    Without room to read a layer ahead there is none to hold one.
     """
-    steps = request.gradient_accumulation_steps
     held_bytes = 0
     if knobs.prefetch_bytes >= knobs.slot_bytes:
         shards = (t.shard_numel(request.world) * request.param_itemsize for t in shapes.tensors)
@@ -266,7 +271,7 @@ def _passes_bytes(nbytes: int, shapes: ModelShapes, request: PlanRequest, knobs:
         held_bytes = min(nbytes, slotted_bytes, knobs.layer_bytes + knobs.prefetch_bytes)
     # On the device is what forward used last, too.
     both_bytes = min(request.passes_bytes(nbytes, shapes.numel), 2 * nbytes - held_bytes)
-    return steps * both_bytes - (steps - 1) * held_bytes
+    return held_bytes, both_bytes
 
 
 def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[str, int]:

@@ -49,7 +49,7 @@ SPARE_COUNT = 8
 #: pass twice as long as forward, and 0.20 for one of three times, with checkpoints.
 LEFT_ONE_OF = 4
 GRADIENT_FP32_BYTES = 4
-#: Below these a step takes noticeably longer: `bench_step.py --vary tile`.
+#: Below these what the host does for each outweighs the drive: `bench_step.py --vary tile`.
 TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE = 256 << 10, MIB
 #: What the host does for a tile takes so many times as long as for a chunk of a gradient.
 TILE_TO_CHUNK_COST = 5

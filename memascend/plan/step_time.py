@@ -34,8 +34,8 @@ class DriveTime:
         first_forward_s: The forward pass behind a step, which finds nothing of it in slots.
         forward_s: The forward pass of each further micro-step.
         backward_s: The backward pass of a micro-step.
-        last_backward_s: That of the last one, with what is stepped during it.
-        optimizer_s: What is not stepped during backward.
+        last_backward_s: That of the last one, with what of the optimizer is read or stepped then.
+        optimizer_s: The rest of the optimizer.
         behind_s: That and the first forward pass, together.
         micro_steps: Of a step.
         goes_behind: Whether they are together.
@@ -68,13 +68,15 @@ class DriveTime:
 
         steps = plan.request.gradient_accumulation_steps
         first = _Moved(plan.drive[PARAMETERS], 0)
-        further = _Moved((plan.read_bytes[PARAMETERS] - first.read) / (2 * steps - 1), 0)
+        back = _Moved(plan.backward_parameters_bytes, 0)
+        further_bytes = plan.read_bytes[PARAMETERS] - first.read - steps * back.read
         sums_read = plan.passes_read_bytes - plan.read_bytes[PARAMETERS]
-        backward = further.beside(_Moved(sums_read / steps, plan.passes_written_bytes / steps))
+        # The last micro-step has more of sums than the others; spread evenly none takes longer.
+        backward = back.beside(_Moved(sums_read / steps, plan.passes_written_bytes / steps))
         early, rest = _optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
         return cls(
             first_forward_s=seconds(first),
-            forward_s=seconds(further),
+            forward_s=seconds(_Moved(further_bytes / max(1, steps - 1), 0)),
             backward_s=seconds(backward),
             last_backward_s=seconds(backward.beside(early)),
             optimizer_s=seconds(rest),
@@ -117,22 +119,29 @@ class DriveTime:
 
 
 def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
-    """Return what the optimizer moves during backward, and what it moves behind that.
+    """Return what the optimizer moves during backward, and what it moves after that.
 
     Args:
         plan: Of one rank.
         gradients_bytes: Of gradients, those that the optimizer reads.
     """
-    read, written = plan.read_bytes, plan.written_bytes
+    read, written, request = plan.read_bytes, plan.written_bytes, plan.request
+    second_read, second_written = (moved.get(SECOND_VALUES, 0) for moved in (read, written))
+    states = read[MASTER] + read[STATE]
     every = _Moved(
-        read[MASTER] + read[STATE], written[MASTER] + written[STATE] + written[PARAMETERS]
+        states + gradients_bytes + second_read,
+        written[MASTER] + written[STATE] + written[PARAMETERS] + second_written,
     )
-    left = 1.0
-    if plan.request.during_backward:
-        left = 1 / LEFT_ONE_OF if plan.request.overlaps else 0.0
-    # Gradients on the drive are those of tiles that are left; what is in memory takes its new
-    # values over when the step is made.
-    second = _Moved(read.get(SECOND_VALUES, 0), written.get(SECOND_VALUES, 0))
-    rest = _Moved(left * every.read + gradients_bytes, left * every.written)
-    early = _Moved((1 - left) * every.read, (1 - left) * every.written)
-    return early, rest.beside(second)
+    if not request.during_backward:
+        # The first tiles are read during backward, but for their gradients.
+        tiles_numel = plan.tile_count * plan.tile_numel
+        ahead = min(states, tiles_numel * (request.master_itemsize + request.states_bytes))
+        return _Moved(ahead, 0), _Moved(every.read - ahead, every.written)
+    # Stepped then is only what has nothing of its master weights in memory, and is not left.
+    early = 1 - 1 / LEFT_ONE_OF if request.overlaps else 1.0
+    part = early * read[MASTER] / max(1, read[MASTER] + plan.resident.get(MASTER, 0))
+    during = _Moved(
+        early * read[MASTER] + part * read[STATE],
+        early * written[MASTER] + part * (written[STATE] + written[PARAMETERS] + second_written),
+    )
+    return during, _Moved(every.read - during.read, every.written - during.written)

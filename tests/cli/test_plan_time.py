@@ -46,17 +46,17 @@ def test_compute_says_what_of_the_optimizer_nothing_can_hide(
 @pytest.mark.parametrize(
     ("optimizer", "lines"),
     [
-        ({"overlap": False}, ["s of the optimizer come behind backward, beside no compute"]),
+        ({"overlap": False}, ["s after backward, which nothing hides"]),
         (
             {"during_backward": True},
             [
                 "a part of the optimizer is stepped during the last backward pass",
-                "the rest of it goes on behind the next forward pass",
+                "the rest of it goes on during the next forward pass",
             ],
         ),
         (
             {"during_backward": True, "overlap": False},
-            ["a part of the optimizer is stepped during the last backward pass"],
+            ["- the optimizer is stepped during the last backward pass"],
         ),
     ],
 )
@@ -73,12 +73,25 @@ def test_what_hides_the_optimizer_is_said_for_each_way_to_step(
     arguments = ["Llama-3.1-8B", "--config", str(path)]
     assert main(["plan", *arguments]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    known = ("stepped during the last", "goes on behind", "come behind backward")
+    known = ("stepped during the last", "goes on during", "after backward, which")
     assert sum(printed.count(words) for words in known) == len(lines)
     assert [line for line in lines if line not in printed] == []
     account = as_json(capsys, *arguments)["memascend"]
     is_null = account["hiding_forward_seconds"] is None
     assert is_null == (optimizer.get("overlap") is False)
+
+
+def test_an_optimizer_on_the_cpu_leaves_the_drive_its_parameters_to_write(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ds_config = json.loads((ROOT / "configs" / "nvme_gpu.json").read_text())
+    ds_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ds_config))
+    assert main(["plan", "Llama-3.1-8B", "--config", str(path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "writing new parameters takes" in printed
+    assert "the optimizer takes" not in printed
 
 
 @pytest.mark.parametrize(

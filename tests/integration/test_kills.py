@@ -14,7 +14,7 @@ from . import kill_runs
 @pytest.mark.parametrize(("ranks", "during_backward"), [(1, False), (2, True)])
 def test_killed_runs_go_on_exactly(tmp_path: Path, ranks: int, during_backward: bool) -> None:
     kind = {"ranks": ranks, "during_backward": during_backward}
-    outcomes = kill_runs.run(1, seed=5, directory=tmp_path, **kind)
+    outcomes = kill_runs.run(1, seed=ranks, directory=tmp_path, **kind)
     assert [outcome for outcome in outcomes if not outcome.is_right] == []
 
 

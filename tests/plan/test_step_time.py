@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, derive
-from memascend.plan.footprint import PARAMETERS
+from memascend.plan.footprint import MASTER, PARAMETERS, STATE
 from memascend.plan.knobs import LEFT_ONE_OF
 from memascend.plan.shapes import builtin
 from memascend.plan.step_time import DriveTime
@@ -84,11 +84,28 @@ def test_no_step_is_faster_than_the_drive_is_with_all_of_it() -> None:
 
 def test_the_forward_pass_behind_a_step_finds_nothing_in_slots() -> None:
     plan = plan_of(gradient_accumulation_steps=2)
-    drive = DriveTime.of_plan(plan, **SPEEDS)
+    drive = DriveTime.of_plan(plan, read_gb_s=5.0, write_gb_s=1e9)
     assert drive.first_forward_s == pytest.approx(plan.drive[PARAMETERS] / 5e9)
     assert drive.forward_s < drive.first_forward_s
-    whole = drive.first_forward_s + 3 * drive.forward_s
-    assert whole == pytest.approx(plan.read_bytes[PARAMETERS] / 5e9)
+    back_s = 2 * plan.backward_parameters_bytes / 5e9
+    whole_s = drive.first_forward_s + drive.forward_s + back_s
+    assert whole_s == pytest.approx(plan.read_bytes[PARAMETERS] / 5e9)
+
+
+def test_a_backward_pass_reads_nothing_of_what_the_device_keeps() -> None:
+    request = PlanRequest(gradient_accumulation_steps=8, reuse_numel=2 * SHAPES.numel)
+    plan = derive(SHAPES, request=request)
+    assert plan.backward_parameters_bytes == 0
+    drive = DriveTime.of_plan(plan, read_gb_s=5.0, write_gb_s=1e9)
+    forwards_s = drive.first_forward_s + 7 * drive.forward_s
+    assert forwards_s == pytest.approx(plan.read_bytes[PARAMETERS] / 5e9)
+
+
+def test_the_first_tiles_are_read_during_backward() -> None:
+    plan = plan_of()
+    drive = DriveTime.of_plan(plan, read_gb_s=1.0, write_gb_s=1e9)
+    ahead_bytes = plan.tile_count * plan.tile_numel * 12
+    assert drive.last_backward_s - drive.backward_s == pytest.approx(ahead_bytes / 1e9)
 
 
 def test_ranks_share_the_drive() -> None:
@@ -97,7 +114,6 @@ def test_ranks_share_the_drive() -> None:
 
 def test_what_is_stepped_during_backward_is_not_left_to_forward() -> None:
     plain, early = drive_time(), drive_time(during_backward=True)
-    assert plain.last_backward_s == plain.backward_s
     assert early.last_backward_s > plain.last_backward_s
     # It writes most; of gradients only those of the tiles that are left go to the drive.
     assert early.optimizer_s == pytest.approx(plain.optimizer_s / LEFT_ONE_OF, rel=0.01)
@@ -111,6 +127,16 @@ def test_what_is_stepped_during_backward_is_not_left_to_forward() -> None:
 
 def test_what_is_in_memory_takes_its_new_values_over_when_the_step_is_made() -> None:
     request = PlanRequest(during_backward=True, overlaps=False)
-    plan = derive(SHAPES, request=request, limit_bytes=32 << 30)
+    plan = derive(SHAPES, request=request, limit_bytes=8 << 30)
     assert plan.read_bytes[SECOND_VALUES] > 0
     assert DriveTime.of_plan(plan, **SPEEDS).optimizer_s > 0
+
+
+def test_what_has_its_master_weights_in_memory_is_not_stepped_during_backward() -> None:
+    request = PlanRequest(during_backward=True)
+    plan = derive(SHAPES, request=request, limit_bytes=100 << 30)
+    assert plan.read_bytes[MASTER] == 0 < plan.read_bytes[STATE]
+    drive = DriveTime.of_plan(plan, **SPEEDS)
+    assert drive.last_backward_s == drive.backward_s
+    states_s = max(plan.read_bytes[STATE] / 5e9, plan.written_bytes[STATE] / 4e9)
+    assert drive.optimizer_s == pytest.approx(states_s)
