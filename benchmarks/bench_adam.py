@@ -3,9 +3,8 @@
 Those are what memascend did before, and does for any other optimizer: the gradient is widened,
 multiplied, stepped with by DeepSpeedCPUAdam, and the new weights are rounded to bf16. Both ways end
 with the same bits, which is compared. Bytes for a parameter are counted: what each pass reads and
-writes of memory, as if nothing of a tile stayed in a cache. Beside them stands what memory moves in
-the time that a pass took, by a third contender that reads and writes as many bytes in place as one
-pass is said to, and computes next to nothing.
+writes of memory, as if nothing of a tile stayed in a cache. A third contender reads and writes as
+many bytes as one pass, in place, and computes next to nothing. `adam_traffic.py` measures bytes.
 """
 
 from __future__ import annotations
@@ -167,12 +166,6 @@ def _run_dtype(
             "wall_ms": harness.spread([sample.wall_s * 1e3 for sample in taken]),
             "ns_per_parameter": harness.spread([sample.wall_s / numel * 1e9 for sample in taken]),
             "bytes_per_parameter": counted[name],
-            "bytes_in_that_time": harness.spread(
-                [
-                    counted[MEMORY] * one.wall_s / memory.wall_s
-                    for one, memory in zip(taken, samples[MEMORY], strict=True)
-                ]
-            ),
             "one_pass_speedup": harness.speedup(samples["one pass"], taken),
         }
         config = {"numel": numel, "rounds": rounds, "torch_threads": torch.get_num_threads()}

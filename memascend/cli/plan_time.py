@@ -42,23 +42,14 @@ def ranks_of_node(args: argparse.Namespace) -> int:
     return int(args.world // args.nodes)
 
 
-def speeds(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the drive gives, as functions of the plan take it."""
-    return {
-        "read_gb_s": args.drive_read,
-        "write_gb_s": args.drive_write,
-        "ranks": ranks_of_node(args),
-    }
-
-
 def drive_seconds(plan: Footprint, args: argparse.Namespace) -> float:
     """Return the drive's time for a step."""
-    return plan.step_seconds(**speeds(args))
+    return plan.step_seconds(**_speeds(args))
 
 
 def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
     """Return what compute hides of the optimizer's time."""
-    drive = DriveTime.of_plan(plan, **speeds(args))
+    drive = DriveTime.of_plan(plan, **_speeds(args))
     notes = []
     if plan.drive.get(SECOND_VALUES):
         what = "a part of the optimizer" if drive.optimizer_s else "the optimizer"
@@ -87,12 +78,21 @@ def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
 
 def time_json(plan: Plan, args: argparse.Namespace) -> dict[str, float | None]:
     """Return the same for programs."""
-    drive = DriveTime.of_plan(plan, **speeds(args))
+    drive = DriveTime.of_plan(plan, **_speeds(args))
     found = {"hiding_forward_seconds": drive.behind_s if drive.goes_behind else None}
     if args.compute is not None:
         found["least_seconds"] = drive.step_s(*args.compute)
         found["unhidden_seconds"] = drive.unhidden_s(*args.compute)
     return found
+
+
+def _speeds(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the drive gives, as functions of the plan take it."""
+    return {
+        "read_gb_s": args.drive_read,
+        "write_gb_s": args.drive_write,
+        "ranks": ranks_of_node(args),
+    }
 
 
 def _above_zero(text: str) -> float:

@@ -1,14 +1,14 @@
 """The least time of a step: what the drive needs, what compute hides of it, and what it cannot.
 
-Pure arithmetic. The optimizer begins behind the last backward pass, as norm and verdict are known
-then, and goes on behind the next forward pass: its last layer computes no sooner than the optimizer
-is over. Of several micro-steps the first one has it behind. Reads and writes of what runs together
-are taken to overlap fully.
+Pure arithmetic. The optimizer begins after the last backward pass, as norm and verdict are known
+then, and goes on during the next forward pass, whose last layer computes no sooner than it is over.
+Of several micro-steps that is the first one. Reads and writes of what runs together are taken to
+overlap fully.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from memascend.plan.derive import SECOND_VALUES, Plan
@@ -110,12 +110,14 @@ class DriveTime:
             compute_forward_s: For which the forward pass of a micro-step computes.
             compute_backward_s: For which its backward pass does.
         """
-        further_s = max(compute_forward_s, self.forward_s)
-        further_s += max(compute_backward_s, self.backward_s)
-        alone_s = (self.micro_steps - 1) * further_s
-        alone_s += max(compute_forward_s, self.first_forward_s)
-        alone_s += max(compute_backward_s, self.backward_s)
-        return self.step_s(compute_forward_s, compute_backward_s) - alone_s
+        passes = replace(
+            self,
+            last_backward_s=self.backward_s,
+            optimizer_s=0.0,
+            behind_s=self.first_forward_s,
+        )
+        compute_s = compute_forward_s, compute_backward_s
+        return self.step_s(*compute_s) - passes.step_s(*compute_s)
 
 
 def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:

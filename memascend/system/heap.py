@@ -13,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from memascend.base.units import MIB, format_nbytes
 from memascend.system.mounts import PROC, read_line
@@ -66,7 +68,7 @@ def examine_heap(settings: Sequence[str] = ()) -> Heap:
     """
     libc = _glibc()
     if libc is None or not _is_serving(libc):
-        return Heap(_file_of_malloc(), "it is not glibc's")
+        return Heap(_file_of_malloc(libc), "it is not glibc's")
     return Heap(_glibc_version(), f"set by {', '.join(settings)}" if settings else "")
 
 
@@ -165,12 +167,51 @@ class _Symbol(ctypes.Structure):
     ]
 
 
-def _file_of_malloc() -> str:
-    process, symbol = ctypes.CDLL(None), _Symbol()
-    address = ctypes.cast(process.malloc, ctypes.c_void_p)
-    if not process.dladdr(address, ctypes.byref(symbol)) or not symbol.file:
-        return "an unknown library"
-    return os.path.basename(os.fsdecode(symbol.file))
+class _Loaded(ctypes.Structure):
+    """The first fields of `dl_phdr_info`."""
+
+    _fields_ = [("base", ctypes.c_void_p), ("file", ctypes.c_char_p)]
+
+
+_NOTE_LOADED = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p
+)
+
+
+def _file_of_malloc(libc: ctypes.CDLL | None) -> str:
+    """Return the name of the first library that defines it, as the loader looks, or the program's.
+
+    The address alone does not tell: in a program at a fixed address it is the program's.
+    """
+    glibc = None if libc is None else _file_defining_malloc(libc)
+    for file in _loaded_files():
+        if file == glibc:
+            break  # the program's own comes before it
+        with suppress(OSError, AttributeError):  # the kernel's, or without malloc
+            library = ctypes.CDLL(os.fsdecode(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            if _file_defining_malloc(library) == file:
+                return os.path.basename(os.fsdecode(file))
+    own = _file_defining_malloc(ctypes.CDLL(None))
+    return os.path.basename(os.fsdecode(own)) or "an unknown library"
+
+
+def _loaded_files() -> list[bytes]:
+    """Return the libraries of this process, in the order in which the loader looks."""
+    files: list[bytes] = []
+
+    def note(loaded: Any, size: int, data: object) -> int:
+        files.append(loaded.contents.file or b"")
+        return 0
+
+    ctypes.CDLL(None).dl_iterate_phdr(_NOTE_LOADED(note), None)
+    return [file for file in files if file]  # the program itself has no name
+
+
+def _file_defining_malloc(library: ctypes.CDLL) -> bytes:
+    symbol = _Symbol()
+    address = ctypes.cast(library.malloc, ctypes.c_void_p)
+    found = ctypes.CDLL(None).dladdr(address, ctypes.byref(symbol))
+    return symbol.file or b"" if found else b""
 
 
 def _map_count_max(proc: Path) -> int:

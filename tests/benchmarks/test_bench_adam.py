@@ -27,10 +27,6 @@ def test_it_runs_at_its_smallest_size(tmp_path: Path) -> None:
     dtypes = ("bfloat16", "float32")
     assert {row["case"] for row in rows} == {f"65536 elements, {d} gradients" for d in dtypes}
     assert all(row["figures"]["one_pass_speedup"] for row in rows)
-    for row in rows:
-        if row["contender"] == "memory alone":
-            counted = row["figures"]["bytes_per_parameter"]
-            assert row["figures"]["bytes_in_that_time"]["p50"] == pytest.approx(counted)
 
 
 def test_memory_alone_reads_and_writes_all_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_another_malloc_is_told_from_glibcs_by_what_it_does(tmp_path: Path, forw
 
 
 def test_without_glibc_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str | None) -> Any:
+    def load(name: str | None, mode: int = 0) -> Any:
         if name is not None:
             raise OSError(name)
         return loaded
