@@ -55,6 +55,7 @@ def test_after_half_a_step_nothing_is_read() -> None:
 
 def test_a_value_set_between_backward_and_step_is_seen() -> None:
     one, other = trained(), trained()
+    other.finish_walk()  # which reads tiles of its own
     early.backward(one, 1)
     for optimizer in (one, other):
         optimizer.grad_position = {0: PLACE}
