@@ -1,13 +1,14 @@
-"""Trains a stack of layers and prints which reads the host waited for, module by module, as JSON.
+"""Trains a stack of layers and prints which reads each rank waited for, module by module, as JSON.
 
-Started by test_gathers.py. The clock is the program's own: a read takes as long as it has bytes,
-one behind the other, and a layer computes on a device that works behind the host. So what is
-counted is the same on every machine.
+Started by test_gathers.py. The clock is the program's own, one for each rank: a read takes as long
+as it has bytes, one behind the other, and a layer computes on a device that works behind the host.
+So what is counted is the same on every machine.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections import Counter
 from typing import Any
@@ -19,9 +20,10 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
 from tests.support.process_group import leave
 
-#: A matrix of more than a MiB: a smaller one would stay in host memory.
-LAYERS, WIDTH = 12, 768
-LAYER_BYTES = WIDTH * WIDTH * 2
+WORLD = int(os.environ["WORLD_SIZE"])
+#: A shard of more than a MiB: a smaller one would stay in host memory.
+LAYERS, WIDTH = 12, 768 * WORLD
+SHARD_BYTES = WIDTH * WIDTH * 2 // WORLD
 #: The first step makes the states, and DeepSpeed learns the order of the modules.
 WARMUPS = 3
 
@@ -96,7 +98,7 @@ class TimedStore:
 
 
 class Layer(torch.nn.Module):
-    """One matrix; computes as long as it takes to read."""
+    """One matrix; computes as long as it takes to read the rank's part of it."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -106,7 +108,7 @@ class Layer(torch.nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows of the same shape."""
         result = rows + torch.tanh(self.linear(rows))
-        self._clock.compute(LAYER_BYTES)  # DeepSpeed has let it: the matrix is there
+        self._clock.compute(SHARD_BYTES)  # DeepSpeed has let it: the matrix is there
         return result
 
 
@@ -141,7 +143,7 @@ def config(drive: str) -> dict[str, Any]:
         },
         "steps_per_print": 1_000_000,
         "memascend": {
-            "buffer_pool": {"prefetch_bytes": 3 * LAYER_BYTES},
+            "buffer_pool": {"prefetch_bytes": 3 * SHARD_BYTES},
             "streaming": {"optimizer": {"overlap": False}},
         },
     }
@@ -179,7 +181,11 @@ def main() -> None:
             whole = {"passed": clock.passed, **clock.counts}
             engine.step()
         engine.destroy()
-    print(json.dumps({"forward": forward, "whole": whole, "layer": LAYER_BYTES}))
+    found: list[Any] = [None] * WORLD
+    rank = {"forward": forward, "whole": whole, "shard": SHARD_BYTES}
+    torch.distributed.all_gather_object(found, rank)
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(found))
     leave()
 
 

@@ -15,14 +15,17 @@ LAYERS = 12
 pytestmark = pytest.mark.deepspeed
 
 
-def test_no_module_waits_for_the_parameters_of_another(run_program: RunProgram) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_module_waits_for_the_parameters_of_another(run_program: RunProgram, ranks: int) -> None:
     """The drive is as fast as the layers compute, so that any other wait would show."""
-    found: Any = run_program(str(PROGRAM))
-    layer_bytes, forward = found["layer"], found["forward"]
-    assert forward["compute"] == LAYERS * layer_bytes
-    assert forward["read"] > LAYERS * layer_bytes  # and some for backward
-    assert forward["needed"] == LAYERS
-    # The first layer is read before anything computes, and then all that computes is beside reads.
-    assert forward["passed"] == (LAYERS + 1) * layer_bytes
-    for phase in ("forward", "whole"):
-        assert found[phase].get("ahead", 0) == 0
+    found: Any = run_program(str(PROGRAM), ranks=ranks)
+    assert len(found) == ranks
+    for rank in found:
+        shard_bytes, forward = rank["shard"], rank["forward"]
+        assert forward["compute"] == LAYERS * shard_bytes
+        assert forward["read"] >= LAYERS * shard_bytes  # and maybe some for backward
+        assert forward["needed"] == LAYERS
+        # The first is read before anything computes, and then all that computes is beside reads.
+        assert forward["passed"] == (LAYERS + 1) * shard_bytes
+        for phase in ("forward", "whole"):
+            assert rank[phase].get("ahead", 0) == 0

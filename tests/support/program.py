@@ -23,26 +23,29 @@ RunProgram = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def run_program() -> RunProgram:
-    """Runs `python FILE ARGUMENTS...` as one CPU rank; its last line of output is JSON."""
+    """Runs `python FILE ARGUMENTS...` as CPU ranks; the last line of output is JSON."""
 
-    def run(program: str, *arguments: str) -> Any:
+    def run(program: str, *arguments: str, ranks: int = 1) -> Any:
         programs = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         defaults = {
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": str(REPOSITORY / ".venv" / "torch_extensions"),
         }
         environment = defaults | dict(os.environ)
-        environment |= {
+        alone = {
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
+        }
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        environment |= (alone if ranks == 1 else {}) | {
             "PATH": os.pathsep.join(programs),
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")]),
         }
         done = subprocess.run(
-            [sys.executable, program, *arguments],
+            [sys.executable, *(several if ranks > 1 else []), program, *arguments],
             env=environment,
             capture_output=True,
             text=True,

@@ -3,9 +3,8 @@
 Five things happen here: a gather waits until the optimizer has written what it reads; slots of
 gathered parameters go back early; a list larger than the pool is gathered in turns, each of which
 is read as a whole first; what a gather has begun is given up when it fails, so that it can be tried
-again; and on a rank that is alone a parameter that is still being read is gathered later, so that
-the module before it need not wait. Parameters of other swappers pass through to the stock functions
-untouched.
+again; and a parameter that is still being read is gathered later, so that the module before it need
+not wait. Parameters of other swappers pass through to the stock functions untouched.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.compiler import lazy_disable
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
 
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
@@ -121,8 +122,7 @@ def _in_turns(
         param_list: Sequence[Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> Any:
         listed = [param] if param_list is None else list(param_list)
-        if swapper.late_gathers is not None:
-            swapper.late_gathers.begin(listed)
+        swapper.late_gathers.begin(listed)
         absent = _without_duplicates(p for p in listed if _is_absent(p))
         handles: list[Any] = []
         with _whole_or_not_at_all(swapper, absent, handles):
@@ -164,12 +164,10 @@ def _coalesced_in_turns(
 
     def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
         listed, gathers = list(params), swapper.late_gathers
-        if gathers is None or any(keywords.values()):
+        if any(keywords.values()):
             return begin(listed, **keywords)
         gathers.begin()
-        # What nobody reads yet is needed now: DeepSpeed has read whatever it gathers ahead.
-        absent = [p for p in listed if _is_absent(p) and not _needs_a_read(p)]
-        late = {p.ds_id: p for p in swapper.late(absent)}
+        late = {p.ds_id: p for p in gathers.late(p for p in listed if _is_absent(p))}
         if not late:
             return begin(listed, **keywords)
         now = [param for param in listed if param.ds_id not in late]
@@ -182,6 +180,28 @@ def _coalesced_in_turns(
             raise
 
     return all_gather_coalesced
+
+
+def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace PartitionedParameterCoordinator.fetch_sub_module: a module's own gathers begin alike.
+
+    Several ranks have to know what the module needs, since which parameter of it is waited for
+    first differs between them.
+    """
+
+    @functools.wraps(original)
+    def fetch(coordinator: Any, module: Any, forward: bool) -> None:
+        params = list(iter_params(module, recurse=z3_leaf_module(module)))
+        swapper = next(filter(None, map(swapper_of, params)), None)
+        if swapper is None:
+            original(coordinator, module, forward)
+            return
+        with swapper.late_gathers.needed_by_module(params):
+            original(coordinator, module, forward)
+
+    # As upstream's own: torch.compile has nothing to trace here.
+    hidden: Callable[..., None] = lazy_disable(fetch)
+    return hidden
 
 
 def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
@@ -219,10 +239,6 @@ def _whole_or_not_at_all(
 
 def _is_absent(param: Parameter) -> bool:
     return bool(param.ds_status is ZeroParamStatus.NOT_AVAILABLE)
-
-
-def _needs_a_read(param: Parameter) -> bool:
-    return bool(param.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE)
 
 
 def _without_duplicates(params: Iterable[Parameter]) -> list[Parameter]:

@@ -2,20 +2,25 @@
 
 DeepSpeed gathers the parameters of the next modules before it lets the current one compute. A
 parameter that is still being read, or that the optimizer has still to write, would hold that up:
-its gather is noted instead. It begins when it is waited for, or at the first gather or wait behind
-its arrival. Until then DeepSpeed takes the parameter to be in flight, and its shard is like any
-other that was read ahead: it gives way to what is needed sooner, and is read again then.
+its gather is noted instead, and begins when it is waited for. Until then DeepSpeed takes the
+parameter to be in flight, and its shard is like any other that was read ahead: it gives way to what
+is needed sooner, and is read again then.
 
-Several ranks would have to begin their gathers in the same order and at the same places, but their
-drives are not equally fast. So this is for a rank that is alone, whose gathers are copies.
+The gathers of a rank that is alone are copies: those of what has arrived begin sooner, at the first
+gather or wait behind its arrival. Several ranks have to begin theirs in the same order and at the
+same places, but their drives are not equally fast, and which parameter of a module is waited for
+first differs between them, as DeepSpeed has these in a set. So with several ranks every gather is
+noted, and with the first wait for a module those of all of its parameters begin, as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 Parameter = Any
@@ -83,10 +88,35 @@ class GatherHandles:
 class LateGathers:
     """Of one swapper. Any thread may call; the swapper's lock is held while gathers begin."""
 
-    def __init__(self, swapper: Swapper) -> None:
-        """Begin with none."""
+    def __init__(self, swapper: Swapper, *, is_alone: bool) -> None:
+        """Begin with none.
+
+        Args:
+            swapper: Reads the shards.
+            is_alone: Whether this is the only rank.
+        """
         self._swapper = swapper
+        self._is_alone = is_alone
         self._noted: dict[int, LateGather] = {}  # by ds_id, in the order in which they were noted
+        # Of each thread: what the module needs that it fetches parameters for.
+        self._fetching = threading.local()
+
+    @contextmanager
+    def needed_by_module(self, params: Iterable[Parameter]) -> Iterator[None]:
+        """Know what the module needs that DeepSpeed fetches parameters for inside."""
+        self._fetching.ids = frozenset(param.ds_id for param in params)
+        try:
+            yield
+        finally:
+            del self._fetching.ids
+
+    def late(self, absent: Iterable[Parameter]) -> list[Parameter]:
+        """Return those of a list whose gathers are to be noted; with several ranks all."""
+        if not self._is_alone:
+            return list(absent)
+        # What nobody reads yet is needed now: DeepSpeed has read whatever it gathers ahead.
+        unread = PartitionedParamStatus.NOT_AVAILABLE
+        return self._swapper.late(p for p in absent if p.ds_tensor.status is not unread)
 
     def note(self, params: Iterable[Parameter], begin: Begin) -> list[LateGather]:
         """Have absent parameters in flight, as DeepSpeed sees them, and gather them later."""
@@ -112,12 +142,14 @@ class LateGathers:
             gather.begun.give_up()
 
     def begin(self, needed: Iterable[Parameter] = ()) -> None:
-        """Begin the gathers of what is here by now, and of what is needed.
+        """Begin the gathers of what is needed, and with them what else is to begin by now.
 
         Raises:
             StoreError: A read failed, or the walk did.
         """
         needed_ids = {param.ds_id for param in needed}
+        if needed_ids and not self._is_alone:
+            needed_ids |= getattr(self._fetching, "ids", frozenset())
         # What is needed and not noted another thread may be about to begin: with the lock.
         if not (self._noted or needed_ids):
             return
@@ -125,11 +157,17 @@ class LateGathers:
         noted = [g.param for g in list(self._noted.values()) if g.param.ds_id in needed_ids]
         self._swapper.wait_for_updates(noted)
         with self._swapper.lock:
-            waiting = [g.param for g in self._noted.values() if g.param.ds_id not in needed_ids]
-            late_ids = {param.ds_id for param in self._swapper.late(waiting)}
-            due = [g for g in self._noted.values() if g.param.ds_id not in late_ids]
+            due = self._due(needed_ids)
             if due:
                 self._begin(due)
+
+    def _due(self, needed_ids: set[int]) -> list[LateGather]:
+        """Return what is needed and, on a rank that is alone, what is here."""
+        noted = self._noted.values()
+        waiting = [one.param for one in noted if one.param.ds_id not in needed_ids]
+        late = self._swapper.late(waiting) if self._is_alone else waiting
+        late_ids = {param.ds_id for param in late}
+        return [one for one in noted if one.param.ds_id not in late_ids]
 
     def _begin(self, gathers: Sequence[LateGather]) -> None:
         params = [one.param for one in gathers]

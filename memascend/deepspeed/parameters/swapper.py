@@ -68,13 +68,13 @@ class ParameterSwapper:
             dtype: Of the model, for shards that do not exist yet.
             swappable_bytes_min: Without a budget: smaller shards stay in host memory.
             lock: Of the data paths, reentrant; None: nobody else uses them.
-            is_alone: Whether this is the only rank, which may gather when it likes.
+            is_alone: Whether this is the only rank, which may gather what has arrived.
         """
         self.lock = lock or threading.RLock()
         self.is_interrupted = False
         self.memascend_attachment = attachment
         self.dtype = dtype
-        self.late_gathers = LateGathers(self) if is_alone else None
+        self.late_gathers = LateGathers(self, is_alone=is_alone)
         self._stream = stream
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
         self._released = ReleasedMemory(limit_bytes=RELEASED_BYTES_MAX)

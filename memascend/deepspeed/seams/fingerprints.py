@@ -62,6 +62,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partitioned_param_coordinator.InflightParamRegistry.__setitem__": (
         "918a728f4b4b3f1c",
     ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.fetch_sub_module": (
+        "daf94249226efec8",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__avg_scatter_contiguous_grads": (
         "a5f3def498f2cb6c",
     ),

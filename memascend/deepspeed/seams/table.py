@@ -69,6 +69,13 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.parameters.gather:wrap_register",
     ),
     Seam(
+        "fetch",
+        f"{_ZERO}.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.fetch_sub_module",
+        "of several ranks each begins the same gathers, whichever it waits for first",
+        f"{_OURS}.parameters.gather:wrap_fetch",
+    ),
+    Seam(
         "partition",
         f"{_ZERO}.partition_parameters",
         "Init._partition_param",

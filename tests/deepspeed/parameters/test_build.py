@@ -16,6 +16,8 @@ from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 pytest.importorskip("deepspeed")
 
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
 from memascend.config.block import parse_block
 from memascend.deepspeed.parameters import build
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
@@ -85,11 +87,14 @@ def test_within_a_budget_every_shard_is_swapped(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_gathers_when_it_likes_where_it_is_alone(
+def test_of_several_ranks_each_gather_is_begun_late(
     monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     swapper, _ = made(monkeypatch, {"enabled": True}, 1 << 20, ranks=ranks)
-    assert (swapper.late_gathers is not None) == (ranks == 1)
+    kept = parameter(7, numel=10)
+    kept.ds_tensor.final_location = None  # in host memory, where nobody waits for it
+    kept.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+    assert swapper.late_gathers.late([kept]) == ([kept] if ranks > 1 else [])
 
 
 def test_within_a_budget_the_store_lends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 
 from memascend.deepspeed.parameters.gather import swapper_of, wrap_convert, wrap_partition
+from memascend.deepspeed.parameters.late_gathers import LateGathers
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
 
@@ -25,7 +27,8 @@ class TwoAtATime(ParameterSwapper):
         self.calls: list[tuple[str, list[int]]] = []
         self.components: list[str | None] = []
         self.waits = 0
-        self.late_gathers = None
+        self.lock = threading.RLock()
+        self.late_gathers = LateGathers(self, is_alone=True)
         self.updated: list[list[int]] = []
         self.released: list[int] = []
         self.memascend_attachment = SimpleNamespace(host_buffers=self._host_buffers)  # type: ignore[assignment]
@@ -49,6 +52,9 @@ class TwoAtATime(ParameterSwapper):
 
     def after_gather(self, params: Any) -> None:
         self.note("let go", params)
+
+    def late(self, params: Any) -> Any:
+        return []  # all is here
 
     def wait_for_updates(self, params: Any) -> None:
         self.updated.append([param.ds_id for param in params])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from tests.support.streaming_fakes import CountedPool, FakeStore
 
@@ -18,7 +21,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _no_gather_coalesced
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
-from memascend.deepspeed.parameters.gather import wrap_convert, wrap_register
+from memascend.deepspeed.parameters.gather import wrap_convert, wrap_fetch, wrap_register
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.streaming.parameters import ParameterStream
@@ -33,9 +36,9 @@ ABSENT, FLYING, THERE = (
 
 
 class Bench:
-    """Parameters 0, 1, 2 over a drive that finishes a read when it is waited for."""
+    """Parameters 0, 1, 2 and so on over a drive that finishes a read when it is waited for."""
 
-    def __init__(self, *, is_alone: bool = True) -> None:
+    def __init__(self, *, is_alone: bool = True, count: int = 3) -> None:
         self.store = FakeStore()
         self.walk = Walk()
         self.lock = WatchedLock()
@@ -48,7 +51,8 @@ class Bench:
         )
         self.out_of_memory = False
         self.before_gather: Callable[[], object] = int
-        self.params = [parameter(ds_id) for ds_id in range(3)]
+        self.gathered: list[list[int]] = []
+        self.params = [parameter(ds_id) for ds_id in range(count)]
         for param in self.params:
             param.ds_shape, param.ds_numel = (NUMEL,), NUMEL
             param.nvme_swapper = self.swapper
@@ -63,6 +67,7 @@ class Bench:
     def _convert(self, init: Any, param: Any) -> None:
         def all_gather_coalesced(params: Any, **_: Any) -> Any:
             self.before_gather()
+            self.gathered.append([param.ds_id for param in params])
             if self.out_of_memory:
                 raise torch.OutOfMemoryError("no memory left")
             return _no_gather_coalesced(list(params))
@@ -175,15 +180,6 @@ def test_what_is_in_flight_is_not_gathered_again(bench: Bench) -> None:
     assert bench.is_whole(0)
 
 
-def test_several_ranks_gather_in_the_order_they_are_asked_to() -> None:
-    bench = Bench(is_alone=False)
-    bench.read_ahead(0, 1, 2)
-    bench.gather(2, 1)
-    assert bench.pending() == ["param.0"]
-    assert bench.is_whole(1)
-    assert bench.is_whole(2)
-
-
 @pytest.mark.parametrize("keyword", ["quantize", "safe_mode"])
 def test_what_is_gathered_in_a_special_way_is_gathered_now(bench: Bench, keyword: str) -> None:
     bench.read_ahead(0)
@@ -214,6 +210,86 @@ class Key:
 
     def __init__(self, param: Any) -> None:
         self.ds_id, self.ds_status = param.ds_id, FLYING
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+def test_with_several_ranks_arrival_begins_nothing() -> None:
+    bench = Bench(is_alone=False)
+    bench.read_ahead(0, 1, 2)
+    bench.gather(0, 1)
+    bench.finish_read(0)
+    bench.finish_read(1)
+    bench.gather(2)
+    assert bench.gathered == []
+    bench.wait(2)
+    assert bench.gathered == [[2]]
+    assert bench.is_whole(2)
+
+
+def test_a_blocking_gather_of_several_ranks_begins_what_it_needs() -> None:
+    bench = Bench(is_alone=False)
+    bench.gather(0)
+    bench.gather(1)
+    bench.params[1].all_gather(param_list=bench.params[1:2])
+    assert bench.gathered == [[1]]
+    assert bench.statuses() == [FLYING, FLYING, ABSENT]
+
+
+def fetch(bench: Bench, module: list[int], ahead: list[int], chance: random.Random) -> None:
+    """As DeepSpeed: gather what the module needs, wait for it in any order, and gather ahead."""
+
+    def original(*_: object) -> None:
+        absent = [index for index in module if bench.params[index].ds_status is ABSENT]
+        if absent:
+            bench.gather(*chance.sample(absent, len(absent)))
+        for index in chance.sample(module, len(module)):
+            if index in bench.registry:
+                bench.wait(index)
+            assert bench.is_whole(index)
+        if ahead:
+            bench.read_ahead(*ahead)
+            bench.gather(*chance.sample(ahead, len(ahead)))
+
+    listed = [(str(index), bench.params[index]) for index in module]
+    layer = SimpleNamespace(
+        named_parameters=lambda recurse: listed, ds_external_parameters=lambda: []
+    )
+    wrap_fetch(original)(None, layer, True)
+
+
+@hypothesis.given(
+    st.lists(st.lists(st.integers(0, 7), min_size=1, unique=True), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_ranks_begin_alike_whatever_has_arrived_and_in_whatever_order_they_wait(
+    modules: list[list[int]], chance: random.Random
+) -> None:
+    ranks = [Bench(is_alone=False, count=8) for _ in range(2)]
+    for place, module in enumerate(modules):
+        absent = [i for i in range(8) if ranks[0].params[i].ds_status is ABSENT]
+        ahead = [i for i in absent if i not in module and chance.random() < 0.5]
+        for bench in ranks:
+            fetch(bench, module, ahead, chance)
+            for index in chance.sample(range(8), 2):
+                bench.finish_read(index)
+            for index in module:
+                bench.params[index].ds_status = ABSENT  # released
+        assert [sorted(ids) for ids in ranks[0].gathered] == [
+            sorted(ids) for ids in ranks[1].gathered
+        ], place
+        assert ranks[0].statuses() == ranks[1].statuses()
+
+
+def test_all_that_a_module_needs_is_gathered_as_one_and_nothing_else() -> None:
+    bench = Bench(is_alone=False, count=4)
+    chance = random.Random(0)
+    fetch(bench, [0], [1, 2], chance)
+    assert bench.gathered == [[0]]
+    fetch(bench, [2, 3], [], chance)
+    assert [sorted(ids) for ids in bench.gathered] == [[0], [2, 3]]
+    assert bench.pending() == ["param.1"]
 
 
 # -- what looks at a parameter in between ----------------------------------------------------------
