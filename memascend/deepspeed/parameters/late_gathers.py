@@ -10,13 +10,15 @@ The gathers of a rank that is alone are copies: those of what has arrived begin 
 gather or wait behind its arrival. Several ranks have to begin theirs in the same order and at the
 same places, but their drives are not equally fast, and which parameter of a module is waited for
 first differs between them, as DeepSpeed has these in a set. So with several ranks every gather is
-noted, and with the first wait for a module those of all of its parameters begin, as one.
+noted, and with the first wait for a module those of all of its parameters begin, as one. DeepSpeed
+waits without a module where it lets go of all that it gathered ahead: then all begin.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -58,7 +60,7 @@ class LateGather:
         DeepSpeed does not have this handle any more: behind an error the parameter is absent.
         """
         try:
-            self._gathers.begin([self.param])
+            self._gathers.begin_awaited(self.param)
             if self.begun is not None:
                 self.begun.wait(**keywords)
         except BaseException:
@@ -142,14 +144,25 @@ class LateGathers:
             gather.begun.give_up()
 
     def begin(self, needed: Iterable[Parameter] = ()) -> None:
-        """Begin the gathers of what is needed, and with them what else is to begin by now.
+        """Begin the gathers of what is needed and, on a rank that is alone, of what is here.
 
         Raises:
             StoreError: A read failed, or the walk did.
         """
-        needed_ids = {param.ds_id for param in needed}
-        if needed_ids and not self._is_alone:
-            needed_ids |= getattr(self._fetching, "ids", frozenset())
+        self._begin_of({param.ds_id for param in needed})
+
+    def begin_awaited(self, param: Parameter) -> None:
+        """Begin the gather of a parameter that is waited for, and what else begins with it.
+
+        Raises:
+            StoreError: A read failed, or the walk did.
+        """
+        awaited = frozenset([param.ds_id])
+        if not self._is_alone:
+            awaited |= getattr(self._fetching, "ids", None) or frozenset(self._noted)
+        self._begin_of(awaited)
+
+    def _begin_of(self, needed_ids: AbstractSet[int]) -> None:
         # What is needed and not noted another thread may be about to begin: with the lock.
         if not (self._noted or needed_ids):
             return
@@ -161,8 +174,8 @@ class LateGathers:
             if due:
                 self._begin(due)
 
-    def _due(self, needed_ids: set[int]) -> list[LateGather]:
-        """Return what is needed and, on a rank that is alone, what is here."""
+    def _due(self, needed_ids: AbstractSet[int]) -> list[LateGather]:
+        """Return what is noted and needed and, on a rank that is alone, what is here."""
         noted = self._noted.values()
         waiting = [one.param for one in noted if one.param.ds_id not in needed_ids]
         late = self._swapper.late(waiting) if self._is_alone else waiting

@@ -223,9 +223,17 @@ def test_with_several_ranks_arrival_begins_nothing() -> None:
     bench.finish_read(1)
     bench.gather(2)
     assert bench.gathered == []
+
+
+def test_where_deepspeed_lets_go_of_all_that_was_gathered_ahead_all_begin() -> None:
+    """It waits for one after the other, in the order of a set that each rank has its own of."""
+    bench = Bench(is_alone=False)
+    bench.gather(0, 1)
+    bench.gather(2)
     bench.wait(2)
-    assert bench.gathered == [[2]]
-    assert bench.is_whole(2)
+    assert bench.gathered == [[0, 1, 2]]
+    bench.wait(0)
+    assert bench.gathered == [[0, 1, 2]]
 
 
 def test_a_blocking_gather_of_several_ranks_begins_what_it_needs() -> None:
