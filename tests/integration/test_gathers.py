@@ -23,7 +23,9 @@ def test_no_module_waits_for_the_parameters_of_another(run_program: RunProgram, 
     for rank in found:
         shard_bytes, forward = rank["shard"], rank["forward"]
         assert forward["compute"] == LAYERS * shard_bytes
-        assert forward["read"] >= LAYERS * shard_bytes  # and maybe some for backward
+        assert forward["read"] >= LAYERS * shard_bytes
+        if ranks == 1:
+            assert forward["read"] > LAYERS * shard_bytes  # and some for backward
         assert forward["needed"] == LAYERS
         # The first is read before anything computes, and then all that computes is beside reads.
         assert forward["passed"] == (LAYERS + 1) * shard_bytes

@@ -2,8 +2,9 @@
 
 Backward runs hooks on autograd's thread of each device, the host included, and a wait for the drive
 or the device lets go of the interpreter's lock: another thread's hook then begins in the middle of
-the first one's. A lock of the data paths is held for one call, never over a collective. It is
-reentrant, since a signal's handler runs in the middle of a call of the same thread.
+the first one's. A lock of the data paths is held for one call. A collective may begin under it, but
+none is waited for. It is reentrant, since a signal's handler runs in the middle of a call of the
+same thread.
 """
 
 from __future__ import annotations

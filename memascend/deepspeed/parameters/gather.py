@@ -174,7 +174,7 @@ def _coalesced_in_turns(
         try:
             with _whole_or_not_at_all(swapper, listed, []):
                 noted = gathers.note(late.values(), begin)
-                return GatherHandles(begin(now, **keywords) if now else None, noted)
+                return GatherHandles(gathers, begin(now, **keywords) if now else None, noted)
         except BaseException:
             gathers.withdraw(late.values())
             raise
@@ -183,11 +183,7 @@ def _coalesced_in_turns(
 
 
 def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace PartitionedParameterCoordinator.fetch_sub_module: a module's own gathers begin alike.
-
-    Several ranks have to know what the module needs, since which parameter of it is waited for
-    first differs between them.
-    """
+    """Replace PartitionedParameterCoordinator.fetch_sub_module: late gathers know the module."""
 
     @functools.wraps(original)
     def fetch(coordinator: Any, module: Any, forward: bool) -> None:
@@ -196,8 +192,12 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
         if swapper is None:
             original(coordinator, module, forward)
             return
-        with swapper.late_gathers.needed_by_module(params):
+        fetching = swapper.late_gathers.fetching
+        try:
+            fetching.ids = frozenset(param.ds_id for param in params)
             original(coordinator, module, forward)
+        finally:
+            fetching.ids = None
 
     # As upstream's own: torch.compile has nothing to trace here.
     hidden: Callable[..., None] = lazy_disable(fetch)

@@ -1,25 +1,26 @@
-"""Gathers that begin when what they gather is here, not when DeepSpeed asks for them.
+"""Gathers that begin when what they gather is needed, not when DeepSpeed asks for them.
 
 DeepSpeed gathers the parameters of the next modules before it lets the current one compute. A
 parameter that is still being read, or that the optimizer has still to write, would hold that up:
-its gather is noted instead, and begins when it is waited for. Until then DeepSpeed takes the
-parameter to be in flight, and its shard is like any other that was read ahead: it gives way to what
-is needed sooner, and is read again then.
+its gather is noted instead, and begins when the module is fetched that needs it. Until then
+DeepSpeed takes the parameter to be in flight, and its shard is like any other that was read ahead:
+it gives way to what is needed sooner, and is read again then. Where DeepSpeed waits without a
+module, it lets go of what it gathered ahead, and nothing is gathered.
 
 The gathers of a rank that is alone are copies: those of what has arrived begin sooner, at the first
 gather or wait behind its arrival. Several ranks have to begin theirs in the same order and at the
 same places, but their drives are not equally fast, and which parameter of a module is waited for
-first differs between them, as DeepSpeed has these in a set. So with several ranks every gather is
-noted, and with the first wait for a module those of all of its parameters begin, as one. DeepSpeed
-waits without a module where it lets go of all that it gathered ahead: then all begin.
+first differs between them, as DeepSpeed has these in a set. So with several ranks every gather of
+the coordinator is noted, and with the first wait for a module those of all of its parameters begin,
+as one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
@@ -55,9 +56,10 @@ class LateGather:
         self._gathers = gathers
 
     def wait(self, **keywords: Any) -> None:
-        """Begin, if nobody has, and wait as DeepSpeed does; return at once if it has failed.
+        """Wait as DeepSpeed's coordinator does; return at once if the gather has failed.
 
-        DeepSpeed does not have this handle any more: behind an error the parameter is absent.
+        It does not have this handle any more: behind an error the parameter is absent. So it is
+        where the coordinator fetches for no module, and nobody has begun the gather.
         """
         try:
             self._gathers.begin_awaited(self.param)
@@ -71,7 +73,8 @@ class LateGather:
 class GatherHandles:
     """The handle of a list: of one gather that has begun, and of late ones."""
 
-    def __init__(self, begun: Any, late: Iterable[LateGather]) -> None:
+    def __init__(self, gathers: LateGathers, begun: Any, late: Iterable[LateGather]) -> None:
+        self._gathers = gathers
         self._begun = begun
         self._late = {one.param.ds_id: one for one in late}
 
@@ -80,11 +83,23 @@ class GatherHandles:
         return self._late.get(param.ds_id, self._begun)
 
     def wait(self, **keywords: Any) -> None:
-        """Wait for all of the list."""
+        """Gather and wait for all of the list."""
         if self._begun is not None:
             self._begun.wait(**keywords)
+        late = [one.param for one in self._late.values()]
+        try:
+            self._gathers.begin(late)
+        except BaseException:
+            self._gathers.withdraw(late)
+            raise
         for one in self._late.values():
             one.wait(**keywords)
+
+
+class Fetching(threading.local):
+    """What the module needs that the coordinator fetches parameters for; of each thread."""
+
+    ids: frozenset[int] | None = None
 
 
 class LateGathers:
@@ -100,17 +115,7 @@ class LateGathers:
         self._swapper = swapper
         self._is_alone = is_alone
         self._noted: dict[int, LateGather] = {}  # by ds_id, in the order in which they were noted
-        # Of each thread: what the module needs that it fetches parameters for.
-        self._fetching = threading.local()
-
-    @contextmanager
-    def needed_by_module(self, params: Iterable[Parameter]) -> Iterator[None]:
-        """Know what the module needs that DeepSpeed fetches parameters for inside."""
-        self._fetching.ids = frozenset(param.ds_id for param in params)
-        try:
-            yield
-        finally:
-            del self._fetching.ids
+        self.fetching = Fetching()
 
     def late(self, absent: Iterable[Parameter]) -> list[Parameter]:
         """Return those of a list whose gathers are to be noted; with several ranks all."""
@@ -152,19 +157,20 @@ class LateGathers:
         self._begin_of({param.ds_id for param in needed})
 
     def begin_awaited(self, param: Parameter) -> None:
-        """Begin the gather of a parameter that is waited for, and what else begins with it.
+        """Begin the gather of a parameter that the coordinator waits for, and what goes with it.
 
         Raises:
             StoreError: A read failed, or the walk did.
         """
-        awaited = frozenset([param.ds_id])
-        if not self._is_alone:
-            awaited |= getattr(self._fetching, "ids", None) or frozenset(self._noted)
-        self._begin_of(awaited)
+        module_ids = self.fetching.ids
+        if module_ids is None:
+            self.withdraw([param])
+        else:
+            self._begin_of({param.ds_id} if self._is_alone else module_ids)
 
     def _begin_of(self, needed_ids: AbstractSet[int]) -> None:
         # What is needed and not noted another thread may be about to begin: with the lock.
-        if not (self._noted or needed_ids):
+        if not (needed_ids or (self._noted and self._is_alone)):
             return
         # Before the lock is taken: hooks of other threads want it meanwhile.
         noted = [g.param for g in list(self._noted.values()) if g.param.ds_id in needed_ids]

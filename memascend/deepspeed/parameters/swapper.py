@@ -213,7 +213,7 @@ class ParameterSwapper:
 
     @exclusive
     def late(self, params: Iterable[Parameter]) -> list[Parameter]:
-        """Return those whose gathers would wait for the drive or the optimizer's walk."""
+        """Return those whose gathers would wait now; for a rank that is alone."""
         return [
             param
             for param in params

@@ -62,9 +62,19 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partitioned_param_coordinator.InflightParamRegistry.__setitem__": (
         "918a728f4b4b3f1c",
     ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._clean_inflight_param_registry": (
+        "7910fe61efcc8776",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._fetch_sub_module_impl": (
+        "51afe8c0e736b0bb",
+    ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.fetch_sub_module": (
         "daf94249226efec8",
     ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.release_and_reset_all": (
+        "43e5c63feafcf627",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.iter_params": ("a1b2622b733dded5",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__avg_scatter_contiguous_grads": (
         "a5f3def498f2cb6c",
     ),

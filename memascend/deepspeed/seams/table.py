@@ -72,7 +72,7 @@ SEAMS: tuple[Seam, ...] = (
         "fetch",
         f"{_ZERO}.partitioned_param_coordinator",
         "PartitionedParameterCoordinator.fetch_sub_module",
-        "of several ranks each begins the same gathers, whichever it waits for first",
+        "gathers begin with the module that needs them, of several ranks the same ones",
         f"{_OURS}.parameters.gather:wrap_fetch",
     ),
     Seam(
@@ -222,6 +222,15 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
     (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
     (f"{_ZERO}.partition_parameters", "Init._all_gather"),
+    (f"{_ZERO}.partitioned_param_coordinator", "iter_params"),
+    *(
+        (f"{_ZERO}.partitioned_param_coordinator", f"PartitionedParameterCoordinator.{method}")
+        for method in (
+            "_fetch_sub_module_impl",
+            "_clean_inflight_param_registry",
+            "release_and_reset_all",
+        )
+    ),
     (f"{_SWAP}.optimizer_utils", "OptimizerSwapper"),
     (f"{_SWAP}.optimizer_utils", "OptimizerStateSwapInfo"),
     (f"{_SWAP}.partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),

@@ -14,8 +14,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.parameters.late_gathers import GatherHandles, LateGather
 from memascend.errors import StoreError
-from tests.deepspeed.parameters.test_late_gathers import ABSENT, FLYING, THERE, Bench
 from tests.support.ctrl_c import interrupted
+from tests.support.gather_bench import ABSENT, FLYING, THERE, Bench
 from tests.support.swapped_parameters import PATIENCE_S
 
 
@@ -36,7 +36,9 @@ def gathered_anew(bench: Bench, *indexes: int) -> None:
         assert bench.is_whole(index)
 
 
-def test_a_read_that_fails_is_told_to_whoever_waits_for_it(bench: Bench) -> None:
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_read_that_fails_is_told_to_whoever_waits_for_it(is_alone: bool) -> None:
+    bench = Bench(is_alone=is_alone)
     bench.store.failing.add(("read", "param.1"))
     bench.read_ahead(0, 1)
     bench.gather(0, 1)
@@ -48,7 +50,10 @@ def test_a_read_that_fails_is_told_to_whoever_waits_for_it(bench: Bench) -> None
     gathered_anew(bench, 0, 1)
 
 
-def test_a_walk_that_fails_is_told_to_whoever_waits_for_its_values(bench: Bench) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_walk_that_fails_is_told_to_whoever_waits_for_its_values(
+    bench: Bench, is_listed: bool
+) -> None:
     may_go = threading.Event()
 
     def step(_: object) -> None:
@@ -57,10 +62,11 @@ def test_a_walk_that_fails_is_told_to_whoever_waits_for_its_values(bench: Bench)
 
     bench.walk.start([step], {bench.swapper.key(bench.params[0]): (0, 1)}, lambda: None)
     bench.read_ahead(0)
-    bench.gather(0)
+    handle = bench.gather(0)
     may_go.set()
     with pytest.raises(StoreError, match="the walk failed"):
-        bench.wait(0)
+        handle.wait() if is_listed else bench.wait(0)
+    bench.registry.clear()
     assert bench.statuses()[0] is ABSENT
     with pytest.raises(StoreError, match="the walk failed"):
         bench.walk.finish()
@@ -147,10 +153,11 @@ def test_who_waits_for_what_another_thread_gathers_waits_for_that(bench: Bench) 
     assert bench.is_whole(1)
 
 
-def test_ctrl_c_at_any_line_leaves_each_absent_or_in_flight_with_a_handle() -> None:
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_ctrl_c_at_any_line_leaves_each_absent_or_in_flight_with_a_handle(is_alone: bool) -> None:
     line = 0
     while True:
-        bench = Bench()
+        bench = Bench(is_alone=is_alone)
         bench.read_ahead(0, 1)
 
         def work(bench: Bench = bench) -> None:
