@@ -10,7 +10,8 @@ many bytes as one pass, in place, and computes next to nothing. `adam_traffic.py
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import harness
@@ -20,8 +21,9 @@ from memascend.plan.knobs import TILE_NUMEL
 from memascend.streaming.tiles import TileShape
 
 QUESTION = "Adam step of a tile: one pass against widening, multiplying, stepping and rounding"
-#: Of a tile, and of one that no cache holds.
-NUMELS = {"small": (1 << 16,), "large": (TILE_NUMEL, 8 * TILE_NUMEL)}
+#: Elements of a tile, and tiles one after the other. No cache holds them: a tile of training comes
+#: from the drive.
+TILES = {"small": ((1 << 16, 2),), "large": ((TILE_NUMEL, 8), (8 * TILE_NUMEL, 1))}
 MEMORY = "memory alone"
 ROUNDS = {"small": 3, "large": 15}
 FACTOR = 1 / 3
@@ -134,22 +136,38 @@ def run(*, small: bool) -> list[harness.Row]:
     circumstances = harness.machine()
     return [
         row
-        for numel in NUMELS[size]
+        for numel, count in TILES[size]
         for dtype in (BF16, FP32)
-        for row in _run_dtype(dtype, numel, ROUNDS[size], circumstances)
+        for row in _run_dtype(dtype, numel, count, ROUNDS[size], circumstances)
     ]
 
 
+def each(runs: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """Runs one after the other."""
+
+    def run() -> None:
+        for one in runs:
+            one()
+
+    return run
+
+
 def _run_dtype(
-    dtype: torch.dtype, numel: int, rounds: int, circumstances: dict[str, object]
+    dtype: torch.dtype, numel: int, count: int, rounds: int, circumstances: dict[str, object]
 ) -> list[harness.Row]:
-    ours, theirs = Tile(numel, dtype), Tile(numel, dtype)
+    ours, theirs = ([Tile(numel, dtype) for _ in range(count)] for _ in range(2))
     # Multiplying in place makes them smaller from round to round, so each begins with the same.
-    raw = ours.raw.clone()
+    raw = ours[0].raw.clone()
+    fresh_ours, fresh_theirs = (
+        each([partial(tile.raw.copy_, raw) for tile in tiles]) for tiles in (ours, theirs)
+    )
+    nbytes = pass_bytes(dtype.itemsize) // 2 * numel
     contenders = [
-        harness.Contender("one pass", one_pass(ours), lambda: ours.raw.copy_(raw)),
-        harness.Contender("four passes", four_passes(theirs), lambda: theirs.raw.copy_(raw)),
-        harness.Contender(MEMORY, memory_alone(pass_bytes(dtype.itemsize) // 2 * numel)),
+        harness.Contender("one pass", each([one_pass(tile) for tile in ours]), fresh_ours),
+        harness.Contender(
+            "four passes", each([four_passes(tile) for tile in theirs]), fresh_theirs
+        ),
+        harness.Contender(MEMORY, each([memory_alone(nbytes) for _ in range(count)])),
     ]
     counted = {
         "one pass": pass_bytes(dtype.itemsize),
@@ -157,19 +175,23 @@ def _run_dtype(
         MEMORY: pass_bytes(dtype.itemsize),
     }
     samples = harness.interleave(contenders, rounds=rounds)
-    for left, right in zip(ours.results(), theirs.results(), strict=True):
-        if not torch.equal(left, right):
+    for one, other in zip(ours, theirs, strict=True):
+        pairs = zip(one.results(), other.results(), strict=True)
+        if not all(torch.equal(left, right) for left, right in pairs):
             raise SystemExit("the two ways have not made the same bits")
     rows = []
     for name, taken in samples.items():
         figures = {
             "wall_ms": harness.spread([sample.wall_s * 1e3 for sample in taken]),
-            "ns_per_parameter": harness.spread([sample.wall_s / numel * 1e9 for sample in taken]),
+            "ns_per_parameter": harness.spread(
+                [sample.wall_s / (count * numel) * 1e9 for sample in taken]
+            ),
             "bytes_per_parameter": counted[name],
             "one_pass_speedup": harness.speedup(samples["one pass"], taken),
         }
-        config = {"numel": numel, "rounds": rounds, "torch_threads": torch.get_num_threads()}
-        case = f"{numel} elements, {str(dtype).removeprefix('torch.')} gradients"
+        config = {"numel": numel, "tiles": count, "rounds": rounds}
+        config["torch_threads"] = torch.get_num_threads()
+        case = f"{count} x {numel} elements, {str(dtype).removeprefix('torch.')} gradients"
         rows.append(harness.Row("adam", case, name, figures, config, circumstances))
     return rows
 
