@@ -206,6 +206,15 @@ def a_use_by_the_host_before_a_copy_was_waited_for_is_found() -> None:
 
 
 @rule
+def an_empty_use_by_the_host_inside_a_copy_meets_nothing() -> None:
+    host = pinned_ones()
+    device = host.to("sim", non_blocking=True)
+    inside = host.data_ptr() + host.nbytes // 2
+    core.use_on_host(address=inside, nbytes=0, is_write=True, what="the drive")
+    assert core.take_findings() == {}, device[0]
+
+
+@rule
 def an_error_on_a_stream_comes_up_at_the_next_wait() -> None:
     table, index = torch.ones(3, device="sim"), torch.tensor([7]).to("sim")
     table.index_select(0, index)

@@ -3,6 +3,15 @@
 
 namespace sim {
 
+namespace {
+
+/// Whether they have a byte in common; an empty range has none, wherever it is.
+bool meets(const char* begin, const char* end, const Access& old) {
+  return begin != end && old.begin != old.end && old.begin < end && begin < old.end;
+}
+
+}  // namespace
+
 std::string told(const Access& access) {
   return std::string(access.is_write ? "write by " : "read by ") + access.what + " on stream " +
          std::to_string(access.stream);
@@ -14,8 +23,7 @@ void check_locked(AccessLog& log, const Stream& on, const char* begin, const cha
   const auto is_before = [&](const Access& old) { return old.clock <= on.clock[old.stream]; };
   std::erase_if(log, [](const Access& old) { return old.clock <= host_clock[old.stream]; });
   for (const Access& old : log) {
-    const bool meets = old.begin < end && begin < old.end && (old.is_write || is_write);
-    if (!meets || is_before(old)) continue;
+    if (!(old.is_write || is_write) || !meets(begin, end, old) || is_before(old)) continue;
     find_locked(std::string("unordered use of ") + place + " memory: " + told(old) + ", then " +
                 told(access));
   }
@@ -33,8 +41,7 @@ void use_on_host(std::uintptr_t address, std::size_t nbytes, bool is_write,
   const std::lock_guard lock(state_mutex);
   for (const Access& old : host_log) {
     const bool is_pending = old.clock > host_clock[old.stream];
-    const bool meets = old.begin < begin + nbytes && begin < old.end && (old.is_write || is_write);
-    if (is_pending && meets)
+    if (is_pending && (old.is_write || is_write) && meets(begin, begin + nbytes, old))
       find_locked("host memory used by " + what + " before " + told(old) + " has passed");
   }
 }
@@ -42,7 +49,7 @@ void use_on_host(std::uintptr_t address, std::size_t nbytes, bool is_write,
 bool overlaps_pending_locked(const char* begin, const char* end, bool only_writes) {
   return std::any_of(host_log.begin(), host_log.end(), [&](const Access& old) {
     const bool is_pending = old.clock > host_clock[old.stream];
-    return is_pending && old.begin < end && begin < old.end && (old.is_write || !only_writes);
+    return is_pending && (old.is_write || !only_writes) && meets(begin, end, old);
   });
 }
 
