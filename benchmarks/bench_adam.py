@@ -189,8 +189,12 @@ def _run_dtype(
             "bytes_per_parameter": counted[name],
             "one_pass_speedup": harness.speedup(samples["one pass"], taken),
         }
-        config = {"numel": numel, "tiles": count, "rounds": rounds}
-        config["torch_threads"] = torch.get_num_threads()
+        config = {
+            "numel": numel,
+            "tiles": count,
+            "rounds": rounds,
+            "torch_threads": torch.get_num_threads(),
+        }
         case = f"{count} x {numel} elements, {str(dtype).removeprefix('torch.')} gradients"
         rows.append(harness.Row("adam", case, name, figures, config, circumstances))
     return rows

@@ -213,7 +213,7 @@ class ParameterSwapper:
 
     @exclusive
     def late(self, params: Iterable[Parameter]) -> list[Parameter]:
-        """Return those whose gathers would wait now; for a rank that is alone."""
+        """Return those whose gathers would wait for drive or walk; for a rank that is alone."""
         return [
             param
             for param in params
