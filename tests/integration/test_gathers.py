@@ -10,6 +10,7 @@ import pytest
 from tests.support.program import RunProgram
 
 PROGRAM = Path(__file__).with_name("gathers_program.py")
+LEAVES = Path(__file__).with_name("leaf_program.py")
 LAYERS = 12
 
 pytestmark = pytest.mark.deepspeed
@@ -31,3 +32,11 @@ def test_no_module_waits_for_the_parameters_of_another(run_program: RunProgram, 
         assert forward["passed"] == (LAYERS + 1) * shard_bytes
         for phase in ("forward", "whole"):
             assert rank[phase].get("ahead", 0) == 0
+
+
+def test_leaves_of_several_ranks_give_the_bits_of_cpu_offload(run_program: RunProgram) -> None:
+    found: Any = run_program(str(LEAVES), ranks=2)
+    for on_cpu, on_drive in found:
+        assert on_drive == on_cpu
+        assert len(set(on_cpu)) == len(on_cpu) > 2  # it trains
+    assert found[0] != found[1]
