@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import platform
-import re
 import resource
 import shutil
 import sys
@@ -32,7 +31,9 @@ from rich.text import Text
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
+from memascend.deepspeed.seams.arm import differing
 from memascend.deepspeed.seams.fingerprints import VERSIONS
+from memascend.deepspeed.seams.refusal import RANGE, advice
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
 from memascend.system.heap import examine_heap
 from memascend.system.memory import group_limit
@@ -135,22 +136,25 @@ def _package(name: str, *, required: bool) -> Check:
 
 
 def _deepspeed() -> Check:
-    """Compare the release with those known; its code is compared when training starts."""
+    """Compare DeepSpeed's code with the code that is known, as a training does at its start."""
     check = _package("deepspeed", required=True)
-    if check.state != "ok" or check.found in VERSIONS:
+    if check.state != "ok":
         return check
-    oldest, newest = VERSIONS[0], VERSIONS[-1]
-    # A later release of the same line may have the same code in all that matters.
-    may_serve = _numbers(check.found)[:2] == _numbers(newest)[:2]
-    may_serve = may_serve and _numbers(check.found) > _numbers(oldest)
-    found = f"{check.found}, known to work: {', '.join(VERSIONS)}"
-    fix = f"pip install deepspeed=={newest}"
-    return Check("deepspeed", "note" if may_serve else "problem", found, fix)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
+            import deepspeed  # noqa: F401
 
-
-def _numbers(release: str) -> list[int]:
-    """Return the numbers of a release, for comparing it with others."""
-    return [int(number) for number in re.findall(r"\d+", release)[:3]]
+            unknown = differing()
+    except Exception as error:
+        found = f"{check.found} cannot be imported: {error}"
+        return Check("deepspeed", "problem", found, f"pip install 'deepspeed{RANGE}'")
+    if unknown:
+        found = f"{check.found} is refused: {len(unknown)} definitions differ"
+        return Check("deepspeed", "problem", found, advice(check.found))
+    if check.found not in VERSIONS:
+        found = f"{check.found} was not tested, but has the code of {VERSIONS[-1]} where it matters"
+        return Check("deepspeed", "note", found, f"pip install deepspeed=={VERSIONS[-1]}")
+    return check
 
 
 def _activation() -> Check:

@@ -22,8 +22,6 @@ from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, DriveReport,
 from memascend.system.heap import Heap
 from memascend.system.mounts import filesystem_of
 
-# Releases of DeepSpeed, and what is said of them.
-STATES = {"0.19.8": "ok", "0.19.7": "problem", "0.19.10": "note", "0.20.0": "problem"}
 CHECKS = ["system", "torch", "deepspeed", "activation", "io_uring", "page lock", "huge pages"]
 CHECKS += ["host memory", "heap", "compiler", "libaio", "device"]
 
@@ -157,12 +155,34 @@ def test_a_core_that_was_not_built_is_a_problem(
 # -- software --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "state"), STATES.items())
-def test_only_the_deepspeed_it_was_made_for_is_ok(
-    monkeypatch: pytest.MonkeyPatch, version: str, state: str
+@pytest.mark.parametrize(
+    ("version", "differing", "state", "fix"),
+    [
+        ("0.19.8", {}, "ok", ""),
+        ("0.19.10", {}, "note", "deepspeed==0.19.8"),
+        ("0.19.8", {"engine.step": "0"}, "problem", "was patched"),
+        ("0.18.4", {"engine.step": "missing"}, "problem", "is older than"),
+        ("0.20.0", {"engine.step": "0"}, "problem", "is newer than"),
+    ],
+)
+def test_a_deepspeed_is_judged_by_its_code(
+    monkeypatch: pytest.MonkeyPatch, version: str, differing: dict[str, str], state: str, fix: str
 ) -> None:
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
-    assert doctor._deepspeed().state == state
+    monkeypatch.setattr(doctor, "differing", lambda: differing)
+    check = doctor._deepspeed()
+    assert check.state == state
+    assert version in check.found
+    assert fix in check.fix
+
+
+def test_a_deepspeed_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.19.8")
+    monkeypatch.setitem(doctor.sys.modules, "deepspeed", None)
+    check = doctor._deepspeed()
+    assert check.state == "problem"
+    assert "cannot be imported" in check.found
+    assert "pip install" in check.fix
 
 
 @pytest.mark.parametrize(("required", "state"), [(True, "problem"), (False, "note")])

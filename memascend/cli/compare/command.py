@@ -25,7 +25,7 @@ from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run, columns_by_name, run_column
 from memascend.cli.compare.warm_up import WarmUp, warm_up
 from memascend.config.deepspeed_json import device, section
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, UnsupportedDeepSpeedError
 
 EPILOG = """\
 example:
@@ -108,6 +108,8 @@ def compare_command(args: argparse.Namespace) -> int:
             args.fail(f"{name} {number} is not allowed. Allowed: a whole number of at least 1")
     _provide_folder(args.out)
     found = WarmUp() if args.no_warm_up else show_warm_up(console, args.out)
+    if found.refusal and any(column.name == "memascend" for column in columns):
+        raise UnsupportedDeepSpeedError(found.refusal)  # before hours of stock's run
     skipped = _skipped(found, target, columns)
     runs = [
         _run(console, column, number, command, target, args)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from memascend.base.units import GIB
 from memascend.cli.compare.run import child_environment
+from memascend.deepspeed.seams.arm import check_fingerprints
+from memascend.errors import UnsupportedDeepSpeedError
 from memascend.system.files import open_anew
 from memascend.system.memory import process_status
 
@@ -41,11 +43,13 @@ class WarmUp:
     Attributes:
         baseline_bytes: Resident bytes of a process that has only imported; 0 when not measured.
         unavailable: Operators that cannot be built here, with the reason.
+        refusal: Why memascend refuses this DeepSpeed, empty when it does not.
         problem: Why the process did not get to its end, empty when it did.
     """
 
     baseline_bytes: int = 0
     unavailable: dict[str, str] = field(default_factory=dict)
+    refusal: str = ""
     problem: str = ""
 
 
@@ -72,6 +76,7 @@ def warm_up(log: Path, on_news: Callable[[str], None]) -> WarmUp:
                 news = json.loads(line.removeprefix(_PREFIX))
                 found.baseline_bytes = news.get("baseline_bytes", found.baseline_bytes)
                 found.unavailable.update(news.get("unavailable", {}))
+                found.refusal = news.get("refusal", found.refusal)
                 on_news(news.get("text", ""))
     if process.wait() != 0:
         found.problem = f"exit status {process.returncode}"
@@ -103,6 +108,10 @@ def _main() -> int:
     if importlib.util.find_spec("transformers") is not None:
         import transformers.modeling_utils  # noqa: F401
     _say(baseline_bytes=process_status(os.getpid()).get("VmRSS", 0))
+    try:
+        check_fingerprints()
+    except UnsupportedDeepSpeedError as error:
+        _say(refusal=str(error))
     for name, purpose in OPERATORS.items():
         builder = get_accelerator().create_op_builder(name)
         if builder is None:

@@ -3,6 +3,9 @@
 Nothing is replaced until a config with an active `memascend` block is seen; one wrapper around
 DeepSpeedConfig's constructor watches for that. Every replacement is a dispatcher, so models without
 a block keep running stock code after arming too.
+
+Replacements use names that another DeepSpeed may not have. So nothing here imports one of them
+before the fingerprints are compared: another release must end in a refusal, not in an ImportError.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from memascend.config.block import active_config
 from memascend.config.environment import is_disabled
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.deepspeed.seams import fingerprints
+from memascend.deepspeed.seams import transformers as transformers_seams
+from memascend.deepspeed.seams import trl as trl_seams
 from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources, resolve
+from memascend.deepspeed.seams.refusal import MISSING, refusal
 from memascend.deepspeed.seams.table import SEAMS, Seam, relied_on
 from memascend.errors import UnsupportedDeepSpeedError
 
@@ -51,9 +57,6 @@ def observe(config_module: types.ModuleType) -> None:
         config = active_config(self._param_dict)
         if config is None:
             return
-        from memascend.deepspeed.seams import transformers as transformers_seams
-        from memascend.deepspeed.seams import trl as trl_seams
-
         check_config(self._param_dict)
         self.memascend = config
         arm()
@@ -90,9 +93,6 @@ def arm() -> None:
 
 def disarm() -> None:
     """Restore every upstream definition."""
-    from memascend.deepspeed.seams import transformers as transformers_seams
-    from memascend.deepspeed.seams import trl as trl_seams
-
     transformers_seams.disarm()
     trl_seams.disarm()
     for seam in SEAMS:
@@ -129,17 +129,14 @@ def check_fingerprints() -> None:
     """Compare the installed DeepSpeed with the definitions the seams were written for.
 
     Raises:
-        UnsupportedDeepSpeedError: Names each definition that differs and the versions that work.
+        UnsupportedDeepSpeedError: Has the release to install, and some definitions that differ.
     """
     version = importlib.import_module("deepspeed").__version__
     unknown = differing()
     if unknown:
-        raise UnsupportedDeepSpeedError(
-            f"DeepSpeed {version} differs from the releases memascend was written for in: "
-            f"{', '.join(unknown)}. Likely cause: a newer or patched DeepSpeed. Known to work: "
-            f"{', '.join(fingerprints.VERSIONS)}. Install one of them, or turn memascend off with "
-            'MEMASCEND_DISABLE=1 or "memascend": {"enabled": false}'
-        )
+        for name, found in unknown.items():
+            log.debug("memascend: unknown code in DeepSpeed %s: %s (%s)", version, name, found)
+        raise UnsupportedDeepSpeedError(refusal(version, unknown))
     if version not in fingerprints.VERSIONS:
         log.warning(
             "DeepSpeed %s was not tested with memascend, but what it relies on is the same as in "
@@ -149,19 +146,19 @@ def check_fingerprints() -> None:
         )
 
 
-def differing() -> list[str]:
-    """Return each definition whose code is not known, with its fingerprint or "missing".
+def differing() -> dict[str, str]:
+    """Return each definition whose code is not known, with its fingerprint or MISSING.
 
     Only while disarmed: afterwards our own code stands there.
     """
-    unknown = []
+    unknown = {}
     for module, attribute in relied_on():
         name = f"{module}.{attribute}"
         try:
             found = fingerprint(module, attribute)
-        except (ImportError, AttributeError):
-            found = "missing"
+        except (ImportError, AttributeError, OSError):  # OSError: there is no source of it
+            found = MISSING
         if found not in fingerprints.KNOWN.get(name, ()):
-            unknown.append(f"{name} ({found})")
+            unknown[name] = found
     forget_sources()
     return unknown

@@ -13,8 +13,10 @@ import hashlib
 import importlib
 import inspect
 import io
+import re
 import textwrap
 import tokenize
+from pathlib import Path
 
 _LAYOUT = frozenset(
     (
@@ -26,6 +28,10 @@ _LAYOUT = frozenset(
         tokenize.ENCODING,
         tokenize.ENDMARKER,
     )
+)
+#: Comments, continued lines, texts, words and single signs.
+_CPP_TOKENS = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|\\\n|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\w+|[^\w\s]""", re.DOTALL
 )
 
 
@@ -43,29 +49,38 @@ def resolve(module: str, attribute: str) -> object:
 
 
 def fingerprint(module: str, attribute: str) -> str:
-    """Return 16 hex digits that change when the code of a function or class changes.
+    """Return 16 hex digits that change when the code of a definition changes.
 
     Works on the source text, because decorators may hide a function behind a wrapper that shows
     nothing of it. A name that the module merely imported is followed to where it is defined.
+
+    Args:
+        module: A module of the installed release.
+        attribute: A function or a class in it, dotted; or a name that is assigned in one, as
+            `Engine.rank` is by `self.rank = 0`, which stands for all these statements; or a file of
+            C++ beside the module, given by its path.
 
     Raises:
         ImportError: There is no such module.
         AttributeError: There is no such definition.
         OSError: The source is not at hand.
     """
+    if "/" in attribute:
+        return _hash_file(module, attribute)
     first, _, rest = attribute.partition(".")
     outermost = resolve(module, first)
     home = getattr(outermost, "__module__", module)
     source, tree = _parsed(home)
-    node: ast.AST = tree
+    nodes: list[ast.AST] = [tree]
     for name in (first, *filter(None, rest.split("."))):
-        node = _child(node, name, f"{home}.{attribute}")
-    return _hash_tokens(_source_of(source, node))
+        nodes = _children(nodes[0], name, f"{home}.{attribute}")
+    return _hash_tokens("".join(_source_of(source, node) for node in nodes))
 
 
 def forget_sources() -> None:
     """Release what parsed sources take, about 12 MiB for all seams, once they are compared."""
     _parsed.cache_clear()
+    _assignments.cache_clear()
 
 
 @functools.lru_cache(maxsize=32)
@@ -74,11 +89,45 @@ def _parsed(module: str) -> tuple[str, ast.Module]:
     return source, ast.parse(source)
 
 
-def _child(node: ast.AST, name: str, wanted: str) -> ast.AST:
-    for child in getattr(node, "body", ()):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef) and child.name == name:
-            return child
-    raise AttributeError(f"{wanted}: no definition of {name}")
+def _children(node: ast.AST, name: str, wanted: str) -> list[ast.AST]:
+    """Return the definition of a name in a node, or else the statements that assign it there.
+
+    A property with a setter has two.
+    """
+    found: list[ast.AST] = [
+        child
+        for child in getattr(node, "body", ())
+        if isinstance(child, ast.ClassDef | ast.FunctionDef) and child.name == name
+    ]
+    found = found or _assignments(node).get(name, [])
+    if not found:
+        raise AttributeError(f"{wanted}: no definition of {name}")
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _assignments(node: ast.AST) -> dict[str, list[ast.AST]]:
+    """Return the statements in a node that assign a name, as a variable or as an attribute."""
+    found: dict[str, list[ast.AST]] = {}
+    for child in ast.walk(node):
+        targets = child.targets if isinstance(child, ast.Assign) else []
+        if isinstance(child, ast.AnnAssign):
+            targets = [child.target]
+        for part in (part for target in targets for part in ast.walk(target)):
+            if isinstance(part, ast.Attribute | ast.Name) and isinstance(part.ctx, ast.Store):
+                name = part.attr if isinstance(part, ast.Attribute) else part.id
+                found.setdefault(name, []).append(child)
+    return found
+
+
+def _hash_file(module: str, path: str) -> str:
+    """Return the fingerprint of a file of C++, which no tokenizer of Python reads."""
+    folder = Path(inspect.getfile(importlib.import_module(module))).parent
+    text = (folder / path).read_text(encoding="utf-8")
+    tokens = [
+        found for found in _CPP_TOKENS.findall(text) if not found.startswith(("//", "/*", "\\\n"))
+    ]
+    return hashlib.sha256("\0".join(tokens).encode()).hexdigest()[:16]
 
 
 def _source_of(source: str, node: ast.AST) -> str:

@@ -8,8 +8,11 @@ from __future__ import annotations
 VERSIONS: tuple[str, ...] = ("0.19.8",)
 
 KNOWN: dict[str, tuple[str, ...]] = {
+    "deepspeed.checkpoint.constants.FROZEN_PARAM_FRAGMENTS": ("5e808f5d3ad3ac9c",),
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad.step": ("bc50202af56d3c60",),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam.__init__": ("cb92e6a6b58b7b66",),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam.step": ("69b73feaa1e770e2",),
+    "deepspeed.ops.csrc/includes/cpu_adam.h": ("7ef24766bfa7b565",),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion.step": ("baa4c821d83a6bad",),
     "deepspeed.runtime.activation_checkpointing.checkpointing._get_cpu_offload_engine": (
         "5e02d192aecaf9ce",
@@ -20,11 +23,28 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing.restore_offloaded_activations": (
         "743825170b888e0c",
     ),
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer._backward_seen_this_step": (
+        "58e0a56afe98512f",
+    ),
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer._epilogue_ran_this_backward": (
+        "99fff1f3b982cadf",
+    ),
     "deepspeed.runtime.base_optimizer.ZeROOptimizer.get_param_comm_dtype": ("9d78ed5efc528d25",),
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer.is_gradient_accumulation_boundary": (
+        "83ebeb78c15d8e25",
+    ),
+    "deepspeed.runtime.compiler.lazy_disable": ("be23da0389c34234",),
+    "deepspeed.runtime.config.DeepSpeedConfig._param_dict": ("71e16f974d3e722c",),
+    "deepspeed.runtime.config.DeepSpeedConfig.aio_config": ("ab56004951412526",),
+    "deepspeed.runtime.config.DeepSpeedConfig.zero_config": ("1274227cd8d36637",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._config": ("970e5d1ff9381162",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_all_ckpt_names": ("a24ccada572b829e",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_ckpt_name": ("dde27c9c2babb90c",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_rank_zero_ckpt_name": ("1746fb3d2d0d245f",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_zero_ckpt_name": ("d88d1f252d253431",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._get_zero_frozen_param_attributes": (
+        "9aed7d78ae5e6c33",
+    ),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_zero_param_shapes": ("e1cbc8cbd16cb07d",),
     "deepspeed.runtime.engine.DeepSpeedEngine._load_checkpoint": ("cbc95c0311716512",),
     "deepspeed.runtime.engine.DeepSpeedEngine._load_zero_checkpoint": ("38d46dbf7f811988",),
@@ -32,20 +52,53 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.engine.DeepSpeedEngine._zero3_consolidated_16bit_state_dict": (
         "4ab14658f1d8426b",
     ),
+    "deepspeed.runtime.engine.DeepSpeedEngine.autotp_size": ("2ea9589aa80bd58f",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.bfloat16_enabled": ("7946e2cc0cf649de",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.checkpoint_engine": ("dc57cf7f3092b7bb",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.checkpoint_mp_rank": ("a277d5570d234831",),
     "deepspeed.runtime.engine.DeepSpeedEngine.forward": ("e38c3c4e16ef1a3d",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.global_rank": ("bc4cac001d0b046c",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.has_moe_layers": ("37332ab789bda8e3",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.is_gradient_accumulation_boundary": (
+        "1360d25488f4bad1",
+    ),
     "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint": ("aba4062e507ce668",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.load_universal_checkpoint": ("50fee4feaccf9258",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.local_rank": ("a398eefc89122acb",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.lr_scheduler": ("da67cd4626cf0446",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.monitor": ("e1f48e848df845f5",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.mp_world_size": ("b2420edc8ba86846",),
     "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint": ("f4b6b4383d73f0dc",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.seq_dp_world_size": ("f449de129eed5f7f",),
     "deepspeed.runtime.engine.DeepSpeedEngine.step": ("d1a33a28afc216e9",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.use_node_local_storage": ("55ddc7a61af233dd",),
     "deepspeed.runtime.engine.DeepSpeedEngine.zero_nvme_offload_optimizer": ("533190c4e05476e4",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.zero_optimization_partition_weights": (
+        "badb8c2a990b81aa",
+    ),
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler.__init__": ("d5d8a6ad6bd66287",),
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler.update_scale": ("879de1304de0aa76",),
+    "deepspeed.runtime.swap_tensor.constants.AIO_INTRA_OP_PARALLELISM": ("23e6a5d0d9f8daeb",),
+    "deepspeed.runtime.swap_tensor.optimizer_utils.FlattenedTensorSwapInfo": ("c73f98e30e12b32a",),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo": ("6ffc1e0eab0c90db",),
     "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper": ("01a548a3190b0e27",),
+    "deepspeed.runtime.swap_tensor.optimizer_utils.SwapTensorContext": ("19fb8a8d23945a04",),
     "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper.PartitionedOptimizerSwapper": (
         "45b833e91145052d",
+    ),
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper.PartitionedParamStatus": (
+        "ee166f2873a610ab",
     ),
     "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper.PipelinedOptimizerSwapper": (
         "5ccb256152b9613a",
     ),
+    "deepspeed.runtime.swap_tensor.utils.AIO_ALIGNED_BYTES": ("080130aacc82f3b7",),
+    "deepspeed.runtime.swap_tensor.utils.SwapBufferManager": ("2ebeb5260abfffec",),
+    "deepspeed.runtime.torch_autocast.is_autocast_initialized": ("bf610cd6d900951d",),
+    "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig.set_pipeline": (
+        "adc450b5fee894f7",
+    ),
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": ("356d949340df4266",),
     "deepspeed.runtime.zero.partition_parameters.AsyncPartitionedParameterSwapper": (
         "2197a87e2d1f602b",
     ),
@@ -57,8 +110,17 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "c23b0a8e1e2d9b89",
     ),
     "deepspeed.runtime.zero.partition_parameters.Init._partition_param": ("7fbef61d28d0e884",),
+    "deepspeed.runtime.zero.partition_parameters.Init.ds_id": ("68c74db660056e9e",),
+    "deepspeed.runtime.zero.partition_parameters.Init.ds_numel": ("d6c5b1678abf6ac8",),
+    "deepspeed.runtime.zero.partition_parameters.Init.ds_status": ("5d6798d5f855e2c6",),
+    "deepspeed.runtime.zero.partition_parameters.Init.ds_tensor": ("b965ccc18c37221f",),
+    "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_rank": (
+        "a766a8cda52335a8",
+    ),
+    "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": ("92751238e9cc69b4",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": ("1d52aef714a7864f",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),
+    "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus": ("28133cd0e09c419c",),
     "deepspeed.runtime.zero.partitioned_param_coordinator.InflightParamRegistry.__setitem__": (
         "918a728f4b4b3f1c",
     ),
@@ -103,11 +165,23 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._finalize_offload_gradient_accumulation": (
         "7883fc1095571a5f",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._fp32_state_allgather": (
+        "76d6dd4eff0af111",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_fp32_grad_state_partition": (
         "fb0a3a856fbea3a2",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition": (
         "b9e399970006533e",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_loss_scale": (
+        "1cbe9c493b1f5a99",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_param_partition_group": (
+        "2eab662e1151bbdf",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank": (
+        "0f3279e4e46f9461",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_out": (
         "6400632381b88754",
@@ -149,6 +223,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._swap_in_sub_group_to_flat_buffer": (
         "8c155a1fa7342cab",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._swappable_optimizer_subgroup": (
+        "897eccd271206b0c",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._unflatten_partitioned_parameters": (
+        "5a89ca727576f04d",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._writeback_swap_state": (
         "bd38f14746ee648d",
     ),
@@ -159,12 +239,16 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "cf83c30616baa179",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.destroy": ("6c149a3286957783",),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.get_param_id": (
+        "93e227bc7e5b4e9c",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow": (
         "195d41084cf32951",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states": (
         "a3abaeba737f3737",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.loss_scale": ("11008f7b4fb617fc",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.partition_grads": (
         "244071f3639c4bf5",
     ),
@@ -184,5 +268,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.update_fp32_grad_for_param_vectorized": (
         "24c8c433c0a0a8ce",
     ),
+    "deepspeed.runtime.zero.stage3.IPGBucketZ3.clear_params": ("08d0c38a2ad6593e",),
     "deepspeed.runtime.zero.utils.get_norm_dtype": ("b1bf2a6c77117a93",),
+    "deepspeed.utils.z3_leaf_module": ("10c7edb2907ba0db",),
 }

@@ -41,9 +41,14 @@ class Seam:
 
     def replace(self, original: Any) -> Any:
         """Return what stands in the place of the upstream definition."""
-        module, _, name = self.replacement.partition(":")
-        replacement = getattr(importlib.import_module(module), name)
+        replacement = import_name(self.replacement)
         return replacement(original) if self.is_wrapper else replacement
+
+
+def import_name(path: str) -> Any:
+    """Return a definition of ours, given as its module and its name with a colon between them."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -158,7 +163,24 @@ SEAMS: tuple[Seam, ...] = (
     ),
 )
 
-#: Definitions that our subclasses override or whose behaviour they rely on.
+#: Attributes that no method defines, by which ours reads an engine, a config and a parameter. Each
+#: stands for the statements that assign it.
+ENGINE_ATTRIBUTES = (
+    "_config",
+    "checkpoint_engine",
+    "checkpoint_mp_rank",
+    "global_rank",
+    "has_moe_layers",
+    "local_rank",
+    "lr_scheduler",
+    "monitor",
+    "mp_world_size",
+    "seq_dp_world_size",
+)
+CONFIG_ATTRIBUTES = ("_param_dict", "aio_config", "zero_config")
+PARAMETER_ATTRIBUTES = ("ds_id", "ds_numel", "ds_status", "ds_tensor", "ds_zero_partition_rank")
+
+#: Definitions that ours overrides, calls or reads, or whose behaviour it relies on.
 WATCHED: tuple[tuple[str, str], ...] = (
     *(
         (f"{_ZERO}.stage3", f"DeepSpeedZeroOptimizer_Stage3.{method}")
@@ -201,9 +223,18 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_rigid_load_state_dict",
             "_set_fp32_optimizer_param_groups",
             "_clear_fp32_optimizer_param_groups",
+            "_fp32_state_allgather",
+            "_get_loss_scale",
+            "_get_param_partition_group",
+            "_get_param_partition_rank",
+            "_swappable_optimizer_subgroup",
+            "_unflatten_partitioned_parameters",
+            "get_param_id",
+            "loss_scale",
             "destroy",
         )
     ),
+    (f"{_ZERO}.stage3", "IPGBucketZ3.clear_params"),
     *(
         (_ENGINE, f"DeepSpeedEngine.{method}")
         for method in (
@@ -213,11 +244,38 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_get_zero_ckpt_name",
             "_get_rank_zero_ckpt_name",
             "_get_zero_param_shapes",
+            "_get_zero_frozen_param_attributes",
+            "autotp_size",
+            "bfloat16_enabled",
+            "is_gradient_accumulation_boundary",
+            "load_universal_checkpoint",
+            "use_node_local_storage",
+            "zero_optimization_partition_weights",
         )
     ),
-    ("deepspeed.runtime.base_optimizer", "ZeROOptimizer.get_param_comm_dtype"),
+    *((_ENGINE, f"DeepSpeedEngine.{attribute}") for attribute in ENGINE_ATTRIBUTES),
+    *(("deepspeed.runtime.config", f"DeepSpeedConfig.{name}") for name in CONFIG_ATTRIBUTES),
+    *(
+        ("deepspeed.runtime.base_optimizer", f"ZeROOptimizer.{name}")
+        for name in (
+            "get_param_comm_dtype",
+            "is_gradient_accumulation_boundary",
+            "_backward_seen_this_step",
+            "_epilogue_ran_this_backward",
+        )
+    ),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler.__init__"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler.update_scale"),
+    ("deepspeed.runtime.compiler", "lazy_disable"),
+    ("deepspeed.runtime.torch_autocast", "is_autocast_initialized"),
+    ("deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS"),
+    ("deepspeed.utils", "z3_leaf_module"),
     (f"{_ZERO}.utils", "get_norm_dtype"),
+    (f"{_ZERO}.offload_config", "OffloadDeviceEnum"),
+    (f"{_ZERO}.offload_config", "DeepSpeedZeroOffloadOptimizerConfig.set_pipeline"),
+    *((f"{_ZERO}.partition_parameters", f"Init.{name}") for name in PARAMETER_ATTRIBUTES),
+    (f"{_ZERO}.partition_parameters", "ZeroParamStatus"),
+    (f"{_ZERO}.partition_parameters", "MultipleAllGatherHandles"),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
     (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
     (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
@@ -233,13 +291,21 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ),
     (f"{_SWAP}.optimizer_utils", "OptimizerSwapper"),
     (f"{_SWAP}.optimizer_utils", "OptimizerStateSwapInfo"),
+    (f"{_SWAP}.optimizer_utils", "SwapTensorContext"),
+    (f"{_SWAP}.optimizer_utils", "FlattenedTensorSwapInfo"),
+    (f"{_SWAP}.utils", "SwapBufferManager"),
+    (f"{_SWAP}.utils", "AIO_ALIGNED_BYTES"),
+    (f"{_SWAP}.constants", "AIO_INTRA_OP_PARALLELISM"),
+    (f"{_SWAP}.partitioned_param_swapper", "PartitionedParamStatus"),
     (f"{_SWAP}.partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),
     (f"{_SWAP}.pipelined_optimizer_swapper", "PipelinedOptimizerSwapper"),
     *(
         ("deepspeed.runtime.activation_checkpointing.checkpointing", name)
         for name in ("get_offloaded_activations_for_backward", "restore_offloaded_activations")
     ),
+    ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__"),
     ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.step"),
+    ("deepspeed.ops", "csrc/includes/cpu_adam.h"),
     ("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion.step"),
     ("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad.step"),
 )

@@ -2,33 +2,29 @@
 
 Nothing here is needed for training, so a release whose code is not known is left as it is, and one
 line is logged. transformers is never imported by us: what is replaced is looked up by transformers
-when it loads weights, which is after it has built the model and so after `seams` has armed.
+when it loads weights, which is after it has built the model and so after `seams` has armed. What
+stands there then is imported when it is armed, after DeepSpeed's code was compared.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from deepspeed import comm as dist
-
-from memascend.deepspeed.activations.offload import wrap_save_on_cpu
-from memascend.deepspeed.monitor.logs import trainer_callback
 from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources
-from memascend.deepspeed.weights.pretrained import wrap_load, wrap_read
+from memascend.deepspeed.seams.table import import_name
 
 log = logging.getLogger(__name__)
 
 #: Where transformers looks the functions up.
 MODULE = "transformers.modeling_utils"
-WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "_load_state_dict_into_zero3_model": wrap_load,
-    "load_state_dict": wrap_read,
+WRAPPERS = {
+    "_load_state_dict_into_zero3_model": "memascend.deepspeed.weights.pretrained:wrap_load",
+    "load_state_dict": "memascend.deepspeed.weights.pretrained:wrap_read",
 }
-#: Of which only the name is used, where it is there.
-BY_NAME = {"save_on_cpu": wrap_save_on_cpu}
+#: Used by name alone, where it is there.
+BY_NAME = {"save_on_cpu": "memascend.deepspeed.activations.offload:wrap_save_on_cpu"}
 #: The releases whose code is known, and its fingerprints.
 VERSIONS = ("5.23.0",)
 KNOWN = {
@@ -66,7 +62,7 @@ def arm() -> None:
         wrappers |= WRAPPERS
     for name, wrap in wrappers.items():
         _originals[name] = vars(module)[name]
-        vars(module)[name] = wrap(_originals[name])
+        vars(module)[name] = import_name(wrap)(_originals[name])
 
 
 def disarm() -> None:
@@ -85,6 +81,7 @@ def _register_callback() -> None:
     module = sys.modules.get(TRAINER_MODULE)
     listed, base = getattr(module, CALLBACKS, None), getattr(module, "TrainerCallback", None)
     if isinstance(listed, list) and isinstance(base, type) and not _callbacks:
+        trainer_callback = import_name("memascend.deepspeed.monitor.logs:trainer_callback")
         _callbacks.append(trainer_callback(base))
         listed.append(_callbacks[0])
 
@@ -102,6 +99,8 @@ def _fingerprint(name: str) -> str:
 
 
 def _log_refusal() -> None:
+    from deepspeed import comm as dist
+
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     log.warning(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from memascend.deepspeed.activations.saved_parameters import wrap_apply
+from memascend.deepspeed.seams.table import import_name
 
 MODULE, FUNCTION = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
 
@@ -22,6 +22,7 @@ def arm() -> None:
     """Wrap the function where TRL is imported and has it. Idempotent."""
     function = getattr(sys.modules.get(MODULE), FUNCTION, None)
     if isinstance(function, type) and not _changed:
+        wrap_apply = import_name("memascend.deepspeed.activations.saved_parameters:wrap_apply")
         _changed.append(function)
         function.apply = staticmethod(wrap_apply(function.apply))  # type: ignore[attr-defined]
 

@@ -324,6 +324,22 @@ def test_what_does_not_offload_to_a_drive_needs_no_libaio(
     assert runs.names == ["stock", "memascend"]
 
 
+@pytest.mark.parametrize(("columns", "expected"), [("stock,memascend", []), ("stock", ["stock"])])
+def test_a_deepspeed_that_memascend_refuses_is_told_before_hours_of_stock(
+    tmp_path: Path,
+    runs: Runs,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: str,
+    expected: list[str],
+) -> None:
+    found = WarmUp(refusal="DeepSpeed 0.18.4 is older")
+    monkeypatch.setattr(compare, "warm_up", lambda log, on_news: found)
+    words = ["compare", "--out", str(tmp_path / "out"), "--columns", columns, "--", "train.py"]
+    status = main(words)
+    assert runs.names == expected
+    assert status == (0 if expected else 1)
+
+
 def test_a_warm_up_that_fails_is_told_and_costs_nothing_but_the_baseline(
     tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

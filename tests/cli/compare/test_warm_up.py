@@ -14,6 +14,7 @@ import pytest
 from memascend.base.units import GIB
 from memascend.cli.compare import warm_up as module
 from memascend.cli.compare.warm_up import OPERATORS, warm_up
+from memascend.errors import UnsupportedDeepSpeedError
 
 # -- the process, seen from outside ----------------------------------------------------------------
 
@@ -46,8 +47,10 @@ def test_baseline_and_missing_operators_are_heard(
         said(baseline_bytes=5),
         said(unavailable={"A": "no libaio.h"}),
         said(unavailable={"B": "no g++"}),
+        said(refusal="DeepSpeed 0.18.4 is older"),
     )
-    assert found == module.WarmUp(5, {"A": "no libaio.h", "B": "no g++"})
+    expected = {"A": "no libaio.h", "B": "no g++"}
+    assert found == module.WarmUp(5, expected, refusal="DeepSpeed 0.18.4 is older")
     assert [text for text in news if text] == ["importing"]
     log = (tmp_path / "log").read_text(encoding="utf-8")
     assert "a warning of somebody\n" in log
@@ -112,8 +115,15 @@ def run_main(
     capsys: pytest.CaptureFixture[str],
     builders: dict[str, Builder | None],
     folder: Path,
+    refusal: str = "",
 ) -> list[dict[str, Any]]:
-    """What the process says where DeepSpeed has these builders."""
+    """What the process says where DeepSpeed has these builders, and is refused or not."""
+
+    def check_fingerprints() -> None:
+        if refusal:
+            raise UnsupportedDeepSpeedError(refusal)
+
+    monkeypatch.setattr(module, "check_fingerprints", check_fingerprints)
     accelerator = ModuleType("deepspeed.accelerator")
     accelerator.get_accelerator = lambda: SimpleNamespace(  # type: ignore[attr-defined]
         create_op_builder=builders.get
@@ -125,6 +135,16 @@ def run_main(
     assert module._main() == 0
     lines = capsys.readouterr().out.splitlines()
     return [json.loads(line.removeprefix("memascend-warm-up ")) for line in lines]
+
+
+def test_a_deepspeed_that_memascend_refuses_is_said_and_operators_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    builders: dict[str, Builder | None] = {"CPUAdamBuilder": Builder("cpu_adam")}
+    news = run_main(monkeypatch, capsys, builders, tmp_path, refusal="0.18.4 is older")
+    assert {"refusal": "0.18.4 is older"} in news
+    assert any("cpu_adam is ready" in one.get("text", "") for one in news)
 
 
 def test_operators_that_cannot_be_built_are_named_and_the_rest_goes_on(

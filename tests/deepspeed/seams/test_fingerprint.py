@@ -134,3 +134,88 @@ def test_parsed_sources_are_given_back(module: Module) -> None:
     assert fingerprints._parsed.cache_info().currsize > 0
     forget_sources()
     assert fingerprints._parsed.cache_info().currsize == 0
+
+
+# -- what is no function or class ------------------------------------------------------------------
+
+
+ENGINE = """
+KEY = "rank"
+
+class Engine:
+    def __init__(self):
+        self.rank, self.world = 0, 1
+        if self.world > 1:
+            self.rank = ask()
+        self.name: str = KEY
+"""
+
+
+@pytest.mark.parametrize("attribute", ["KEY", "Engine.rank", "Engine.name"])
+def test_what_is_assigned_is_known_by_the_statements_that_assign_it(
+    module: Module, attribute: str
+) -> None:
+    before = fingerprint(module(ENGINE), attribute)
+    other = ENGINE.replace("ask()", "ask_first()").replace("KEY =", "KEY = 0 or")
+    other = other.replace(": str = KEY", ": str = KEY + KEY")
+    assert fingerprint(module(other), attribute) != before
+    moved = ENGINE.replace("    def __init__", "    def _begin").replace("world", "size")
+    assert (fingerprint(module(moved), attribute) == before) == (attribute != "Engine.rank")
+
+
+def test_what_is_assigned_nowhere_is_missing(module: Module) -> None:
+    with pytest.raises(AttributeError, match="no definition of local_rank"):
+        fingerprint(module(ENGINE), "Engine.local_rank")
+
+
+def test_a_property_is_known_by_its_setter_too(module: Module) -> None:
+    source = """
+class Scaler:
+    @property
+    def scale(self):
+        return 1
+    @scale.setter
+    def scale(self, value):
+        self.given = value
+"""
+    one, other = module(source), module(source.replace("= value", "= 2 * value"))
+    assert fingerprint(one, "Scaler.scale") != fingerprint(other, "Scaler.scale")
+
+
+HEADER = """
+#define SPAN(a) \\
+    a
+/* Adam */
+inline void step(size_t step) { power *= beta; }  // upward
+const char* name = "a // b";
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_same"),
+    [
+        ("/* Adam */", "// AdamW\n/* in\nlines */", True),
+        ("{ power *= beta; }", "{\n  power *= beta;\n}", True),
+        ("\\\n    a", "a", True),
+        ("*= beta", "= pow(beta, step)", False),
+        ("power *=", "pow er *=", False),
+        ("a // b", "a // c", False),
+        ("a // b", "a //  b", False),
+    ],
+)
+def test_of_a_file_of_cpp_comments_and_layout_are_not_a_change(
+    module: Module, tmp_path: Path, old: str, new: str, is_same: bool
+) -> None:
+    name = module("")
+    (tmp_path / "includes").mkdir()
+    file = tmp_path / "includes" / "adam.h"
+    file.write_text(HEADER)
+    before = fingerprint(name, "includes/adam.h")
+    assert old in HEADER
+    file.write_text(HEADER.replace(old, new))
+    assert (fingerprint(name, "includes/adam.h") == before) == is_same
+
+
+def test_a_file_that_is_gone_is_said_to_be_missing(module: Module) -> None:
+    with pytest.raises(OSError, match=r"adam\.h"):
+        fingerprint(module(""), "includes/adam.h")

@@ -1,0 +1,61 @@
+"""A refused release is told what to install, in three lines that can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memascend.deepspeed.seams import refusal as module
+from memascend.deepspeed.seams.fingerprints import VERSIONS
+from memascend.deepspeed.seams.refusal import MISSING, RANGE, advice, refusal
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VERSIONS", ("0.19.8", "0.19.10"))
+
+
+@pytest.mark.parametrize(
+    ("release", "words", "command"),
+    [
+        ("0.18.4", "is older than", f"pip install 'deepspeed{RANGE}'"),
+        ("0.19.7", "is older than", f"pip install 'deepspeed{RANGE}'"),
+        ("0.19.8", "was patched", "--force-reinstall --no-deps 'deepspeed==0.19.10'"),
+        ("0.19.10+cu130", "was patched", "--force-reinstall --no-deps 'deepspeed==0.19.10'"),
+        ("0.19.11", "is newer than", "pip install 'deepspeed==0.19.10'"),
+        ("0.20.0", "is newer than", "or install a memascend that supports 0.20.0"),
+    ],
+)
+def test_the_advice_says_how_the_release_compares_and_what_to_run(
+    release: str, words: str, command: str
+) -> None:
+    text = advice(release)
+    assert f"DeepSpeed {release} {words}" in text
+    assert command in text
+
+
+def test_a_refusal_is_three_lines_the_advice_first() -> None:
+    first, second, third = refusal("0.18.4", {"engine.step": "0" * 16}).splitlines()
+    assert first == advice("0.18.4")
+    assert "1 definition(s)" in second
+    assert second.endswith("engine.step")
+    assert "MEMASCEND_DISABLE=1" in third
+    assert '"enabled": false' in third
+
+
+def test_three_names_are_enough_and_those_that_are_gone_come_first() -> None:
+    differing = {f"changed.{number}": "0" * 16 for number in range(40)}
+    text = refusal("0.18.4", {**differing, "gone.one": MISSING, "gone.two": MISSING})
+    assert "42 definition(s)" in text
+    assert "gone.one (missing), gone.two (missing), changed.0 and 39 more" in text
+    assert "changed.1" not in text
+    assert "DEBUG" in text
+    assert max(map(len, text.splitlines())) < 300
+
+
+def test_the_range_is_the_one_that_pip_is_given() -> None:
+    assert f'"deepspeed{RANGE}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f">={VERSIONS[0]}" in RANGE
