@@ -13,7 +13,6 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,12 +31,6 @@ _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
 _PROTOCOL = 2
 _VERSION = b"3\n"
-_STORAGE_KINDS = {
-    torch.float32: "FloatStorage",
-    torch.float64: "DoubleStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-}
 
 #: Appends the bytes of a tensor to a file.
 Write = Callable[[Any], None]
@@ -59,9 +52,13 @@ class StreamedTensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StorageOf:
-    """The reference in the pickle that stands for a tensor's storage."""
+    """The reference in the pickle that stands for a tensor's storage, and an empty one of its kind.
+
+    torch has typed storages of older dtypes and an untyped one for newer ones, float8 among them.
+    """
 
     tensor: StreamedTensor
+    empty: torch.storage.TypedStorage | torch.UntypedStorage
 
 
 class _Pickler(pickle.Pickler):
@@ -74,21 +71,24 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, StreamedTensor):
-            rebuild = torch._utils._rebuild_tensor_v2
-            shape, strides = (value.numel,), (1,)
-            return rebuild, (_StorageOf(value), 0, shape, strides, False, OrderedDict())
+            # As torch does it for this dtype: of an empty tensor only storage and shape differ.
+            empty = torch.empty(0, dtype=value.dtype, device="cpu")
+            rebuild, arguments = empty.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
+            storage, offset, _, strides, *rest = arguments
+            shape = (value.numel,)
+            return rebuild, (_StorageOf(value, storage), offset, shape, strides, *rest)
         return NotImplemented
 
     def persistent_id(self, value: object) -> Any:
         if isinstance(value, _StorageOf):
-            tensor = value.tensor
-            kind = getattr(torch, _STORAGE_KINDS[tensor.dtype])
-            return "storage", kind, self._number(id(tensor), tensor), "cpu", tensor.numel
+            tensor, kind = value.tensor, _kind(value.empty)
+            count = tensor.nbytes if kind is torch.UntypedStorage else tensor.numel
+            return "storage", kind, self._number(id(tensor), tensor), "cpu", count
         if isinstance(value, torch.storage.TypedStorage):
             storage = value._untyped_storage
-            kind = getattr(torch, value._pickle_storage_type())  # type: ignore[no-untyped-call]
             number = self._number(storage._cdata, storage)
-            return "storage", kind, number, "cpu", value._size()  # type: ignore[no-untyped-call]
+            size = value._size()  # type: ignore[no-untyped-call]
+            return "storage", _kind(value), number, "cpu", size
         if isinstance(value, torch.UntypedStorage):
             number = self._number(value._cdata, value)
             return "storage", torch.UntypedStorage, number, "cpu", value.nbytes()
@@ -99,6 +99,13 @@ class _Pickler(pickle.Pickler):
             self._numbers[identity] = str(len(self.storages))
             self.storages.append(storage)
         return self._numbers[identity]
+
+
+def _kind(storage: torch.storage.TypedStorage | torch.UntypedStorage) -> Any:
+    """Return the class that torch's files name for a storage."""
+    if isinstance(storage, torch.UntypedStorage):
+        return torch.UntypedStorage
+    return getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]
 
 
 def save_streamed(content: object, file: SummedFile) -> None:

@@ -1,6 +1,7 @@
-"""Saves a model of which a half is frozen with one kind of offload, and loads it with another.
+"""Saves a model of which a part is frozen with one kind of offload, and loads it with another.
 
-Started by test_frozen.py. Prints whether weights are equal, as JSON.
+Started by test_frozen.py. Frozen are floats, and whole numbers such as bitsandbytes packs weights
+into. Prints whether weights are equal, as JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,19 @@ from tests.support.process_group import leave
 WIDTH = 1500
 
 
+class Packed(torch.nn.Module):
+    """Adds up frozen parameters that are no floats, a large one and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        large, small = torch.randint(0, 200, (WIDTH, WIDTH)), torch.randint(0, 1 << 40, (WIDTH,))
+        self.large = torch.nn.Parameter(large.to(torch.uint8), requires_grad=False)
+        self.small = torch.nn.Parameter(small, requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + (self.large[-1] + self.small % 7).to(rows.dtype)
+
+
 def config(backend: str, drive: str) -> dict[str, Any]:
     is_cpu = backend == "cpu"
     block = None if is_cpu else {"host_memory_limit": "10MiB"}
@@ -32,7 +46,8 @@ def config(backend: str, drive: str) -> dict[str, Any]:
 
 def make(seed: int, backend: str, drive: str) -> Any:
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    linear = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    model = torch.nn.Sequential(*linear, Packed())
     torch.nn.init.normal_(model[0].bias)
     model[0].requires_grad_(False)
     engine = deepspeed.initialize(model=model, config=config(backend, drive))[0]
@@ -63,6 +78,7 @@ def main() -> None:
         engine = make(1, options.saver, drive)
         saved = weights(engine)
         engine.save_checkpoint(options.folder, exclude_frozen_parameters=options.exclude_frozen)
+        engine.save_16bit_model(options.folder)
         engine.destroy()
         engine = make(2, options.loader, drive)
         before = weights(engine)
@@ -71,7 +87,9 @@ def main() -> None:
         )
         after = weights(engine)
         engine.destroy()
-    print(json.dumps({"path": path, **compared(before, saved, after)}))
+    exported = torch.load(Path(options.folder) / "pytorch_model.bin").values()
+    equal = [torch.equal(*pair) for pair in zip(saved, exported, strict=True)]
+    print(json.dumps({"path": path, "exported": equal, **compared(before, saved, after)}))
     leave()
 
 

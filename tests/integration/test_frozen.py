@@ -11,8 +11,8 @@ from tests.support.program import RunProgram
 PROGRAM = Path(__file__).with_name("frozen_program.py")
 pytestmark = pytest.mark.deepspeed
 
-#: Weight and bias of the frozen layer, and of the one that learns.
-ALL = [True] * 4
+#: Weight and bias of the frozen layer, and of the one that learns; a frozen uint8 and int64.
+ALL = [True] * 6
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_what_is_frozen_is_saved_and_loaded(
     run_program: RunProgram, tmp_path: Path, saver: str, loader: str
 ) -> None:
     found = run_program(str(PROGRAM), saver, loader, str(tmp_path))
-    assert found["as saved"] == ALL
+    assert found["as saved"] == found["exported"] == ALL
     assert not any(found["as before"])
     assert Path(found["path"]).is_file()
 
@@ -36,5 +36,5 @@ def test_what_is_frozen_is_saved_and_loaded(
 def test_what_was_left_out_keeps_its_values(run_program: RunProgram, tmp_path: Path) -> None:
     arguments = ("memascend", "memascend", str(tmp_path), "--exclude-frozen")
     found = run_program(str(PROGRAM), *arguments)
-    assert found["as before"] == [True, True, False, False]
-    assert found["as saved"] == [False, False, True, True]
+    assert found["as before"] == [True, True, False, False, True, True]
+    assert found["as saved"] == [False, False, True, True, False, False]

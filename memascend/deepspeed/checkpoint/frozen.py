@@ -2,7 +2,7 @@
 
 DeepSpeed saves, in `model_states.pt`, each rank's part of every parameter that no optimizer has, as
 it lies in host memory. Of one that is on a drive that is a placeholder. Here the parts stream
-between the store and that file, and none is ever in memory as a whole.
+between the store and that file, and none is ever in memory as a whole. Their dtype may be any.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from memascend.streaming.staging import StagingSlots
 log = logging.getLogger(__name__)
 
 
-def frozen_on_drive(engine: Any) -> dict[str, Any]:
-    """Return the frozen parameters by name; none where one of them is not on the drive."""
+def frozen_parameters(engine: Any) -> dict[str, Any]:
+    """Return the frozen parameters by name; none where DeepSpeed has the values of all of them.
+
+    Without a budget small ones stay in host memory beside those on the drive.
+    """
     every = engine._get_zero_frozen_param_attributes(lambda param: param)
     every = {name: param for name, param in every.items() if param.ds_numel > 0}
-    return every if all(map(_is_on_drive, every.values())) else {}
+    return every if any(map(_is_on_drive, every.values())) else {}
 
 
 def _is_on_drive(param: Any) -> bool:
@@ -48,7 +51,7 @@ def put_in(content: dict[str, Any], frozen: dict[str, Any], slots: StagingSlots)
 
     Args:
         content: As DeepSpeed has saved it; where frozen parameters are left out nothing is done.
-        frozen: Those on the drive, by name.
+        frozen: The frozen parameters by name, of which those on the drive are put in.
         slots: What the bytes pass through, while the file is written.
 
     Returns:
@@ -59,6 +62,8 @@ def put_in(content: dict[str, Any], frozen: dict[str, Any], slots: StagingSlots)
         return 0
     nbytes = 0
     for name, param in frozen.items():
+        if not _is_on_drive(param):
+            continue
         swapper = swapper_of(param)
         assert swapper is not None
         count = param.ds_tensor.ds_numel
@@ -80,7 +85,7 @@ def _copy(slots: StagingSlots, key: str, nbytes: int, append: Write) -> None:
 def taken_apart(
     engine: Any, source: CheckpointSource, load_dir: str, tag: str
 ) -> Iterator[tuple[CheckpointSource, Callable[[], None]]]:
-    """Have upstream load a checkpoint without its frozen parameters on a drive.
+    """Have upstream load a checkpoint without its frozen parameters, where some are on a drive.
 
     Args:
         engine: DeepSpeed's.
@@ -94,7 +99,7 @@ def taken_apart(
     Raises:
         CheckpointError: A file cannot be read.
     """
-    frozen = frozen_on_drive(engine)
+    frozen = frozen_parameters(engine)
     files = list(_files(engine, load_dir, tag)) if frozen else []
     if not files:
         yield source, lambda: None
@@ -143,9 +148,13 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
         if [part.numel() for part in parts] != [part_numel] * len(saved):
             missing.append(name)
             continue
+        begin = 0 if is_own else rank * count
+        if not _is_on_drive(param):
+            shard = param.ds_tensor.data
+            _fill(parts, shard.dtype, begin, 0, shard.view(torch.uint8))
+            continue
         swapper = swapper_of(param)
         assert swapper is not None
-        begin = 0 if is_own else rank * count
         optimizer.attachment.runtime.staging.fill(
             key=swapper.key(param),
             nbytes=count * param.dtype.itemsize,

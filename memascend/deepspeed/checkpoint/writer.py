@@ -19,7 +19,7 @@ from memascend.checkpoint.manifest import (
     manifest_name,
 )
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
-from memascend.deepspeed.checkpoint.frozen import frozen_on_drive, put_in
+from memascend.deepspeed.checkpoint.frozen import frozen_parameters, put_in
 from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors
 from memascend.streaming.staging import StagingSlots
 from memascend.system.files import sync, write_durably
@@ -53,7 +53,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     model_states = Path(engine._get_ckpt_name(*names))
     zero_states = Path(engine._get_zero_ckpt_name(*names))
     nbytes = sum(t.padded_bytes for t in tensors) + sum(t.nbytes for t in twice)
-    frozen = frozen_on_drive(engine)
+    frozen = frozen_parameters(engine)
     if frozen:
         module = torch.load(model_states, map_location="cpu", weights_only=False)
         nbytes += put_in(module, frozen, runtime.staging)

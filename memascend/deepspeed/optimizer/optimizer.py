@@ -41,6 +41,9 @@ from memascend.streaming.sub_groups import StepIntegrity
 
 log = logging.getLogger(__name__)
 
+#: Those that master weights are stepped for.
+_TRAINED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
 
 class ZeroOptimizer(CheckpointedOptimizer):
     """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
@@ -87,6 +90,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.integrity = StepIntegrity()
         _refuse_several_contexts(module)
         _refuse_nothing_to_train(module, init_optimizer)
+        _refuse_dtypes(init_optimizer)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, **keywords)
 
     # -- wiring ----------------------------------------------------------------------------------
@@ -347,4 +351,26 @@ def _refuse_nothing_to_train(module: torch.nn.Module, optimizer: Any) -> None:
         "after the optimizer was made. fix: requires_grad_(True) on what is to be trained, before "
         "deepspeed.initialize, and give it those parameters; to run without training, leave the "
         "optimizer out"
+    )
+
+
+def _refuse_dtypes(optimizer: Any) -> None:
+    """Refuse parameters that DeepSpeed would keep in the dtype of a frozen one, or cannot step.
+
+    It takes the dtype of all weights from the first parameter that it is given. A model that is in
+    fp64 as a whole is none of these.
+    """
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    first = given[0].dtype
+    trained = {param.dtype for param in given if param.requires_grad}
+    if {first} | trained <= _TRAINED_DTYPES or {first} | trained == {torch.float64}:
+        return
+    raise ConfigError(
+        f"{type(optimizer).__name__} cannot train what it was given: the first parameter is "
+        f"{first}, those that require a gradient are {', '.join(sorted(map(str, trained)))}. "
+        "DeepSpeed keeps all weights in the dtype of the first, and they are trained in fp32, bf16 "
+        "or fp16. likely cause: frozen parameters that are no floats, such as packed 4-bit "
+        "weights, were given to the optimizer. fix: model_parameters=[p for p in "
+        "model.parameters() if p.requires_grad] in deepspeed.initialize; convert trained ones of "
+        "another dtype to fp32 before"
     )

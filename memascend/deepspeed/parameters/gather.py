@@ -21,6 +21,7 @@ from deepspeed.utils import z3_leaf_module
 
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.errors import ConfigError
 
 Parameter = Any
 
@@ -38,11 +39,32 @@ def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
     def convert(init: Any, param: Parameter) -> None:
         original(init, param)
         swapper = swapper_of(param)
-        if swapper is not None:
-            param.all_gather = _in_turns(param, param.all_gather, swapper)
+        if swapper is None:
+            _refuse_for_stock(param)
+        else:
+            gather = param.all_gather
+            if swapper.is_alone:
+                gather = _without_collective(param.all_gather_coalesced)
+            param.all_gather = _in_turns(param, gather, swapper)
             param.all_gather_coalesced = _coalesced_in_turns(param.all_gather_coalesced, swapper)
 
     return convert
+
+
+def _refuse_for_stock(param: Parameter) -> None:
+    """Refuse a parameter whose values DeepSpeed's own swapper would change without a word.
+
+    All of its buffers are of the model's dtype, and what is copied into one is cast.
+    """
+    stock = param.nvme_swapper
+    if not hasattr(stock, "memascend_attachment") or param.dtype == stock.dtype:
+        return
+    if stock.swappable_tensor(numel=-(-param.ds_numel // param.ds_zero_partition_world_size)):
+        raise ConfigError(
+            "memascend.buffer_pool is off, and DeepSpeed's own swapper keeps every parameter on "
+            f"the drive in {stock.dtype}: one of {param.ds_numel} elements is {param.dtype}, and "
+            "its values would change. Turn buffer_pool on"
+        )
 
 
 def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
@@ -111,6 +133,25 @@ class _GatherHandle:
         """Have all of them absent again."""
         self._is_given_up = True
         self._swapper.give_up(self._params)
+
+
+def _without_collective(coalesced: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a gather for a rank that is alone, which copies.
+
+    Upstream's has a list copied and one parameter sent to itself. The library of the collective may
+    not take its dtype: gloo takes neither float8 nor int16.
+    """
+
+    def all_gather(
+        param_list: Sequence[Parameter], async_op: bool = False, hierarchy: int = 0
+    ) -> list[Any] | None:
+        handle = coalesced(param_list)
+        if async_op:
+            return [handle]
+        handle.wait()
+        return None
+
+    return all_gather
 
 
 def _in_turns(

@@ -74,6 +74,7 @@ class ParameterSwapper:
         self.is_interrupted = False
         self.memascend_attachment = attachment
         self.dtype = dtype
+        self.is_alone = is_alone
         self.late_gathers = LateGathers(self, is_alone=is_alone)
         self._stream = stream
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min

@@ -89,7 +89,8 @@ class HostBuffers(TorchFunctionMode):
             )
             offset = 0
         self._chunk_used_bytes = offset + nbytes
-        piece = self._chunk[offset : offset + nbytes].view(dtype)
+        # A storage of its own: torch.save writes a whole one, and refuses one of several dtypes.
+        piece = torch.frombuffer(self._chunk[offset : offset + nbytes].numpy(), dtype=dtype)
         return piece.zero_() if zero else piece
 
 

@@ -124,6 +124,27 @@ def test_a_model_without_a_trainable_parameter_is_refused() -> None:
         ZeroOptimizer(model, optimizer, {}, None, {"memascend": {}})
 
 
+@pytest.mark.parametrize("kind", ["int8", "int64", "bool", "float8_e4m3fn", "complex64"])
+def test_a_first_parameter_that_cannot_be_trained_is_refused(kind: str) -> None:
+    """DeepSpeed would keep all weights in its dtype; CPU offload ends in an error of torch's."""
+    packed = torch.nn.Parameter(torch.zeros(8).to(getattr(torch, kind)), requires_grad=False)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), packed])
+    zero_optimizer._refuse_dtypes(optimizer)
+    optimizer = torch.optim.AdamW([packed, *model.parameters()])
+    told = rf"first parameter is torch\.{kind}, .* are torch\.float32.*fix: model_parameters=\[p"
+    with pytest.raises(ConfigError, match=told):
+        ZeroOptimizer(model, optimizer, {}, None, {"memascend": {}})
+
+
+def test_a_part_in_double_precision_is_refused_and_a_whole_model_is_not() -> None:
+    """A tile has no room to cast to a second dtype."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+    with pytest.raises(ConfigError, match=r"are torch\.float32, torch\.float64"):
+        zero_optimizer._refuse_dtypes(torch.optim.AdamW(model.parameters()))
+    zero_optimizer._refuse_dtypes(torch.optim.AdamW(model.double().parameters()))
+
+
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
 @pytest.mark.parametrize(
     ("section", "key", "value"),

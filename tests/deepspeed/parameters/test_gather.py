@@ -18,12 +18,14 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from memascend.deepspeed.parameters.gather import swapper_of, wrap_convert, wrap_partition
 from memascend.deepspeed.parameters.late_gathers import LateGathers
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.errors import ConfigError
 
 
 class TwoAtATime(ParameterSwapper):
     """Cuts into turns of two, and notes what is asked of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool = False) -> None:
+        self.is_alone = is_alone
         self.calls: list[tuple[str, list[int]]] = []
         self.components: list[str | None] = []
         self.waits = 0
@@ -104,7 +106,8 @@ def convert(init: Any, param: Any) -> None:
     def all_gather_coalesced(params: Any, **keywords: Any) -> Any:
         listed = list(params)
         param.nvme_swapper.note("gather", listed)
-        return SimpleNamespace(params=listed, keywords=keywords)
+        wait = lambda **_: param.nvme_swapper.note("wait", listed)  # noqa: E731
+        return SimpleNamespace(params=listed, keywords=keywords, wait=wait)
 
     param.all_gather, param.all_gather_coalesced = all_gather, all_gather_coalesced
 
@@ -168,6 +171,39 @@ def test_the_blocking_gather_skips_what_is_there_and_takes_each_once(swapper: Tw
     assert params[1].all_gather() is None
     assert ("copy", [1]) in swapper.calls
     assert swapper.calls[-1] == ("let go", [1])
+
+
+def test_a_rank_that_is_alone_gathers_without_a_collective() -> None:
+    """Upstream sends one parameter to itself, and gloo takes neither float8 nor int16."""
+    (param,) = parameters(TwoAtATime(is_alone=True), 1)
+    assert param.all_gather() is None
+    whole = [(what, [0]) for what in ("read", "copy", "gather", "wait", "let go")]
+    assert param.nvme_swapper.calls == whole
+    (handle,) = param.all_gather(async_op=True)
+    assert handle.params == [param]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numel", "is_refused"),
+    [(torch.uint8, 64, True), (torch.uint8, 62, False), (torch.bfloat16, 64, False)],
+)
+def test_stocks_swapper_gets_no_dtype_but_the_models(
+    dtype: torch.dtype, numel: int, is_refused: bool
+) -> None:
+    """It casts what it stores: whole numbers above 256 would change in bf16."""
+    stock = SimpleNamespace(
+        memascend_attachment=None, dtype=torch.bfloat16, swappable_tensor=lambda numel: numel >= 32
+    )
+    param = SimpleNamespace(
+        dtype=dtype, ds_numel=numel, ds_zero_partition_world_size=2, nvme_swapper=stock
+    )
+    wrapped = wrap_convert(lambda init, param: None)
+    if not is_refused:
+        wrapped(None, param)
+        return
+    told = "buffer_pool is off.*bfloat16.*64 elements is torch.uint8.*Turn buffer_pool on"
+    with pytest.raises(ConfigError, match=told):
+        wrapped(None, param)
 
 
 def test_parameters_of_a_stock_swapper_keep_their_functions() -> None:

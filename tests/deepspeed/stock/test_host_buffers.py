@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 
@@ -151,6 +153,20 @@ def test_small_buffers_share_a_chunk_and_not_their_bytes(
     assert [tensor.unique().tolist() for tensor in tensors] == [[0], [1], [2], [3]]
     assert [tensor.numel() for tensor in tensors] == [1, 7, 100, 3]
     assert all(tensor.data_ptr() % 64 == tensors[0].data_ptr() % 64 for tensor in tensors)
+
+
+def test_small_buffers_of_several_dtypes_can_be_saved(host_buffers: HostBuffers) -> None:
+    """torch.save refuses tensors of one storage that see it as different types."""
+    with host_buffers("small"):
+        table = torch.empty(3, dtype=torch.int64).fill_(1 << 40)
+        mask = torch.zeros(5, dtype=torch.bool)
+    file = io.BytesIO()
+    torch.save([table, mask], file)
+    assert len(file.getvalue()) < 4096  # their own bytes, not all of the chunk
+    file.seek(0)
+    for found, given in zip(torch.load(file), (table, mask), strict=True):
+        assert found.dtype == given.dtype
+        assert torch.equal(found, given)
 
 
 def test_a_full_chunk_is_followed_by_another(
