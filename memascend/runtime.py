@@ -13,12 +13,10 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from memascend import _core
-from memascend.base import waiting
 from memascend.base.components import (
     ACTIVATION_SLOTS,
     BOUNCE_BUFFERS,
@@ -97,7 +95,7 @@ class Runtime:
         pci_address: str | None,
         stock: StockParts,
         registrar: Registrar | None = None,
-        new_event: Callable[..., Event] | None = None,
+        new_event: Callable[[], Event] | None = None,
         wait_idle: Callable[[], object] | None = None,
         new_stream: NewStream | None = None,
         parameter_budget_bytes: int | None = None,
@@ -114,7 +112,7 @@ class Runtime:
             pci_address: Of the device, for the choice of a NUMA node.
             stock: For the sections that are off.
             registrar: Who registers it; None for CUDA's driver.
-            new_event: The device's class of events; None when the device is the CPU.
+            new_event: Makes an event of the device; None when it is the CPU.
             wait_idle: Waits until the device has nothing to do; None when it is the CPU.
             new_stream: Makes a stream of the device; None when it is the CPU.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
@@ -144,7 +142,7 @@ class Runtime:
         if config.direct_nvme.enabled:
             self.store = _make_store(config, directory, memory, self.arena)
         self._io = self.store or stock.store
-        self.new_event = None if new_event is None else partial(waiting.new_event, new_event)
+        self.new_event = new_event
         self._wait_idle, self._new_stream = wait_idle, new_stream
         self._staging: StagingSlots | None = None
         self._activations: ActivationStream | None = None

@@ -20,7 +20,6 @@ from memascend.streaming.sub_groups import SubGroup
 from tests.support.fake_cuda import FakeCuda, make_core
 from tests.support.plan_models import decoder
 from tests.support.small_runtime import build
-from tests.support.streaming_fakes import FakeEvent
 
 
 class PlainMemory:
@@ -62,19 +61,6 @@ def test_host_bytes_are_accounted_to_their_components(tmp_path: Path) -> None:
     assert components["staging slots"].live_bytes == STAGING_SLOT_BYTES * STAGING_SLOT_COUNT
     assert lease is not None
     runtime.close()
-
-
-def test_the_host_sleeps_while_it_waits_for_a_slot_that_the_device_copies(tmp_path: Path) -> None:
-    made: list[bool] = []
-
-    class Event(FakeEvent):
-        def __init__(self, blocking: bool = False) -> None:
-            super().__init__()
-            made.append(blocking)
-
-    runtime = build(tmp_path, new_event=Event)
-    runtime.staging.give_back(runtime.staging.take(8, torch.uint8))
-    assert made == [True]
 
 
 def test_parameters_keep_to_the_budget_given(tmp_path: Path) -> None:

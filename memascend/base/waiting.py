@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any
 
 from memascend.base.interfaces import Event
+
+#: Events that are kept to be used again: about as many as slots, tiles and gathers need at once.
+FREE_EVENTS_MAX = 512
 
 
 class Ended:
@@ -81,36 +84,65 @@ def event_here(make: Callable[[], Event] | None) -> Event | None:
     return event
 
 
-class CountedEvents:
-    """Makes events of a device, and counts the time that threads wait for them.
+class EventPool:
+    """Events of a device, used again; counts the time that threads wait for them.
 
-    Stands where the accelerator's class of events does.
+    CUDA makes events under a lock of the driver, on which threads would meet in every step. An
+    event comes back when the last reference to it is gone, and only if it was seen to have passed:
+    so no host thread can ask an event that means something else by now, and no stream waits for it.
+    Any thread may call.
     """
 
-    def __init__(self, make: Callable[..., Event]) -> None:
+    def __init__(
+        self, make: Callable[..., Event], *, free_count_max: int = FREE_EVENTS_MAX
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            make: The accelerator's class of events.
+            free_count_max: Most events that are kept to be used again.
+        """
         self._make = make
+        self._free: deque[Event] = deque(maxlen=free_count_max)
         self._lock = threading.Lock()
         self.waited_s = 0.0
 
-    def __call__(self, **settings: Any) -> Event:
-        """Return an event like the accelerator's."""
-        return _CountedEvent(self._make(**settings), self)
+    def __call__(self) -> Event:
+        """Return an event that nobody else has."""
+        try:
+            return _PooledEvent(self._free.popleft(), self)
+        except IndexError:
+            return _PooledEvent(new_event(self._make), self)
 
-    def add(self, seconds: float) -> None:
-        """Count what a thread has waited."""
+    def take_back(self, event: Event) -> None:
+        """Keep an event for the next call; without a lock, as the garbage collector may call."""
+        self._free.append(event)
+
+    def count_wait(self, seconds: float) -> None:
+        """Count the time that a thread has waited."""
         with self._lock:
             self.waited_s += seconds
 
 
-class _CountedEvent:
-    def __init__(self, event: Event, counter: CountedEvents) -> None:
-        self._event, self._counter = event, counter
+class _PooledEvent:
+    """The one reference to an event of the device."""
+
+    _has_passed = False  # of the class: Ctrl-C may come before there is an event
+
+    def __init__(self, event: Event, pool: EventPool) -> None:
+        self._pool, self._event = pool, event
+
+    def __del__(self) -> None:
+        if self._has_passed:
+            self._pool.take_back(self._event)
 
     def record(self) -> None:
+        self._has_passed = False
         self._event.record()
 
     def query(self) -> bool:
-        return self._event.query()
+        self._has_passed = self._event.query()
+        return self._has_passed
 
     def wait(self) -> None:
         self._event.wait()
@@ -120,4 +152,5 @@ class _CountedEvent:
         try:
             self._event.synchronize()
         finally:
-            self._counter.add(monotonic() - started_s)
+            self._pool.count_wait(monotonic() - started_s)
+        self._has_passed = True

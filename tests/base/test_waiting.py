@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memascend.base.waiting import CopyTicket, CountedEvents, Ended, event_here, new_event, wait_all
+from memascend.base.waiting import CopyTicket, Ended, EventPool, event_here, new_event, wait_all
 from tests.support.streaming_fakes import FakeEvent
 
 
@@ -84,29 +84,94 @@ def test_the_ticket_of_a_copy_is_over_with_its_event() -> None:
     assert ticket.done()
 
 
-def test_waits_for_a_device_are_counted_and_events_stay_what_they_are() -> None:
-    made: list[ChoosyEvent] = []
+class Events:
+    """A device's class of events, and all that were made."""
 
-    class Slow(ChoosyEvent):
-        def __init__(self, **settings: bool) -> None:
-            super().__init__(**settings)
-            self.is_waited_for = False
-            made.append(self)
+    def __init__(self) -> None:
+        self.made: list[FakeEvent] = []
 
+    def __call__(self) -> FakeEvent:
+        self.made.append(FakeEvent())
+        return self.made[-1]
+
+
+def test_an_event_that_nobody_has_any_more_and_that_has_passed_is_used_again() -> None:
+    events = Events()
+    pool = EventPool(events)
+    for how in ("query", "synchronize"):
+        event = pool()
+        event.record()
+        events.made[0].passed = how == "query"
+        getattr(event, how)()
+        del event
+    pool().record()
+    assert len(events.made) == 1
+
+
+def test_an_event_that_somebody_has_is_nobody_elses_though_it_has_passed() -> None:
+    """Whoever asked it again would be told of another copy, and in silence."""
+    events = Events()
+    pool = EventPool(events)
+    held = pool()
+    tickets = [CopyTicket(held)]
+    held.synchronize()
+    del held
+    other = pool()
+    other.record()
+    assert [event.recorded for event in events.made] == [False, True]
+    del tickets
+    third = pool()
+    third.record()
+    assert [event.recorded for event in events.made] == [True, True]
+
+
+def test_an_event_that_was_not_seen_to_pass_is_not_used_again() -> None:
+    events = Events()
+    pool = EventPool(events)
+    for passes in (False, True):
+        event = pool()
+        event.record()
+        event.query()
+        if passes:
+            event.synchronize()
+            event.record()  # anew: it has not passed
+        del event
+    assert pool() is not None
+    assert len(events.made) == 3
+
+
+def test_no_more_events_are_kept_than_the_limit() -> None:
+    events = Events()
+    pool = EventPool(events, free_count_max=3)
+    for _ in range(4):
+        held = [pool() for _ in range(5)]
+        for event in held:
+            event.synchronize()
+        held.clear()
+        del event
+    assert len(events.made) == 5 + 3 * (5 - 3)
+
+
+def test_waits_for_a_device_are_counted_and_an_error_is_the_devices() -> None:
+    class Lost(ChoosyEvent):
         def synchronize(self) -> None:
-            self.is_waited_for = True
             raise RuntimeError("the device is gone")
 
-    events = CountedEvents(Slow)
-    event = new_event(events)
-    assert made[0].blocking
-    event.record()
+    pool = EventPool(Lost)
+    event = pool()
     assert event.query()
-    assert events.waited_s == 0.0
+    assert pool.waited_s == 0.0
     with pytest.raises(RuntimeError):
         event.synchronize()
-    assert events.waited_s > 0.0
+    assert pool.waited_s > 0.0
 
 
-def test_an_accelerator_without_blocking_events_is_known_as_such_when_counted() -> None:
-    assert new_event(CountedEvents(SpinningEvent)).query()
+def test_streams_wait_for_an_event_of_the_pool_and_threads_sleep_meanwhile() -> None:
+    waits: list[ChoosyEvent] = []
+
+    class Waited(ChoosyEvent):
+        def wait(self) -> None:
+            waits.append(self)
+
+    EventPool(Waited)().wait()
+    assert [event.blocking for event in waits] == [True]

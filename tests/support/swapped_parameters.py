@@ -1,4 +1,4 @@
-"""Parameters as the swapper sees them, and the device that it asks. Needs DeepSpeed."""
+"""Parameters as the swapper sees them, and the events of a device. Needs DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from memascend.deepspeed.parameters import device as accelerated
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from tests.support.streaming_fakes import FakeEvent
 
 NUMEL = 2048  # a page of them
@@ -31,16 +30,15 @@ def parameter(ds_id: int, numel: int = NUMEL, location: str = "nvme") -> Any:
     )
 
 
-def on_device(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool = False) -> list[FakeEvent]:
-    """Have the accelerator be such a device, and return the list of its events."""
+def on_device(swapper: ParameterSwapper) -> list[FakeEvent]:
+    """Have a swapper on a device with streams, and return the list of its events."""
     events: list[FakeEvent] = []
 
     def new_event() -> FakeEvent:
         events.append(FakeEvent())
         return events[-1]
 
-    device = SimpleNamespace(is_synchronized_device=lambda: synchronous, Event=new_event)
-    monkeypatch.setattr(accelerated, "get_accelerator", lambda: device)
+    swapper._new_event = new_event  # type: ignore[assignment]
     return events
 
 

@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from memascend.base.units import format_nbytes
-from memascend.base.waiting import CountedEvents
+from memascend.base.waiting import EventPool
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed_json import flag, section, whole
 from memascend.config.environment import local_world_size, malloc_settings, trace_folder
@@ -88,9 +88,7 @@ def _build(
     heap = _set_heap(config)
     device = device_of(get_accelerator())
     folder = trace_folder() if dist.get_rank() == 0 else None
-    events = None
-    if folder is not None and device.new_event is not None:
-        events = CountedEvents(device.new_event)
+    events = None if device.new_event is None else EventPool(device.new_event)
     runtime = Runtime(
         config=config,
         directory=directory,
@@ -99,7 +97,7 @@ def _build(
         registrar=device.registrar,
         pci_address=device.pci_address,
         stock=_stock_parts(config, ds_config, directory),
-        new_event=events or device.new_event,
+        new_event=events,
         wait_idle=device.wait_idle,
         new_stream=device.new_stream,
         limit_bytes=limit_bytes,
@@ -111,7 +109,7 @@ def _build(
     return runtime, drives, heap, trace
 
 
-def _measure(runtime: Runtime, events: CountedEvents | None) -> Measures:
+def _measure(runtime: Runtime, events: EventPool | None) -> Measures:
     return measures_of(
         allocator=runtime.arena.core if runtime.arena is not None else None,
         store=runtime.store.core if runtime.store is not None else None,

@@ -51,6 +51,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 swappable_bytes_min=max(SWAPPABLE_BYTES_MIN, block_bytes),
                 lock=runtime.lock,
                 is_alone=dist.get_world_size() == 1,
+                new_event=runtime.new_event,
             )
         with attachment.serving_aio("parameter buffers"):
             swapper = original(ds_config, model_dtype)

@@ -1,4 +1,4 @@
-"""What the parameter swapper asks of the device: events, copies to it, whose memory is whose."""
+"""What the parameter swapper asks of the device: copies to it, whose memory is whose."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-
-from memascend.base.interfaces import Event
-from memascend.base.waiting import new_event
-
-
-def event_here() -> Event | None:
-    """Return an event behind everything on the current stream; None on a synchronous device."""
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return None
-    event = new_event(accelerator.Event)
-    event.record()
-    return event
 
 
 def start_copy(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ tensor while it is read or written: assembled there, or the rank's slice of the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -20,10 +20,10 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.base.interfaces import Event
+from memascend.base.waiting import event_here
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.parameters.device import (
     device_shard,
-    event_here,
     shares_memory,
     slice_of_rank,
     start_copy,
@@ -59,6 +59,7 @@ class ParameterSwapper:
         swappable_bytes_min: int = SWAPPABLE_BYTES_MIN,
         lock: AbstractContextManager[Any] | None = None,
         is_alone: bool = False,
+        new_event: Callable[[], Event] | None = None,
     ) -> None:
         """Take no memory yet.
 
@@ -69,6 +70,7 @@ class ParameterSwapper:
             swappable_bytes_min: Without a budget: smaller shards stay in host memory.
             lock: Of the data paths, reentrant; None: nobody else uses them.
             is_alone: Whether this is the only rank, which may gather what has arrived.
+            new_event: Makes an event of the device; None when the device is the CPU.
         """
         self.lock = lock or threading.RLock()
         self.is_interrupted = False
@@ -76,7 +78,7 @@ class ParameterSwapper:
         self.dtype = dtype
         self.is_alone = is_alone
         self.late_gathers = LateGathers(self, is_alone=is_alone)
-        self._stream = stream
+        self._stream, self._new_event = stream, new_event
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
         self._released = ReleasedMemory(limit_bytes=RELEASED_BYTES_MAX)
         self._shards: dict[int, Shard] = {}  # by ds_id; each is owned by its parameter
@@ -240,7 +242,7 @@ class ParameterSwapper:
     @exclusive
     def note_released(self, nbytes: int) -> None:
         """Count device memory of a parameter that was let go, on the stream that used it last."""
-        event = event_here()
+        event = event_here(self._new_event)
         if event is not None:
             self._released.note(nbytes, event)
 
@@ -269,7 +271,7 @@ class ParameterSwapper:
         """
         on_drive = [(p, self._shard(p)) for p in params if self._lives_on_drive(p)]
         staged = [(param, shard) for param, shard in on_drive if shard.is_staged]
-        event = event_here() if staged else None
+        event = event_here(self._new_event) if staged else None
         for param, shard in staged:
             there = shard.tensor if event is None else None
             is_alias = there is not None and shares_memory(param.data, there)
@@ -287,7 +289,7 @@ class ParameterSwapper:
         Nothing has computed with them; memory that copies and collectives still fill is used again
         in the order of the stream that they were issued on.
         """
-        event = event_here()
+        event = event_here(self._new_event)
         for param in params:  # all of them before the first wait
             if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
                 param.data = param.data.new_empty(0)
@@ -377,7 +379,7 @@ class ParameterSwapper:
     def recover(self) -> None:
         """Let every shard go, in whatever state an interrupted call has left it."""
         gathering = [s for s in self._gathering if s.owner.ds_status is ZeroParamStatus.INFLIGHT]
-        event = event_here()
+        event = event_here(self._new_event)
         if event is not None:  # a copy out of a slot may have been issued and not been noted yet
             event.synchronize()
         for shard in self._stream.recover(besides=gathering):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
+from tests.support.streaming_fakes import FakeEvent, FakeMemory, FakeRangeStore
 
 pytest.importorskip("deepspeed")
 
@@ -38,6 +38,7 @@ class AttachmentLike:
             pool=Pool(memory=memory, component="slots", budget_bytes=budget_bytes),
             lock=threading.RLock(),
             walk=Walk(),
+            new_event=FakeEvent,
         )
         if budget_bytes is not None:
             self.runtime.staging = StagingSlots(

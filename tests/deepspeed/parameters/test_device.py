@@ -1,4 +1,4 @@
-"""Events and copies on a device with streams, and on one that does all at once."""
+"""Copies on a device with streams, and on one that does all at once."""
 
 from __future__ import annotations
 
@@ -10,33 +10,27 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.deepspeed.parameters import device
-from tests.support.streaming_fakes import FakeEvent
 
 
 def be(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool) -> None:
     accelerator = SimpleNamespace(
         is_synchronized_device=lambda: synchronous,
-        Event=FakeEvent,
         current_device_name=lambda: "meta",
     )
     monkeypatch.setattr(device, "get_accelerator", lambda: accelerator)
 
 
-def test_a_device_with_streams_has_events_and_takes_copies(
+def test_a_device_with_streams_takes_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     be(monkeypatch, synchronous=False)
-    event = device.event_here()
-    assert isinstance(event, FakeEvent)
-    assert event.recorded
     there = device.start_copy(torch.zeros(3))
     assert there is not None
     assert there.device.type == "meta"
 
 
-def test_one_that_does_all_at_once_needs_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_all_at_once_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     be(monkeypatch, synchronous=True)
-    assert device.event_here() is None
     assert device.start_copy(torch.zeros(3)) is None
 
 

@@ -238,9 +238,9 @@ def test_before_a_step_unused_copies_are_dropped(bench: Bench) -> None:
 
 
 def test_on_a_device_slots_wait_for_one_event_behind_the_copies(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
 ) -> None:
-    events = on_device(monkeypatch)
+    events = on_device(bench.swapper)
     params = bench.partitioned(2)
     bench.swapper.swap_in(params, async_op=False)
     free_before = bench.pool.free_count
@@ -258,15 +258,14 @@ def test_on_a_device_slots_wait_for_one_event_behind_the_copies(
 
 
 def test_on_a_device_parameters_kept_in_memory_make_no_event(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
 ) -> None:
-    events = on_device(monkeypatch)
+    events = on_device(bench.swapper)
     bench.swapper.after_gather([parameter(50, location="cpu")])
     assert events == []
 
 
-def test_an_alias_of_the_slot_becomes_a_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_device(monkeypatch, synchronous=True)
+def test_an_alias_of_the_slot_becomes_a_copy(bench: Bench) -> None:
     (param,) = bench.partitioned(1)
     bench.swapper.swap_in([param], async_op=False)
     param.data = param.ds_tensor.data.view(-1)
@@ -279,9 +278,8 @@ def test_an_alias_of_the_slot_becomes_a_copy(bench: Bench, monkeypatch: pytest.M
 
 
 def test_a_slot_in_a_collective_is_kept_until_that_is_over(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
 ) -> None:
-    on_device(monkeypatch, synchronous=True)
     one, other = bench.partitioned(2)
     bench.swapper.swap_in([one], async_op=False)
     one.ds_status = ZeroParamStatus.INFLIGHT

@@ -138,9 +138,8 @@ def partitioned(bench: Rank, count: int, numel: int) -> list[Any]:
     return params
 
 
-def test_many_gathers_before_the_first_wait_do_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_gathers_before_the_first_wait_do_not_block() -> None:
     """On the CPU a collective may read the slot until it is waited for."""
-    on_device(monkeypatch, synchronous=True)
     bench = Rank(0, 2)
     params = partitioned(bench, 12, 2 * 8000)
     for param in params:
@@ -156,9 +155,9 @@ def test_many_gathers_before_the_first_wait_do_not_block(monkeypatch: pytest.Mon
     assert bench.pool.free_bytes == bench.pool.held_bytes
 
 
-def test_on_a_device_slots_come_back_with_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = on_device(monkeypatch)
+def test_on_a_device_slots_come_back_with_their_copies() -> None:
     bench = Rank(0, 2)
+    events = on_device(bench.param_swapper)
     params = partitioned(bench, 12, 2 * 8000)
     for param in params:
         bench.param_swapper.swap_in([param], async_op=False)
@@ -172,7 +171,6 @@ def test_on_a_device_slots_come_back_with_their_copies(monkeypatch: pytest.Monke
 def test_a_gather_of_several_ranks_finds_shards_on_their_way_to_the_device(
     monkeypatch: pytest.MonkeyPatch, world: int
 ) -> None:
-    on_device(monkeypatch)
     copies: list[torch.Tensor] = []
 
     def start_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,10 +86,9 @@ def test_one_that_is_gathered_over_one_rank_has_memory_of_its_own(
 
 @by_shape
 def test_one_that_is_changed_while_it_is_lent_is_partitioned_elsewhere(
-    resident: ResidentStore, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+    resident: ResidentStore, shape: tuple[int, ...]
 ) -> None:
     """On the CPU a collective of several ranks keeps the loan until it was waited for."""
-    on_device(monkeypatch, synchronous=True)
     bench = Rank(0, 2, resident=resident)
     param, content = partitioned(bench, shape)
     before = stored(bench, param)
@@ -107,10 +106,10 @@ def test_one_that_is_changed_while_it_is_lent_is_partitioned_elsewhere(
 
 
 def test_on_a_device_a_step_waits_for_copies_out_of_the_memory(
-    resident: ResidentStore, monkeypatch: pytest.MonkeyPatch
+    resident: ResidentStore,
 ) -> None:
-    events = on_device(monkeypatch)
     bench = Rank(0, 2, resident=resident)
+    events = on_device(bench.param_swapper)
     params = [partitioned(bench, SMALL)[0] for _ in range(3)]
     bench.param_swapper.swap_in(params, async_op=False)
     bench.param_swapper.after_gather(params)
