@@ -246,7 +246,8 @@ def _within(shapes: ModelShapes, ours: Plan, host_bytes: int | None) -> Plan:
 
 
 def _plans(training: Training, args: argparse.Namespace) -> list[ContextPlan]:
-    return [training.plan(way, args.context * args.batch) for way in WAYS]
+    tokens, device_bytes = args.context * args.batch, _device_bytes(args) or 0
+    return [training.plan(way, tokens, device_bytes=device_bytes) for way in WAYS]
 
 
 def _fits(training: Training, args: argparse.Namespace) -> dict[str, tuple[Fit, Fit | None]]:

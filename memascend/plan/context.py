@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memascend.base.device_memory import RELEASED_COUNT_MIN, released_bytes_max
 from memascend.base.units import GIB, power_of_two_up
 from memascend.config.block import ActivationConfig
 from memascend.config.deepspeed_json import flag, section, whole
@@ -34,7 +35,7 @@ from memascend.plan.layers import (
     Widths,
     layer_bytes,
 )
-from memascend.plan.shapes import ModelShapes
+from memascend.plan.shapes import ModelShapes, TensorShape
 from memascend.plan.stock import StockPlan
 
 #: CUDA's context, libraries' workspaces, and what the allocator cannot use.
@@ -48,6 +49,7 @@ IN_FLIGHT_COUNT = 2
 
 # Components of device memory.
 GATHERED = "parameters gathered (estimate)"
+RELEASED = "parameters let go, still computed with"
 BUCKET = "reduce bucket"
 CHECKPOINTS = "checkpoints, one for each layer"
 SAVED = "all that layers save (estimate)"
@@ -203,12 +205,13 @@ class Training:
         """Bytes of an element of a parameter, of a hidden state, and of a reduced gradient."""
         return self.ours.request.param_itemsize
 
-    def plan(self, way: Way, tokens: int) -> ContextPlan:
+    def plan(self, way: Way, tokens: int, *, device_bytes: int = 0) -> ContextPlan:
         """Count every byte.
 
         Args:
             way: One of WAYS.
             tokens: Of one micro-step on this rank: context times batch.
+            device_bytes: All memory of the device, a share of which the host may run ahead by.
         """
         widths = self.widths
         layer = layer_bytes(widths, self.itemsize, has_tiled_mlp=self.has_tiled_mlp)
@@ -225,6 +228,7 @@ class Training:
             tokens=tokens,
             device={
                 GATHERED: self._gathered_numel() * self.itemsize,
+                **({RELEASED: self._released_bytes(device_bytes)} if way.has_memascend else {}),
                 BUCKET: self._bucket_numel() * self.itemsize,
                 **saved,
                 RESERVE: DEVICE_RESERVE_BYTES,
@@ -277,6 +281,11 @@ class Training:
         ahead = min(self.device.prefetch_numel, max(0, self.device.live_numel - in_use))
         return min(self.shapes.numel, in_use + ahead)
 
+    def _released_bytes(self, device_bytes: int) -> int:
+        """Return the most that waits for kernels; stock has no limit, and nothing is counted."""
+        always = RELEASED_COUNT_MIN * _largest_in_layers(self.shapes.tensors) * self.itemsize
+        return min(max(released_bytes_max(device_bytes), always), self.shapes.numel * self.itemsize)
+
     def _bucket_numel(self) -> int:
         return self.device.bucket_numel if self.device.has_bucket else 0
 
@@ -312,12 +321,18 @@ class Training:
         tile = min(tokens, widths.hidden) * layer.tile  # as DeepSpeed's examples divide tokens
         learning = self.shapes.trainable
         largest = max((tensor.numel for tensor in learning), default=0)
-        in_layers = [t.numel for t in learning if re.search(r"\.\d+\.", t.name)]
         return {
             LOSS: tokens * (logits + layer.final_norm),
             HEAD: self._gradient_bytes(way, largest),
-            LAYER: tokens * backward + tile + self._gradient_bytes(way, max(in_layers, default=0)),
+            LAYER: tokens * backward
+            + tile
+            + self._gradient_bytes(way, _largest_in_layers(learning)),
         }
+
+
+def _largest_in_layers(tensors: Sequence[TensorShape]) -> int:
+    in_layers = (tensor.numel for tensor in tensors if re.search(r"\.\d+\.", tensor.name))
+    return max(in_layers, default=0)
 
 
 def widths_of(shapes: ModelShapes) -> Widths:

@@ -62,7 +62,8 @@ def fit(training: Training, way: Way, *, room: Room, unit_tokens: int) -> Fit:
     """
 
     def short(count: int) -> dict[str, int]:
-        return room.short(training.plan(way, count * unit_tokens))
+        plan = training.plan(way, count * unit_tokens, device_bytes=room.device_bytes)
+        return room.short(plan)
 
     fits, ends = 0, 1
     while not short(ends):

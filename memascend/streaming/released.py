@@ -12,11 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from memascend.base.device_memory import RELEASED_COUNT_MIN
 from memascend.base.interfaces import Event
-
-#: Parameters that may always be waiting, however large: with fewer the device would stand still
-#: between two layers.
-RELEASED_COUNT_MIN = 2
 
 
 class ReleasedMemory:

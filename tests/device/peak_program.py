@@ -21,7 +21,7 @@ core = torch_device.install()
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
-from memascend.deepspeed.parameters import swapper  # noqa: E402
+from memascend.deepspeed.parameters import build  # noqa: E402
 from tests.device.emulator import accelerator  # noqa: E402
 
 accelerator.install()
@@ -57,7 +57,7 @@ def held_bytes() -> int:
 
 def peaks(config: dict[str, Any], limit_bytes: int) -> dict[str, int]:
     """What the second step holds at most; in the first one DeepSpeed records the order of use."""
-    swapper.RELEASED_BYTES_MAX = limit_bytes
+    build.released_bytes_max = lambda device_bytes: limit_bytes
     torch.manual_seed(1)
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = Layers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -22,6 +23,7 @@ from memascend.plan.context import (
     LOSS,
     OURS_ALL,
     OURS_CHECKPOINTS,
+    RELEASED,
     SAVED,
     STOCK_ALL,
     STOCK_CHECKPOINTS,
@@ -103,6 +105,21 @@ def test_no_more_is_kept_than_there_is() -> None:
     plan = training(activations=everything).plan(OURS_CHECKPOINTS, TOKENS)
     assert (plan.device[KEPT], plan.device[FLIGHT]) == (32 * HIDDEN_BYTES, 0)
     assert plan.drive_bytes == 0
+
+
+def test_the_host_runs_ahead_by_a_share_of_the_device_or_two_tensors_of_a_layer() -> None:
+    start = training()
+    sizes = (0, 24 * GIB, 80 * GIB)
+    plans = [start.plan(OURS_CHECKPOINTS, TOKENS, device_bytes=size) for size in sizes]
+    assert [plan.device[RELEASED] for plan in plans] == [256 * MIB, 384 * MIB, 1280 * MIB]
+    assert RELEASED not in start.plan(STOCK_CHECKPOINTS, TOKENS, device_bytes=80 * GIB).device
+    large = training("Llama-3.1-70B").plan(OURS_CHECKPOINTS, TOKENS, device_bytes=24 * GIB)
+    assert large.device[RELEASED] == 2 * (28_672 * 8192 * 2)
+
+
+def test_a_small_model_has_no_more_to_run_ahead_by_than_itself() -> None:
+    small = dataclasses.replace(training(), shapes=decoder())
+    assert small._released_bytes(80 * GIB) == small.shapes.numel * 2
 
 
 def test_small_tensors_stay_on_the_device() -> None:

@@ -7,11 +7,23 @@ from typing import Any
 import pytest
 
 from memascend.base.units import GIB
-from memascend.plan.context import OURS_CHECKPOINTS, STOCK_CHECKPOINTS, STOCK_ON_HOST, WAYS
+from memascend.plan.context import (
+    OURS_CHECKPOINTS,
+    STOCK_CHECKPOINTS,
+    STOCK_ON_HOST,
+    WAYS,
+    ContextPlan,
+    Training,
+    Way,
+)
 from memascend.plan.fit import DEVICE, HOST, TOKENS_MAX, Room, fit
 from tests.support.trainings import training
 
 ROOM = Room(device_bytes=24 * GIB, host_bytes=128 * GIB)
+
+
+def plan_in_room(start: Training, way: Way, tokens: int) -> ContextPlan:
+    return start.plan(way, tokens, device_bytes=ROOM.device_bytes)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.title)
@@ -20,8 +32,8 @@ def test_what_is_found_fits_and_one_more_does_not(way: Any, unit_tokens: int) ->
     start = training(has_fused_loss=True)
     found = fit(start, way, room=ROOM, unit_tokens=unit_tokens)
     if found.count:
-        assert ROOM.short(start.plan(way, found.count * unit_tokens)) == {}
-    short = ROOM.short(start.plan(way, (found.count + 1) * unit_tokens))
+        assert ROOM.short(plan_in_room(start, way, found.count * unit_tokens)) == {}
+    short = ROOM.short(plan_in_room(start, way, (found.count + 1) * unit_tokens))
     assert short == found.limits != {}
     assert found.count or way.title == "stock, no checkpointing"
 

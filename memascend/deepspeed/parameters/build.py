@@ -11,6 +11,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from memascend.base.device_memory import released_bytes_max
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed_json import whole
 from memascend.deepspeed.attach.attach import attach
@@ -33,13 +34,13 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         _note_inactive_streaming(config)
         if config.buffer_pool.enabled:
-            runtime = attachment.runtime
+            runtime, accelerator = attachment.runtime, get_accelerator()
             stream = ParameterStream(
                 store=runtime.io,
                 pool=runtime.pool,
                 prefetch_bytes=config.buffer_pool.prefetch_bytes,
                 staging=runtime.staging if runtime.pool.is_bounded else None,
-                device=torch.device(get_accelerator().current_device_name()),
+                device=torch.device(accelerator.current_device_name()),
                 walk=runtime.walk,
                 lender=runtime.store if runtime.pool.is_bounded else None,
             )
@@ -52,6 +53,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 lock=runtime.lock,
                 is_alone=dist.get_world_size() == 1,
                 new_event=runtime.new_event,
+                released_bytes_max=released_bytes_max(accelerator.total_memory()),
             )
         with attachment.serving_aio("parameter buffers"):
             swapper = original(ds_config, model_dtype)

@@ -19,6 +19,7 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from memascend.base.device_memory import RELEASED_BYTES_MIN
 from memascend.base.interfaces import Event
 from memascend.base.waiting import event_here
 from memascend.deepspeed.attach.attachment import Attachment
@@ -39,8 +40,6 @@ from memascend.streaming.shards import Shard, ShardState
 SWAPPABLE_BYTES_MIN = 1 << 20
 #: Bytes gathered in one turn. Fixed, so that every rank cuts the same list in the same places.
 TURN_BYTES = 256 << 20
-#: Most device memory of gathered parameters that were let go while kernels may still use it.
-RELEASED_BYTES_MAX = 256 << 20
 #: What available_swap_in_buffers answers: prefetch is limited in bytes, by the stream.
 PREFETCH_COUNT_MAX = 64
 
@@ -60,6 +59,7 @@ class ParameterSwapper:
         lock: AbstractContextManager[Any] | None = None,
         is_alone: bool = False,
         new_event: Callable[[], Event] | None = None,
+        released_bytes_max: int = RELEASED_BYTES_MIN,
     ) -> None:
         """Take no memory yet.
 
@@ -71,6 +71,8 @@ class ParameterSwapper:
             lock: Of the data paths, reentrant; None: nobody else uses them.
             is_alone: Whether this is the only rank, which may gather what has arrived.
             new_event: Makes an event of the device; None when the device is the CPU.
+            released_bytes_max: Most device memory of gathered parameters that were let go while
+                kernels may still use it.
         """
         self.lock = lock or threading.RLock()
         self.is_interrupted = False
@@ -80,7 +82,7 @@ class ParameterSwapper:
         self.late_gathers = LateGathers(self, is_alone=is_alone)
         self._stream, self._new_event = stream, new_event
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
-        self._released = ReleasedMemory(limit_bytes=RELEASED_BYTES_MAX)
+        self._released = ReleasedMemory(limit_bytes=released_bytes_max)
         self._shards: dict[int, Shard] = {}  # by ds_id; each is owned by its parameter
         # A collective may still read their slots; they are let go when it has been waited for.
         self._gathering: dict[Shard, None] = {}

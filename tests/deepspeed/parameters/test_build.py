@@ -18,13 +18,14 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
+from memascend.base.device_memory import RELEASED_BYTES_MIN, RELEASED_DIVISOR
 from memascend.config.block import parse_block
 from memascend.deepspeed.parameters import build
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.memory.pool import Pool
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.walk import Walk
-from tests.support.swapped_parameters import parameter
+from tests.support.swapped_parameters import on_device, parameter
 
 
 class AttachmentLike:
@@ -96,6 +97,20 @@ def test_of_several_ranks_each_gather_is_begun_late(
     kept.ds_tensor.final_location = None  # in host memory, where nobody waits for it
     kept.ds_tensor.status = PartitionedParamStatus.AVAILABLE
     assert swapper.late_gathers.late([kept]) == ([kept] if ranks > 1 else [])
+
+
+def test_the_host_runs_ahead_by_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_bytes = 3 * RELEASED_BYTES_MIN
+    accelerator = SimpleNamespace(
+        current_device_name=lambda: "cpu", total_memory=lambda: limit_bytes * RELEASED_DIVISOR
+    )
+    monkeypatch.setattr(build, "get_accelerator", lambda: accelerator)
+    swapper, _ = made(monkeypatch, {"enabled": True}, 1 << 20)
+    events = on_device(swapper)
+    for _ in range(5):
+        swapper.note_released(RELEASED_BYTES_MIN)
+    swapper.wait_for_released()
+    assert [event.passed for event in events] == [True] * 2 + [False] * 3
 
 
 def test_within_a_budget_the_store_lends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from memascend.base.device_memory import RELEASED_BYTES_MIN
 from memascend.base.units import PAGE_BYTES
-from memascend.deepspeed.parameters.swapper import RELEASED_BYTES_MAX, ParameterSwapper
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 from memascend.streaming.parameters import ParameterStream
@@ -160,7 +161,7 @@ def test_the_host_goes_no_further_ahead_than_so_much_device_memory() -> None:
     events = on_device(swapper)
     for _ in range(8):
         swapper.wait_for_released()
-        swapper.note_released(RELEASED_BYTES_MAX // 4)
+        swapper.note_released(RELEASED_BYTES_MIN // 4)
     swapper.wait_for_released()
     assert len(events) == 8
     assert sum(not event.passed for event in events) == 4
@@ -168,7 +169,7 @@ def test_the_host_goes_no_further_ahead_than_so_much_device_memory() -> None:
 
 def test_the_cpu_has_computed_when_a_parameter_is_let_go() -> None:
     swapper = Bench().swapper
-    swapper.note_released(RELEASED_BYTES_MAX * 2)
+    swapper.note_released(RELEASED_BYTES_MIN * 2)
     swapper.wait_for_released()
 
 
