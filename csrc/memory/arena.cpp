@@ -56,10 +56,14 @@ void Arena::commit(std::uint64_t offset, std::uint64_t nbytes) {
   const std::span<std::byte> added = memory(offset, nbytes);
   if (back_pages(added, options_.pages, notes_) == Backing::kHugetlb) hugetlb_[offset] = nbytes;
   reserved_bytes_ += nbytes;
-  if (options_.pages.lock) lock_pages(added, notes_);
-  if (!registers()) return;
-  pieces_.emplace(offset, CommittedPiece{nbytes, false});
-  register_missing(offset);
+  Notes refused;
+  if (options_.pages.lock) lock_pages(added, refused);
+  if (registers()) {
+    pieces_.emplace(offset, CommittedPiece{nbytes, false});
+    register_missing(offset);
+    if (pieces_.at(offset).registered) return;  // the device's driver pins it, whatever mlock said
+  }
+  for (const std::string& note : refused.list()) notes_.add(note);
 }
 
 bool Arena::decommit(std::uint64_t offset, std::uint64_t nbytes, Pieces pieces) {

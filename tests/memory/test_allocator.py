@@ -288,6 +288,7 @@ def _explicit_huge_page_bytes() -> int:
 UNPRIVILEGED = textwrap.dedent(
     """
     import os, resource, sys, logging
+    from types import SimpleNamespace
     import torch
     from memascend import _core
     from memascend.memory.allocator import HostAllocator
@@ -297,7 +298,13 @@ UNPRIVILEGED = textwrap.dedent(
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)  # drops CAP_IPC_LOCK
-    allocator = HostAllocator(huge_pages="off")
+    answer = {"registered": "", "refused": "no room in the map"}.get(sys.argv[2])
+    registrar = SimpleNamespace(
+        register=lambda *_: answer, unregister=lambda *_: "", unregister_when_idle=lambda *_: ""
+    )
+    allocator = HostAllocator(
+        huge_pages="off", register_device=answer is not None, registrar=registrar
+    )
     tensors = [
         allocator.tensor(64 << 20, torch.uint8, component="pool", zero=True) for _ in range(2)
     ]
@@ -310,19 +317,36 @@ UNPRIVILEGED = textwrap.dedent(
 
 @pytest.mark.parametrize("limit_bytes", [0, 8 * MIB])
 def test_without_the_right_to_lock_memory_it_goes_on_and_says_so_once(limit_bytes: int) -> None:
+    *warnings, result = unprivileged(limit_bytes, "no device")
+    assert result == "survived 0 1"
+    assert len(warnings) == 1
+    assert f"RLIMIT_MEMLOCK) is {limit_bytes // KIB} KiB" in warnings[0]
+    assert "ulimit -l unlimited" in warnings[0]
+
+
+@pytest.mark.parametrize(("device", "count"), [("registered", 0), ("refused", 2)])
+def test_what_the_devices_driver_pins_needs_no_right_to_lock_memory(
+    device: str, count: int
+) -> None:
+    *warnings, result = unprivileged(0, device)
+    assert result == f"survived 0 {count}"
+    assert [warning.partition(":")[0] for warning in warnings] == [
+        "host memory is not registered with the device, copies to and from it block",
+        "host memory is not page-locked",
+    ][:count]
+
+
+def unprivileged(limit_bytes: int, device: str) -> list[str]:
+    """Return what a process logs and prints that may lock so many bytes."""
     child = subprocess.run(
-        [sys.executable, "-c", UNPRIVILEGED, str(limit_bytes)],
+        [sys.executable, "-c", UNPRIVILEGED, str(limit_bytes), device],
         capture_output=True,
         text=True,
         timeout=120,
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert child.returncode == 0, child.stderr
-    *warnings, result = child.stdout.splitlines()
-    assert result == "survived 0 1"
-    assert len(warnings) == 1
-    assert f"RLIMIT_MEMLOCK) is {limit_bytes // KIB} KiB" in warnings[0]
-    assert "ulimit -l unlimited" in warnings[0]
+    return child.stdout.splitlines()
 
 
 def test_an_address_space_limit_leaves_room_for_others() -> None:
