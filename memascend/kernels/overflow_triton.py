@@ -81,7 +81,9 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return current
 
 
-@triton.jit
+# Counts would be compiled for anew as 1, a multiple of 16, or neither: in the first backward, while
+# other ranks wait in a collective.
+@triton.jit(do_not_specialize=["numel", "blocks_each"])
 def _scan_kernel(
     source,
     numel,
@@ -93,24 +95,36 @@ def _scan_kernel(
 ):
     program = tl.program_id(0)
     first = program.to(tl.int64) * blocks_each * BLOCK
+    end = tl.minimum(first + blocks_each.to(tl.int64) * BLOCK, numel)
     lane = tl.arange(0, BLOCK)
     seen = tl.zeros([BLOCK], dtype=tl.int32)
     sums = tl.zeros([BLOCK], dtype=tl.float64)
-    for block in range(blocks_each):
-        index = first + block * BLOCK + lane
-        values = tl.load(source + index, mask=index < numel, other=0.0).to(tl.float32)
-        # False for nan as well: no comparison with nan holds.
-        finite = tl.abs(values) < float("inf")
-        seen = tl.where(finite, seen, 1)
-        if SUM_SQUARES:
-            wide = values.to(tl.float64)
-            sums += wide * wide
+    # A mask keeps loads narrow where nobody knows what divides the count: whole blocks have none.
+    whole_count = tl.maximum(end - first, 0) // BLOCK
+    for block in range(whole_count):
+        values = tl.load(source + first + block * BLOCK + lane)
+        seen, sums = _add(values, seen, sums, SUM_SQUARES)
+    index = first + whole_count * BLOCK + lane
+    values = tl.load(source + index, mask=index < end, other=0.0)
+    seen, sums = _add(values, seen, sums, SUM_SQUARES)
     tl.store(found + program, tl.max(seen, axis=0))
     if SUM_SQUARES:
         tl.store(partial + program, tl.sum(sums, axis=0))
 
 
 @triton.jit
+def _add(values, seen, sums, SUM_SQUARES: tl.constexpr):
+    values = values.to(tl.float32)
+    # False for nan as well: no comparison with nan holds.
+    finite = tl.abs(values) < float("inf")
+    seen = tl.where(finite, seen, 1)
+    if SUM_SQUARES:
+        wide = values.to(tl.float64)
+        sums += wide * wide
+    return seen, sums
+
+
+@triton.jit(do_not_specialize=["program_count"])
 def _finish_kernel(
     found,
     partial,
