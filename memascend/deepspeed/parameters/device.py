@@ -1,11 +1,26 @@
-"""What the parameter swapper asks of the device: copies to it, whose memory is whose."""
+"""What the parameter swapper asks of the device: streams, copies to it, whose memory is whose."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+
+
+def stream_here() -> Any:
+    """Return the current stream; None on a synchronous device."""
+    accelerator = get_accelerator()
+    return None if accelerator.is_synchronized_device() else accelerator.current_stream()
+
+
+def on_stream(stream: Any) -> AbstractContextManager[object]:
+    """Make what `stream_here` returned the current stream of a block."""
+    if stream is None:
+        return nullcontext()
+    block: AbstractContextManager[object] = get_accelerator().stream(stream)
+    return block
 
 
 def start_copy(tensor: torch.Tensor) -> torch.Tensor | None:

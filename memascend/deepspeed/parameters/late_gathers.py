@@ -13,6 +13,9 @@ same places, but their drives are not equally fast, and which parameter of a mod
 first differs between them, as DeepSpeed has these in a set. So with several ranks every gather of
 the coordinator is noted, and with the first wait for a module those of all of its parameters begin,
 as one.
+
+A gather begins on the stream that it was asked for on, whoever begins it: DeepSpeed waits for that
+one, and a script may have made another one current.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from typing import Any, Protocol
 
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from memascend.deepspeed.parameters.device import on_stream, stream_here
 
 Parameter = Any
 #: Gathers a list, and returns a handle for all of it; gives up all of it when it fails.
@@ -53,6 +58,7 @@ class LateGather:
         self.param = param
         self.begin = begin
         self.begun: Any = None
+        self.stream = stream_here()
         self._gathers = gathers
 
     def wait(self, **keywords: Any) -> None:
@@ -176,9 +182,11 @@ class LateGathers:
         noted = [g.param for g in list(self._noted.values()) if g.param.ds_id in needed_ids]
         self._swapper.wait_for_updates(noted)
         with self._swapper.lock:
-            due = self._due(needed_ids)
-            if due:
-                self._begin(due)
+            streams: dict[Any, list[LateGather]] = {}
+            for one in self._due(needed_ids):
+                streams.setdefault(one.stream, []).append(one)
+            for stream, gathers in streams.items():
+                self._begin_on(stream, gathers)
 
     def _due(self, needed_ids: AbstractSet[int]) -> list[LateGather]:
         """Return what is noted and needed and, on a rank that is alone, what is here."""
@@ -187,6 +195,13 @@ class LateGathers:
         late = self._swapper.late(waiting) if self._is_alone else waiting
         late_ids = {param.ds_id for param in late}
         return [one for one in noted if one.param.ds_id not in late_ids]
+
+    def _begin_on(self, stream: Any, gathers: Sequence[LateGather]) -> None:
+        here = stream_here()
+        with on_stream(stream):
+            self._begin(gathers)
+        if here != stream:
+            here.wait_stream(stream)  # the caller may use them as soon as they are gathered
 
     def _begin(self, gathers: Sequence[LateGather]) -> None:
         params = [one.param for one in gathers]

@@ -1,7 +1,9 @@
-"""Copies on a device with streams, and on one that does all at once."""
+"""Streams and copies on a device with streams, and on one that does all at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,24 +15,40 @@ from memascend.deepspeed.parameters import device
 
 
 def be(monkeypatch: pytest.MonkeyPatch, *, synchronous: bool) -> None:
+    streams = ["default"]
+
+    @contextmanager
+    def stream(wanted: str) -> Iterator[None]:
+        streams.append(wanted)
+        yield
+        streams.pop()
+
     accelerator = SimpleNamespace(
         is_synchronized_device=lambda: synchronous,
         current_device_name=lambda: "meta",
+        current_stream=lambda: streams[-1],
+        stream=stream,
     )
     monkeypatch.setattr(device, "get_accelerator", lambda: accelerator)
 
 
-def test_a_device_with_streams_takes_copies(
+def test_a_device_with_streams_has_a_current_one_and_takes_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     be(monkeypatch, synchronous=False)
+    with device.on_stream("other"):
+        assert device.stream_here() == "other"
+    assert device.stream_here() == "default"
     there = device.start_copy(torch.zeros(3))
     assert there is not None
     assert there.device.type == "meta"
 
 
-def test_one_that_does_all_at_once_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_all_at_once_needs_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     be(monkeypatch, synchronous=True)
+    assert device.stream_here() is None
+    with device.on_stream(None):
+        assert device.stream_here() is None
     assert device.start_copy(torch.zeros(3)) is None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
+from memascend.deepspeed.parameters import late_gathers
 from memascend.deepspeed.parameters.gather import wrap_register
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from tests.support.gather_bench import ABSENT, FLYING, THERE, Bench
@@ -52,6 +55,67 @@ def test_it_is_gathered_at_the_first_wait_or_gather_behind_its_arrival(bench: Be
         bench.wait(index)
     assert bench.statuses() == [THERE] * 3
     assert len(bench.store.tickets) == reads
+
+
+class Stream:
+    """A stream of a device; notes whom it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waited_for: list[str] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other.name)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """The streams that blocks have made current, the current one last."""
+    current = [Stream("main")]
+
+    @contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(late_gathers, "stream_here", lambda: current[-1])
+    monkeypatch.setattr(late_gathers, "on_stream", on_stream)
+    return current
+
+
+def test_a_gather_begins_on_the_stream_it_was_asked_for_on(
+    bench: Bench, streams: list[Stream]
+) -> None:
+    """DeepSpeed asks on its own stream, a script gathers by hand on another one."""
+    begun_on: list[str] = []
+    bench.before_gather = lambda: begun_on.append(streams[-1].name)
+    main, own = streams[0], Stream("DeepSpeed's")
+    bench.read_ahead(0, 1)
+    with late_gathers.on_stream(own):
+        bench.gather(0, 1)
+    bench.params[0].all_gather(param_list=bench.params[:1])
+    assert (begun_on, main.waited_for) == (["DeepSpeed's"], ["DeepSpeed's"])
+    with late_gathers.on_stream(own):
+        bench.wait(0, 1)
+    assert begun_on == ["DeepSpeed's"] * 2
+    assert own.waited_for == []
+    assert bench.is_whole(0)
+    assert bench.is_whole(1)
+
+
+def test_gathers_asked_for_on_several_streams_begin_on_each(streams: list[Stream]) -> None:
+    bench = Bench(is_alone=False)
+    begun_on: list[str] = []
+    bench.before_gather = lambda: begun_on.append(streams[-1].name)
+    one, other = Stream("one"), Stream("other")
+    for stream, indexes in ((one, (0,)), (other, (1,)), (one, (2,))):
+        with late_gathers.on_stream(stream):
+            bench.gather(*indexes)
+    bench.wait(0, 1, 2)
+    assert begun_on == ["one", "other"]
+    assert bench.gathered == [[0, 2], [1]]
+    assert streams[0].waited_for == ["one", "other"]
 
 
 def test_what_is_here_is_gathered_at_once(bench: Bench) -> None:
