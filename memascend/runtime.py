@@ -98,6 +98,7 @@ class Runtime:
         new_event: Callable[[], Event] | None = None,
         wait_idle: Callable[[], object] | None = None,
         new_stream: NewStream | None = None,
+        use_device: Callable[[], object] = int,
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
         limit_bytes: int | None = None,
@@ -115,13 +116,15 @@ class Runtime:
             new_event: Makes an event of the device; None when it is the CPU.
             wait_idle: Waits until the device has nothing to do; None when it is the CPU.
             new_stream: Makes a stream of the device; None when it is the CPU.
+            use_device: Makes the device the current one of the calling thread; first on ours.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
             limit_bytes: Most host memory of all components together; None: no limit.
         """
         self.config, self.directory, self.limit_bytes = config, directory, limit_bytes
-        self.walk = Walk(_core.wait_behind)  # of the optimizer, behind its caller
+        self._use_device = use_device
+        self.walk = Walk(self._prepare_step)  # of the optimizer, behind its caller
         self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
         self.arena: HostAllocator | None = None
         self.store: ResidentStore | None = None
@@ -156,6 +159,11 @@ class Runtime:
             ranks=local_world_size(),
         )
 
+    def _prepare_step(self) -> None:
+        """Prepare the thread that optimizer steps run on."""
+        self._use_device()
+        _core.wait_behind()
+
     @property
     def io(self) -> TensorIO:
         """The store, or what serves instead of it: DeepSpeed's engine, of whole keys."""
@@ -179,6 +187,7 @@ class Runtime:
                 device_bytes=self.config.activations.device_bytes,
                 new_event=self.new_event,
                 on_copy_stream=self._new_stream() if self._new_stream is not None else nullcontext,
+                prepare_thread=self._use_device,
             )
         return self._activations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_host_bytes_are_accounted_to_their_components(tmp_path: Path) -> None:
     components = runtime.arena.core.components()
     assert components["staging slots"].live_bytes == STAGING_SLOT_BYTES * STAGING_SLOT_COUNT
     assert lease is not None
+    runtime.close()
+
+
+def test_threads_of_ours_make_the_device_their_own_before_anything_else(tmp_path: Path) -> None:
+    calls: list[str] = []
+    runtime = build(tmp_path, use_device=lambda: calls.append(threading.current_thread().name))
+    runtime.walk.run(lambda: calls.append("a step")).result()
+    runtime.activations.settle()
+    assert calls == ["memascend-optimizer_0", "a step", "memascend-activations_0"]
+    runtime.walk.close()
     runtime.close()
 
 

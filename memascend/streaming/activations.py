@@ -22,6 +22,7 @@ from contextlib import nullcontext
 import torch
 
 from memascend.base.interfaces import Event, OnStream
+from memascend.base.threads import new_thread
 from memascend.base.waiting import event_here
 from memascend.errors import HostMemoryError
 from memascend.ledger.traffic import ActivationTraffic
@@ -43,6 +44,7 @@ class ActivationStream:
         device_bytes: int,
         new_event: Callable[[], Event] | None = None,
         on_copy_stream: OnStream = nullcontext,
+        prepare_thread: Callable[[], object] = int,
     ) -> None:
         """Begin with none.
 
@@ -51,12 +53,14 @@ class ActivationStream:
             device_bytes: What may wait on the device for good.
             new_event: Makes an event of the device; None when the device is the CPU.
             on_copy_stream: Makes a stream of the device current, which nobody else copies on.
+            prepare_thread: Called once on the thread that copies: it makes the device current.
         """
         self.slots = slots
         self.traffic = ActivationTraffic()
         self._device_bytes = device_bytes
         self._new_event = new_event
         self._on_copy_stream = on_copy_stream
+        self._prepare_thread = prepare_thread
         self._changed = threading.Condition()
         self._records: dict[int, Record] = {}  # in the order in which they were saved
         self._waiting: dict[int, Record] = {}  # those that may be written, oldest first
@@ -294,7 +298,7 @@ class ActivationStream:
 
     def _wake(self) -> Future[None]:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "memascend-activations")
+            self._thread = new_thread("memascend-activations", self._prepare_thread)
         return self._thread.submit(self._work)
 
     # -- the thread ------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
+from memascend.base.threads import new_thread
+
 #: One sub-group's part; calls back with the elements that are new so far, counted from its start.
 Step = Callable[[Callable[[int], None]], None]
 #: Where a value ends: the number of its step, and elements from that one's start.
@@ -151,9 +153,7 @@ class Walk:
     def _get_thread(self) -> ThreadPoolExecutor:
         if self._thread is None:
             # One for all walks: each thread has a stack and OpenMP's helpers.
-            thread = ThreadPoolExecutor(1, "memascend-optimizer")
-            thread.submit(self._prepare_thread).result()
-            self._thread = thread
+            self._thread = new_thread("memascend-optimizer", self._prepare_thread)
         return self._thread
 
     def _run(self, course: _Course, steps: Sequence[Step], end: Callable[[], object]) -> None:

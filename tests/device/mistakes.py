@@ -115,6 +115,43 @@ def activation_written_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ActivationStream, "_write", write)
 
 
+def activations_on_device_0(patch: pytest.MonkeyPatch) -> None:
+    """The thread that copies activations keeps the device that a new thread has."""
+    from memascend.streaming.activations import ActivationStream
+
+    original = ActivationStream.__init__
+
+    def begin(self: Any, **keywords: Any) -> None:
+        original(self, **keywords | {"prepare_thread": int})
+
+    patch.setattr(ActivationStream, "__init__", begin)
+
+
+def steps_on_device_0(patch: pytest.MonkeyPatch) -> None:
+    """The thread that steps, and waits for gradients in backward, keeps that device."""
+    from memascend.runtime import Runtime
+
+    patch.setattr(Runtime, "_prepare_step", lambda self: None)
+
+
+def event_used_again_while_it_is_held(patch: pytest.MonkeyPatch) -> None:
+    """All events are one: who waits for a copy is told of the last one that any stream made."""
+    from memascend.base.waiting import EventPool, _PooledEvent, new_event
+
+    def give(self: Any) -> Any:
+        self.only = getattr(self, "only", None) or new_event(self._make)
+        return _PooledEvent(self.only, self)
+
+    patch.setattr(EventPool, "__call__", give)
+
+
+def late_gather_on_any_stream(patch: pytest.MonkeyPatch) -> None:
+    """A gather begins on the stream of whoever happens to begin it."""
+    from memascend.deepspeed.parameters import late_gathers
+
+    patch.setattr(late_gathers, "stream_here", lambda: None)
+
+
 def _on_default_stream(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     from tests.device.emulator import torch_device
 
@@ -140,5 +177,9 @@ MISTAKES: dict[str, Mistake] = {
         activation_used_before_it_came,
         activation_read_into_memory_in_use,
         activation_written_before_it_is_filled,
+        activations_on_device_0,
+        steps_on_device_0,
+        event_used_again_while_it_is_held,
+        late_gather_on_any_stream,
     )
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from tests.device.emulator import torch_device
 DELAY_US = 20_000
 NUMEL = 1 << 18
 REPEATS = 12
+OWN_DEVICE = 2
 
 Rule = Callable[[], None]
 RULES: dict[str, Rule] = {}
@@ -33,6 +35,12 @@ def rule(check: Rule) -> Rule:
 def findings() -> str:
     core.synchronize()
     return " ".join(core.take_findings())
+
+
+def on_a_new_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
 
 def pinned_ones() -> torch.Tensor:
@@ -296,9 +304,64 @@ def host_memory_is_told_apart_from_the_devices() -> None:
     assert more.nbytes == 2 * host.nbytes
 
 
+@rule
+def a_call_on_a_thread_that_has_not_set_its_device_is_found() -> None:
+    event, stream = torch_device.Event(), torch_device.Stream()
+    event.record()
+
+    def leave_a_stream() -> None:
+        with torch_device.stream(stream):
+            pass
+
+    calls: dict[str, Callable[[], object]] = {
+        "event.record": torch_device.Event().record,
+        "event.query": event.query,
+        "event.synchronize": event.synchronize,
+        "event.wait": event.wait,
+        "stream.synchronize": stream.synchronize,
+        "synchronize": core.synchronize,
+        "set_device": leave_a_stream,
+        "an allocation": lambda: torch.empty(3, device="sim"),
+    }
+    for name, call in calls.items():
+        on_a_new_thread(call)
+        found = core.take_findings()
+        assert any(
+            f"a context on device 0, the process works on device {OWN_DEVICE}: {name}" in one
+            for one in found
+        ), (name, found)
+
+        def prepared(call: Callable[[], object] = call) -> None:
+            torch_device.set_device(OWN_DEVICE)
+            call()
+
+        on_a_new_thread(prepared)
+        assert core.take_findings() == {}, name
+
+
+@rule
+def a_tensor_on_another_device_is_found() -> None:
+    tensor = torch.ones(3, device="sim")
+    assert tensor.device.index == OWN_DEVICE
+    assert torch.ones(3, device=f"sim:{OWN_DEVICE}").device == tensor.device
+    assert findings() == ""
+    torch.empty(3, device="sim:1")
+    assert "a context on device 1" in findings()
+
+
+@rule
+def backward_runs_on_a_thread_of_the_own_device() -> None:
+    seen: list[int] = []
+    rows = torch.ones(3, device="sim", requires_grad=True)
+    rows.register_hook(lambda gradient: seen.append(core.current_device()))
+    (rows * 2).sum().backward()
+    assert seen == [OWN_DEVICE]
+    assert findings() == ""
+
+
 def main() -> None:
     global core
-    core = torch_device.install()
+    core = torch_device.install(OWN_DEVICE)
     torch.set_num_threads(1)
     problems = {}
     for name, check in RULES.items():

@@ -16,6 +16,7 @@ from memascend.streaming.staging import StagingSlots
 from tests.device.emulator import torch_device
 from tests.support.streaming_hosts import memory_store
 
+OWN_DEVICE = 1
 NUMEL, SLOT_BYTES, LAYERS = 1 << 16, 1 << 16, 6
 
 
@@ -57,7 +58,7 @@ def gradient(saved: SavedTensors | None) -> torch.Tensor:
 
 
 def main() -> None:
-    core = torch_device.install()
+    core = torch_device.install(OWN_DEVICE)  # as a rank whose device is not a thread's first
     slots = StagingSlots(
         store=memory_store(),
         memory=Pinned(),
@@ -71,9 +72,10 @@ def main() -> None:
         device_bytes=0,
         new_event=torch_device.Event,
         on_copy_stream=lambda: torch_device.stream(copies),
+        prepare_thread=lambda: torch_device.set_device(OWN_DEVICE),
     )
     saved = SavedTensors(
-        stream, min_bytes=1024, device=torch.device("sim", 0), is_of_model=lambda _: False
+        stream, min_bytes=1024, device=torch.device("sim", OWN_DEVICE), is_of_model=lambda _: False
     )
     expected = gradient(None)
     core.synchronize()

@@ -24,18 +24,27 @@ CHUNKS = replace(FEW_SLOTS, limit_bytes=10 * MIB, family="odd", checkpointing="o
 WEIGHTS = replace(TRAINING, params="none", limit_bytes=10 * MIB, steps=1)
 #: All that forward saves goes to the drive.
 SAVING = replace(TRAINING, saved_bytes=0, checkpointing="off", steps=1)
+#: The optimizer steps beside backward, and waits for gradients that are copied.
+EARLY = replace(TRAINING, during_backward=True, clipping=0.0, steps=4)
 CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
     "slot_taken_before_copied_out": CHUNKS,
     "tile_stepped_before_copied": WEIGHTS,
-    **{name: SAVING for name in MISTAKES if name.startswith("activation_")},
+    **{name: SAVING for name in MISTAKES if name.startswith("activation")},
+    "steps_on_device_0": EARLY,
+    "late_gather_on_any_stream": TRAINING,
 }
 
 #: With several ranks stock copies what it gathers while the host waits, and so hides these.
 HIDDEN_BY_STOCK = ("slot_back_before_gather_copy", "gather_event_on_default_stream")
+#: The first rank works on the device that a thread begins with.
+SEEN_BY_OTHER_RANKS = ("activations_on_device_0", "steps_on_device_0")
+#: Only where one rank gathers: several wait for the collective, whatever stream it began on.
+SEEN_BY_ONE_RANK = ("late_gather_on_any_stream",)
 
 
-#: What the host itself computes has no clock: a copy has to be late to show it.
-SEEDS = {"tile_stepped_before_copied": 2}
+#: What the host itself computes has no clock: a copy has to be late to show it. So has one that an
+#: event marks which another stream records meanwhile.
+SEEDS = {"tile_stepped_before_copied": 2, "event_used_again_while_it_is_held": 2}
 
 
 def on_ranks(case: Case, world: int) -> Case:
@@ -48,7 +57,8 @@ def is_noticed(bench: Bench, mistake: str, world: int, **options: Any) -> bool:
     oracle = bench.run(case, "oracle")
     try:
         seed = SEEDS.get(mistake, 0)
-        facts = bench.run(case, "memascend", mistake=mistake, seed=seed, **options)
+        beside = mistake in SEEN_BY_ONE_RANK
+        facts = bench.run(case, "memascend", mistake=mistake, seed=seed, beside=beside, **options)
     except CaseFailed as error:
         # Only what a mistake may lead to; a mistake that cannot be made raises something else.
         return "StoreError" in str(error) or "gave no answer" in str(error)
@@ -58,12 +68,12 @@ def is_noticed(bench: Bench, mistake: str, world: int, **options: Any) -> bool:
 @pytest.mark.parametrize(
     ("mistake", "world"),
     [
-        *((mistake, 1) for mistake in MISTAKES),
-        *((mistake, 2) for mistake in HIDDEN_BY_STOCK),
+        *((mistake, 1) for mistake in MISTAKES if mistake not in SEEN_BY_OTHER_RANKS),
+        *((mistake, 2) for mistake in (*HIDDEN_BY_STOCK, *SEEN_BY_OTHER_RANKS)),
         *(
             pytest.param(mistake, 2, marks=pytest.mark.full)
             for mistake in MISTAKES
-            if mistake not in HIDDEN_BY_STOCK
+            if mistake not in (*HIDDEN_BY_STOCK, *SEEN_BY_OTHER_RANKS, *SEEN_BY_ONE_RANK)
         ),
     ],
 )

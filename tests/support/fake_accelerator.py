@@ -27,6 +27,12 @@ class FakeAccelerator:
     def device_name(self) -> str:
         return "toaster"
 
+    def current_device(self) -> int:
+        return 3
+
+    def set_device(self, device_index: int) -> None:
+        self.calls.append(f"set_device {device_index}")
+
     def current_device_name(self) -> str:
         self.calls.append("current_device_name")
         return "cpu"

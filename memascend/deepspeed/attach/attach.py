@@ -100,6 +100,7 @@ def _build(
         new_event=events,
         wait_idle=device.wait_idle,
         new_stream=device.new_stream,
+        use_device=device.use_here,
         limit_bytes=limit_bytes,
         **sizes,
     )

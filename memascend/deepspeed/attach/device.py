@@ -29,6 +29,8 @@ class Device:
         wait_idle: Waits until it has nothing to do; None where copies are over on return.
         new_stream: Makes a stream, and returns what makes it the current one of a block; None where
             there are none.
+        use_here: Makes it the current device of the calling thread. A new thread has device 0, and
+            a rank with another one would get a second context there, of half a GiB.
     """
 
     registers: bool = False
@@ -37,6 +39,7 @@ class Device:
     new_event: Callable[[], Event] | None = None
     wait_idle: Callable[[], object] | None = None
     new_stream: NewStream | None = None
+    use_here: Callable[[], object] = int
 
 
 def device_of(accelerator: Any) -> Device:
@@ -55,6 +58,7 @@ def device_of(accelerator: Any) -> Device:
         new_event=accelerator.Event,
         wait_idle=accelerator.synchronize,
         new_stream=lambda: functools.partial(accelerator.stream, accelerator.Stream()),
+        use_here=functools.partial(accelerator.set_device, accelerator.current_device()),
     )
 
 

@@ -52,6 +52,12 @@ def test_the_device_is_in_use_before_anything_is_registered() -> None:
     assert accelerator.calls[-1] == "register_host_memory"
 
 
+def test_another_thread_takes_the_device_of_the_one_that_asked() -> None:
+    accelerator = FakeAccelerator()
+    device_of(accelerator).use_here()
+    assert accelerator.calls[-1] == "set_device 3"
+
+
 def test_a_driver_of_cuda_is_asked_itself_and_rocm_is_not_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

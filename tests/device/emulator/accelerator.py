@@ -18,7 +18,7 @@ MEMORY_BYTES = 8 << 30
 
 
 def _typed(dtype: torch.dtype) -> Any:
-    return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device="sim:0"))
+    return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device="sim"))
 
 
 class SimAccelerator(CPU_Accelerator):
@@ -38,19 +38,19 @@ class SimAccelerator(CPU_Accelerator):
         return "sim" if device_index is None else f"sim:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        return torch.device("sim", 0)
+        return torch.device("sim", self.current_device() if device_index is None else device_index)
 
-    def set_device(self, device_index: int) -> None:
-        torch_device.core.set_device()
+    def set_device(self, device_index: int | str | torch.device) -> None:
+        torch_device.set_device(device_index)
 
     def current_device(self) -> int:
-        return 0
+        return torch_device.core.current_device()
 
     def current_device_name(self) -> str:
-        return "sim:0"
+        return f"sim:{self.current_device()}"
 
     def device_count(self) -> int:
-        return 1
+        return torch_device.DEVICE_COUNT
 
     def synchronize(self, device_index: int | None = None) -> None:
         torch_device.core.synchronize()

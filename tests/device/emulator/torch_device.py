@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from typing import Any
@@ -12,6 +13,8 @@ import torch._meta_registrations  # shapes of results are found on the meta devi
 from tests.device.emulator import build
 
 DEVICE_TYPE = 20  # torch's number of PrivateUse1
+
+DEVICE_COUNT = 4
 
 core: Any = None
 
@@ -27,7 +30,9 @@ class Stream(torch.Stream):
     """torch.cuda.Stream's face."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **keywords: Any) -> Stream:
-        return super().__new__(cls, device="sim:0", priority=priority)
+        return super().__new__(
+            cls, device=torch.device("sim", core.own_device()), priority=priority
+        )
 
 
 def current_stream(device: Any = None) -> torch.Stream:
@@ -39,7 +44,12 @@ def default_stream(device: Any = None) -> torch.Stream:
 
 
 def _stream_of(number: int) -> torch.Stream:
-    return torch.Stream(stream_id=number, device_index=0, device_type=DEVICE_TYPE)
+    return torch.Stream(stream_id=number, device_index=core.own_device(), device_type=DEVICE_TYPE)
+
+
+def set_device(device: Any) -> None:
+    """Make a device the current one of this thread: a number, a name or a torch.device."""
+    core.set_device(device if isinstance(device, int) else torch.device(device).index)
 
 
 class stream:
@@ -49,22 +59,30 @@ class stream:
         self.wanted = wanted
 
     def __enter__(self) -> torch.Stream | None:
-        self.before = core.current_stream()
+        self.before = core.current_device(), core.current_stream()
         if self.wanted is not None:
             core.set_stream(self.wanted.stream_id)
         return self.wanted
 
     def __exit__(self, *details: object) -> None:
-        core.set_stream(self.before)
+        if self.wanted is not None:
+            device, number = self.before
+            core.set_stream(number)
+            core.set_device(device)  # which makes a context there, as torch.cuda.stream does
 
 
-def install() -> Any:
-    """Make "sim" a device of torch, once; return the native part."""
+def install(device: int | None = None) -> Any:
+    """Make "sim" a device of torch, once; return the native part.
+
+    Args:
+        device: What the process works on, this thread first; None: that of its number as a rank.
+    """
     global core
     if core is not None:
         return core
     torch.utils.rename_privateuse1_backend("sim")
     core = build.load()
+    core.set_own_device(int(os.environ.get("LOCAL_RANK", "0")) if device is None else device)
     module = types.ModuleType("torch.sim")
     vars(module).update(_surface())
     torch._register_device_module("sim", module)
@@ -82,9 +100,9 @@ def _surface() -> dict[str, Any]:
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         "init": lambda: None,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: core.set_device(),
+        "device_count": lambda: DEVICE_COUNT,
+        "current_device": lambda: core.current_device(),
+        "set_device": set_device,
         "synchronize": lambda device=None: core.synchronize(),
         "sleep": core.sleep,
         "manual_seed": generator.manual_seed,

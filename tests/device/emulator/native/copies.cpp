@@ -34,6 +34,7 @@ void check_device_locked(const Stream& on, const Use& use, const std::string& wh
 }
 
 void launch(const std::string& name, const std::vector<Use>& uses, std::function<void()> run) {
+  use_runtime(name.c_str());
   Stream& on = current();
   const std::string what = name + " at " + site();
   {
@@ -94,6 +95,7 @@ void push_pageable_locked(Stream& on, const Transfer& copy) {
 
 void transfer(const Transfer& copy, bool non_blocking) {
   if (copy.nbytes == 0) return;
+  use_runtime(copy.to_device ? "h2d copy" : "d2h copy");
   Stream& on = current();
   const std::string what = (copy.to_device ? "h2d copy at " : "d2h copy at ") + site();
   std::unique_lock lock(state_mutex);

@@ -142,6 +142,7 @@ Block* take_free_locked(int stream, std::size_t size) {
 }
 
 Block* allocate_block(std::size_t nbytes) {
+  use_runtime("an allocation");
   has_context = true;
   const std::size_t size = (nbytes + kGranuleBytes - 1) / kGranuleBytes * kGranuleBytes;
   wait_for_room(size);
@@ -167,7 +168,7 @@ Block* block_of_locked(const void* address) {
 
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
-    const c10::Device device(kSim, 0);
+    const c10::Device device = own();
     if (nbytes == 0) return {nullptr, nullptr, &free_device, device};
     Block* block = allocate_block(nbytes);
     return {block->data, block, &free_device, device};

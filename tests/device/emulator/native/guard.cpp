@@ -8,9 +8,7 @@
 
 namespace sim {
 
-c10::Stream wrapped(std::int64_t id) {
-  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, 0), id);
-}
+c10::Stream wrapped(std::int64_t id) { return c10::Stream(c10::Stream::UNSAFE, own(), id); }
 
 struct Event {
   MarkerPtr marker;  // of the last recording
@@ -25,11 +23,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   explicit Guard(c10::DeviceType) {}
 
   c10::DeviceType type() const override { return kSim; }
-  c10::Device exchangeDevice(c10::Device) const override { return c10::Device(kSim, 0); }
-  c10::Device getDevice() const override { return c10::Device(kSim, 0); }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  // As torch's for CUDA, which makes no context here: a call does.
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return c10::Device(kSim, std::exchange(current_device, device.index()));
+  }
+  c10::Device getDevice() const override { return c10::Device(kSim, current_device); }
+  void setDevice(c10::Device device) const override { current_device = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    current_device = device.index();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
   c10::Stream getStream(c10::Device) const override { return wrapped(current_id); }
   c10::Stream getDefaultStream(c10::Device) const override { return wrapped(0); }
@@ -41,12 +44,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return wrapped(std::exchange(current_id, stream.id()));
   }
   bool queryStream(const c10::Stream& stream) const override {
+    use_runtime("stream.query");
     return stream_of(stream.id()).is_idle();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    use_runtime("stream.synchronize");
     synchronize(stream_of(stream.id()), "stream.synchronize");
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
+    use_runtime("synchronize");
     synchronize_all("device synchronize");
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -55,6 +61,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    use_runtime("event.record");
     if (*event == nullptr) *event = new Event;
     static_cast<Event*>(*event)->marker = record_marker(stream_of(stream.id()));
   }
@@ -62,6 +69,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
   void block(void* event, const c10::Stream& stream) const override {
+    use_runtime("event.wait");
     const MarkerPtr marker = marker_of(event);
     if (!marker) return;
     Stream& on = stream_of(stream.id());
@@ -70,6 +78,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     on.push(Kind::plain, [marker] { marker->wait(); });
   }
   bool queryEvent(void* event) const override {
+    use_runtime("event.query");
     const MarkerPtr marker = marker_of(event);
     if (!marker) return true;
     const bool has_passed = marker->query();
@@ -77,6 +86,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return has_passed;
   }
   void synchronizeEvent(void* event) const override {
+    use_runtime("event.synchronize");
     if (const MarkerPtr marker = marker_of(event)) host_wait(marker, "event.synchronize");
   }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
@@ -87,13 +97,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  void setCurrentDevice(c10::DeviceIndex) const override { has_context = true; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  at::Device getDeviceFromPtr(void*) const override { return c10::Device(kSim, 0); }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override { return index == own_device; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { set_device(index); }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current_device, index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current_device, index);
+  }
+  at::Device getDeviceFromPtr(void*) const override { return own(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }

@@ -2,6 +2,7 @@
 // clang-format off
 #include "sim.hpp"
 #include "reports.cpp"
+#include "devices.cpp"
 #include "streams.cpp"
 #include "detectors.cpp"
 #include "device_memory.cpp"
@@ -41,10 +42,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("unregister_host", [](std::uintptr_t address) {
     return sim::unregister_host(reinterpret_cast<void*>(address));
   });
-  m.def("synchronize", [] { sim::synchronize_all("device synchronize"); }, released());
+  m.def(
+      "synchronize",
+      [] {
+        sim::use_runtime("synchronize");
+        sim::synchronize_all("device synchronize");
+      },
+      released());
   m.def("collective", &sim::collective, py::arg("kind"), py::arg("gloo"), py::arg("outs"),
         py::arg("ins"), py::arg("root"), py::arg("op"), released());
-  m.def("set_device", [] { sim::has_context = true; });
+  m.def("set_own_device", [](int index) { sim::set_own_device(index); });
+  m.def("own_device", [] { return int{sim::own_device}; });
+  m.def("set_device", [](int index) { sim::set_device(index); });
+  m.def("current_device", [] { return int{sim::current_device}; });
   m.def("current_stream", [] { return sim::current_id; });
-  m.def("set_stream", [](std::int64_t id) { sim::current_id = id; });
+  m.def(
+      "set_stream",
+      [](std::int64_t id) {
+        sim::current_id = id;
+        sim::current_device = sim::own_device;
+      },
+      "Makes the stream current, and its device.");
 }

@@ -110,7 +110,7 @@ at::Tensor like(const at::Tensor& shape, c10::Device device) {
   const auto options = shape.options().device(device).requires_grad(false);
   return at::empty_strided(shape.sizes(), shape.strides(), options);
 }
-at::Tensor on_sim(const at::Tensor& shape) { return like(shape, c10::Device(kSim, 0)); }
+at::Tensor on_sim(const at::Tensor& shape) { return like(shape, own()); }
 
 // -- one call -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@
 //  - async copies read and write raw host memory at that later moment; pageable ones block as
 //  CUDA's
 //  - device memory comes from a stream-ordered caching allocator and is poisoned when it is freed;
+//  - a thread has a current device, at first device 0, and the process one device to work on;
 //  - a vector clock per stream finds uses of memory that no event orders, whatever the timing was;
 //  - host memory changed under a pending copy is found by checksums.
 //
@@ -35,6 +36,7 @@ namespace sim {
 
 constexpr int kStreamsMax = 32;
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kDevices = 4;
 constexpr int kPoison = 0xff;  // a NaN in every floating-point format
 
 using Clock = std::array<std::uint64_t, kStreamsMax>;  // by stream: what has happened before
@@ -54,6 +56,23 @@ std::uint64_t now_ns();
 std::string site();
 void note_wait(const std::string& why, const std::string& where, std::uint64_t nanoseconds);
 void find_locked(const std::string& text);
+
+// -- devices.cpp --------------------------------------------------------------------------------
+
+/// What a rank works on. The others are there to be touched by mistake: that makes a context, which
+/// takes their memory.
+inline std::atomic<c10::DeviceIndex> own_device{0};
+inline thread_local c10::DeviceIndex current_device = 0;
+/// As with CUDA 12: a thread has a context once it has set the device or used it.
+inline thread_local bool has_context = false;
+
+inline c10::Device own() { return c10::Device(kSim, own_device); }
+void set_own_device(c10::DeviceIndex index);
+void set_device(c10::DeviceIndex index);
+/// Reports a call on a thread whose current device is another one.
+void use_runtime(const char* call);
+/// Reports a tensor that is asked for on another device.
+void use_device(std::optional<c10::Device> device);
 
 // -- streams.cpp --------------------------------------------------------------------------------
 
@@ -103,8 +122,6 @@ inline std::atomic<std::int64_t> copy_delay_us{0}, kernel_delay_us{0};
 /// What is queued may hold its tensors; with this, no more memory is held than a GPU would hold.
 inline std::atomic<bool> launches_block{false};
 inline thread_local std::int64_t current_id = 0;
-/// As with CUDA 12: a thread has a context once it has set the device or used it.
-inline thread_local bool has_context = false;
 
 Stream& stream_of(std::int64_t id);
 Stream& current();

@@ -14,8 +14,9 @@ namespace sim {
 const c10::DispatchKeySet kKeys{c10::DispatchKey::PrivateUse1};
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
-                 std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool> pin,
-                 std::optional<c10::MemoryFormat> format) {
+                 std::optional<c10::Layout>, std::optional<c10::Device> device,
+                 std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
+  use_device(device);
   TORCH_CHECK(!pin.value_or(false), "only host memory can be pinned");
   const auto type = c10::dtype_or_default(dtype);
   return at::detail::empty_generic(size, &device_memory(), kKeys, type, format);
@@ -23,7 +24,8 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                          std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-                         std::optional<c10::Device>, std::optional<bool> pin) {
+                         std::optional<c10::Device> device, std::optional<bool> pin) {
+  use_device(device);
   TORCH_CHECK(!pin.value_or(false), "only host memory can be pinned");
   const auto type = c10::dtype_or_default(dtype);
   return at::detail::empty_strided_generic(size, stride, &device_memory(), kKeys, type);
