@@ -175,7 +175,7 @@ class Ledger:
 #: What a drive did wrong and the run survived, by counters of the store.
 _FAULTS = {
     "eio_retries": "tried again after an I/O error",
-    "retries": "tried again after EAGAIN or EINTR",
+    "retries": "tried again after EAGAIN, ENOMEM or EINTR",
     "resubmitted": "short transfers continued",
     "stalls": "silences reported",
     "slow_spells": "spells of a drive far slower than the others",

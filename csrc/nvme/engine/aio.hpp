@@ -21,14 +21,15 @@ class AioEngine final : public Engine {
   std::string name() const override { return "libaio"; }
   std::string description() const override;
   std::size_t queue_depth() const override { return options_.queue_depth; }
-  void start() override { arm_wake(); }
+  void start() override;
   void submit(std::span<const Request> requests) override;
-  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
-                   std::chrono::milliseconds timeout) override;
+  std::size_t reap(std::span<Completion> completions, std::chrono::milliseconds timeout) override;
   void wake() noexcept override;
 
  private:
-  void arm_wake();
+  bool arm_wake();
+  void wait_for_wake(std::chrono::milliseconds timeout);
+  void give_up(int code);
 
   EngineOptions options_;
   const int file_;
@@ -38,7 +39,9 @@ class AioEngine final : public Engine {
   std::vector<iocb> blocks_;  // of one batch; the kernel copies them
   std::vector<iocb*> block_pointers_;
   std::vector<io_event> events_;
-  std::vector<Completion> refused_;  // requests that the kernel did not take
+  std::vector<std::uint64_t> in_flight_;  // tags
+  std::vector<Completion> refused_;       // requests that the kernel did not take, or gave up
+  int broken_code_ = 0;                   // of the system call after which there is no context
 };
 
 }  // namespace memascend

@@ -25,6 +25,10 @@ namespace memascend {
 
 struct MemoryFaults;
 
+/// A reap() whose system call failed at once waits this long instead: it neither spins nor sleeps
+/// through a wake() for long.
+inline constexpr std::chrono::milliseconds kRefusalPause{10};
+
 struct EngineOptions {
   std::size_t queue_depth = 64;
   std::size_t thread_count = 8;          // threads engine
@@ -53,12 +57,13 @@ class Engine {
   virtual void start() = 0;
 
   /// Starts requests. Pre: in-flight + requests.size() <= queue_depth(). One system call per batch
-  /// where the engine has system calls. Throws only when the engine itself is broken.
+  /// where the engine has system calls. What the kernel does not take is finished with its -errno.
   virtual void submit(std::span<const Request> requests) = 0;
-  /// Collects finished requests into `completions` and returns how many. Blocks until about
-  /// `count_min` are there (0: does not block), wake() was called, or `timeout` has passed; then
-  /// returns what is there, possibly nothing. A wake() may count as one of `count_min` only.
-  virtual std::size_t reap(std::span<Completion> completions, std::size_t count_min,
+  /// Collects finished requests into `completions` and returns how many. Blocks until one is there,
+  /// wake() was called, or `timeout` has passed (0: does not block); then returns all that are
+  /// there, possibly none. It never waits for several: io_uring counts a wake() as one completion,
+  /// so a wait for two would sleep through it. Does not throw when a system call fails.
+  virtual std::size_t reap(std::span<Completion> completions,
                            std::chrono::milliseconds timeout) = 0;
   /// Makes a blocked reap(), or else the next one, return soon. Any thread; never blocks.
   virtual void wake() noexcept = 0;

@@ -46,6 +46,12 @@ constexpr Cause kCauses[] = {
     {ESTALE, "a network file system lost its server", "name a directory on a local drive"},
     {ETIMEDOUT, "the drive, or the network below it, did not answer in time",
      "check it (dmesg, smartctl -a), or name another one"},
+    {ENOMEM, "the kernel is short of memory, or the memory limit of the container is reached",
+     "give the container more memory, or the machine fewer other programs"},
+    {EAGAIN, "the kernel took no request for too long, for want of memory or of room in its queue",
+     "look at the machine's free memory and at dmesg"},
+    {EBADR, "the kernel was short of memory and dropped the answers to requests of io_uring",
+     "give the container more memory, or choose engine \"threads\""},
     {EFAULT, "the memory of the transfer was unmapped before it ended", "report this as a bug"},
 };
 

@@ -30,7 +30,7 @@ std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& 
 void run_one(Engine& engine, const Request& request, const char* what) {
   engine.submit({&request, 1});
   Completion completion{};
-  while (engine.reap({&completion, 1}, 1, kProbePatience) == 0) {
+  while (engine.reap({&completion, 1}, kProbePatience) == 0) {
   }
   if (completion.result == static_cast<std::int64_t>(request.nbytes)) return;
   throw SystemCallError(completion.result < 0 ? static_cast<int>(-completion.result) : EIO, what);

@@ -61,8 +61,7 @@ class MemoryEngine final : public Engine {
   std::size_t queue_depth() const override { return options_.queue_depth; }
   void start() override {}
   void submit(std::span<const Request> requests) override;
-  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
-                   std::chrono::milliseconds timeout) override;
+  std::size_t reap(std::span<Completion> completions, std::chrono::milliseconds timeout) override;
   void wake() noexcept override;
 
  private:

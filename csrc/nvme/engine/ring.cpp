@@ -105,6 +105,7 @@ void Ring::map(const io_uring_params& parameters) {
   prepared_tail_ = *submission_tail_;
   completion_head_ = word(parameters.cq_off.head);
   completion_tail_ = word(parameters.cq_off.tail);
+  completion_overflow_ = word(parameters.cq_off.overflow);
   completion_mask_ = *word(parameters.cq_off.ring_mask);
   completions_ = reinterpret_cast<io_uring_cqe*>(queues_ + parameters.cq_off.cqes);
   // The indirection from queue place to entry is not used: place i always holds entry i.
@@ -132,24 +133,26 @@ io_uring_sqe* Ring::next_submission() noexcept {
 
 void Ring::wait_for_room() {
   store_in_order(submission_tail_, prepared_tail_);
-  if (!kernel_polls_) return enter(0, std::chrono::milliseconds(0));
   unsigned flags = IORING_ENTER_SQ_WAIT;
   if (load_in_order(submission_flags_) & IORING_SQ_NEED_WAKEUP) flags |= IORING_ENTER_SQ_WAKEUP;
   (void)uring::enter(descriptor_.get(), 0, 0, flags, nullptr, 0);
 }
 
-void Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
+int Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
   store_in_order(submission_tail_, prepared_tail_);
   for (;;) {
     unsigned submit_count = prepared_tail_ - load_acquire(submission_head_);
     if (kernel_polls_) submit_count = 0;  // its thread takes them
-    if (enter_once(submit_count, complete_min, timeout)) return;
+    const int taken = enter_once(submit_count, complete_min, timeout);
+    if (taken < 0) return -taken;
+    if (static_cast<unsigned>(taken) == submit_count) return 0;
+    // The kernel took a part and did not wait.
   }
 }
 
-// False when the kernel took a part and did not wait: call again.
-bool Ring::enter_once(unsigned submit_count, unsigned complete_min,
-                      std::chrono::milliseconds timeout) {
+// How many the kernel took, or -errno.
+int Ring::enter_once(unsigned submit_count, unsigned complete_min,
+                     std::chrono::milliseconds timeout) {
   unsigned flags = IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG;
   if (kernel_polls_ && (load_in_order(submission_flags_) & IORING_SQ_NEED_WAKEUP)) {
     flags |= IORING_ENTER_SQ_WAKEUP;
@@ -158,12 +161,18 @@ bool Ring::enter_once(unsigned submit_count, unsigned complete_min,
   const uring::WaitArgument argument{0, 0, 0, reinterpret_cast<std::uint64_t>(&timespec)};
   const int taken = uring::enter(descriptor_.get(), submit_count, complete_min, flags, &argument,
                                  sizeof(argument));
-  if (taken >= 0) return static_cast<unsigned>(taken) == submit_count;
-  // The wait ended early, or the kernel is short of memory and first wants completions reaped. What
-  // was not taken stays in the queue for the next call.
-  if (errno == ETIME || errno == EINTR || errno == EAGAIN || errno == EBUSY) return true;
-  throw SystemCallError(errno, join("io_uring_enter(submit=", submit_count, ")"));
+  if (taken >= 0) return taken;
+  // The wait ended early. A call that has taken something returns that instead of an error.
+  return errno == ETIME || errno == EINTR ? static_cast<int>(submit_count) : -errno;
 }
+
+std::optional<std::uint64_t> Ring::withdraw() noexcept {
+  if (prepared_tail_ == load_acquire(submission_head_)) return std::nullopt;
+  store_release(submission_tail_, --prepared_tail_);
+  return entries_[prepared_tail_ & submission_mask_].user_data;
+}
+
+unsigned Ring::dropped_count() const noexcept { return load_acquire(completion_overflow_); }
 
 bool Ring::next_completion(io_uring_cqe* completion) noexcept {
   const unsigned head = *completion_head_;

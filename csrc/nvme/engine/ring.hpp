@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "system/private_descriptor.hpp"
@@ -34,14 +35,20 @@ class Ring {
 
   /// The next free submission entry, cleared, or nullptr when all are taken.
   io_uring_sqe* next_submission() noexcept;
-  /// Hands over what is prepared, and waits until the kernel has taken some of it.
+  /// Publishes what is prepared, and waits until the kernel's thread has taken some of it. Pre:
+  /// kernel_polls; other rings have room when no more requests than entries are in flight.
   void wait_for_room();
   /// Hands all prepared submissions to the kernel and waits until `complete_min` completions are
   /// there, `timeout` has passed or a signal came; one system call unless the kernel takes only a
-  /// part. What a kernel short of memory does not take stays prepared for the next call.
-  void enter(unsigned complete_min, std::chrono::milliseconds timeout);
+  /// part. Returns 0, or the errno of a refusal: what was not taken then stays prepared.
+  [[nodiscard]] int enter(unsigned complete_min, std::chrono::milliseconds timeout);
+  /// Takes back the newest prepared submission that the kernel has not taken and returns its
+  /// user_data; nothing when there is none. Pre: no thread of the kernel takes submissions.
+  std::optional<std::uint64_t> withdraw() noexcept;
   /// Copies the oldest completion and gives its place back to the kernel; false when there is none.
   bool next_completion(io_uring_cqe* completion) noexcept;
+  /// Completions that a kernel short of memory has dropped, from the ring's beginning.
+  unsigned dropped_count() const noexcept;
 
   /// io_uring_register; 0 or -errno.
   int register_resource(unsigned opcode, const void* argument, unsigned count) const noexcept;
@@ -50,7 +57,7 @@ class Ring {
 
  private:
   void map(const io_uring_params& parameters);
-  bool enter_once(unsigned submit_count, unsigned complete_min, std::chrono::milliseconds timeout);
+  int enter_once(unsigned submit_count, unsigned complete_min, std::chrono::milliseconds timeout);
 
   PrivateDescriptor descriptor_;
   bool kernel_polls_ = false;
@@ -68,7 +75,8 @@ class Ring {
   unsigned prepared_tail_ = 0;  // our tail: entries up to here are filled, maybe not yet published
 
   unsigned* completion_head_ = nullptr;
-  unsigned* completion_tail_ = nullptr;  // advanced by the kernel
+  unsigned* completion_tail_ = nullptr;      // advanced by the kernel
+  unsigned* completion_overflow_ = nullptr;  // advanced by the kernel
   unsigned completion_mask_ = 0;
   io_uring_cqe* completions_ = nullptr;
 };

@@ -41,13 +41,11 @@ void ThreadsEngine::submit(std::span<const Request> requests) {
   for (std::size_t count = requests.size(); count > 0; --count) ::sem_post(&work_count_);
 }
 
-std::size_t ThreadsEngine::reap(std::span<Completion> completions, std::size_t count_min,
+std::size_t ThreadsEngine::reap(std::span<Completion> completions,
                                 std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  if (count_min > 0) {
-    wanted_count_ = count_min;
-    result_ready_.wait_for(lock, timeout,
-                           [&] { return woken_ || completions_.size() >= count_min; });
+  if (timeout.count() > 0) {
+    result_ready_.wait_for(lock, timeout, [&] { return woken_ || !completions_.empty(); });
     woken_ = false;
   }
   const std::size_t count = std::min(completions.size(), completions_.size());
@@ -81,7 +79,7 @@ void ThreadsEngine::work() {
     const std::int64_t result = moved < 0 ? -errno : moved;
     lock.lock();
     completions_.push_back({request.tag, result});
-    if (completions_.size() >= wanted_count_) result_ready_.notify_one();
+    result_ready_.notify_one();
   }
 }
 

@@ -25,8 +25,7 @@ class ThreadsEngine final : public Engine {
   std::size_t queue_depth() const override { return options_.queue_depth; }
   void start() override;
   void submit(std::span<const Request> requests) override;
-  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
-                   std::chrono::milliseconds timeout) override;
+  std::size_t reap(std::span<Completion> completions, std::chrono::milliseconds timeout) override;
   void wake() noexcept override;
 
  private:
@@ -41,7 +40,6 @@ class ThreadsEngine final : public Engine {
   std::deque<Request> requests_;          // that wait for a worker
   std::condition_variable result_ready_;  // only the issuer waits on it
   std::deque<Completion> completions_;
-  std::size_t wanted_count_ = 1;  // completions that the waiting reap() asked for
   bool woken_ = false;
   std::vector<std::thread> workers_;
 };

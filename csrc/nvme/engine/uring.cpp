@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
+#include <cerrno>
+#include <cstdio>
+#include <thread>
 
 #include "base/check.hpp"
 
@@ -13,6 +15,8 @@ namespace memascend {
 namespace {
 
 constexpr std::uint64_t kWakeTag = UINT64_MAX;
+// So many refused system calls, one after the other, and a ring is closed with requests in it.
+constexpr unsigned kRefusalCountMax = 1000;
 
 }  // namespace
 
@@ -22,19 +26,27 @@ UringEngine::UringEngine(const EngineOptions& options, const Volume& volume)
              .kernel_polls = options.sqpoll,
              .device_polled = options.iopoll}),
       file_(volume.descriptor()) {
+  in_flight_.reserve(options.queue_depth);
+  refused_.reserve(options.queue_depth);
   wake_descriptor_ =
       PrivateDescriptor(static_cast<int>(MA_SYSCALL(::eventfd(0, EFD_CLOEXEC), "eventfd")));
 }
 
 UringEngine::~UringEngine() {
   // Closing the ring would not wait, and the kernel would go on writing into the caller's memory.
-  try {
-    Completion completion{};
-    while (in_flight_count_ > 0) reap({&completion, 1}, 1, std::chrono::seconds(1));
-    wake();  // the kernel must not write to the counter's place any more
-    while (wake_armed_) reap({&completion, 1}, 1, std::chrono::seconds(1));
-  } catch (const SystemCallError& error) {
-    std::fprintf(stderr, "memascend: requests left in an io_uring: %s\n", error.what());
+  Completion completion{};
+  const auto reaps = [&] {
+    reap({&completion, 1}, std::chrono::seconds(1));
+    return refusal_count_ < kRefusalCountMax;
+  };
+  while (!in_flight_.empty() && reaps()) {
+  }
+  wake();  // the kernel must not write to the counter's place any more
+  while (wake_armed_ && reaps()) {
+  }
+  if (!in_flight_.empty()) {
+    std::fprintf(stderr, "memascend: %zu requests left in an io_uring that the kernel refuses\n",
+                 in_flight_.size());
   }
   // The kernel tears a ring down some time after its close; the file goes now.
   if (file_registered_) ring_.register_resource(uring::kUnregisterFiles, nullptr, 0);
@@ -51,8 +63,14 @@ void UringEngine::start() {
 }
 
 void UringEngine::submit(std::span<const Request> requests) {
-  for (const Request& request : requests) prepare(request);
-  in_flight_count_ += requests.size();
+  for (const Request& request : requests) {
+    // While completions are missing nothing else begins, so that it is found out which.
+    if (lost_count() > 0) {
+      refused_.push_back({request.tag, -EAGAIN});
+    } else {
+      prepare(request);
+    }
+  }
   // reap() follows and hands them over in the system call that it needs anyway.
 }
 
@@ -76,35 +94,80 @@ void UringEngine::prepare(const Request& request) {
   entry->addr = reinterpret_cast<std::uint64_t>(request.data);
   entry->len = static_cast<std::uint32_t>(request.nbytes);
   entry->user_data = request.tag;
+  in_flight_.push_back(request.tag);
 }
 
-std::size_t UringEngine::reap(std::span<Completion> completions, std::size_t count_min,
+std::size_t UringEngine::reap(std::span<Completion> completions,
                               std::chrono::milliseconds timeout) {
-  if (options_.iopoll) return reap_polled(completions, count_min, timeout);
-  if (!wake_armed_) arm_wake();
-  ring_.enter(static_cast<unsigned>(count_min), timeout);
+  find_lost();
+  if (!refused_.empty()) timeout = std::chrono::milliseconds(0);
+  if (options_.iopoll) return reap_polled(completions, timeout);
+  if (!wake_armed_ && lost_count() == 0) arm_wake();
+  enter(timeout.count() > 0 ? 1 : 0, timeout);
   return take_completions(completions);
+}
+
+// Hands over what is prepared and waits. An errno is the result of what the kernel did not take:
+// the lane asks again, or reports it.
+void UringEngine::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
+  const int code = ring_.enter(complete_min, timeout);
+  refusal_count_ = code == 0 ? 0 : refusal_count_ + 1;
+  if (code == 0) return;
+  // A kernel thread (SQPOLL) takes requests by itself while it lives.
+  while (!options_.sqpoll || code == EOWNERDEAD) {
+    const std::optional<std::uint64_t> tag = ring_.withdraw();
+    if (!tag) break;
+    if (*tag == kWakeTag) {
+      wake_armed_ = false;
+      continue;
+    }
+    std::erase(in_flight_, *tag);
+    refused_.push_back({*tag, code == EBUSY ? -EAGAIN : -code});
+  }
+  if (refused_.empty()) std::this_thread::sleep_for(std::min(timeout, kRefusalPause));
+}
+
+std::size_t UringEngine::lost_count() const noexcept {
+  return ring_.dropped_count() - lost_found_count_;
+}
+
+// A kernel short of memory may drop completions: it counts them, and a wait returns EBADR. Which
+// requests they were of is known as soon as no others are in flight.
+void UringEngine::find_lost() {
+  const std::size_t count = lost_count();
+  if (count == 0) return;
+  if (in_flight_.size() + (wake_armed_ ? 1 : 0) > count) {
+    if (wake_armed_) wake();  // the read of the event counter is over, too, unless it is lost
+    return;
+  }
+  for (const std::uint64_t tag : in_flight_) refused_.push_back({tag, -EBADR});
+  in_flight_.clear();
+  wake_armed_ = false;
+  lost_found_count_ += static_cast<unsigned>(count);
 }
 
 // A polled ring takes no read of an event counter, and its waits know neither timeouts nor wakes:
 // so poll, and look at the event counter and the clock in between.
-std::size_t UringEngine::reap_polled(std::span<Completion> completions, std::size_t count_min,
+std::size_t UringEngine::reap_polled(std::span<Completion> completions,
                                      std::chrono::milliseconds timeout) {
   const auto end = std::chrono::steady_clock::now() + timeout;
   for (;;) {
-    ring_.enter(0, std::chrono::milliseconds(0));
+    enter(0, std::chrono::milliseconds(0));
     const std::size_t count = take_completions(completions);
-    if (count > 0 || count_min == 0) return count;
+    if (count > 0) return count;
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         end - std::chrono::steady_clock::now());
     if (left.count() <= 0) return 0;
     // With nothing to poll for it is the counter alone that matters.
-    if (wait_for_wake(in_flight_count_ == 0 ? left : std::chrono::milliseconds(0))) return 0;
+    if (wait_for_wake(in_flight_.empty() ? left : std::chrono::milliseconds(0))) return 0;
   }
 }
 
 std::size_t UringEngine::take_completions(std::span<Completion> completions) {
   std::size_t count = 0;
+  for (; count < completions.size() && !refused_.empty(); refused_.pop_back()) {
+    completions[count++] = refused_.back();
+  }
   io_uring_cqe entry;
   while (count < completions.size() && ring_.next_completion(&entry)) {
     if (entry.user_data == kWakeTag) {
@@ -112,7 +175,7 @@ std::size_t UringEngine::take_completions(std::span<Completion> completions) {
       continue;
     }
     completions[count++] = {entry.user_data, entry.res};
-    --in_flight_count_;
+    std::erase(in_flight_, entry.user_data);
   }
   return count;
 }

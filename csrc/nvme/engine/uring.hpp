@@ -1,6 +1,8 @@
 // The uring engine: requests over one io_uring, with a registered file where allowed.
 #pragma once
 
+#include <vector>
+
 #include "nvme/engine/engine.hpp"
 #include "nvme/engine/ring.hpp"
 
@@ -18,15 +20,16 @@ class UringEngine final : public Engine {
   std::size_t queue_depth() const override { return options_.queue_depth; }
   void start() override;
   void submit(std::span<const Request> requests) override;
-  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
-                   std::chrono::milliseconds timeout) override;
+  std::size_t reap(std::span<Completion> completions, std::chrono::milliseconds timeout) override;
   void wake() noexcept override;
 
  private:
   io_uring_sqe* next_entry();
   void prepare(const Request& request);
-  std::size_t reap_polled(std::span<Completion> completions, std::size_t count_min,
-                          std::chrono::milliseconds timeout);
+  void enter(unsigned complete_min, std::chrono::milliseconds timeout);
+  std::size_t lost_count() const noexcept;
+  void find_lost();
+  std::size_t reap_polled(std::span<Completion> completions, std::chrono::milliseconds timeout);
   std::size_t take_completions(std::span<Completion> completions);
   void arm_wake();
   bool wait_for_wake(std::chrono::milliseconds timeout);
@@ -36,7 +39,10 @@ class UringEngine final : public Engine {
   PrivateDescriptor wake_descriptor_;
   std::uint64_t wake_value_ = 0;  // where the kernel puts the event counter it reads
   bool wake_armed_ = false;
-  std::size_t in_flight_count_ = 0;
+  std::vector<std::uint64_t> in_flight_;  // tags
+  std::vector<Completion> refused_;       // requests that the kernel did not take, or lost
+  unsigned refusal_count_ = 0;            // of system calls, one after the other
+  unsigned lost_found_count_ = 0;
   const int file_;
   bool file_registered_ = false;
 };

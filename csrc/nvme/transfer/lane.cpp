@@ -14,9 +14,6 @@ namespace {
 
 // EINTR or no whole block moved, in a row, before a chunk is given up.
 constexpr unsigned kRetryCountMax = 64;
-// With many requests in flight the thread wakes for an eighth of them at a time: fewer turns, and
-// the device's queue stays nearly full.
-constexpr std::size_t kReapFraction = 8;
 // A request that bounces takes less than it wants down to this part of the memory for it: enough
 // requests to keep a drive busy, and none for crumbs.
 constexpr std::uint64_t kBounceFraction = 16;
@@ -98,8 +95,8 @@ void Lane::run(std::promise<void>* started) {
     }
     engine_.reset();  // by its issuer, as it must be
   } catch (const std::exception& error) {
-    // An engine throws only when it was used wrongly; requests may be in flight on the caller's
-    // memory, so there is no way to go on.
+    // An engine throws only when it was used wrongly, never for an errno; requests may be in flight
+    // on the caller's memory, so there is no way to go on.
     options_.report(join("the ", engine_->name(), " engine broke: ", error.what()));
     MA_INVARIANT(false && "the I/O engine works");
   }
@@ -121,10 +118,8 @@ bool Lane::turn() {
     batch_.clear();
   }
   // Pieces of a failed transfer may have been dropped without any request: report before sleeping.
-  const std::size_t in_flight = chunks_.size() - free_chunks_.size() - paused_.size();
-  const std::size_t wanted =
-      finished_.empty() ? std::max<std::size_t>(1, in_flight / kReapFraction) : 0;
-  const std::size_t count = engine_->reap(completions_, wanted, patience(turn_began_));
+  const auto time = finished_.empty() ? patience(turn_began_) : std::chrono::milliseconds::zero();
+  const std::size_t count = engine_->reap(completions_, time);
   reaped_at_ = Pace::Clock::now();
   for (std::size_t index = 0; index < count; ++index) complete(completions_[index]);
   watch();
@@ -279,7 +274,7 @@ void Lane::complete(const Completion& completion) {
   if (completion.result < 0) {
     const int code = static_cast<int>(-completion.result);
     if (code == EINTR) return retry(&chunk, &counters_.retries, code);
-    if (code == EAGAIN && pause_again(&chunk)) return;
+    if ((code == EAGAIN || code == ENOMEM) && pause_again(&chunk)) return;
     if (code == EIO && pause_eio(&chunk)) return;
     return fail(&chunk, code);
   }

@@ -50,7 +50,7 @@ struct TransferOptions {
   std::chrono::milliseconds watchdog{60'000};     // silence of the device before it is reported
   unsigned eio_retries = 2;                       // of one request; an EIO may be of a moment
   std::chrono::milliseconds eio_pause{100};       // before each of them
-  std::chrono::milliseconds again_limit{30'000};  // of EAGAIN, asked again after short pauses
+  std::chrono::milliseconds again_limit{30'000};  // of EAGAIN or ENOMEM, asked again
   std::vector<std::vector<int>> cpus = {};        // near each volume, of its threads; or empty
   std::vector<double> weights;                    // what is expected of each volume; empty: alike
   Pace::Options pace;
@@ -64,7 +64,7 @@ struct TransferCounters {
   std::atomic<std::uint64_t> bytes_bounced = 0;
   std::atomic<std::uint64_t> requests = 0;
   std::atomic<std::uint64_t> resubmitted = 0;      // after a short transfer
-  std::atomic<std::uint64_t> retries = 0;          // after EAGAIN or EINTR
+  std::atomic<std::uint64_t> retries = 0;          // after EAGAIN, ENOMEM, EINTR
   std::atomic<std::uint64_t> eio_retries = 0;      // after EIO
   std::atomic<std::uint64_t> stalls = 0;           // reports of the watchdog
   std::atomic<std::uint64_t> slow_spells = 0;      // a volume became far slower than the others

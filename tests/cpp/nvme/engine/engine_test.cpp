@@ -52,7 +52,7 @@ void every_request_is_answered(Engine& engine, Clock::time_point end) {
     std::size_t wanted = random() % 4 == 0 ? in_flight : std::min<std::size_t>(in_flight, 1);
     const auto start = Clock::now();
     while (wanted > 0) {
-      const std::size_t got = engine.reap(completions, 1, kPatience);
+      const std::size_t got = engine.reap(completions, kPatience);
       for (std::size_t index = 0; index < got; ++index) {
         MA_INVARIANT(completions[index].result == kBlockBytes);
         idle_tags.push_back(completions[index].tag);
@@ -67,7 +67,7 @@ void every_request_is_answered(Engine& engine, Clock::time_point end) {
     }
   }
   while (idle_tags.size() < kDepth) {
-    const std::size_t got = engine.reap(completions, 1, kPatience);
+    const std::size_t got = engine.reap(completions, kPatience);
     for (std::size_t index = 0; index < got; ++index) idle_tags.push_back(completions[index].tag);
   }
   std::printf("%s: %llu requests\n", engine.name().c_str(), static_cast<unsigned long long>(total));
@@ -89,7 +89,7 @@ void every_wake_up_arrives(Engine& engine, Clock::time_point end) {
   while (Clock::now() < end) {
     const auto start = Clock::now();
     while (seen == sent) {
-      engine.reap(completions, 1, kPatience);
+      engine.reap(completions, kPatience);
       MA_INVARIANT(Clock::now() - start < kPatience);
     }
     ++seen;
@@ -109,7 +109,7 @@ void a_request_that_is_refused_is_answered(Engine& engine) {
   std::vector<Completion> completions(kDepth);
   std::vector<std::int64_t> results(batch.size());
   for (std::size_t left = batch.size(); left > 0;) {
-    const std::size_t got = engine.reap(completions, 1, kPatience);
+    const std::size_t got = engine.reap(completions, kPatience);
     MA_INVARIANT(got > 0);
     for (std::size_t index = 0; index < got; ++index) {
       results[completions[index].tag] = completions[index].result;

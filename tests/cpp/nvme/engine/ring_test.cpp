@@ -30,7 +30,7 @@ void every_no_op_completes_once() {
   for (std::uint64_t turn = 0; turn < 100; ++turn) {
     for (std::uint64_t index = 0; index < 8; ++index) submit_no_op(&ring, turn * 8 + index);
     MA_INVARIANT(ring.next_submission() == nullptr);
-    ring.enter(8, milliseconds(1000));
+    MA_INVARIANT(ring.enter(8, milliseconds(1000)) == 0);
     io_uring_cqe completion;
     while (ring.next_completion(&completion)) {
       MA_INVARIANT(completion.res == 0);
@@ -44,7 +44,7 @@ void a_wait_for_nothing_ends_in_time() {
   Ring ring({.entry_count = 4});
   ring.start();
   const auto start = std::chrono::steady_clock::now();
-  ring.enter(1, milliseconds(50));
+  MA_INVARIANT(ring.enter(1, milliseconds(50)) == 0);
   const auto waited = std::chrono::steady_clock::now() - start;
   MA_INVARIANT(waited >= milliseconds(45));
   MA_INVARIANT(waited < milliseconds(5000));
@@ -59,7 +59,7 @@ std::int32_t move(Ring* ring, std::uint8_t opcode, const Volume& volume, void* d
   entry->fd = volume.descriptor();
   entry->addr = reinterpret_cast<std::uint64_t>(data);
   entry->len = nbytes;
-  ring->enter(1, milliseconds(10'000));
+  MA_INVARIANT(ring->enter(1, milliseconds(10'000)) == 0);
   io_uring_cqe completion;
   MA_INVARIANT(ring->next_completion(&completion));
   return completion.res;

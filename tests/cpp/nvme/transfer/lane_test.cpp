@@ -1,13 +1,10 @@
 // sources: csrc/base/*.cpp csrc/system/*.cpp csrc/nvme/**/*.cpp
 //
 // A lane's patience: its watchdog speaks of a silent device, and of nothing else; what fails with
-// EIO is asked again, a stated number of times, and what fails with EAGAIN for a stated time. Its
-// order: what somebody waits for first, writes last, and none for ever.
+// EIO is asked again, a stated number of times, and what fails with EAGAIN for a stated time.
 #include "nvme/transfer/lane.hpp"
 
-#include <algorithm>
 #include <cstdio>
-#include <deque>
 #include <future>
 #include <thread>
 
@@ -48,10 +45,9 @@ class FailingEngine final : public Engine {
     *requests_ += static_cast<int>(requests.size());
     inner_.submit(requests);
   }
-  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
-                   milliseconds timeout) override {
+  std::size_t reap(std::span<Completion> completions, milliseconds timeout) override {
     faults_->gone = failures_.count > 0 ? failures_.code : 0;
-    const std::size_t count = inner_.reap(completions.first(1), count_min, timeout);
+    const std::size_t count = inner_.reap(completions.first(1), timeout);
     if (count > 0) --failures_.count;
     return count;
   }
@@ -167,16 +163,18 @@ void no_other_error_is_tried_again() {
   }
 }
 
-void an_eagain_is_asked_again_until_the_device_is_ready() {
-  Bench bench({10, EAGAIN});
-  const auto start = std::chrono::steady_clock::now();
-  bench.queue->submit(&bench.transfer);
-  bench.finished.get_future().get();
-  MA_INVARIANT(!bench.transfer.error);
-  MA_INVARIANT(bench.request_count == 11);
-  MA_INVARIANT(bench.queue->counters().retries == 10);
-  MA_INVARIANT(std::chrono::steady_clock::now() - start >=
-               milliseconds(10));  // pauses, no spinning
+void an_eagain_or_enomem_is_asked_again_until_the_device_is_ready() {
+  for (const int code : {EAGAIN, ENOMEM}) {
+    Bench bench({10, code});
+    const auto start = std::chrono::steady_clock::now();
+    bench.queue->submit(&bench.transfer);
+    bench.finished.get_future().get();
+    MA_INVARIANT(!bench.transfer.error);
+    MA_INVARIANT(bench.request_count == 11);
+    MA_INVARIANT(bench.queue->counters().retries == 10);
+    MA_INVARIANT(std::chrono::steady_clock::now() - start >=
+                 milliseconds(10));  // pauses, no spinning
+  }
 }
 
 void an_eagain_that_stays_is_an_error_after_the_time_stated() {
@@ -191,96 +189,6 @@ void an_eagain_that_stays_is_an_error_after_the_time_stated() {
   MA_INVARIANT(bench.request_count < 64);
 }
 
-/// The memory engine with one request at a time, and the offsets in the order of their requests.
-class OrderedEngine final : public Engine {
- public:
-  OrderedEngine(const EngineOptions& options, const Volume& volume,
-                std::vector<std::uint64_t>* offsets)
-      : inner_(options, volume), offsets_(offsets) {}
-  std::string name() const override { return "ordered"; }
-  std::string description() const override { return inner_.description(); }
-  std::size_t queue_depth() const override { return 1; }
-  void start() override {}
-  void submit(std::span<const Request> requests) override {
-    for (const Request& request : requests) offsets_->push_back(request.offset / kBytes);
-    inner_.submit(requests);
-  }
-  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
-                   milliseconds timeout) override {
-    return inner_.reap(completions, count_min, timeout);
-  }
-  void wake() noexcept override { inner_.wake(); }
-
- private:
-  MemoryEngine inner_;
-  std::vector<std::uint64_t>* offsets_;
-};
-
-/// Transfers of a block each, at the block that is their number, held until run().
-struct OrderBench {
-  std::shared_ptr<MemoryFaults> faults = std::make_shared<MemoryFaults>();
-  std::vector<Volume> volumes;
-  std::vector<std::uint64_t> order;
-  std::deque<Transfer> transfers;
-  std::atomic<std::size_t> finished_count = 0;
-  std::unique_ptr<TransferQueue> queue;
-
-  OrderBench() {
-    faults->paused = true;
-    volumes.push_back(Volume::open_in_memory(1 << 20));
-    volumes.front().grow(1 << 20);
-    std::vector<std::unique_ptr<Engine>> engines;
-    engines.push_back(
-        std::make_unique<OrderedEngine>(memory_options(faults, 1), volumes.front(), &order));
-    TransferOptions options;
-    options.bounce = bounce;
-    queue = std::make_unique<TransferQueue>(
-        std::move(engines), volumes, volumes.front().alignment(), options,
-        [this](std::span<Transfer* const> over) { finished_count += over.size(); });
-    submit(Operation::kRead);  // the one in flight, behind which all others wait
-    while (queue->counters().requests == 0) std::this_thread::yield();
-  }
-
-  Transfer* submit(Operation operation) {
-    const std::uint64_t block = transfers.size();
-    Transfer& transfer = transfers.emplace_back();
-    transfer.operation = operation;
-    transfer.pieces =
-        cut({operation, kBytes, 0, kBytes, memory, kBytes},
-            std::vector<Extent>{{0, block * kBytes, kBytes}}, volumes.front().alignment());
-    queue->submit(&transfer);
-    return &transfer;
-  }
-
-  std::vector<std::uint64_t> run() {
-    faults->paused = false;
-    while (finished_count < transfers.size()) std::this_thread::yield();
-    queue.reset();
-    return order;
-  }
-};
-
-void what_is_waited_for_goes_first_and_writes_last() {
-  OrderBench bench;
-  bench.submit(Operation::kWrite);                      // 1
-  bench.submit(Operation::kRead);                       // 2
-  Transfer* needed = bench.submit(Operation::kRead);    // 3
-  Transfer* flushed = bench.submit(Operation::kWrite);  // 4
-  bench.submit(Operation::kRead);                       // 5
-  bench.queue->hurry(needed);
-  bench.queue->hurry(flushed);
-  MA_INVARIANT((bench.run() == std::vector<std::uint64_t>{0, 3, 4, 2, 5, 1}));
-}
-
-void a_write_is_not_passed_over_for_ever() {
-  OrderBench bench;
-  bench.submit(Operation::kWrite);
-  for (int count = 0; count < 20; ++count) bench.submit(Operation::kRead);
-  const std::vector<std::uint64_t> order = bench.run();
-  const auto place = std::find(order.begin(), order.end(), 1) - order.begin();
-  MA_INVARIANT(place > 4 && place < 12);
-}
-
 }  // namespace
 }  // namespace memascend
 
@@ -290,9 +198,7 @@ int main() {
   memascend::an_eio_of_a_moment_is_tried_again_after_a_pause();
   memascend::an_eio_that_stays_is_an_error_after_as_many_tries_as_stated();
   memascend::no_other_error_is_tried_again();
-  memascend::an_eagain_is_asked_again_until_the_device_is_ready();
+  memascend::an_eagain_or_enomem_is_asked_again_until_the_device_is_ready();
   memascend::an_eagain_that_stays_is_an_error_after_the_time_stated();
-  memascend::what_is_waited_for_goes_first_and_writes_last();
-  memascend::a_write_is_not_passed_over_for_ever();
   return 0;
 }

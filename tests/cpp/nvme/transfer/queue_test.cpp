@@ -40,9 +40,8 @@ class CountingEngine final : public Engine {
     *most_ = std::max(*most_, in_flight_count_);
     inner_.submit(requests);
   }
-  std::size_t reap(std::span<Completion> completions, std::size_t count_min,
-                   milliseconds timeout) override {
-    const std::size_t count = inner_.reap(completions, count_min, timeout);
+  std::size_t reap(std::span<Completion> completions, milliseconds timeout) override {
+    const std::size_t count = inner_.reap(completions, timeout);
     in_flight_count_ -= count;
     return count;
   }
