@@ -31,7 +31,8 @@ Lane::Lane(std::unique_ptr<Engine> engine, std::size_t volume_index, std::span<s
       options_(shared->options),
       counters_(shared->counters),
       bounce_(bounce),
-      free_bounce_(bounce.size()) {
+      free_bounce_(bounce.size()),
+      write_limit_(engine_->queue_depth() * options_.chunk_bytes) {
   free_bounce_.mark(0, bounce.size(), true);
   chunks_.resize(engine_->queue_depth());
   for (std::size_t index = chunks_.size(); index > 0; --index) free_chunks_.push_back(index - 1);
@@ -184,7 +185,11 @@ bool Lane::open_next() {
   });
   for (const std::size_t index : order) {
     Waiting& waiting = waiting_[index];
-    if (!open_chunk(&waiting.bounced) && !open_chunk(&waiting.direct)) continue;
+    // By turns: small bounced pieces, whose memory lasts, would take every request.
+    std::deque<Cursor>* first = waiting.direct_next ? &waiting.direct : &waiting.bounced;
+    std::deque<Cursor>* second = waiting.direct_next ? &waiting.bounced : &waiting.direct;
+    if (!open_chunk(first) && !open_chunk(second)) continue;
+    waiting.direct_next = !waiting.direct_next;
     waiting.passed_over_count = 0;
     for (std::size_t later = index + 1; later < kClassCount; ++later) {
       if (!waiting_[later].empty()) ++waiting_[later].passed_over_count;
@@ -194,7 +199,7 @@ bool Lane::open_next() {
   return false;
 }
 
-// False when no piece waits here, or only for bounce memory.
+// False when no piece waits here, or only for bounce memory or the end of other writes.
 bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   while (!cursors->empty() && cursors->front().part->transfer->failed) {
     Part* part = cursors->front().part;
@@ -211,6 +216,7 @@ bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   opened.operation = part->reading_back ? Operation::kRead : part->transfer->operation;
   opened.offset = cursor.next;
   opened.nbytes = std::min(options_.chunk_bytes, cursor.piece->end - cursor.next);
+  if (!limit_write(&opened)) return false;
   if (cursor.piece->bounced || part->reading_back) {
     if (!take_bounce(&opened)) return false;
     begin_bounced(&opened);
@@ -220,6 +226,7 @@ bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   Chunk& chunk = chunks_[free_chunks_.back()];
   free_chunks_.pop_back();
   chunk = opened;
+  if (chunk.limited) write_limit_.begin(chunk.nbytes);
   chunk.serial = ++serial_;
   ++part->chunks_left;
   cursor.next += chunk.nbytes;
@@ -230,6 +237,16 @@ bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   if (chunk.operation == Operation::kWrite) note_write(chunk);
   push_request(chunk);
   return true;
+}
+
+// False while enough writes are with the device, as long as somebody waits for reads.
+bool Lane::limit_write(Chunk* chunk) {
+  const Transfer& transfer = *chunk->part->transfer;
+  const bool needed = transfer.needed;
+  const bool writes = transfer.operation == Operation::kWrite;
+  if (needed && !writes) write_limit_.note_needed_read();
+  chunk->limited = writes && !needed;
+  return !chunk->limited || write_limit_.allows(chunk->nbytes);
 }
 
 // Finds memory for all of the chunk, or makes it smaller; false while too little is free.
@@ -296,7 +313,9 @@ void Lane::note_moved(const Chunk& chunk, std::uint64_t nbytes) {
   shared_.pace.note_moved(volume_index_, nbytes);
   if (chunk.part->reading_back) return;
   const bool reads = chunk.operation == Operation::kRead;
-  const bool needed = chunk.part->transfer->needed;
+  const Transfer& transfer = *chunk.part->transfer;
+  const bool needed = transfer.needed;
+  if (needed && transfer.operation == Operation::kRead) write_limit_.note_needed_read();
   (reads ? bytes_read_ : bytes_written_) += nbytes;
   latencies_[reads ? (needed ? kReadNeeded : kReadAhead) : (needed ? kWriteNeeded : kWriteBehind)]
       .add(reaped_at_ - chunk.issued_at);
@@ -356,6 +375,7 @@ void Lane::close(Chunk* chunk) {
   if (chunk->bounce != nullptr) {
     free_bounce_.give(static_cast<std::uint64_t>(chunk->bounce - bounce_.data()), chunk->nbytes);
   }
+  if (chunk->limited) write_limit_.end(chunk->nbytes);
   *chunk = {};
   free_chunks_.push_back(static_cast<std::size_t>(chunk - chunks_.data()));
   --part->chunks_left;

@@ -30,26 +30,11 @@
 
 #include "base/free_space.hpp"
 #include "nvme/engine/engine.hpp"
-#include "nvme/transfer/latency.hpp"
+#include "nvme/transfer/traffic.hpp"
 #include "nvme/transfer/transfer.hpp"
+#include "nvme/transfer/write_limit.hpp"
 
 namespace memascend {
-
-/// Bytes as the device moved them: whole blocks, and again what was asked again.
-struct MovedBytes {
-  std::uint64_t read = 0;
-  std::uint64_t written = 0;
-};
-
-/// What went over a lane. Latencies are of requests, from their issue to their completion: of
-/// writes without direct I/O, until the page cache has them.
-struct LaneTraffic {
-  MovedBytes moved;
-  double busy_seconds = 0;  // with requests in flight
-  Latencies::Summary reads;
-  Latencies::Summary writes;
-  Latencies::Summary needed;  // of both, those of transfers that somebody waited for
-};
 
 class Lane {
  public:
@@ -97,7 +82,8 @@ class Lane {
   /// The pieces of one class that wait.
   struct Waiting {
     std::deque<Cursor> direct;
-    std::deque<Cursor> bounced;      // their memory is small: these never crowd out the direct ones
+    std::deque<Cursor> bounced;
+    bool direct_next = false;        // they take turns, while both wait and can be issued
     unsigned passed_over_count = 0;  // chunks of earlier classes since one of this
     bool empty() const noexcept { return direct.empty() && bounced.empty(); }
   };
@@ -116,6 +102,8 @@ class Lane {
     unsigned eio_count = 0;
     Pace::Clock::time_point again_since{};  // of EAGAIN and nothing else
     bool read_again = false;                // because it did not match its checksums
+    bool paused = false;                    // and not with the device
+    bool limited = false;                   // counts as a write behind the reads
     std::uint64_t serial = 0;
     Pace::Clock::time_point issued_at{};
   };
@@ -128,6 +116,7 @@ class Lane {
   void fill_batch();
   bool open_next();
   bool open_chunk(std::deque<Cursor>* cursors);
+  bool limit_write(Chunk* chunk);
   bool take_bounce(Chunk* chunk);
   void begin_bounced(Chunk* chunk);
   void push_request(const Chunk& chunk);
@@ -167,6 +156,7 @@ class Lane {
   std::vector<std::size_t> free_chunks_;
   const std::span<std::byte> bounce_;
   FreeSpace free_bounce_;
+  WriteLimit write_limit_;
   std::vector<Request> batch_;
   std::vector<Completion> completions_;
   std::vector<Transfer*> finished_;

@@ -27,7 +27,8 @@ double rounded_megabytes(double rate) { return std::round(rate / kMegabyte * 100
 
 }  // namespace
 
-// Leaves a chunk that got EAGAIN for a moment, as the kernel asks; false after too long a time.
+// Leaves a chunk that got EAGAIN or ENOMEM for a moment, as the kernel asks; false after too long a
+// time.
 bool Lane::pause_again(Chunk* chunk) {
   const auto now = Pace::Clock::now();
   if (chunk->again_since == Pace::Clock::time_point{}) chunk->again_since = now;
@@ -50,12 +51,14 @@ bool Lane::pause_eio(Chunk* chunk) {
 void Lane::pause(Chunk* chunk, milliseconds time) {
   const auto index = static_cast<std::size_t>(chunk - chunks_.data());
   paused_.emplace(Pace::Clock::now() + time, index);
+  chunk->paused = true;
 }
 
 void Lane::resume_paused(Pace::Clock::time_point now) {
   while (!paused_.empty() && paused_.begin()->first <= now) {
     Chunk& chunk = chunks_[paused_.begin()->second];
     paused_.erase(paused_.begin());
+    chunk.paused = false;
     if (chunk.part->transfer->failed) {
       fail(&chunk, EIO);
     } else {
@@ -95,11 +98,12 @@ void Lane::watch() {
     }
   } else if (!silence_ && now - heard_at_ >= options_.watchdog) {
     ++counters_.stalls;
-    const Chunk& oldest =
-        *std::min_element(chunks_.begin(), chunks_.end(), [](const Chunk& one, const Chunk& other) {
-          if (one.part == nullptr || other.part == nullptr) return one.part != nullptr;
-          return one.serial < other.serial;
-        });
+    const auto is_asked = [](const Chunk& chunk) { return chunk.part != nullptr && !chunk.paused; };
+    const auto is_older = [&](const Chunk& one, const Chunk& other) {
+      if (!is_asked(one) || !is_asked(other)) return is_asked(one);
+      return one.serial < other.serial;
+    };
+    const Chunk& oldest = *std::min_element(chunks_.begin(), chunks_.end(), is_older);
     report_stall(oldest);
     const std::lock_guard lock(mutex_);
     silence_ = {

@@ -1,7 +1,8 @@
 // sources: csrc/base/*.cpp csrc/system/*.cpp csrc/nvme/**/*.cpp
 //
-// A lane's order: what somebody waits for first, writes last, and none for ever.
-// What is over is reported whatever else is with the device.
+// A lane's order: what somebody waits for first, writes last, and none for ever; direct and bounced
+// pieces by turns. What is over is reported whatever else is with the device, and while reads are
+// waited for, the device has only a part of the writes.
 #include <algorithm>
 #include <cstdio>
 #include <thread>
@@ -87,6 +88,17 @@ void a_write_is_not_passed_over_for_ever() {
   const std::vector<std::uint64_t> order = bench.run();
   const auto place = std::find(order.begin(), order.end(), 1) - order.begin();
   MA_INVARIANT(place > 4 && place < 12);
+}
+
+// There is bounce memory for all of them.
+void direct_pieces_take_turns_with_bounced_ones() {
+  OrderBench bench;
+  for (int count = 0; count < 8; ++count) bench.submit(Operation::kRead, 1);  // 1 to 8
+  bench.submit(Operation::kRead);                                             // 9
+  bench.submit(Operation::kRead);                                             // 10
+  const std::vector<std::uint64_t> order = bench.run();
+  const auto place = std::find(order.begin(), order.end(), 10) - order.begin();
+  MA_INVARIANT(place <= 4);
 }
 
 /// Reads are over at once, writes when they are let go.
@@ -187,13 +199,34 @@ void writes_alone_fill_the_queue() {
   bench.engine->wait_for_writes(kDepth);
 }
 
+void behind_a_needed_read_writes_fill_only_a_part_of_the_queue() {
+  HoldingBench bench;
+  bench.lane.wait_for(bench.lane.submit(Operation::kRead, 200, 1, true));
+  bench.lane.submit(Operation::kWrite, 0, kDepth);
+  for (std::uint64_t block = 201; block < 205; ++block) {
+    bench.lane.wait_for(bench.lane.submit(Operation::kRead, block, 1, true));
+  }
+  MA_INVARIANT(bench.engine->writes_max() == kDepth / WriteLimit::kQueueShare);
+}
+
+// Writes that somebody waits for are not held back for reads.
+void needed_writes_fill_the_queue_behind_a_needed_read() {
+  HoldingBench bench;
+  bench.lane.wait_for(bench.lane.submit(Operation::kRead, 200, 1, true));
+  bench.lane.submit(Operation::kWrite, 0, kDepth, true);
+  bench.engine->wait_for_writes(kDepth);
+}
+
 }  // namespace
 }  // namespace memascend
 
 int main() {
   memascend::what_is_waited_for_goes_first_and_writes_last();
   memascend::a_write_is_not_passed_over_for_ever();
+  memascend::direct_pieces_take_turns_with_bounced_ones();
   memascend::a_read_is_over_beside_writes_that_do_not_end();
   memascend::writes_alone_fill_the_queue();
+  memascend::behind_a_needed_read_writes_fill_only_a_part_of_the_queue();
+  memascend::needed_writes_fill_the_queue_behind_a_needed_read();
   return 0;
 }

@@ -11,6 +11,7 @@
 #include "base/check.hpp"
 #include "nvme/transfer/queue.hpp"
 #include "support/memory_engines.hpp"
+#include "support/one_lane.hpp"
 
 namespace memascend {
 namespace {
@@ -189,6 +190,31 @@ void an_eagain_that_stays_is_an_error_after_the_time_stated() {
   MA_INVARIANT(bench.request_count < 64);
 }
 
+// A request that is paused is not with the device: the report names one that is.
+void the_stall_report_names_a_request_that_the_device_has() {
+  constexpr milliseconds kSilence{100};
+  TransferOptions options;
+  options.watchdog = kSilence;
+  options.eio_pause = 15 * kSilence;
+  std::promise<std::string> told;
+  options.report = [&](const std::string& text) { told.set_value(text); };
+  const auto faults = std::make_shared<MemoryFaults>();
+  std::atomic<int> request_count = 0;
+  OneLane lane;
+  lane.start(std::make_unique<FailingEngine>(memory_options(faults, 4), lane.volume(), Failures{1},
+                                             &request_count),
+             options);
+  const Transfer* paused = lane.submit(Operation::kWrite, 0);
+  while (lane.queue->counters().eio_retries == 0) std::this_thread::yield();
+  faults->paused = true;
+  const Transfer* silent = lane.submit(Operation::kWrite, 1);
+  const std::string text = told.get_future().get();
+  MA_INVARIANT(text.find(silent->key) != std::string::npos);
+  MA_INVARIANT(text.find(paused->key) == std::string::npos);
+  faults->paused = false;
+  lane.wait_for_all();
+}
+
 }  // namespace
 }  // namespace memascend
 
@@ -200,5 +226,6 @@ int main() {
   memascend::no_other_error_is_tried_again();
   memascend::an_eagain_or_enomem_is_asked_again_until_the_device_is_ready();
   memascend::an_eagain_that_stays_is_an_error_after_the_time_stated();
+  memascend::the_stall_report_names_a_request_that_the_device_has();
   return 0;
 }
