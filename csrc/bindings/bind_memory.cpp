@@ -1,6 +1,5 @@
 // Python surface of csrc/memory/.
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <memory>
 #include <span>
@@ -10,6 +9,7 @@
 #include "base/check.hpp"
 #include "bindings/bindings.hpp"
 #include "memory/allocator.hpp"
+#include "system/owner_process.hpp"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -52,8 +52,8 @@ class PythonRegistrar : public HostRegistrar {
     return call("register", range);
   }
   void unregister_memory(std::span<std::byte> range) noexcept override {
-    // A forked child has neither the device nor the registrations.
-    if (Py_IsInitialized() && getpid() == owner_) (void)call("unregister", range);
+    if (!Py_IsInitialized() || !owner_.is_current()) return;
+    if (!call("unregister_when_idle", range).empty()) (void)call("unregister", range);
   }
   std::string try_unregister_memory(std::span<std::byte> range) override {
     return call("unregister_when_idle", range);
@@ -72,7 +72,7 @@ class PythonRegistrar : public HostRegistrar {
   }
 
   py::object target_;
-  const pid_t owner_ = getpid();
+  const OwnerProcess owner_;
 };
 
 std::shared_ptr<Allocator> make_allocator(const std::string& huge_pages, bool lock,

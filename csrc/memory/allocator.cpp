@@ -33,10 +33,12 @@ std::string largest_components(const std::map<std::string, ComponentStats>& comp
 
 }  // namespace
 
-/// Holds the mutex, and frees first and last what was freed by whoever could not wait for it.
+/// Holds the mutex, and frees first and last what was freed by a thread that could not wait for it.
 class Allocator::Lock {
  public:
-  explicit Lock(Allocator& allocator) : allocator_(allocator), lock_(allocator.mutex_) {
+  explicit Lock(Allocator& allocator) : allocator_(allocator) {
+    allocator.expect_owner();
+    lock_ = std::unique_lock(allocator.mutex_);
     allocator_.holder_ = std::this_thread::get_id();
     allocator_.free_late();
   }
@@ -47,7 +49,7 @@ class Allocator::Lock {
 
  private:
   Allocator& allocator_;
-  const std::lock_guard<std::mutex> lock_;
+  std::unique_lock<std::mutex> lock_;
 };
 
 Block::~Block() {
@@ -122,6 +124,7 @@ ArenaReport Allocator::report() {
 }
 
 std::vector<std::string> Allocator::notes() const {
+  expect_owner();
   const std::lock_guard lock(mutex_);
   return arena_.notes();
 }
@@ -154,7 +157,14 @@ bool Allocator::is_valid() {
   return is_valid_locked();
 }
 
+/// A child's copy has no memory behind it, and another thread may have held its locks at the fork.
+void Allocator::expect_owner() const {
+  MA_EXPECT(owner_.is_current(), "host memory belongs to the process that took it (",
+            owner_.number(), "); make an allocator in this child, or copy what it needs before");
+}
+
 void Allocator::free(const Block& block) noexcept {
+  if (!owner_.is_current()) return;
   {
     const std::lock_guard lock(late_mutex_);
     late_.push_back(static_cast<std::uint64_t>(block.address_ - arena_.base()));

@@ -12,7 +12,10 @@
 //
 // Knows nothing of slots, tensors or devices. Thread-safe; growing holds the lock. Freeing never
 // waits for it: a registrar may need what a thread that frees holds (Python's lock), or may free
-// blocks itself. What cannot be freed at once is freed by whoever has the lock.
+// blocks itself. What cannot be freed at once is freed by the thread that has the lock.
+//
+// Belongs to the process that made it: in a forked child every call throws std::invalid_argument,
+// and freeing blocks, or dropping the child's copy, does nothing.
 #pragma once
 
 #include <atomic>
@@ -26,6 +29,7 @@
 
 #include "base/free_space.hpp"
 #include "memory/arena.hpp"
+#include "system/owner_process.hpp"
 
 namespace memascend {
 
@@ -104,6 +108,7 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
   };
 
   explicit Allocator(const AllocatorOptions& options);
+  void expect_owner() const;
   void free(const Block& block) noexcept;
   void free_late() noexcept;
   void free_locked(std::uint64_t offset) noexcept;
@@ -124,6 +129,7 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
   bool is_valid_locked() const;
   bool are_pieces_valid() const;
 
+  const OwnerProcess owner_;
   mutable std::mutex mutex_;
   std::uint64_t limit_bytes_;
   Arena arena_;

@@ -46,6 +46,7 @@ Arena::Arena(const ArenaOptions& options)
 }
 
 Arena::~Arena() {
+  if (!range_.owner().is_current()) return;
   for (const auto& [offset, piece] : pieces_) {
     if (piece.registered) registrar_->unregister_memory(memory(offset, piece.nbytes));
   }

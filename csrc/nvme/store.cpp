@@ -1,7 +1,5 @@
 #include "nvme/store.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -41,8 +39,7 @@ std::shared_ptr<Store> Store::open(StoreOptions options) {
 }
 
 Store::Store(StoreOptions options, std::vector<Volume> volumes)
-    : owner_process_(::getpid()),
-      while_waiting_(std::move(options.while_waiting)),
+    : while_waiting_(std::move(options.while_waiting)),
       checksums_(options.verify == Verify::kOff
                      ? nullptr
                      : std::make_unique<Checksums>(volumes.size(), options.checksum_memory)),
@@ -90,7 +87,7 @@ Store::~Store() = default;
 // What the last owner does. A forked child has neither the store's threads nor its places in the
 // rings: its copy is left to the process's end, and so is one that could not be closed.
 void Store::drop(Store* store) noexcept {
-  if (::getpid() != store->owner_process_ || store->abandoned_) return;
+  if (!store->owner_.is_current() || store->abandoned_) return;
   try {
     store->close();
     delete store;
@@ -368,7 +365,7 @@ std::uint64_t Store::nbytes(const std::string& key) {
 void Store::expect_space() const { MA_EXPECT(!space_.volumes().empty(), "the store is closed"); }
 
 void Store::close() {
-  if (::getpid() != owner_process_) return;
+  if (!owner_.is_current()) return;
   std::shared_ptr<TransferQueue> queue;
   {
     LockedCall call(*this);

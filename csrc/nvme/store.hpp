@@ -23,6 +23,7 @@
 #include "nvme/engine/volumes.hpp"
 #include "nvme/space/space.hpp"
 #include "nvme/transfer/queue.hpp"
+#include "system/owner_process.hpp"
 
 namespace memascend {
 
@@ -169,7 +170,7 @@ class Store {
   void expect_space() const;
   std::vector<std::unique_ptr<Engine>> make_engines(const StoreOptions& options);
 
-  const int owner_process_;
+  const OwnerProcess owner_;
   const std::function<void()> while_waiting_;
   std::unique_ptr<Checksums> checksums_;
   std::mutex space_mutex_;  // of what is taken; never locked together with mutex_

@@ -1,8 +1,6 @@
 // How every call enters and leaves a store. Only the store's own files include this.
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -21,8 +19,8 @@ namespace memascend {
 class Store::LockedCall {
  public:
   explicit LockedCall(Store& store, Busy busy = Busy::kWait) : store_(store) {
-    MA_EXPECT(::getpid() == store.owner_process_, "a store belongs to the process that opened it (",
-              store.owner_process_, "); open another in this child");
+    MA_EXPECT(store.owner_.is_current(), "a store belongs to the process that opened it (",
+              store.owner_.number(), "); open another in this child");
     lock_ = std::unique_lock(store.mutex_, std::defer_lock);
     if (busy == Busy::kWait) {
       lock_.lock();

@@ -92,7 +92,9 @@ std::string CudaDriver::register_memory(std::span<std::byte> range) {
 }
 
 void CudaDriver::unregister_memory(std::span<std::byte> range) noexcept {
+  if (!owner_.is_current()) return;
   if (functions_->push_current(context_) != kSuccess) return;
+  (void)functions_->synchronize();
   (void)functions_->unregister_host(range.data());
   void* popped = nullptr;
   (void)functions_->pop_current(&popped);

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "system/host_registrar.hpp"
+#include "system/owner_process.hpp"
 
 namespace memascend {
 
@@ -35,6 +36,7 @@ class CudaDriver : public HostRegistrar {
   /// An empty text once there is a context, else why there is none.
   std::string find_context();
 
+  const OwnerProcess owner_;
   void* library_ = nullptr;
   void* context_ = nullptr;
   std::unique_ptr<Functions> functions_;

@@ -16,13 +16,14 @@ class HostRegistrar {
   /// empty text, or what failed; then nothing is registered, and a later call may succeed.
   virtual std::string register_memory(std::span<std::byte> range) = 0;
 
-  /// Takes back what register_memory did for exactly this range. Failures are ignored: when the
-  /// process ends the device may be gone first, and its registrations with it.
+  /// Takes back what register_memory did for exactly this range, once the device is idle: a copy
+  /// may still be in flight, and the memory is unmapped next. Failures are ignored, those of the
+  /// wait included: when the process ends the device may be gone first, and its registrations with
+  /// it. Does nothing in a forked child, which has neither.
   virtual void unregister_memory(std::span<std::byte> range) noexcept = 0;
 
-  /// As unregister_memory, for memory that the process will put to another use: waits until the
-  /// device is idle, as a copy may still be in flight. Returns an empty text, or what failed; then
-  /// the range is still registered.
+  /// As unregister_memory, for memory that the process will put to another use. Returns an empty
+  /// text, or what failed; then the range is still registered. Pre: not in a forked child.
   virtual std::string try_unregister_memory(std::span<std::byte> range) = 0;
 };
 

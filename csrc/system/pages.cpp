@@ -191,7 +191,7 @@ void require_page_bytes(std::uint64_t system_page_bytes) {
       system_page_bytes, 0, 0);
 }
 
-AddressRange::AddressRange(std::uint64_t nbytes, std::uint64_t nbytes_min) : owner_(getpid()) {
+AddressRange::AddressRange(std::uint64_t nbytes, std::uint64_t nbytes_min) {
   require_page_bytes(static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)));
   const std::uint64_t least = align_up(std::max<std::uint64_t>(nbytes_min, 1), kHugePageBytes);
   nbytes_ = std::max(align_up(nbytes, kHugePageBytes), least);
@@ -217,7 +217,7 @@ AddressRange::AddressRange(std::uint64_t nbytes, std::uint64_t nbytes_min) : own
 }
 
 AddressRange::~AddressRange() {
-  if (getpid() == owner_) munmap(mapping_, mapping_bytes_);
+  if (owner_.is_current()) munmap(mapping_, mapping_bytes_);
 }
 
 Backing back_pages(std::span<std::byte> piece, const PageOptions& options, Notes& notes) {

@@ -9,14 +9,14 @@
 // adds one note on what is missing, why, and how to get it.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "system/owner_process.hpp"
 
 namespace memascend {
 
@@ -77,13 +77,14 @@ class AddressRange {
 
   std::byte* base() const noexcept { return base_; }
   std::uint64_t nbytes() const noexcept { return nbytes_; }
+  const OwnerProcess& owner() const noexcept { return owner_; }
 
  private:
   std::byte* mapping_ = nullptr;  // base_ less the guard below it
   std::uint64_t mapping_bytes_ = 0;
   std::byte* base_ = nullptr;
   std::uint64_t nbytes_ = 0;
-  pid_t owner_;
+  const OwnerProcess owner_;
 };
 
 enum class Backing { kPages, kHugetlb };

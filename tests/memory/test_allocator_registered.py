@@ -250,7 +250,7 @@ def test_a_registrar_in_python_has_what_is_held_until_it_goes_back() -> None:
     assert registrar.live
     del second
     assert registrar.live == {}
-    assert registrar.idle_waits == 1
+    assert registrar.idle_waits == 2  # a copy may be in flight, and the memory is unmapped next
 
 
 def test_what_a_registrar_in_python_refuses_or_raises_is_a_note() -> None:

@@ -56,7 +56,7 @@ class Attachment:
         models.join(self, runtime.limit_bytes)
         self._trace = trace
         # Scripts that end without engine.destroy() get their report all the same.
-        atexit.register(_finish, weakref.ref(self))
+        atexit.register(_finish, weakref.ref(self), os.getpid())
         self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
 
     def ledger(self) -> Ledger:
@@ -236,8 +236,9 @@ def _counters(runtime: Runtime) -> Mapping[str, int | float]:
     return {} if runtime.store is None else runtime.store.stats()
 
 
-def _finish(attachment: weakref.ref[Attachment]) -> None:
+def _finish(attachment: weakref.ref[Attachment], process: int) -> None:
     found = attachment()
-    if found is not None:
+    # A forked child that ends by itself has nothing to report, and neither store nor memory.
+    if found is not None and os.getpid() == process:
         # Python has left there what it printed of an error that nobody caught.
         found.finish(is_well=getattr(sys, "last_type", None) is None)

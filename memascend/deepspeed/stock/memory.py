@@ -93,6 +93,12 @@ class AioFileTicket:
         self._error = error
 
 
+def _remove_own(folder: str, process: int) -> None:
+    """Remove the folder, but not in a forked child that ends: the parent works with the files."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class AioFileStore:
     """A file per key in a folder of this run, through DeepSpeed's aio handle."""
 
@@ -101,7 +107,7 @@ class AioFileStore:
         self._folder = folder
         self._pending: list[tuple[AioFileTicket, torch.Tensor, object]] = []
         os.makedirs(folder, exist_ok=True)
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        weakref.finalize(self, _remove_own, folder, os.getpid())
 
     def reserve(self, *, key: str, nbytes: int) -> None:
         """Reserve nothing: a file grows as it is written."""

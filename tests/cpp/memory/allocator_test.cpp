@@ -2,9 +2,14 @@
 // Allocator: threads that allocate, write, check and free at once; limits; lifetime.
 #include "memory/allocator.hpp"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstring>
 #include <random>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "support/expect.hpp"
@@ -118,6 +123,40 @@ void beyond_the_limit_nothing_changes() {
   EXPECT(allocator->allocate(4096, "gradients", false) != nullptr);
 }
 
+template <typename Call>
+bool is_refused(Call call) {
+  try {
+    call();
+  } catch (const std::invalid_argument& error) {
+    return std::string(error.what()).find("belongs to the process") != std::string::npos;
+  }
+  return false;
+}
+
+// The child has nothing mapped where the parent's memory is: touching it there would be SIGSEGV.
+void a_forked_child_is_refused_and_frees_nothing() {
+  auto allocator = Allocator::create(small_range());
+  auto block = allocator->allocate(kMib, "test", false);
+  allocator->allocate(8 * kMib, "test", false);  // a hole with memory behind it
+  block->address()[0] = std::byte{7};
+  const pid_t child = fork();
+  if (child == 0) {
+    bool refused = is_refused([&] { allocator->allocate(2 * kMib, "test", true); });
+    refused = is_refused([&] { allocator->trim(); }) && refused;
+    refused = is_refused([&] { allocator->stats(); }) && refused;
+    refused = is_refused([&] { allocator->notes(); }) && refused;
+    block.reset();
+    allocator.reset();
+    _exit(refused ? 0 : 2);
+  }
+  int status = 0;
+  EXPECT(waitpid(child, &status, 0) == child);
+  EXPECT(WIFEXITED(status));
+  EXPECT(WEXITSTATUS(status) == 0);
+  EXPECT(block->address()[0] == std::byte{7});
+  EXPECT(allocator->is_valid());
+}
+
 }  // namespace
 
 int main() {
@@ -126,4 +165,5 @@ int main() {
   the_smallest_sufficient_hole_is_taken();
   a_block_outlives_its_allocator();
   beyond_the_limit_nothing_changes();
+  a_forked_child_is_refused_and_frees_nothing();
 }

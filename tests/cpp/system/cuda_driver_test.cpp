@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -49,6 +50,8 @@ struct StandIn {
   int (*depth)() = nullptr;
   void (*give_context)() = nullptr;
   void (*refuse_unregister)(int) = nullptr;
+  void (*begin_copy)() = nullptr;
+  int (*unregistered_busy_count)() = nullptr;
   void (*refuse_unregister_after)(int) = nullptr;
 };
 
@@ -76,6 +79,8 @@ StandIn build_stand_in(const std::string& directory) {
   look_up("fake_depth", stand_in.depth);
   look_up("fake_give_context", stand_in.give_context);
   look_up("fake_refuse_unregister", stand_in.refuse_unregister);
+  look_up("fake_begin_copy", stand_in.begin_copy);
+  look_up("fake_unregistered_busy_count", stand_in.unregistered_busy_count);
   look_up("fake_refuse_unregister_after", stand_in.refuse_unregister_after);
   return stand_in;
 }
@@ -155,6 +160,39 @@ void registrations_end_with_the_last_block_not_with_the_allocator(const StandIn&
   EXPECT(stand_in.live() == 1);
   block.reset();
   EXPECT(stand_in.live() == 0);
+}
+
+void the_last_block_waits_for_copies_in_flight(const StandIn& stand_in) {
+  stand_in.reset(0, 1);
+  auto block = Allocator::create(registering(stand_in))->allocate(kMib, "test", false);
+  stand_in.begin_copy();
+  block.reset();
+  EXPECT(stand_in.live() == 0);
+  EXPECT(stand_in.unregistered_busy_count() == 0);
+  EXPECT(stand_in.depth() == 0);
+}
+
+void a_forked_child_leaves_the_registrations_alone(const StandIn& stand_in) {
+  stand_in.reset(0, 1);
+  auto allocator = Allocator::create(registering(stand_in));
+  auto block = allocator->allocate(kMib, "test", false);
+  std::string reason;
+  const std::unique_ptr<CudaDriver> driver = CudaDriver::open(stand_in.path, reason);
+  std::vector<std::byte> memory(kPageBytes);
+  EXPECT(driver->register_memory(memory).empty());
+  const pid_t child = fork();
+  if (child == 0) {
+    block.reset();
+    allocator.reset();
+    driver->unregister_memory(memory);
+    _exit(stand_in.live());  // the child's copy of the stand-in
+  }
+  int status = 0;
+  EXPECT(waitpid(child, &status, 0) == child);
+  EXPECT(WIFEXITED(status));
+  EXPECT(WEXITSTATUS(status) == 2);
+  driver->unregister_memory(memory);
+  EXPECT(stand_in.live() == 1);
 }
 
 void no_block_lies_across_two_registrations(const StandIn& stand_in) {
@@ -319,6 +357,8 @@ int main() {
   one_range_is_one_registration_however_large(stand_in);
   memory_that_was_refused_works_and_is_tried_again(stand_in);
   registrations_end_with_the_last_block_not_with_the_allocator(stand_in);
+  the_last_block_waits_for_copies_in_flight(stand_in);
+  a_forked_child_leaves_the_registrations_alone(stand_in);
   no_block_lies_across_two_registrations(stand_in);
   a_free_piece_goes_back_and_its_addresses_serve_again(stand_in);
   neighbouring_pieces_that_went_back_make_one_hole(stand_in);

@@ -225,6 +225,11 @@ def test_a_script_that_just_ends_gets_its_report_and_nothing_is_kept_alive_for_i
     del dropped
     gc.collect()
     assert alive() is None
+    with monkeypatch.context() as forked:
+        forked.setattr(attaching.os, "getpid", lambda: 0)
+        for function, *arguments in at_exit:
+            function(*arguments)
+    assert kept.runtime.ledger_count == 0
     for function, *arguments in at_exit:
         function(*arguments)
     assert kept.runtime.ledger_count == 1

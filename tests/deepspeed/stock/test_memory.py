@@ -148,6 +148,17 @@ def test_the_folder_goes_with_the_store(handle: Any, tmp_path: Path) -> None:
     assert not os.path.exists(folder)
 
 
+def test_a_forked_child_that_ends_leaves_the_files_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    store = AioFileStore(RecordingHandle(), str(folder))
+    child = os.fork()
+    if child == 0:
+        del store
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert folder.is_dir()
+
+
 class RecordingHandle:
     """Stands for DeepSpeed's engine, which aborts the process when a file is too short to read."""
 
