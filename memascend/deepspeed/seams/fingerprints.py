@@ -117,6 +117,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_rank": (
         "a766a8cda52335a8",
     ),
+    "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_world_size": (
+        "362c4e1affbce032",
+    ),
     "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": ("92751238e9cc69b4",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": ("1d52aef714a7864f",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),

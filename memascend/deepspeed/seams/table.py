@@ -178,7 +178,10 @@ ENGINE_ATTRIBUTES = (
     "seq_dp_world_size",
 )
 CONFIG_ATTRIBUTES = ("_param_dict", "aio_config", "zero_config")
-PARAMETER_ATTRIBUTES = ("ds_id", "ds_numel", "ds_status", "ds_tensor", "ds_zero_partition_rank")
+PARAMETER_ATTRIBUTES = (
+    *("ds_id", "ds_numel", "ds_status", "ds_tensor"),
+    *("ds_zero_partition_rank", "ds_zero_partition_world_size"),
+)
 
 #: Definitions that ours overrides, calls or reads, or whose behaviour it relies on.
 WATCHED: tuple[tuple[str, str], ...] = (
