@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from memascend import autoload
+from memascend.base.post_import import _ObservingLoader, _PostImportFinder
 from memascend.deepspeed.seams import arm as seams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ def observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[t
     monkeypatch.setattr(
         sys,
         "meta_path",
-        [f for f in sys.meta_path if not isinstance(f, autoload._PostImportFinder)],
+        [f for f in sys.meta_path if not isinstance(f, _PostImportFinder)],
     )
     yield found
     for name in ("observed_package", TARGET):
@@ -74,13 +75,13 @@ def test_other_imports_are_left_alone(observed: list[types.ModuleType]) -> None:
     autoload.install()
     package = importlib.import_module("observed_package")
     assert observed == []
-    assert not isinstance(package.__loader__, autoload._ObservingLoader)
+    assert not isinstance(package.__loader__, _ObservingLoader)
 
 
 def test_installing_again_adds_nothing(observed: list[types.ModuleType]) -> None:
     for _ in range(3):
         autoload.install()
-    ours = [f for f in sys.meta_path if isinstance(f, autoload._PostImportFinder)]
+    ours = [f for f in sys.meta_path if isinstance(f, _PostImportFinder)]
     assert len(ours) == 1
     importlib.import_module(TARGET)
     assert len(observed) == 1

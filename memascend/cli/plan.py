@@ -48,7 +48,12 @@ from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import PARAMETERS, Footprint
-from memascend.plan.request import check_limit_can_be_kept, sections_off
+from memascend.plan.request import (
+    check_limit_can_be_kept,
+    sections_off,
+    why_not_during_backward,
+    why_whole_steps,
+)
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
 from memascend.plan.states import INEXACT, check_state_dtype, keeps_bf16
 from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
@@ -315,7 +320,7 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
         )
     if args.config is None:
         notes.insert(0, DEFAULT_NOTE)
-    notes += _notes_of_block(_block(ds_config, args))
+    notes += _notes_of_block(_block(ds_config, args), ds_config)
     notes += [
         f"besides memascend's: {name}: {format_nbytes(n)}" for name, n in plan.not_ours.items()
     ]
@@ -340,7 +345,7 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
     return notes
 
 
-def _notes_of_block(block: MemAscendConfig) -> list[str]:
+def _notes_of_block(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> list[str]:
     """Return what keeps a run from being the one that the column shows."""
     notes = []
     if is_disabled():
@@ -349,6 +354,13 @@ def _notes_of_block(block: MemAscendConfig) -> list[str]:
         notes.append("memascend.enabled is false: a run would be stock DeepSpeed's")
     elif off := sections_off(block):
         notes.append(f"the column is for all of memascend; this JSON turns off: {', '.join(off)}")
+    if block.streaming.optimizer.enabled and (reason := why_whole_steps(ds_config)):
+        notes.append(
+            f"the column is for steps in tiles, but streaming.optimizer is not used: {reason}. "
+            "Host memory of a run grows with the model"
+        )
+    if reason := why_not_during_backward(block, ds_config):
+        notes.append(f"streaming.optimizer.during_backward has no effect: {reason}")
     if keeps_bf16(block):
         notes.append(f"inexact: {INEXACT}")
     return notes

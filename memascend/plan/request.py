@@ -21,6 +21,10 @@ ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUP_SIZE = 10**9
 REUSE_NUMEL = 10**9
 GRADIENT_CLIPPING = 1.0
+#: Why an optimizer is stepped in whole sub-groups, in DeepSpeed's own buffers.
+NEEDS_WHOLE_GRADIENTS = "Muon works on whole gradients of its own"
+LEAVES_A_PART = "offload_optimizer.ratio leaves a part of it on the device"
+SCALES_IN_EVERY_CALL = "torch_autocast updates its loss scale with every call of the optimizer"
 #: Without a word about it: what Hugging Face's Trainer uses.
 OPTIMIZER = "AdamW"
 
@@ -217,7 +221,7 @@ class PlanRequest:
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             verify=block.verify,
             volume_count=len(block.volumes) if block.volumes else 1,
-            during_backward=in_one_pass and steps.during_backward and not _clips(ds_config),
+            during_backward=steps.during_backward and not why_not_during_backward(block, ds_config),
             overlaps=in_one_pass and steps.overlap,
             has_activations=block.activations.enabled,
         )
@@ -245,12 +249,48 @@ def check_limit_can_be_kept(block: MemAscendConfig, ds_config: Mapping[str, Any]
                 f'{refusal}zero_optimization.{name}.device is "cpu", which holds it all in host '
                 'memory. Set it to "nvme", or leave the limit out'
             )
+    if reason := why_whole_steps(ds_config):
+        raise ConfigError(
+            f"{refusal}streaming.optimizer cannot serve, since {reason}. Change that, or leave the "
+            "limit out"
+        )
 
 
 def sections_off(block: MemAscendConfig) -> list[str]:
     """Return the names of the block's sections that are turned off."""
     every = MemAscendConfig().sections_enabled
     return [name for name in every if name not in block.sections_enabled]
+
+
+def why_whole_steps(ds_config: Mapping[str, Any]) -> str:
+    """Return what in the JSON makes a sub-group be stepped as a whole; empty where nothing does."""
+    optimizer = section(section(ds_config, "zero_optimization"), "offload_optimizer")
+    if str(value(section(ds_config, "optimizer"), "type", "")).lower() == "muon":
+        return NEEDS_WHOLE_GRADIENTS
+    if device(optimizer) == "nvme" and value(optimizer, "ratio", 1.0) != 1.0:
+        return LEAVES_A_PART
+    if flag(section(ds_config, "torch_autocast"), "enabled", False):
+        return SCALES_IN_EVERY_CALL
+    return ""
+
+
+def why_not_during_backward(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> str:
+    """Return why steps that are to begin during backward do not, as far as the JSON shows it."""
+    if not block.streaming.optimizer.during_backward:
+        return ""
+    if ds_config.get("gradient_clipping") == "auto":
+        return 'gradient_clipping is "auto", so a Trainer clips unless its max_grad_norm is 0'
+    if _clips(ds_config):
+        stated = value(ds_config, "gradient_clipping", GRADIENT_CLIPPING)
+        return (
+            f"gradient_clipping is {stated}, and no gradient can be clipped before the last one "
+            "has come. Set it to 0"
+        )
+    if not _steps_in_one_pass(block, ds_config):
+        return (
+            "that needs everything on the drive, streamed, and DeepSpeedCPUAdam stepped in one pass"
+        )
+    return ""
 
 
 def _steps_in_one_pass(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> bool:
@@ -263,6 +303,7 @@ def _steps_in_one_pass(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> 
         and not needed & set(sections_off(block))
         and places == {"nvme"}
         and why_not_cpu_adam(ds_config) == ("", "")
+        and not why_whole_steps(ds_config)
     )
 
 

@@ -204,6 +204,10 @@ def test_states_in_bf16_are_planned_and_need_adam(
         ({"enabled": False}, "memascend.enabled is false: a run would be stock DeepSpeed's"),
         ({"buffer_pool": {"enabled": False}}, "this JSON turns off: buffer_pool"),
         ({"streaming": {"optimizer": {"state_dtype": "bf16"}}}, "inexact: "),
+        (
+            {"streaming": {"optimizer": {"during_backward": True}}},
+            "streaming.optimizer.during_backward has no effect: gradient_clipping is 1.0",
+        ),
     ],
 )
 def test_a_block_that_does_less_is_pointed_out(
@@ -212,3 +216,14 @@ def test_a_block_that_does_less_is_pointed_out(
     config = written(tmp_path, {"memascend": block})
     assert main(["plan", "Llama-3.1-8B", "--config", config]) == 0
     assert note in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_steps_in_whole_sub_groups_are_pointed_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = written(tmp_path, {"torch_autocast": {"enabled": True}, "memascend": {}})
+    assert main(["plan", "Llama-3.1-8B", "--config", config]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "streaming.optimizer is not used: torch_autocast" in text
+    assert main(["plan", "Llama-3.1-8B", "--config", config, "--limit", "6GiB"]) == 1
+    assert "cannot be kept" in capsys.readouterr().err

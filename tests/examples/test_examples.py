@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from memascend.config.block import parse_block
+from memascend.deepspeed.monitor.logs import TRAINER_NAMES
 from tests.integration.programs import (
     REPOSITORY,
     alone,
@@ -30,6 +31,8 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/train.py"))
 #: A progress bar may stand before it in its line.
 SAMPLE = re.compile(r"sample '.*'|trainable params.*")
 STEPS = ("--steps", "3")
+#: What memascend adds to a line of a step that the Trainer logs.
+OF_A_STEP = {f"memascend_{name}" for name in TRAINER_NAMES}
 #: Models of an example, where there is more than one: the reference of DPO.
 MODEL_COUNT = {"dpo": 2}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -68,6 +71,8 @@ def train(name: str, folder: Path, toys: Path, *arguments: str, is_stock: bool =
     model_count = 0 if is_stock else MODEL_COUNT.get(name, 1)
     assert len(armed_lines(done.stdout)) == model_count
     assert done.stdout.count("host memory of this rank, measured") == model_count
+    if not is_stock:
+        assert all(named >= OF_A_STEP for named in named_by_trainer(folder / "out"))
     return Trained(done.stdout, figures(folder / "out", done.stdout), weights(folder / "out"))
 
 
@@ -89,6 +94,13 @@ def figures(out: Path, log: str) -> list[dict[str, Any]]:
         {key: value for key, value in row.items() if not any(word in key for word in timed)}
         for row in json.loads(state.read_text())["log_history"]
     ]
+
+
+def named_by_trainer(out: Path) -> list[set[str]]:
+    """Return the names in each line that the Trainer has logged of a step; none without one."""
+    state = out / "trainer_state.json"
+    rows = json.loads(state.read_text())["log_history"] if state.exists() else []
+    return [set(row) for row in rows if "loss" in row]
 
 
 def weights(out: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 from pathlib import Path
@@ -10,8 +11,14 @@ from typing import Any
 import pytest
 
 from memascend.base.units import MIB
+from memascend.config.block import parse_block
 from memascend.errors import ConfigError
-from memascend.plan.request import PlanRequest
+from memascend.plan.request import (
+    PlanRequest,
+    check_limit_can_be_kept,
+    why_not_during_backward,
+    why_whole_steps,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,6 +107,60 @@ def test_a_step_goes_on_behind_its_caller_where_it_is_made_in_one_pass(
     assert not PlanRequest.from_deepspeed(ds_config).overlaps  # the optimizer is on no drive
     ds_config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
     assert PlanRequest.from_deepspeed(ds_config).overlaps == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (UNCLIPPED, ""),
+        ({}, "gradient_clipping is 1.0"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5"),
+        ({"gradient_clipping": "auto"}, "unless its max_grad_norm is 0"),
+        (UNCLIPPED | {"optimizer": {"type": "Lion"}}, "DeepSpeedCPUAdam"),
+        (UNCLIPPED | {"torch_autocast": {"enabled": True}}, "in one pass"),
+    ],
+)
+def test_why_no_step_begins_during_backward_is_said(keys: dict[str, Any], reason: str) -> None:
+    block = parse_block({"streaming": {"optimizer": {"during_backward": True}}})
+    ds_config = on_drive(**keys)
+    found = why_not_during_backward(block, ds_config)
+    assert reason in found
+    assert bool(found) == bool(reason)
+    assert PlanRequest.from_deepspeed(ds_config, block=block).during_backward == (not reason)
+    assert why_not_during_backward(parse_block({}), ds_config) == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({}, ""),
+        ({"optimizer": {"type": "AdamW"}, "torch_autocast": {"enabled": False}}, ""),
+        ({"optimizer": {"type": "Muon"}}, "Muon"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
+    ],
+)
+def test_what_keeps_an_optimizer_from_tiles_is_said_and_no_limit_holds_with_it(
+    keys: dict[str, Any], reason: str
+) -> None:
+    ds_config = on_drive(**keys)
+    assert reason in why_whole_steps(ds_config)
+    assert bool(why_whole_steps(ds_config)) == bool(reason)
+    block = parse_block({"host_memory_limit": "1GiB"})
+    with pytest.raises(ConfigError, match=reason) if reason else contextlib.nullcontext():
+        check_limit_can_be_kept(block, ds_config)
+
+
+def test_a_part_of_the_optimizer_on_the_device_is_such_a_reason() -> None:
+    ds_config = on_drive()
+    ds_config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+    assert "ratio" in why_whole_steps(ds_config)
+    assert not PlanRequest.from_deepspeed(ds_config).overlaps
+
+
+def on_drive(**keys: Any) -> dict[str, Any]:
+    ds_config = nvme(**keys)
+    ds_config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
+    return ds_config
 
 
 def test_a_precision_that_is_on_goes_before_one_left_to_the_trainer() -> None:

@@ -16,6 +16,7 @@ from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
 from memascend.errors import ConfigError
+from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
 from memascend.plan.states import keeps_bf16, refusal
 
 log = logging.getLogger(__name__)
@@ -42,15 +43,15 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
     if not config.direct_nvme.enabled:
         both = "it needs direct_nvme, which is off"
     elif isinstance(arguments.get("init_optimizer"), MuonWithAuxAdam):
-        both = "Muon works on whole gradients of its own"
+        both = NEEDS_WHOLE_GRADIENTS
     step = both
     on_drive = _is_on_drive(arguments.get("offload_param_config"))
     if not step and on_drive and not config.buffer_pool.enabled:
         step = "it needs buffer_pool, which is off"
     elif not step and arguments.get("offload_ratio") != 1.0:
-        step = "offload_optimizer.ratio leaves a part of it on the device"
+        step = LEAVES_A_PART
     elif not step and is_autocast_initialized():
-        step = "torch_autocast updates its loss scale with every call of the optimizer"
+        step = SCALES_IN_EVERY_CALL
     streaming = config.streaming
     return (
         streaming.gradients.enabled and _serves("gradients", both, config),

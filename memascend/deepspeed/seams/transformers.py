@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from types import ModuleType
 from typing import Any
 
+from memascend.base.post_import import after_import, forget_import
 from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources
 from memascend.deepspeed.seams.table import import_name
 
@@ -45,8 +47,11 @@ _callbacks: list[type[Any]] = []
 
 
 def arm() -> None:
-    """Wrap all functions where transformers is imported and knows them, or none. Idempotent."""
-    _register_callback()
+    """Wrap all functions where transformers is imported and knows them, or none. Idempotent.
+
+    Its Trainer may be imported later than the model is built.
+    """
+    after_import(TRAINER_MODULE, _register_callback)
     module: Any = sys.modules.get(MODULE)
     if module is None or _originals or _refused:
         return
@@ -71,14 +76,14 @@ def disarm() -> None:
         vars(sys.modules[MODULE]).update(_originals)
     _originals.clear()
     _refused.clear()
+    forget_import(TRAINER_MODULE)
     while _callbacks:
         trainer_module: Any = sys.modules[TRAINER_MODULE]
         vars(trainer_module)[CALLBACKS].remove(_callbacks.pop())
 
 
-def _register_callback() -> None:
+def _register_callback(module: ModuleType) -> None:
     """Give every Trainer that is made from now on a callback, where the list of them is known."""
-    module = sys.modules.get(TRAINER_MODULE)
     listed, base = getattr(module, CALLBACKS, None), getattr(module, "TrainerCallback", None)
     if isinstance(listed, list) and isinstance(base, type) and not _callbacks:
         trainer_callback = import_name("memascend.deepspeed.monitor.logs:trainer_callback")

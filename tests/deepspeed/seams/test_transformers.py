@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,28 @@ def test_every_trainer_from_now_on_has_a_callback_of_ours(
     assert issubclass(trainer.DEFAULT_CALLBACKS[1], Base)
     transformers_seams.disarm()
     assert [Base] == trainer.DEFAULT_CALLBACKS
+
+
+def test_a_trainer_that_is_imported_behind_the_model_has_the_callback_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`transformers.Trainer` is imported when it is first named, which may be its last use."""
+    monkeypatch.setattr(transformers_seams, "TRAINER_MODULE", "late_trainer")
+    source = "class TrainerCallback: pass\nDEFAULT_CALLBACKS = []\n"
+    (tmp_path / "late_trainer.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(2):
+        transformers_seams.arm()
+    trainer = importlib.import_module("late_trainer")
+    (added,) = trainer.DEFAULT_CALLBACKS
+    assert issubclass(added, trainer.TrainerCallback)
+    transformers_seams.disarm()
+    assert trainer.DEFAULT_CALLBACKS == []
+    del sys.modules["late_trainer"]
+    finders = list(sys.meta_path)
+    transformers_seams.arm()
+    transformers_seams.disarm()
+    assert sys.meta_path == finders
 
 
 @pytest.mark.parametrize("name", list(transformers_seams.WRAPPERS))
