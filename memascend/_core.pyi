@@ -150,6 +150,12 @@ class VolumeOptions:
     @property
     def start_bytes(self) -> int: ...
 
+def largest_file_bytes(*, descriptor: int) -> int:
+    """Return the bytes that a file has at most on the file system of an open one.
+
+    2^64 - 1 where the file system does not say.
+    """
+
 class PrivateDescriptor:
     """A file descriptor that forked children do not keep; closes it in the end."""
 
@@ -165,8 +171,6 @@ class VolumeStats:
     def weight(self) -> float: ...
     @property
     def used_bytes(self) -> int: ...
-    @property
-    def available_bytes(self) -> int: ...
     @property
     def copies_on_write(self) -> bool:
         """Return whether overwrites go elsewhere than the space that was reserved for them."""
@@ -250,10 +254,18 @@ class Store:
         """Keys: bytes_read, bytes_written, bytes_bounced, requests, resubmitted, retries,
 
         eio_retries, stalls, slow_spells, bytes_verified, bytes_read_back, mismatches, corruptions,
-        checksum_bytes, reserved_bytes, used_bytes, available_bytes, key_count, in_flight_count,
+        checksum_bytes, reserved_bytes, used_bytes, key_count, in_flight_count,
         wait_seconds (of all threads but those that called `wait_behind`).
+
+        Asks no file system, and waits for no call that does; nor does `volume_stats`.
         """
     def volume_stats(self) -> list[VolumeStats]: ...
+    def available_bytes(self) -> int:
+        """Return the bytes that may still be reserved; ask the file systems for them.
+
+        Raises:
+            StoreError: One of them does not answer.
+        """
     def provide_checksums(self, *, nbytes: int) -> None:
         """Take the host memory of checksums ahead; it grows where that is not enough."""
     def set_recovery(self, recovery: str) -> None:
@@ -286,6 +298,16 @@ def crc32c_methods() -> list[Crc32cMethod]: ...
 
 # --- kernels ------------------------------------------------------------------------------------
 
+class KernelHelpers:
+    """Threads that kernels share, started when needed, kept between calls and joined in the end.
+
+    Callers take turns. In a forked child the caller works alone.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def thread_count(self) -> int: ...
+
 class ScanResult:
     """Result of one pass over memory; `sum_squares` is NaN unless asked for and all is finite."""
 
@@ -302,6 +324,7 @@ def overflow_scan(
     dtype: str,
     sum_squares: bool = False,
     threads: int = 0,
+    helpers: KernelHelpers | None = None,
     isa: str = "auto",
 ) -> ScanResult: ...
 def kernel_isas() -> list[str]: ...
@@ -340,5 +363,6 @@ def adam_update(
     rounding_key: int = 0,
     first_index: int = 0,
     threads: int = 0,
+    helpers: KernelHelpers | None = None,
     isa: str = "auto",
 ) -> None: ...

@@ -28,7 +28,7 @@ from memascend.base.interfaces import Event, HostMemory, NewStream, Registrar, T
 from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.config.block import MemAscendConfig
 from memascend.config.environment import local_world_size
-from memascend.kernels.overflow import scan
+from memascend.kernels.overflow import KernelHelpers, scan
 from memascend.ledger.ledger import Ledger, LedgerRow
 from memascend.ledger.traffic import traffic_of
 from memascend.ledger.wear import Wear, WearMeter
@@ -126,8 +126,8 @@ class Runtime:
         self._use_device = use_device
         self.walk = Walk(self._prepare_step)  # of the optimizer, behind its caller
         self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
+        self.helpers = KernelHelpers()  # of checks of gradients; joined when this goes
         self.arena: HostAllocator | None = None
-        self.store: ResidentStore | None = None
         if config.allocator.enabled:
             self.arena = _make_arena(
                 config,
@@ -142,8 +142,8 @@ class Runtime:
         if memory is None:
             raise AssertionError("the allocator is off and nothing was given instead")
         self.memory: HostMemory = memory
-        if config.direct_nvme.enabled:
-            self.store = _make_store(config, directory, memory, self.arena)
+        has_store = config.direct_nvme.enabled
+        self.store = _make_store(config, directory, memory, self.arena) if has_store else None
         self._io = self.store or stock.store
         self.new_event = new_event
         self._wait_idle, self._new_stream = wait_idle, new_stream
@@ -152,7 +152,7 @@ class Runtime:
         self._slot_count = STAGING_SLOT_COUNT
         self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
         self.pool = _make_pool(config, stock.slot_memory or memory, parameter_budget_bytes)
-        self.overflow_check = _make_overflow_check(config)
+        self.overflow_check = _make_overflow_check(config, self.helpers)
         self.wear = WearMeter(
             endurance_bytes=config.wear.endurance,
             budget_bytes=config.wear.write_budget,
@@ -399,8 +399,10 @@ def _make_pool(config: MemAscendConfig, memory: HostMemory, budget_bytes: int | 
     )
 
 
-def _make_overflow_check(config: MemAscendConfig) -> Callable[[torch.Tensor], bool] | None:
+def _make_overflow_check(
+    config: MemAscendConfig, helpers: KernelHelpers
+) -> Callable[[torch.Tensor], bool] | None:
     section = config.overflow_check
     if not section.enabled:
         return None
-    return lambda gradients: scan(gradients, threads=section.threads).non_finite
+    return lambda gradients: scan(gradients, threads=section.threads, helpers=helpers).non_finite

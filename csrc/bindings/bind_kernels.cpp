@@ -18,12 +18,12 @@ namespace {
 
 overflow::ScanResult overflow_scan(std::uintptr_t address, std::size_t numel,
                                    const std::string& dtype, bool sum_squares, std::size_t threads,
-                                   const std::string& isa) {
+                                   kernels::Helpers* helpers, const std::string& isa) {
   const overflow::Format format = kernels::parse_format(dtype);
   const overflow::Isa chosen = kernels::parse_isa(isa);
   const py::gil_scoped_release release;
   return overflow::scan(reinterpret_cast<const void*>(address), numel, format, chosen,
-                        {.sum_squares = sum_squares, .threads = threads});
+                        {.sum_squares = sum_squares, .threads = threads, .helpers = helpers});
 }
 
 void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std::uintptr_t weight,
@@ -31,7 +31,7 @@ void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std
                  const std::optional<std::string>& output_dtype, const std::string& moment_dtype,
                  std::size_t numel, const adam::Coefficients& coefficients, std::size_t tail_numel,
                  std::uint64_t rounding_key, std::uint64_t first_index, std::size_t threads,
-                 const std::string& isa) {
+                 kernels::Helpers* helpers, const std::string& isa) {
   adam::Operands operands{
       .gradient = reinterpret_cast<const void*>(gradient),
       .gradient_format = kernels::parse_format(gradient_dtype),
@@ -49,6 +49,7 @@ void adam_update(std::uintptr_t gradient, const std::string& gradient_dtype, std
   adam::update(operands, coefficients, chosen,
                {.tail_numel = tail_numel,
                 .threads = threads,
+                .helpers = helpers,
                 .rounding_key = rounding_key,
                 .first_index = first_index});
 }
@@ -62,6 +63,10 @@ std::vector<std::string> kernel_isas() {
 }  // namespace
 
 void bind_kernels(py::module_& module) {
+  py::class_<kernels::Helpers>(module, "KernelHelpers",
+                               "Threads that kernels share, kept between calls.")
+      .def(py::init<>())
+      .def_property_readonly("thread_count", &kernels::Helpers::thread_count);
   using overflow::ScanResult;
   py::class_<ScanResult>(module, "ScanResult")
       .def(py::init<bool, double>(), py::kw_only(), "non_finite"_a, "sum_squares"_a)
@@ -72,7 +77,7 @@ void bind_kernels(py::module_& module) {
             .format(self.non_finite, self.sum_squares);
       });
   module.def("overflow_scan", &overflow_scan, py::kw_only(), "address"_a, "numel"_a, "dtype"_a,
-             "sum_squares"_a = false, "threads"_a = 0, "isa"_a = "auto");
+             "sum_squares"_a = false, "threads"_a = 0, "helpers"_a = nullptr, "isa"_a = "auto");
   module.def("kernel_isas", &kernel_isas);
 
   py::class_<adam::Coefficients>(module, "AdamCoefficients")
@@ -84,7 +89,8 @@ void bind_kernels(py::module_& module) {
   module.def("adam_update", &adam_update, py::kw_only(), "gradient"_a, "gradient_dtype"_a,
              "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "output"_a = 0, "output_dtype"_a = py::none(),
              "moment_dtype"_a = "float32", "numel"_a, "coefficients"_a, "tail_numel"_a = 0,
-             "rounding_key"_a = 0, "first_index"_a = 0, "threads"_a = 0, "isa"_a = "auto");
+             "rounding_key"_a = 0, "first_index"_a = 0, "threads"_a = 0, "helpers"_a = nullptr,
+             "isa"_a = "auto");
 }
 
 }  // namespace memascend

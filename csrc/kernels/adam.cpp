@@ -8,7 +8,6 @@
 
 #include "base/check.hpp"
 #include "kernels/adam_block.hpp"
-#include "kernels/threads.hpp"
 
 namespace memascend::adam {
 namespace {
@@ -108,7 +107,7 @@ void update(const Operands& operands, const Coefficients& coefficients, Isa isa,
   const std::size_t asked = options.threads != 0
                                 ? options.threads
                                 : std::min(kernels::usable_cpus(), kernels::kThreadsMax);
-  kernels::run_on_threads(std::min(asked, blocks), [&step] { step.work(); });
+  kernels::run_on_threads(options.helpers, std::min(asked, blocks), [&step] { step.work(); });
 }
 
 }  // namespace memascend::adam

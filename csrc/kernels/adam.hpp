@@ -22,6 +22,7 @@
 
 #include "kernels/format.hpp"
 #include "kernels/isa.hpp"
+#include "kernels/threads.hpp"
 
 namespace memascend::adam {
 
@@ -64,6 +65,8 @@ struct Options {
   std::size_t tail_numel = 0;
   /// 0: the CPUs this thread may run on. Never more than blocks of kBlockNumel.
   std::size_t threads = 0;
+  /// Threads kept between calls; null: they are started for this call and joined.
+  kernels::Helpers* helpers = nullptr;
   /// Of moments in bf16: another number for each step and sub-group gives other random bits.
   std::uint64_t rounding_key = 0;
   /// Of the same: the tile's first element, counted in its sub-group. An element's bits depend on

@@ -72,7 +72,7 @@ class Scan {
     }
   }
 
-  /// Call after every thread that worked was joined.
+  /// Call when nobody is in work() any more.
   ScanResult result() const {
     const bool found = found_.load(std::memory_order_relaxed);
     if (found || !sum_squares_) return {found, std::numeric_limits<double>::quiet_NaN()};
@@ -150,7 +150,7 @@ ScanResult scan(const void* address, std::size_t numel, Format format, Isa isa,
             options.sum_squares);
   const std::size_t threads = std::min(
       choose_threads(options.threads, numel * kernels::element_bytes(format)), scan.part_count());
-  kernels::run_on_threads(threads, [&scan] { scan.work(); });
+  kernels::run_on_threads(options.helpers, threads, [&scan] { scan.work(); });
   return scan.result();
 }
 

@@ -22,6 +22,8 @@ struct ScanOptions {
   bool sum_squares = false;
   /// 0: the CPUs this thread may run on, at most one per kThreadBytesMin of memory.
   std::size_t threads = 0;
+  /// Threads kept between calls; null: they are started for this call and joined.
+  kernels::Helpers* helpers = nullptr;
 };
 
 struct ScanResult {
@@ -30,7 +32,8 @@ struct ScanResult {
   double sum_squares = 0.0;
 };
 
-/// A thread costs some 30 us to start and join, so it must find about 0.3 ms of reading to do.
+/// A thread costs some 30 us to start and join, or 10 us to wake, so it must find about 0.3 ms of
+/// reading to do.
 /// Memory below twice this size is scanned by the calling thread alone.
 inline constexpr std::size_t kThreadBytesMin = std::size_t{4} << 20;
 

@@ -3,9 +3,14 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cfenv>
+#include <condition_variable>
+#include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "system/thread.hpp"
 
 namespace memascend::kernels {
 
@@ -18,15 +23,101 @@ std::size_t usable_cpus() {
   return std::max<std::size_t>(1, std::thread::hardware_concurrency());
 }
 
-void run_on_threads(std::size_t count, const std::function<void()>& work) {
-  std::vector<std::jthread> helpers;
-  if (count > 1) helpers.reserve(count - 1);
-  try {
-    for (std::size_t index = 1; index < count; ++index) helpers.emplace_back(std::cref(work));
-  } catch (const std::system_error&) {
-    // The system has no more threads to give: the ones there are share all of it.
+class Helpers::Crew {
+ public:
+  Crew() = default;
+  ~Crew() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    begun_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
   }
-  work();
+  Crew(const Crew&) = delete;
+  Crew& operator=(const Crew&) = delete;
+
+  void run(std::size_t helper_count, const std::function<void()>& work) {
+    const std::lock_guard turn(turn_);
+    start_missing(helper_count);
+    {
+      const std::lock_guard lock(mutex_);
+      work_ = &work;
+      // A thread has that of the thread which started it, as it was then: whether denormals are
+      // flushed would be another call's.
+      std::fegetenv(&arithmetic_);
+      free_place_count_ = std::min(helper_count, threads_.size());
+    }
+    begun_.notify_all();
+    work();
+    std::unique_lock lock(mutex_);
+    free_place_count_ = 0;  // a thread that has not come yet would find nothing to do
+    ended_.wait(lock, [this] { return working_count_ == 0; });
+  }
+
+  std::size_t thread_count() {
+    const std::lock_guard turn(turn_);
+    return threads_.size();
+  }
+
+ private:
+  void start_missing(std::size_t helper_count) {
+    try {
+      while (threads_.size() < helper_count) {
+        threads_.push_back(start_thread("memascend-work", [this] { help(); }));
+      }
+    } catch (const std::system_error&) {
+      // The system has no more threads to give: the ones there are share all of it.
+    }
+  }
+
+  void help() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      begun_.wait(lock, [this] { return stopping_ || free_place_count_ > 0; });
+      if (stopping_) return;
+      --free_place_count_;
+      ++working_count_;
+      const std::function<void()>& work = *work_;
+      std::fesetenv(&arithmetic_);
+      lock.unlock();
+      work();
+      lock.lock();
+      if (--working_count_ == 0) ended_.notify_one();
+    }
+  }
+
+  std::mutex turn_;  // of callers, held for a whole call
+  std::vector<std::thread> threads_;
+
+  std::mutex mutex_;  // what follows
+  std::condition_variable begun_;
+  std::condition_variable ended_;
+  const std::function<void()>* work_ = nullptr;
+  std::fenv_t arithmetic_{};
+  std::size_t free_place_count_ = 0;
+  std::size_t working_count_ = 0;
+  bool stopping_ = false;
+};
+
+Helpers::Helpers() : crew_(std::make_unique<Crew>()) {}
+
+Helpers::~Helpers() {
+  if (!owner_.is_current()) (void)crew_.release();  // there is nobody to join
+}
+
+void Helpers::run(std::size_t count, const std::function<void()>& work) {
+  if (count <= 1 || !owner_.is_current()) return work();
+  crew_->run(count - 1, work);
+}
+
+std::size_t Helpers::thread_count() const {
+  return owner_.is_current() ? crew_->thread_count() : 0;
+}
+
+void run_on_threads(Helpers* helpers, std::size_t count, const std::function<void()>& work) {
+  if (helpers != nullptr) return helpers->run(count, work);
+  Helpers().run(count, work);
 }
 
 }  // namespace memascend::kernels

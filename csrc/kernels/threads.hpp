@@ -1,8 +1,11 @@
-// Threads for the length of one kernel: started, worked and joined within a call.
+// Threads that share the work of a kernel. Knows a function to run; never knows tiles or memory.
 #pragma once
 
 #include <cstddef>
 #include <functional>
+#include <memory>
+
+#include "system/owner_process.hpp"
 
 namespace memascend::kernels {
 
@@ -12,9 +15,32 @@ inline constexpr std::size_t kThreadsMax = 256;
 /// others'.
 std::size_t usable_cpus();
 
-/// Runs `work` on `count` threads, the caller's included, and returns when all have returned. On
-/// fewer where the system has no more to give: `work` takes its share as it comes. It must not
-/// throw.
-void run_on_threads(std::size_t count, const std::function<void()>& work);
+/// Threads kept between calls, since starting and joining them costs about as much as a small tile.
+/// They are started when a call first needs them, are deaf to signals, and are joined on
+/// destruction. Thread-safe: callers take turns. In a forked child, which has none of the threads,
+/// the caller works alone.
+class Helpers {
+ public:
+  Helpers();
+  ~Helpers();
+  Helpers(const Helpers&) = delete;
+  Helpers& operator=(const Helpers&) = delete;
+
+  /// Runs `work` on the calling thread and on up to `count` - 1 others, and returns when nobody is
+  /// in it. Others join while it runs on the calling thread, none later: `work` takes its share as
+  /// it comes, and must have none left when it returns. It runs in the caller's floating-point
+  /// environment, must not throw, and must not call run(). Pre: count is at most kThreadsMax.
+  void run(std::size_t count, const std::function<void()>& work);
+  /// Threads that have been started.
+  std::size_t thread_count() const;
+
+ private:
+  class Crew;
+  const OwnerProcess owner_;
+  std::unique_ptr<Crew> crew_;
+};
+
+/// The same with the threads of `helpers`, or with some for this call alone.
+void run_on_threads(Helpers* helpers, std::size_t count, const std::function<void()>& work);
 
 }  // namespace memascend::kernels

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memascend._core import AdamCoefficients, adam_update
+from memascend._core import AdamCoefficients, KernelHelpers, adam_update
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdamCoefficients", "make_rounding_key", "update"]
+__all__ = ["AdamCoefficients", "KernelHelpers", "make_rounding_key", "update"]
 
 #: Of gradients; the same without the first, of outputs.
 DTYPES = ("float32", "float16", "bfloat16")
@@ -34,6 +34,7 @@ def update(
     rounding_key: int = 0,
     first_index: int = 0,
     threads: int | None = None,
+    helpers: KernelHelpers | None = None,
     isa: str = "auto",
 ) -> None:
     """Step every element once, in place; allocate nothing of their size.
@@ -55,6 +56,7 @@ def update(
         rounding_key: Of moments in bf16; see `make_rounding_key`.
         first_index: Of the same: number of the first element in its sub-group.
         threads: None: as many as torch uses.
+        helpers: Threads that are kept between calls; None: they are started for this one.
         isa: One of `memascend._core.kernel_isas()`.
 
     Raises:
@@ -84,6 +86,7 @@ def update(
         rounding_key=rounding_key,
         first_index=first_index,
         threads=torch.get_num_threads() if threads is None else threads,
+        helpers=helpers,
         isa=isa,
     )
 

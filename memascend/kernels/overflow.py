@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
-from memascend._core import ScanResult, overflow_scan
+from memascend._core import KernelHelpers, ScanResult, overflow_scan
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ScanResult", "scan", "sum_of_squares"]
+__all__ = ["KernelHelpers", "ScanResult", "scan", "sum_of_squares"]
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,13 @@ PIECE_NUMEL = 1 << 21
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -> ScanResult:
+def scan(
+    tensor: torch.Tensor,
+    *,
+    sum_squares: bool = False,
+    threads: int = 0,
+    helpers: KernelHelpers | None = None,
+) -> ScanResult:
     """Read a contiguous fp32, fp16 or bf16 tensor once; allocate nothing of its size.
 
     `sum_squares` of the result is NaN unless it was asked for and every element is finite. On the
@@ -38,6 +44,7 @@ def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -
         tensor: On the host or on any device. Another thread must not write to it meanwhile.
         sum_squares: Also add up the squares, in double. Costs no second pass.
         threads: Host only. 0 uses the CPUs this thread may run on, fewer for small tensors.
+        helpers: Host only. Threads that are kept between calls; None: started for this one.
 
     Raises:
         ValueError: The tensor is not contiguous, or of a dtype that cannot be scanned.
@@ -66,6 +73,7 @@ def scan(tensor: torch.Tensor, *, sum_squares: bool = False, threads: int = 0) -
         dtype=dtype,
         sum_squares=sum_squares,
         threads=threads,
+        helpers=helpers,
     )
 
 
@@ -74,6 +82,7 @@ def sum_of_squares(
     *,
     fused: bool = True,
     threads: int = 0,
+    helpers: KernelHelpers | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the sum of squares, added up in fp64; not finite exactly if an element is not.
@@ -86,6 +95,7 @@ def sum_of_squares(
         fused: Use `scan` on the host, and the Triton kernel on a device that can run it; else
             torch's own reductions are used, on a piece at a time.
         threads: As for `scan`.
+        helpers: As for `scan`.
         dtype: In which to add up on a device that has no fp64.
 
     Returns:
@@ -95,7 +105,7 @@ def sum_of_squares(
 
     dtype = dtype or torch.float64
     if fused and tensor.device.type == "cpu":
-        result = scan(tensor, sum_squares=True, threads=threads)
+        result = scan(tensor, sum_squares=True, threads=threads, helpers=helpers)
         return torch.tensor(result.sum_squares, dtype=torch.float64)
     kernel = _device_kernel(tensor.device.type) if fused and dtype == torch.float64 else None
     if kernel is not None and tensor.is_contiguous() and _name(tensor.dtype) in _DTYPES:

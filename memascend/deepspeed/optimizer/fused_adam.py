@@ -26,7 +26,12 @@ from memascend.deepspeed.optimizer.plain_adam import (
     why_not_plain_numbers,
     why_not_plain_step,
 )
-from memascend.kernels.adam import AdamCoefficients, make_rounding_key, update
+from memascend.kernels.adam import (
+    AdamCoefficients,
+    KernelHelpers,
+    make_rounding_key,
+    update,
+)
 from memascend.plan.states import refusal
 from memascend.streaming.tiles import TileShape
 from memascend.streaming.updates import FusedUpdate
@@ -127,6 +132,7 @@ class FusedAdam:
         self._rank = rank
         self._powers = BetaPowers.at_start(optimizer.defaults["betas"])
         self._nothing = [torch.empty(0) for _ in range(4)]
+        self._helpers = KernelHelpers()  # joined when this goes
 
     def advance(self, step: int, betas: tuple[float, float]) -> None:
         """Follow the optimizer's operator to a step that somebody else has called it for."""
@@ -222,6 +228,7 @@ class FusedAdam:
             tail_numel=gradient.numel() % self._tail_width,
             rounding_key=make_rounding_key(_SEED, powers.step, sub_group, self._rank),
             first_index=begin,
+            helpers=self._helpers,
         )
 
 

@@ -150,7 +150,11 @@ class ZeroOptimizer(CheckpointedOptimizer):
             assert runtime.store is not None
             check = runtime.config.overflow_check
             squares = functools.partial(
-                sum_of_squares, fused=check.enabled, threads=check.threads, dtype=get_norm_dtype()
+                sum_of_squares,
+                fused=check.enabled,
+                threads=check.threads,
+                helpers=runtime.helpers,
+                dtype=get_norm_dtype(),
             )
             self.spool = GradientSpool(
                 store=runtime.io,
