@@ -214,6 +214,7 @@ void bind_store(py::module_& module) {
       .def("keys", &Store::keys, WithoutGil())
       .def("stats", &stats_dict)
       .def("volume_stats", &Store::volume_stats, WithoutGil())
+      .def("available_bytes", &Store::available_bytes, WithoutGil())
       .def("provide_checksums", &Store::provide_checksums, py::kw_only(), "nbytes"_a, WithoutGil())
       .def("set_recovery", &Store::set_recovery, "recovery"_a, WithoutGil())
       .def("end_patience", &Store::end_patience)
@@ -263,7 +264,6 @@ void bind_volumes(py::module_& module) {
       .def_readonly("path", &VolumeStats::path)
       .def_readonly("weight", &VolumeStats::weight)
       .def_readonly("used_bytes", &VolumeStats::used_bytes)
-      .def_readonly("available_bytes", &VolumeStats::available_bytes)
       .def_readonly("copies_on_write", &VolumeStats::copies_on_write)
       .def_property_readonly("traffic", &traffic_dict);
 }
@@ -297,6 +297,7 @@ void bind_crc32c(py::module_& module) {
 }  // namespace
 
 void bind_nvme(py::module_& module) {
+  module.def("largest_file_bytes", &largest_file_bytes, py::kw_only(), "descriptor"_a);
   module.def("describe_cause", &describe_cause, py::kw_only(), "code"_a);
   module.def("wait_behind", [] { waits_behind = true; });
   bind_faults(module);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "base/align.hpp"
@@ -10,6 +11,13 @@
 #include "nvme/store_call.hpp"
 
 namespace memascend {
+
+namespace {
+
+constexpr int kTakeTriesMax = 16;  // each needs that something was given back meanwhile
+constexpr std::chrono::seconds kDiscardReport{5};  // between two lines on what takes so long
+
+}  // namespace
 
 struct Store::Entry {
   std::string key;
@@ -49,6 +57,7 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
                                                                       options.transfer.chunk_bytes),
                                   weights_of(options.volumes), checksums_.get()}),
       bounce_hold_(std::move(options.bounce_hold)),
+      report_(options.transfer.report),
       direct_(std::all_of(space_.volumes().begin(), space_.volumes().end(),
                           [](const Volume& volume) { return volume.direct(); })),
       block_bytes_(space_.alignment().offset_bytes) {
@@ -90,50 +99,11 @@ void Store::drop(Store* store) noexcept {
   if (!store->owner_.is_current() || store->abandoned_) return;
   try {
     store->close();
-    delete store;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "memascend: closing a store: %s\n", error.what());
   }
+  if (store->ended_) delete store;
 }
-
-// A change of keys. What is taken and of no key in the end is given back. Others go on while the
-// file system is asked; close() waits for that, and for no more of this: a signal's handler may
-// close the store on a thread that waits in here.
-class Store::SpaceCall {
- public:
-  SpaceCall(Store& store, LockedCall& call) : store_(store), call_(call) {}
-  ~SpaceCall() {
-    if (spare_.empty() || store_.closed_) return;
-    with_space([this](Space& space) { space.give(spare_); });
-  }
-  SpaceCall(const SpaceCall&) = delete;
-  SpaceCall& operator=(const SpaceCall&) = delete;
-  LockedCall& locked() { return call_; }
-  void take(const std::string& key, std::uint64_t nbytes) {
-    with_space([&](Space& space) { spare_ = space.take(key, nbytes); });
-    call_.expect_open();
-  }
-  /// Gives an entry what is spare, and takes what it had.
-  void exchange(Entry& entry) { spare_.swap(entry.extents); }
-
- private:
-  template <typename Function>
-  void with_space(Function function) {
-    ++store_.space_call_count_;
-    const LockedCall::Afterwards count([this] {
-      --store_.space_call_count_;
-      if (store_.quiet_waiter_count_ > 0) store_.quiet_.notify_all();
-    });
-    call_.without_lock([&] {
-      const std::lock_guard lock(store_.space_mutex_);
-      function(store_.space_);
-    });
-  }
-
-  Store& store_;
-  LockedCall& call_;
-  std::vector<Extent> spare_;
-};
 
 void Store::reserve(const std::string& key, std::uint64_t nbytes) {
   LockedCall call(*this);
@@ -150,22 +120,36 @@ void Store::reserve_locked(SpaceCall& space, const std::string& key, std::uint64
   if (is_there()) return;
   wait_until_quiet(space.locked(), key);
   // The new room is found before the old is given back, so that a full volume changes nothing.
-  try {
-    if (nbytes > 0) space.take(key, nbytes);
-  } catch (const StoreFullError&) {
-    if (!is_there()) throw;
-    return;  // another thread made it with the last of the room
-  }
-  // Or made it meanwhile, and wrote to it, or to the old one.
+  if (nbytes > 0 && !take(space, key, nbytes, is_there)) return;
+  // Another thread may have made it meanwhile, and written to it, or to the old one.
   wait_until_quiet(space.locked(), key);
   if (is_there()) return;
   auto entry = std::make_unique<Entry>();
   entry->key = key;
   entry->nbytes = nbytes;
   std::unique_ptr<Entry>& place = entries_[key];
-  space.exchange(*entry);
-  if (place != nullptr) space.exchange(*place);
+  space.exchange(entry->extents);
+  if (place != nullptr) space.exchange(place->extents);
   place = std::move(entry);
+}
+
+// Takes room; false where another thread has made the key with the last of it. What others have
+// discarded is about to be free, so a full volume counts only where nothing comes back.
+bool Store::take(SpaceCall& space, const std::string& key, std::uint64_t nbytes,
+                 const std::function<bool()>& is_there) {
+  for (int tries = 1;; ++tries) {
+    const std::uint64_t given = given_count_;
+    try {
+      space.take(key, nbytes);
+      return true;
+    } catch (const StoreFullError&) {
+      if (is_there()) return false;
+      const bool comes_back = giving_count_ > 0 || given_count_ != given;
+      if (!comes_back || tries == kTakeTriesMax) throw;
+    }
+    space.locked().wait(quiet_, &quiet_waiter_count_, [&] { return given_count_ != given; });
+    space.locked().expect_open();
+  }
 }
 
 std::shared_ptr<Ticket> Store::write(const std::string& key, std::uint64_t nbytes, Memory source,
@@ -331,7 +315,7 @@ bool Store::discard(const std::string& key) {
   SpaceCall space(*this, call);
   Entry* entry = wait_until_quiet(call, key);
   if (entry == nullptr) return false;
-  space.exchange(*entry);
+  space.exchange(entry->extents);
   entries_.erase(key);
   return true;
 }
@@ -362,30 +346,65 @@ std::uint64_t Store::nbytes(const std::string& key) {
   return find(key).nbytes;
 }
 
-void Store::expect_space() const { MA_EXPECT(!space_.volumes().empty(), "the store is closed"); }
-
 void Store::close() {
   if (!owner_.is_current()) return;
   std::shared_ptr<TransferQueue> queue;
   {
     LockedCall call(*this);
     closed_ = true;
-    abandoned_ = true;  // where the wait is ended
-    call.wait(quiet_, &quiet_waiter_count_,
-              [this] { return job_count_ == 0 && space_call_count_ == 0; });
-    abandoned_ = false;
+    if (queue_ != nullptr) {
+      abandoned_ = true;  // where the wait is ended
+      call.wait(quiet_, &quiet_waiter_count_,
+                [this] { return job_count_ == 0 && space_call_count_ == 0; });
+      abandoned_ = false;
+    }
+    // A signal's handler may close it once more on the thread that does so already.
+    if (closer_ == std::this_thread::get_id()) return;
+    if (queue_ == nullptr) {  // another thread closes it, or has
+      call.wait(quiet_, &quiet_waiter_count_, [this] { return ended_; });
+      return;
+    }
+    closer_ = std::this_thread::get_id();
     queue = std::move(queue_);
   }
-  if (queue == nullptr) return;  // closed before
-  queue.reset();                 // ends the threads and the engines, which know the files
-  {
-    const std::lock_guard lock(space_mutex_);
-    space_.close();
+  queue.reset();  // ends the threads and the engines, which know the files
+  std::exception_ptr interrupted;
+  try {
+    discard_space();
+  } catch (...) {  // Ctrl-C: the rest is left undone, but for this
+    interrupted = std::current_exception();
   }
-  const LockedCall call(*this);
-  entries_.clear();
-  checksums_.reset();
-  retired_holds_.push_back(std::move(bounce_hold_));  // dropped on leaving, without the lock
+  space_.close();
+  {
+    const LockedCall call(*this);
+    entries_.clear();
+    checksums_.reset();
+    retired_holds_.push_back(std::move(bounce_hold_));  // dropped on leaving, without the lock
+    closer_ = {};
+    ended_ = true;
+    quiet_.notify_all();
+  }
+  if (interrupted) std::rethrow_exception(interrupted);
+}
+
+// Pre: closed, with no call in the space. A drive may take minutes over it.
+void Store::discard_space() {
+  auto reported_at = std::chrono::steady_clock::now();
+  space_.discard([&](const std::string& path, std::uint64_t done, std::uint64_t all) {
+    const auto now = std::chrono::steady_clock::now();
+    if (done < all && now - reported_at >= kDiscardReport) {
+      reported_at = now;
+      const std::string line =
+          join("closing ", path, ": the drive is told to forget what was stored, ", done >> 30,
+               " of ", all >> 30, " GiB so far; Ctrl-C leaves the rest undone, which is harmless");
+      if (report_) {
+        report_(line);
+      } else {
+        std::fprintf(stderr, "memascend: %s\n", line.c_str());
+      }
+    }
+    if (while_waiting_) while_waiting_();
+  });
 }
 
 }  // namespace memascend

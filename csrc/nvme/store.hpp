@@ -16,12 +16,14 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "nvme/engine/errors.hpp"
 #include "nvme/engine/factory.hpp"
 #include "nvme/engine/volumes.hpp"
 #include "nvme/space/space.hpp"
+#include "nvme/store_stats.hpp"
 #include "nvme/transfer/queue.hpp"
 #include "system/owner_process.hpp"
 
@@ -60,21 +62,6 @@ class Ticket {
   std::condition_variable finished_;  // with the store's mutex
   std::size_t waiter_count_ = 0;
   Transfer* transfer_ = nullptr;  // with the store's mutex: in flight
-};
-
-/// A volume and what of it is taken.
-struct VolumeStats {
-  std::string path;
-  double weight;
-  std::uint64_t used_bytes;
-  std::uint64_t available_bytes;
-  bool copies_on_write;  // Volume::copies_on_write()
-  LaneTraffic traffic;
-};
-
-struct StoreStats {
-  std::map<std::string, std::uint64_t> counts;  // by the names that Python knows them by
-  double wait_seconds;                          // spent in waiting, but for threads behind training
 };
 
 class Store {
@@ -127,8 +114,12 @@ class Store {
   bool contains(const std::string& key);
   std::uint64_t nbytes(const std::string& key);
   std::vector<std::string> keys();
+  /// These two ask no file system and wait for no call that does: for every step of a training.
   StoreStats stats();
   std::vector<VolumeStats> volume_stats();
+  /// Bytes that may still be reserved. Asks the file systems; throws StoreError where one does not
+  /// answer.
+  std::uint64_t available_bytes();
 
   /// Takes `nbytes` of host memory for checksums ahead, where any are kept; it grows with the keys.
   void provide_checksums(std::uint64_t nbytes);
@@ -146,8 +137,11 @@ class Store {
   /// As a program ends: the silence of a device, which may use memory still, is an error of waits.
   void end_patience() noexcept { ending_ = true; }
   /// Waits for everything in flight and gives all space back. Later calls but close() are refused.
-  /// Does nothing in a forked child. When the wait is ended, the last owner does not wait again:
-  /// the store, its threads and the memory in flight are left to the end of the process.
+  /// Does nothing in a forked child, and returns when the store is closed also where another thread
+  /// closes it at the same time. Tells devices what they may forget; an exception of
+  /// `while_waiting` ends that, and comes when the store is closed. When the wait is ended, the
+  /// last owner does not wait again: the store, its threads and the memory in flight are left to
+  /// the end of the process.
   void close();
 
  private:
@@ -165,9 +159,9 @@ class Store {
   void finished(std::span<Transfer* const> transfers);
   void finish(Job* job, std::vector<Job*>* over);
   void hurry(const Entry& entry, const Transfer* last);
-  StoreStats transfer_stats();
-  /// Pre: space_mutex_ is held. Refuses a store that was closed since mutex_ was released.
-  void expect_space() const;
+  bool take(SpaceCall& space, const std::string& key, std::uint64_t nbytes,
+            const std::function<bool()>& is_there);
+  void discard_space();
   std::vector<std::unique_ptr<Engine>> make_engines(const StoreOptions& options);
 
   const OwnerProcess owner_;
@@ -179,6 +173,7 @@ class Store {
   std::string engine_name_;
   std::string engine_reason_;
   std::string engine_description_;
+  const std::function<void(const std::string&)> report_;
   const bool direct_;
   std::atomic<bool> ending_ = false;
   const std::uint64_t block_bytes_;
@@ -188,12 +183,16 @@ class Store {
   std::vector<std::shared_ptr<void>> retired_holds_;  // of transfers that are over
   std::size_t job_count_ = 0;
   std::size_t space_call_count_ = 0;  // of calls that are inside space_
+  std::size_t giving_count_ = 0;      // of them, those that give something back
+  std::uint64_t given_count_ = 0;     // of calls that have given something back
   std::condition_variable quiet_;     // a transfer or a space call ended while somebody waits
   std::size_t quiet_waiter_count_ = 0;
   std::chrono::steady_clock::duration wait_time_{};
   std::string recovery_ = "start again from data that is known to be good";
   bool closed_ = false;
   bool abandoned_ = false;
+  std::thread::id closer_;  // ends the threads and gives the space back
+  bool ended_ = false;      // that is over
 
   std::shared_ptr<TransferQueue> queue_;  // last: its thread uses all of the above
 };

@@ -92,4 +92,51 @@ class Store::LockedCall {
   std::unique_lock<std::mutex> lock_;
 };
 
+/// A call about space. Takes for a key, and gives back what belongs to no key in the end. Others go
+/// on while the file system is asked; close() waits for that, and for no more of this: a signal's
+/// handler may close the store on a thread that waits in here.
+class Store::SpaceCall {
+ public:
+  SpaceCall(Store& store, LockedCall& call) : store_(store), call_(call) {}
+  ~SpaceCall() {
+    if (spare_.empty() || store_.closed_) return;
+    ++store_.giving_count_;
+    with_space([this](Space& space) { space.give(spare_); });
+    --store_.giving_count_;
+    ++store_.given_count_;
+  }
+  SpaceCall(const SpaceCall&) = delete;
+  SpaceCall& operator=(const SpaceCall&) = delete;
+  LockedCall& locked() { return call_; }
+  void take(const std::string& key, std::uint64_t nbytes) {
+    with_space([&](Space& space) { spare_ = space.take(key, nbytes); });
+    call_.expect_open();
+  }
+  std::uint64_t available_bytes() {
+    std::uint64_t nbytes = 0;
+    with_space([&](Space& space) { nbytes = space.available_bytes(); });
+    return nbytes;
+  }
+  /// Gives an entry what is spare, and takes what it had.
+  void exchange(std::vector<Extent>& extents) { spare_.swap(extents); }
+
+ private:
+  template <typename Function>
+  void with_space(Function function) {
+    ++store_.space_call_count_;
+    const LockedCall::Afterwards count([this] {
+      --store_.space_call_count_;
+      if (store_.quiet_waiter_count_ > 0) store_.quiet_.notify_all();
+    });
+    call_.without_lock([&] {
+      const std::lock_guard lock(store_.space_mutex_);
+      function(store_.space_);
+    });
+  }
+
+  Store& store_;
+  LockedCall& call_;
+  std::vector<Extent> spare_;
+};
+
 }  // namespace memascend

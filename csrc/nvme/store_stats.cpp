@@ -19,17 +19,6 @@ std::vector<std::string> Store::keys() {
 }
 
 StoreStats Store::stats() {
-  StoreStats stats = transfer_stats();
-  const std::lock_guard lock(space_mutex_);
-  expect_space();
-  stats.counts["reserved_bytes"] = space_.reserved_bytes();
-  stats.counts["used_bytes"] = space_.reserved_bytes() - space_.free_bytes();
-  stats.counts["available_bytes"] = space_.available_bytes();
-  return stats;
-}
-
-// All but what the space knows.
-StoreStats Store::transfer_stats() {
   LockedCall call(*this);
   call.expect_open();
   const TransferCounters& counters = queue_->counters();
@@ -53,29 +42,30 @@ StoreStats Store::transfer_stats() {
            {"mismatches", counters.mismatches},
            {"corruptions", counters.corruptions},
            {"checksum_bytes", checksums_ == nullptr ? 0 : checksums_->held_bytes()},
+           {"reserved_bytes", space_.reserved_bytes()},
+           {"used_bytes", space_.used_bytes()},
            {"key_count", entries_.size()},
            {"in_flight_count", job_count_}},
           std::chrono::duration<double>(wait_time_).count()};
 }
 
 std::vector<VolumeStats> Store::volume_stats() {
-  std::vector<LaneTraffic> traffic;
-  {
-    LockedCall call(*this);
-    call.expect_open();
-    for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
-      traffic.push_back(queue_->lane(index).traffic());
-    }
-  }
-  const std::lock_guard lock(space_mutex_);
-  expect_space();
+  const LockedCall call(*this);
+  call.expect_open();
   std::vector<VolumeStats> result;
   for (std::size_t index = 0; index < space_.volumes().size(); ++index) {
     const Volume& volume = space_.volumes()[index];
     result.push_back({volume.directory(), space_.weights()[index], space_.used_bytes(index),
-                      space_.available_bytes(index), volume.copies_on_write(), traffic[index]});
+                      volume.copies_on_write(), queue_->lane(index).traffic()});
   }
   return result;
+}
+
+std::uint64_t Store::available_bytes() {
+  LockedCall call(*this);
+  call.expect_open();
+  SpaceCall space(*this, call);
+  return space.available_bytes();
 }
 
 void Store::provide_checksums(std::uint64_t nbytes) {

@@ -102,14 +102,35 @@ bool can_populate() {
   return can;
 }
 
-/// Best effort: turns the whole huge pages inside `piece` that the fault path left small.
-void collapse(std::span<std::byte> piece) {
+/// Best effort: turns the whole huge pages inside `piece` that the fault path left small. A part at
+/// a time, so that it ends when its time is over; without a wait for what the kernel refuses, of
+/// which measure_pages() finds the result.
+void collapse(std::span<std::byte> piece, const PageOptions& options, Notes& notes) {
+  using Clock = std::chrono::steady_clock;
   const auto start = reinterpret_cast<std::uintptr_t>(piece.data());
-  const std::uint64_t first = align_up(start, kHugePageBytes);
-  const std::uint64_t last = align_down(start + piece.size(), kHugePageBytes);
+  const std::uint64_t first = align_up(start, kHugePageBytes) - start;
+  const std::uint64_t last = align_down(start + piece.size(), kHugePageBytes) - start;
   if (first >= last) return;
-  // The result does not matter: measure_pages() finds what is huge in the end.
-  (void)madvise(reinterpret_cast<void*>(first), last - first, kMadvCollapse);
+  const Clock::time_point end = Clock::now() + options.collapse_time;
+  std::atomic<bool> ended = false;
+  for_each_share(piece.subspan(first, last - first), options.prefault_threads,
+                 [&](std::span<std::byte> share) {
+                   while (!share.empty()) {
+                     if (Clock::now() >= end) {
+                       ended = true;
+                       return;
+                     }
+                     const auto part =
+                         share.first(std::min<std::size_t>(share.size(), kCollapseBytes));
+                     (void)madvise(part.data(), part.size(), kMadvCollapse);
+                     share = share.subspan(part.size());
+                   }
+                 });
+  if (!ended) return;
+  notes.add(
+      "the kernel takes long to make huge pages, so some memory stays in small ones: memory is "
+      "fragmented. fix: echo 1 > /proc/sys/vm/compact_memory, or explicit ones (sysctl "
+      "vm.nr_hugepages=<bytes / 2 MiB>), before the start");
 }
 
 /// Asks that pages come from one node. Preferred, not bound: when the node is full, memory of
@@ -250,7 +271,7 @@ Backing back_pages(std::span<std::byte> piece, const PageOptions& options, Notes
                           piece.size(), 0, 0);
   }
   if (huge) {
-    collapse(piece);
+    collapse(piece, options, notes);
     note_transparent_setting(notes);
   }
   return Backing::kPages;

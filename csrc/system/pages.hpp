@@ -9,6 +9,7 @@
 // adds one note on what is missing, why, and how to get it.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -50,9 +51,14 @@ struct PageOptions {
   bool lock = true;
   int numa_node = -1;             // -1: leave the choice to the kernel
   unsigned prefault_threads = 0;  // 0: one per core, at most kPrefaultThreadsMax
+  /// For turning small pages of one piece into huge ones: on fragmented memory the kernel moves
+  /// others' pages out of the way for each.
+  std::chrono::milliseconds collapse_time = std::chrono::seconds(5);
 };
 
 inline constexpr unsigned kPrefaultThreadsMax = 16;
+/// Bytes that the kernel is asked to turn into huge pages at once.
+inline constexpr std::uint64_t kCollapseBytes = 32 * kHugePageBytes;
 
 /// Notes on what could not be obtained, each once, in the order it was noticed.
 class Notes {

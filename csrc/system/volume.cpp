@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -103,6 +104,22 @@ int open_nameless(const std::string& path) {
 
 }  // namespace
 
+// Seeking beyond it is refused, at once and without a change of the file.
+std::uint64_t largest_file_bytes(int descriptor) {
+  constexpr auto kMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+  std::uint64_t allowed = 0;
+  std::uint64_t refused = kMax;
+  const auto is_allowed = [descriptor](std::uint64_t offset) {
+    return ::lseek(descriptor, static_cast<off_t>(offset), SEEK_SET) >= 0;
+  };
+  if (is_allowed(kMax) || !is_allowed(0)) return UINT64_MAX;
+  while (refused - allowed > 1) {
+    const std::uint64_t middle = allowed + (refused - allowed) / 2;
+    (is_allowed(middle) ? allowed : refused) = middle;
+  }
+  return allowed;
+}
+
 Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_bytes) {
   Volume volume;
   volume.directory_ = directory;
@@ -112,6 +129,7 @@ Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_
   struct stat state{};
   MA_SYSCALL(::fstat(volume.descriptor(), &state), "look at the file in ", directory);
   volume.device_ = state.st_dev;
+  volume.largest_file_bytes_ = largest_file_bytes(volume.descriptor());
   volume.copies_on_write_ = !volume.forbid_copy_on_write();
   // A copy of what is written is made, checksummed and found in the page cache (btrfs from 6.14
   // on), whatever the flag says.
@@ -166,6 +184,8 @@ Volume& Volume::operator=(Volume&& other) noexcept {
   std::swap(start_bytes_, other.start_bytes_);
   std::swap(capacity_bytes_, other.capacity_bytes_);
   std::swap(limit_bytes_, other.limit_bytes_);
+  std::swap(largest_file_bytes_, other.largest_file_bytes_);
+  std::swap(discarded_, other.discarded_);
   std::swap(device_, other.device_);
   return *this;
 }
@@ -173,34 +193,45 @@ Volume& Volume::operator=(Volume&& other) noexcept {
 Volume::~Volume() {
   if (descriptor() < 0) return;
   // Before the close: a process that has a copy of the descriptor must not keep the space.
-  if (start_bytes_ > 0) {
-    discard();
-  } else {
-    (void)!::ftruncate(descriptor(), 0);
+  if (start_bytes_ == 0) (void)!::ftruncate(descriptor(), 0);
+}
+
+// In pieces: one call for all of a drive may take minutes, and a signal does not end it before
+// Linux 6.10.
+void Volume::discard(const std::function<void(std::uint64_t, std::uint64_t)>& look) {
+  if (start_bytes_ == 0 || std::exchange(discarded_, true)) return;
+  const std::uint64_t all = capacity_bytes_ - start_bytes_;
+  for (std::uint64_t done = 0; done < all;) {
+    std::uint64_t range[2] = {start_bytes_ + done, std::min(kDiscardBytes, all - done)};
+    if (::ioctl(descriptor(), BLKDISCARD, range) != 0) return;
+    done += range[1];
+    look(done, all);
   }
 }
 
-// Tells a device that what was stored is of no use any more: the drive writes faster for it, and
-// the next reader finds nothing where it then gives zeros. Best effort; not every device can.
-void Volume::discard() const noexcept {
-  if (capacity_bytes_ == start_bytes_) return;
-  std::uint64_t range[2] = {start_bytes_, capacity_bytes_ - start_bytes_};
-  (void)::ioctl(descriptor(), BLKDISCARD, range);
+Growth Volume::growth() const {
+  const Growth limited = limited_growth();
+  const std::uint64_t device_bytes = device_bytes_left();
+  if (limited.nbytes <= device_bytes) return limited;
+  return {device_bytes, Growth::Bound::kFileSystem, 0};
 }
 
-std::uint64_t Volume::available_bytes() const {
-  return std::min(limit_bytes_left(), device_bytes_left());
-}
-
-std::uint64_t Volume::limit_bytes_left() const {
-  std::uint64_t available = limit_bytes_ - std::min(limit_bytes_, capacity_bytes_);
-  if (start_bytes_ > 0) return available;  // RLIMIT_FSIZE is about files
+Growth Volume::limited_growth() const {
+  Growth least{UINT64_MAX, Growth::Bound::kFileSystem, 0};
+  const auto bound_by = [&](std::uint64_t bound_bytes, Growth::Bound bound) {
+    const std::uint64_t left = bound_bytes - std::min(bound_bytes, capacity_bytes_);
+    if (left < least.nbytes) least = {left, bound, bound_bytes};
+  };
+  if (limit_bytes_ != UINT64_MAX) bound_by(limit_bytes_, Growth::Bound::kCapacity);
+  if (start_bytes_ > 0) return least;  // the others are about files
+  if (largest_file_bytes_ != UINT64_MAX) {
+    bound_by(largest_file_bytes_, Growth::Bound::kLargestFile);
+  }
   struct rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-    available = std::min<std::uint64_t>(available,
-                                        limit.rlim_cur - std::min(limit.rlim_cur, capacity_bytes_));
+    bound_by(limit.rlim_cur, Growth::Bound::kProcess);
   }
-  return available;
+  return least;
 }
 
 std::uint64_t Volume::device_bytes_left() const {
@@ -213,7 +244,7 @@ std::uint64_t Volume::device_bytes_left() const {
 void Volume::grow(std::uint64_t capacity_bytes) {
   if (capacity_bytes <= capacity_bytes_) return;
   const std::uint64_t needed = capacity_bytes - capacity_bytes_;
-  const std::uint64_t available = available_bytes();
+  const std::uint64_t available = growth().nbytes;
   const auto full = [&] {
     return VolumeFullError(join("grow the file in ", directory_, " by ", needed, " bytes (",
                                 available, " bytes available)"));
@@ -233,6 +264,8 @@ void Volume::grow(std::uint64_t capacity_bytes) {
   if (code != 0) {
     // A failed fallocate may have allocated a part; give it back so that nothing changed.
     (void)!::ftruncate(descriptor(), static_cast<off_t>(capacity_bytes_));
+    // A file system that did not say so before.
+    if (code == EFBIG) largest_file_bytes_ = std::min(largest_file_bytes_, capacity_bytes - 1);
     if (code == ENOSPC || code == EFBIG || code == EDQUOT) throw full();
     throw SystemCallError(code, join("grow the file in ", directory_, " by ", needed, " bytes"));
   }
@@ -292,6 +325,9 @@ bool Volume::direct_write_works() const {
   const std::unique_ptr<void, decltype(&std::free)> block(
       std::aligned_alloc(block_bytes, block_bytes), &std::free);
   if (block == nullptr) throw std::bad_alloc();
+  // A limit on files, whose SIGXFSZ would end the process, does not rule it out, nor does a full
+  // disk.
+  if (limited_growth().nbytes < block_bytes) return true;
   std::memset(block.get(), 0, block_bytes);
   const ssize_t written = ::pwrite(descriptor(), block.get(), block_bytes, 0);
   const int code = errno;
@@ -299,7 +335,7 @@ bool Volume::direct_write_works() const {
   if (written < 0 && code != EINVAL && code != ENOSPC) {
     throw SystemCallError(code, join("write a first block in ", directory_));
   }
-  return written >= 0 || code == ENOSPC;  // a full disk does not rule out direct I/O
+  return written >= 0 || code == ENOSPC;
 }
 
 }  // namespace memascend

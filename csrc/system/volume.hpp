@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "base/check.hpp"
@@ -27,10 +28,22 @@ struct Alignment {
   std::uint64_t memory_bytes;  // addresses in memory
 };
 
+/// The largest file that the file system of an open file can hold, in bytes; UINT64_MAX where it
+/// does not say. Moves the file's position, and asks nothing that takes time.
+std::uint64_t largest_file_bytes(int descriptor);
+
 /// The file system cannot hold what a volume is to grow to. Nothing was changed.
 class VolumeFullError : public SystemCallError {
  public:
   explicit VolumeFullError(const std::string& what_failed) : SystemCallError(ENOSPC, what_failed) {}
+};
+
+/// Bytes by which a volume may grow, and the reason why not by more.
+struct Growth {
+  enum class Bound { kFileSystem, kLargestFile, kProcess, kCapacity };
+  std::uint64_t nbytes;
+  Bound bound;
+  std::uint64_t bound_bytes;  // of the whole volume; 0 with kFileSystem
 };
 
 class Volume {
@@ -45,8 +58,8 @@ class Volume {
                                std::uint64_t limit_bytes = UINT64_MAX);
 
   /// The block device behind `descriptor`, which is duplicated: claim and lock stay with it. Bytes
-  /// from `start_bytes` on, up to `limit_bytes`, are used, past the page cache; those used are
-  /// discarded in the end. Pre: start_bytes is positive. Throws SystemCallError.
+  /// from `start_bytes` on, up to `limit_bytes`, are used, past the page cache. Pre: start_bytes is
+  /// positive. Throws SystemCallError.
   static Volume adopt_device(int descriptor, const std::string& path, std::uint64_t start_bytes,
                              std::uint64_t limit_bytes);
 
@@ -73,21 +86,28 @@ class Volume {
   /// Where the part begins that is ours: 0 but for a device. capacity_bytes() starts from there.
   std::uint64_t start_bytes() const noexcept { return start_bytes_; }
   std::uint64_t capacity_bytes() const noexcept { return capacity_bytes_; }
-  /// Bytes by which an unprivileged user may still grow the file: the least of the two below. An
-  /// estimate, since others use the same file system; grow() is what decides.
-  std::uint64_t available_bytes() const;
-  /// Bytes that the volume's own limit and RLIMIT_FSIZE leave.
-  std::uint64_t limit_bytes_left() const;
-  /// Bytes that the file system has (statvfs).
+  /// What an unprivileged user may still grow the file by: the least of the two below. An estimate,
+  /// since others use the same file system; grow() is what decides. Throws SystemCallError.
+  Growth growth() const;
+  /// The same without the free space: what the volume's own limit, the largest file of the file
+  /// system and RLIMIT_FSIZE leave. Asks no file system.
+  Growth limited_growth() const;
+  /// Bytes that the file system has (statvfs). Throws SystemCallError where it does not answer.
   std::uint64_t device_bytes_left() const;
   /// Both are files of one file system.
   bool shares_device(const Volume& other) const noexcept {
     return device_ != 0 && device_ == other.device_;
   }
   /// Preallocates up to `capacity_bytes` (fallocate; where that is not supported, the space is
-  /// compared with available_bytes() and the file is extended). Throws VolumeFullError when the
-  /// space is not there: nothing changed.
+  /// compared with growth() and the file is extended). Throws VolumeFullError when the space is not
+  /// there: nothing changed.
   void grow(std::uint64_t capacity_bytes);
+  /// Tells a device that what was stored is of no use any more, `kDiscardBytes` at a time: the
+  /// drive writes faster for it, and the next reader finds nothing where it then gives zeros. Best
+  /// effort; not every device can, and some take minutes. Calls `look(bytes done, bytes in all)`
+  /// between two; what that throws ends it. Done once; does nothing for files.
+  void discard(const std::function<void(std::uint64_t, std::uint64_t)>& look);
+  static constexpr std::uint64_t kDiscardBytes = std::uint64_t{1} << 30;
   /// Takes a range out of the page cache, after writing it back. For volumes that are not direct().
   /// The errno of a write that the kernel took and could not finish, of this range or of an earlier
   /// one; else 0.
@@ -97,7 +117,6 @@ class Volume {
   Volume() = default;
   bool find_alignment();
   bool forbid_copy_on_write() const;
-  void discard() const noexcept;
   bool set_direct(bool direct) const;
   bool direct_write_works() const;
 
@@ -108,8 +127,10 @@ class Volume {
   Alignment alignment_{4096, 4096};
   std::uint64_t start_bytes_ = 0;
   std::uint64_t capacity_bytes_ = 0;
-  std::uint64_t limit_bytes_ = UINT64_MAX;  // of capacity_bytes_
-  std::uint64_t device_ = 0;                // of the file system; 0: none that others could fill
+  std::uint64_t limit_bytes_ = UINT64_MAX;         // of capacity_bytes_
+  std::uint64_t largest_file_bytes_ = UINT64_MAX;  // of the file system
+  bool discarded_ = false;
+  std::uint64_t device_ = 0;  // of the file system; 0: none that others could fill
 };
 
 }  // namespace memascend

@@ -301,10 +301,27 @@ def _free_space(path: Path) -> Check:
     found = f"{format_nbytes(free)} free on {path.resolve()} ({kind})"
     if kind in IN_MEMORY:
         return Check("disk", "problem", f"{found}: this is memory", "choose a folder on an SSD")
+    largest = _largest_file(path)
+    if largest < free:
+        found += (
+            f", but a file of it has at most {format_nbytes(largest)}, and a volume is one file"
+        )
+        return Check("disk", "note", found, "name several directories on it in volumes, to use all")
     if free < FREE_BYTES_COMFORTABLE:
         fix = "plan for 18 bytes per parameter: weights, master weights, Adam's states, gradients"
         return Check("disk", "note", found, fix)
     return Check("disk", "ok", found)
+
+
+def _largest_file(path: Path) -> int:
+    """Return the most bytes that a file there may have; no limit where that cannot be found out."""
+    try:
+        from memascend import _core
+
+        with tempfile.TemporaryFile(dir=path, prefix="memascend-doctor-") as file:
+            return _core.largest_file_bytes(descriptor=file.fileno())
+    except (ImportError, OSError):
+        return sys.maxsize  # the trial says why
 
 
 def _wear(path: Path) -> Check:

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.json_text import read_json_object
-from memascend.base.units import GIB, format_nbytes
+from memascend.base.units import GIB, TIB, format_nbytes
 from memascend.cli.plan_context import (
     add_context_options,
     check_context_options,
@@ -72,6 +72,9 @@ DEFAULT_CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW"},
     "gradient_accumulation_steps": 1,
 }
+#: The largest file of ext4 with its usual blocks.
+EXT4_FILE_BYTES = 16 * TIB
+
 DEFAULT_NOTE = (
     "no --config: bf16, AdamW, sub_group_size 1e9, buffer_count 5 and 4, max_in_cpu 1e9, "
     "pin_memory, gradient_accumulation_steps 1"
@@ -335,6 +338,7 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
             f"verify {plan.request.verify}: 4 bytes of checksum for each 64 KiB on the drive, and "
             f"tensors that end there ({format_nbytes(plan.drive[ROUNDING])} more of it at most)"
         )
+    notes += _note_of_files(plan.drive_bytes, plan.request.volume_count)
     notes.append(advise(accounts.shapes, plan))
     pinning = "" if args.config is None else advise_pinning(accounts.shapes, plan, ds_config)
     notes += filter(None, [advise_in_cpu(accounts.shapes, plan), pinning])
@@ -343,6 +347,18 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
             f"limit: {format_nbytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)"
         )
     return notes
+
+
+def _note_of_files(drive_bytes: int, volume_count: int) -> list[str]:
+    """Return a note where what a rank has on one volume is too large for one file of ext4."""
+    file_bytes = math.ceil(drive_bytes / volume_count)
+    if file_bytes <= EXT4_FILE_BYTES:
+        return []
+    return [
+        f"each rank has a file of {format_nbytes(file_bytes)} on each volume, and ext4 ends one at "
+        f"{format_nbytes(EXT4_FILE_BYTES)}: name {math.ceil(drive_bytes / EXT4_FILE_BYTES)} "
+        "directories in volumes, or use XFS"
+    ]
 
 
 def _notes_of_block(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> list[str]:

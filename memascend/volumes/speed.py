@@ -153,8 +153,7 @@ class _LoadedVolume:
             bounce_hold=None,
         )
         try:
-            available_bytes = int(self.store.stats()["available_bytes"])
-            span_bytes = min(load.span_bytes, available_bytes // 2)
+            span_bytes = min(load.span_bytes, self.store.available_bytes() // 2)
             self._count = max(2, span_bytes // source.nbytes)
             self.store.reserve(key=_KEY, nbytes=self._count * source.nbytes)
         except BaseException:

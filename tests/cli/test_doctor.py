@@ -366,6 +366,21 @@ def test_a_drive_needs_room_and_must_not_be_memory(
     assert str(tmp_path) in check.found
 
 
+def test_a_file_system_with_more_room_than_a_file_may_have_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * GIB))
+    monkeypatch.setattr(doctor, "_largest_file", lambda path: 16 * GIB)
+    check = doctor._free_space(tmp_path)
+    assert (check.state, "16.00 GiB" in check.found) == ("note", True)
+    assert "several directories" in check.fix
+
+
+def test_a_folder_that_cannot_be_written_bounds_no_file(tmp_path: Path) -> None:
+    assert 0 < doctor._largest_file(tmp_path) <= 1 << 64
+    assert doctor._largest_file(tmp_path / "missing") > 1 << 60
+
+
 WORN = DriveWear("nvme0n1", used_percent=USED_PERCENT_HIGH)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from memascend.base.units import GIB
+from memascend.base.units import GIB, TIB
+from memascend.cli import plan
 from memascend.cli.main import main
 from memascend.plan.shapes import builtin_names
 from tests.support.planned import as_json
@@ -227,3 +228,10 @@ def test_steps_in_whole_sub_groups_are_pointed_out(
     assert "streaming.optimizer is not used: torch_autocast" in text
     assert main(["plan", "Llama-3.1-8B", "--config", config, "--limit", "6GiB"]) == 1
     assert "cannot be kept" in capsys.readouterr().err
+
+
+def test_a_rank_with_more_in_a_volume_than_a_file_of_ext4_holds_is_told() -> None:
+    assert plan._note_of_files(32 * TIB, 2) == []
+    (note,) = plan._note_of_files(33 * TIB, 1)
+    assert "33792.00 GiB" in note
+    assert "name 3 directories" in note

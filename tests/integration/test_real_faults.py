@@ -255,19 +255,40 @@ def test_transfers_go_on_while_the_file_system_takes_long_over_new_space(
     with opened(folder, engine, grow_bytes=MEBIBYTE) as store:
         write(store, "k", CONTENT).wait()
         grower = threading.Thread(target=lambda: store.reserve(key="new", nbytes=len(CONTENT)))
-        results: queue.Queue[object] = queue.Queue()
+        results: queue.Queue[tuple[bytes, dict[str, float]]] = queue.Queue()
         worker = threading.Thread(
-            target=lambda: results.put(read(store, "k", len(CONTENT))), daemon=True
+            target=lambda: results.put((read(store, "k", len(CONTENT)), store.stats())), daemon=True
         )
         with frozen(folder):
             grower.start()
             until_blocked(grower)
             worker.start()
-            is_read_back = results.get(timeout=30) == CONTENT
+            found, counters = results.get(timeout=30)
             is_growing = grower.is_alive()
         grower.join()
-        assert (is_read_back, is_growing) == (True, True)
+        assert (found == CONTENT, is_growing) == (True, True)
+        assert counters["bytes_written"] >= len(CONTENT)
         assert store.nbytes(key="new") == len(CONTENT)
+
+
+def test_the_largest_file_of_a_file_system_is_the_room_of_a_volume(tmp_path: Path) -> None:
+    """A small stand-in for ext4 on a drive of more than 16 TiB: without extents it is 16 GiB."""
+    images = tmp_path / "images"
+    images.mkdir()
+    make = ("-b", "1024", "-N", "16", "-O", "^extent,^64bit,^has_journal,^resize_inode")
+    with (
+        loop_device(images, nbytes=20 << 30) as device,
+        mounted(device, tmp_path / "drive", make=make) as folder,
+        opened(folder, "auto") as store,
+    ):
+        available_bytes = store.available_bytes()
+        state = os.statvfs(folder)
+        assert 16 << 30 <= available_bytes < state.f_bavail * state.f_frsize - (1 << 30)
+        store.reserve(key="all", nbytes=available_bytes)  # takes no space without extents
+        with pytest.raises(StoreFullError, match="available 0 bytes") as caught:
+            store.reserve(key="more", nbytes=1)
+        assert "a file of this file system has at most" in str(caught.value)
+        assert "second directory" in str(caught.value)
 
 
 def test_two_jobs_on_one_full_drive_do_not_take_from_each_other(drive: tuple[str, Path]) -> None:
@@ -276,7 +297,7 @@ def test_two_jobs_on_one_full_drive_do_not_take_from_each_other(drive: tuple[str
         write(one, "k", CONTENT).wait()
         write(other, "k", CONTENT[::-1]).wait()
         one.reserve(key="more", nbytes=32 * MEBIBYTE)
-        with pytest.raises(StoreFullError, match="fix: free at least"):
+        with pytest.raises(StoreFullError, match="fix: free space there"):
             other.reserve(key="more", nbytes=96 * MEBIBYTE)
         assert read(other, "k", len(CONTENT)) == CONTENT[::-1]
         assert read(one, "k", len(CONTENT)) == CONTENT

@@ -50,20 +50,20 @@ class StripedStoreAgainstDict(StoreModel):
             faults=_core.MemoryFaults(seed=seed, short=0.2, again=0.1, reorder=0.5, delay=0.1),
         )
         self.begin(store)
-        self.available_bytes = store.stats()["available_bytes"]
+        self.available_bytes = store.available_bytes()
         assert self.available_bytes == sum(blocks * BLOCK for blocks, _ in volumes)
 
     @rule(key=KEYS, nbytes=st.integers(0, 500_000), shift=SHIFTS)
     def write_whole(self, key: str, nbytes: int, shift: int) -> None:
         content = self.fresh(nbytes)
-        available = self.store.stats()["available_bytes"]
+        available = self.store.available_bytes()
         same_size = key in self.model and len(self.model[key]) == nbytes
         try:
             write(self.store, key, content, shift=shift)
         except StoreFullError:
             assert not same_size
             assert -(-nbytes // BLOCK) * BLOCK > available
-            assert self.store.stats()["available_bytes"] == available
+            assert self.store.available_bytes() == available
         else:
             self.model[key] = content
 
@@ -73,14 +73,14 @@ class StripedStoreAgainstDict(StoreModel):
             return
         taken = sum(-(-len(content) // BLOCK) * BLOCK for content in self.model.values())
         assert sum(used_bytes(self.store)) == taken
-        assert self.store.stats()["available_bytes"] == self.available_bytes - taken
+        assert self.store.available_bytes() == self.available_bytes - taken
 
     def teardown(self) -> None:
         if self.store is not None:
             self.end()
             for key in self.model:
                 self.store.discard(key=key)
-            assert self.store.stats()["available_bytes"] == self.available_bytes
+            assert self.store.available_bytes() == self.available_bytes
             assert self.store.stats()["used_bytes"] == 0
             self.store.close()
 
@@ -148,8 +148,8 @@ def test_a_capacity_holds_for_files_too(tmp_path):
 def test_files_of_one_file_system_do_not_count_its_room_twice(tmp_path):
     single = open_store(tmp_path, "threads")
     double = open_store(tmp_path, "threads", volumes=[str(tmp_path), str(tmp_path)])
-    available = single.stats()["available_bytes"]
-    assert double.stats()["available_bytes"] < 1.5 * available
+    available = single.available_bytes()
+    assert double.available_bytes() < 1.5 * available
 
 
 def test_a_symbolic_link_in_place_of_the_directory_is_not_followed(tmp_path):

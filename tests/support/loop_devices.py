@@ -13,7 +13,7 @@ import shutil
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -64,13 +64,15 @@ _UNMOUNT_TRIES = 50
 
 
 @contextlib.contextmanager
-def mounted(source: str, folder: Path, *options: str, kind: str = "ext4") -> Iterator[Path]:
+def mounted(
+    source: str, folder: Path, *options: str, kind: str = "ext4", make: Sequence[str] = ()
+) -> Iterator[Path]:
     """A device with a new file system, or "tmpfs", in a new folder while the context lasts."""
     folder.mkdir()
     if source == "tmpfs":
         kind = source
     else:
-        run(f"mkfs.{kind}", "-q", source)
+        run(f"mkfs.{kind}", "-q", *make, source)
     run("mount", "-t", kind, *(f"-o{option}" for option in options), source, str(folder))
     try:
         yield folder

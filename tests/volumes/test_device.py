@@ -88,7 +88,7 @@ def test_a_formatted_device_is_taken_and_block_0_never_written(raw):
             volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads"
         )
     nbytes = DEVICE_BYTES - START_BYTES
-    assert store.stats()["available_bytes"] == nbytes
+    assert store.core.available_bytes() == nbytes
     source = torch.randint(256, (nbytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     store.write(key="all", source=source).wait()
@@ -105,7 +105,7 @@ def test_a_capacity_limits_what_is_used(raw):
         store = TensorStore(
             volumes=volumes, bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads"
         )
-    assert store.stats()["available_bytes"] == 32 << 20
+    assert store.core.available_bytes() == 32 << 20
     store.close()
 
 

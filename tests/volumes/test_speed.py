@@ -94,7 +94,7 @@ class Store:
     made: list[Store]
     rates: dict[str, float]
     fails = ""
-    available_bytes = 1 << 40
+    room_bytes = 1 << 40
     engine_name = "threads"
 
     def __init__(self, **options: Any) -> None:
@@ -104,8 +104,8 @@ class Store:
         self.is_closed = False
         self.made.append(self)
 
-    def stats(self) -> dict[str, int]:
-        return {"available_bytes": self.available_bytes}
+    def available_bytes(self) -> int:
+        return self.room_bytes
 
     def reserve(self, *, key: str, nbytes: int) -> None:
         self.reserved_bytes = nbytes
@@ -209,7 +209,7 @@ def test_at_least_two_tickets_are_written(stores: list[Store]) -> None:
 def test_at_most_half_of_the_room_is_used(
     stores: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed._core.Store, "available_bytes", 40 * MIB)
+    monkeypatch.setattr(speed._core.Store, "room_bytes", 40 * MIB)
     with Bench([VOLUME], Load(chunk_bytes=MIB, queue_depth=4)):
         assert stores[0].reserved_bytes == 20 * MIB
 

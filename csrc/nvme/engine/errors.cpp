@@ -42,6 +42,8 @@ constexpr Cause kCauses[] = {
      "check the drive (dmesg, fsck) and mount it read-write again, or name another one"},
     {ENOSPC, "the file system is full though the space was reserved",
      "free space there: a pool, a thin volume or a snapshot below it is full"},
+    {EFBIG, "the process may not write files of that size any more (RLIMIT_FSIZE)",
+     "ulimit -f unlimited"},
     {EDQUOT, "the user's quota is used up", "have it raised, or name another drive"},
     {ESTALE, "a network file system lost its server", "name a directory on a local drive"},
     {ETIMEDOUT, "the drive, or the network below it, did not answer in time",

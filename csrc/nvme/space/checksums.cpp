@@ -53,8 +53,8 @@ Checksums::Checksums(std::size_t volume_count, MemorySource source)
     : source_(source ? std::move(source) : own_memory), volumes_(volume_count) {}
 
 void Checksums::provide(std::uint64_t nbytes) {
-  const std::lock_guard lock(mutex_);
-  if (nbytes > held_bytes_) add_slab(align_up(nbytes - held_bytes_, kSlabBytes));
+  std::unique_lock lock(mutex_);
+  if (nbytes > held_bytes_) add_slab(align_up(nbytes - held_bytes_, kSlabBytes), &lock);
 }
 
 std::uint64_t Checksums::held_bytes() const {
@@ -62,8 +62,12 @@ std::uint64_t Checksums::held_bytes() const {
   return held_bytes_;
 }
 
-void Checksums::add_slab(std::uint64_t nbytes) {
-  slabs_.push_back(source_(nbytes));
+// Finding memory may take long: others go on meanwhile.
+void Checksums::add_slab(std::uint64_t nbytes, std::unique_lock<std::mutex>* lock) {
+  lock->unlock();
+  std::shared_ptr<std::byte> slab = source_(nbytes);
+  lock->lock();
+  slabs_.push_back(std::move(slab));
   held_bytes_ += nbytes;
   for (std::uint64_t offset = 0; offset < nbytes; offset += kPageBytes) {
     spare_pages_.push_back(reinterpret_cast<std::uint32_t*>(slabs_.back().get() + offset));
@@ -71,17 +75,12 @@ void Checksums::add_slab(std::uint64_t nbytes) {
 }
 
 void Checksums::take(std::span<const Extent> extents) {
-  const std::lock_guard lock(mutex_);
-  // All memory first, so that nothing is half taken when there is none. Stripes share pages.
-  std::set<std::pair<int, std::uint64_t>> missing;
-  for (const Extent& extent : extents) {
-    for_each_page(extent, [&](std::uint64_t grain, std::uint64_t) {
-      if (page_of(extent.volume_index, grain).words != nullptr) return;
-      missing.emplace(extent.volume_index, grain / kPageGrains);
-    });
-  }
-  if (missing.size() > spare_pages_.size()) {
-    add_slab(align_up((missing.size() - spare_pages_.size()) * kPageBytes, kSlabBytes));
+  std::unique_lock lock(mutex_);
+  // All memory first, so that nothing is half taken when there is none.
+  for (;;) {
+    const std::size_t count = missing_page_count(extents);
+    if (count <= spare_pages_.size()) break;
+    add_slab(align_up((count - spare_pages_.size()) * kPageBytes, kSlabBytes), &lock);
   }
   for (const Extent& extent : extents) {
     for_each_page(extent, [&](std::uint64_t grain, std::uint64_t count) {
@@ -95,6 +94,17 @@ void Checksums::take(std::span<const Extent> extents) {
       MA_INVARIANT(page.taken_count <= kPageGrains);
     });
   }
+}
+
+std::size_t Checksums::missing_page_count(std::span<const Extent> extents) {
+  std::set<std::pair<int, std::uint64_t>> missing;  // stripes share pages
+  for (const Extent& extent : extents) {
+    for_each_page(extent, [&](std::uint64_t grain, std::uint64_t) {
+      if (page_of(extent.volume_index, grain).words != nullptr) return;
+      missing.emplace(extent.volume_index, grain / kPageGrains);
+    });
+  }
+  return missing.size();
 }
 
 void Checksums::give(std::span<const Extent> extents) {

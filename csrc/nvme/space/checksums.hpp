@@ -46,7 +46,7 @@ class Checksums {
   static constexpr std::uint64_t kGrainBytes = std::uint64_t{64} << 10;
   /// Memory is asked for in multiples of this, each for a GiB of a volume.
   static constexpr std::uint64_t kSlabBytes = std::uint64_t{64} << 10;
-  /// Gives memory, or throws. Called under the lock of whoever calls take() or provide().
+  /// Gives memory, or throws. Called with nothing locked here, since it may take long.
   using MemorySource = std::function<std::shared_ptr<std::byte>(std::uint64_t nbytes)>;
 
   /// `source` may be empty: then the memory is the process's own.
@@ -81,7 +81,8 @@ class Checksums {
     std::uint64_t taken_count = 0;
   };
 
-  void add_slab(std::uint64_t nbytes);
+  void add_slab(std::uint64_t nbytes, std::unique_lock<std::mutex>* lock);
+  std::size_t missing_page_count(std::span<const Extent> extents);
   Page& page_of(int volume_index, std::uint64_t grain);
   std::uint32_t& word_of(int volume_index, std::uint64_t grain) const;
 

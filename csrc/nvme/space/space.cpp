@@ -45,6 +45,48 @@ std::vector<Extent> lay_out(const std::vector<StripeRun>& runs,
   return extents;
 }
 
+// Asks a file system; where it fails, that is an error of the volume, with what to do.
+template <typename Question>
+auto asking(const Volume& volume, std::uint64_t offset, std::uint64_t nbytes, Question question) {
+  try {
+    return question();
+  } catch (const VolumeFullError&) {
+    throw;
+  } catch (const SystemCallError& error) {
+    throw StoreError(join("cannot ", error.what(), describe_cause(error.code())),
+                     {"", volume.directory(), offset, nbytes, error.code()});
+  }
+}
+
+struct Why {
+  std::string cause;
+  std::string remedy;
+};
+// There was room by all that is known, and the file system did not give it.
+constexpr Growth kRefused{0, Growth::Bound::kFileSystem, UINT64_MAX};
+
+// Why a volume has no more, and what to do.
+Why why_full(const Growth& growth) {
+  switch (growth.bound) {
+    case Growth::Bound::kLargestFile:
+      return {join("a file of this file system has at most ", growth.bound_bytes,
+                   " bytes, and a volume is one file"),
+              "name a second directory on it, which becomes a second file"};
+    case Growth::Bound::kProcess:
+      return {join("RLIMIT_FSIZE lets this process write at most ", growth.bound_bytes,
+                   " bytes into a file"),
+              "ulimit -f unlimited"};
+    case Growth::Bound::kCapacity:
+      return {join("the volume's capacity of ", growth.bound_bytes, " bytes is used up"),
+              "raise the volume's capacity, or name another drive"};
+    case Growth::Bound::kFileSystem:
+      break;
+  }
+  return {growth.bound_bytes == 0 ? "the file system is full"
+                                  : "a quota, or a pool below the file system, is used up",
+          "free space there, or name a directory on a larger disk"};
+}
+
 }  // namespace
 
 Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
@@ -67,12 +109,24 @@ Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
   // One rule for all volumes, so that a transfer is cut alike wherever its extents lie.
   extent_alignment_ = std::max(kExtentAlignmentMin, alignment_.offset_bytes);
   free_.assign(volumes_.size(), FreeSpace(UINT64_MAX));
+  use_ = std::make_unique<Use[]>(volumes_.size());
   MA_EXPECT(options.stripe_bytes > 0, "stripe_bytes must be positive");
   stripe_bytes_ = align_up(options.stripe_bytes, extent_alignment_);
   grow_bytes_ = align_up(options.grow_bytes, extent_alignment_);
 }
 
 std::vector<Extent> Space::take(const std::string& key, std::uint64_t nbytes) {
+  try {
+    std::vector<Extent> extents = take_anywhere(key, nbytes);
+    note_use();
+    return extents;
+  } catch (...) {
+    note_use();  // files may have grown
+    throw;
+  }
+}
+
+std::vector<Extent> Space::take_anywhere(const std::string& key, std::uint64_t nbytes) {
   const std::uint64_t rounded = align_up(nbytes, extent_alignment_);
   if (rounded < nbytes) throw full(key, nbytes, nbytes);  // the sum has wrapped
   std::vector<Extent> extents;
@@ -102,11 +156,11 @@ std::vector<Extent> Space::take(const std::string& key, std::uint64_t nbytes) {
 std::vector<Extent> Space::take_whole(std::uint64_t nbytes) {
   std::vector<std::pair<double, std::size_t>> order;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
-    order.emplace_back(static_cast<double>(used_bytes(index) + nbytes) / weights_[index], index);
+    order.emplace_back(static_cast<double>(taken_bytes(index) + nbytes) / weights_[index], index);
   }
   std::sort(order.begin(), order.end());
   for (const auto& [load, index] : order) {
-    if (available_bytes(index) < nbytes) continue;
+    if (room_bytes(index) < nbytes) continue;
     std::vector<Extent> extents = take_on(index, nbytes);
     if (!extents.empty()) return extents;
   }
@@ -127,7 +181,7 @@ std::vector<Extent> Space::take_striped(std::uint64_t nbytes) {
     std::vector<std::vector<Extent>> taken = take_shares(shares, &short_index);
     if (!taken.empty()) return lay_out(runs, std::move(taken));
     std::uint64_t room = free_[short_index].backed_bytes();
-    if (!short_before[short_index]) room = std::max(room, available_bytes(short_index));
+    if (!short_before[short_index]) room = std::max(room, room_bytes(short_index));
     rooms[short_index].room_bytes =
         align_down(std::min(room, shares[short_index] - 1), extent_alignment_);
     short_before[short_index] = true;
@@ -185,15 +239,15 @@ std::vector<VolumeRoom> Space::find_rooms() const {
   double used_total = 0;
   double weight_total = 0;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
-    used_total += static_cast<double>(used_bytes(index));
+    used_total += static_cast<double>(taken_bytes(index));
     weight_total += weights_[index];
   }
   const auto stripe = static_cast<double>(stripe_bytes_);
   std::vector<VolumeRoom> result;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
     const double share = used_total * weights_[index] / weight_total;
-    const double lead = static_cast<double>(used_bytes(index)) - share;
-    result.push_back({weights_[index], align_down(available_bytes(index), extent_alignment_),
+    const double lead = static_cast<double>(taken_bytes(index)) - share;
+    result.push_back({weights_[index], align_down(room_bytes(index), extent_alignment_),
                       std::clamp(lead, -stripe, stripe)});
   }
   return result;
@@ -202,30 +256,44 @@ std::vector<VolumeRoom> Space::find_rooms() const {
 StoreFullError Space::full(const std::string& key, std::uint64_t nbytes,
                            std::uint64_t rounded) const {
   const std::uint64_t available = available_bytes();
+  const std::uint64_t missing = rounded - std::min(rounded, available);
   std::string names;
   std::string figures;
+  std::string causes;
+  std::string remedies;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
     const std::string& name = volumes_[index].directory();
     names += join(names.empty() ? "" : ", ", name);
-    figures += join("\n  ", name, ": ", used_bytes(index), " bytes used, ", available_bytes(index),
+    figures += join("\n  ", name, ": ", taken_bytes(index), " bytes used, ", room_bytes(index),
                     " bytes available");
+    const Why why = why_full(missing > 0 ? growth(index) : kRefused);
+    for (const auto& [part, all] : {std::pair(why.cause, &causes), {why.remedy, &remedies}}) {
+      if (all->find(part) == std::string::npos) *all += join(all->empty() ? "" : "; or ", part);
+    }
   }
   if (volumes_.size() == 1) figures.clear();
-  return StoreFullError(
-      join("cannot reserve ", nbytes, " bytes for \"", key, "\" in ", names, ": needed ", rounded,
-           " bytes, available ", available, " bytes", figures,
-           "\nlikely cause: the file system, its quota, RLIMIT_FSIZE or the volume's capacity is "
-           "exhausted\nfix: free at least ",
-           rounded - std::min(rounded, available),
-           " bytes there for this key alone (`memascend plan` shows what a whole run needs), raise "
-           "the "
-           "volume's capacity, or name a directory on a larger disk"),
-      {key, names, 0, nbytes, ENOSPC});
+  if (missing > 0) {
+    remedies += join("; this key alone needs ", missing,
+                     " bytes more (`memascend plan` shows what a whole run needs)");
+  }
+  return StoreFullError(join("cannot reserve ", nbytes, " bytes for \"", key, "\" in ", names,
+                             ": needed ", rounded, " bytes, available ", available, " bytes",
+                             figures, "\nlikely cause: ", causes, "\nfix: ", remedies),
+                        {key, names, 0, nbytes, ENOSPC});
+}
+
+void Space::discard(
+    const std::function<void(const std::string&, std::uint64_t, std::uint64_t)>& look) {
+  for (Volume& volume : volumes_) {
+    volume.discard(
+        [&](std::uint64_t done, std::uint64_t all) { look(volume.directory(), done, all); });
+  }
 }
 
 void Space::give(const std::vector<Extent>& extents) {
   if (checksums_ != nullptr) checksums_->give(extents);
   give_back(extents);
+  note_use();
 }
 
 void Space::give_back(const std::vector<Extent>& extents) {
@@ -234,41 +302,58 @@ void Space::give_back(const std::vector<Extent>& extents) {
   }
 }
 
+void Space::note_use() {
+  for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    const Volume& volume = volumes_[index];
+    use_[index].reserved_bytes = volume.capacity_bytes() - volume.start_bytes();
+    use_[index].used_bytes = taken_bytes(index);
+  }
+}
+
 std::uint64_t Space::reserved_bytes() const {
   std::uint64_t total = 0;
-  for (const Volume& volume : volumes_) total += volume.capacity_bytes() - volume.start_bytes();
+  for (std::size_t index = 0; index < volumes_.size(); ++index) total += use_[index].reserved_bytes;
   return total;
 }
 
-std::uint64_t Space::free_bytes() const {
+std::uint64_t Space::used_bytes() const {
   std::uint64_t total = 0;
-  for (const FreeSpace& free : free_) total += free.backed_bytes();
+  for (std::size_t index = 0; index < volumes_.size(); ++index) total += use_[index].used_bytes;
   return total;
 }
 
 std::uint64_t Space::available_bytes() const {
-  std::uint64_t total = free_bytes();
+  std::uint64_t total = 0;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
+    total += free_[index].backed_bytes();
     // What the volumes of one file system may grow by together, counted at the first of them.
     std::uint64_t limits = 0;
     bool first = true;
     for (std::size_t other = 0; other < volumes_.size(); ++other) {
       if (other != index && !volumes_[other].shares_device(volumes_[index])) continue;
       if (other < index) first = false;
-      limits += std::min(UINT64_MAX - limits, volumes_[other].limit_bytes_left());
+      limits += std::min(UINT64_MAX - limits, volumes_[other].limited_growth().nbytes);
     }
-    if (first) total += std::min(limits, volumes_[index].device_bytes_left());
+    if (!first) continue;
+    const std::uint64_t device_bytes =
+        asking(volumes_[index], 0, 0, [&] { return volumes_[index].device_bytes_left(); });
+    total += align_down(std::min(limits, device_bytes), extent_alignment_);
   }
   return total;
 }
 
-std::uint64_t Space::used_bytes(std::size_t index) const {
+std::uint64_t Space::taken_bytes(std::size_t index) const {
   const Volume& volume = volumes_[index];
   return volume.capacity_bytes() - volume.start_bytes() - free_[index].backed_bytes();
 }
 
-std::uint64_t Space::available_bytes(std::size_t index) const {
-  return free_[index].backed_bytes() + volumes_[index].available_bytes();
+Growth Space::growth(std::size_t index) const {
+  const Volume& volume = volumes_[index];
+  return asking(volume, 0, 0, [&] { return volume.growth(); });
+}
+
+std::uint64_t Space::room_bytes(std::size_t index) const {
+  return free_[index].backed_bytes() + growth(index).nbytes;
 }
 
 // Grows the file by `nbytes` or more; false when the space is not there.
@@ -279,12 +364,9 @@ bool Space::grow(std::size_t index, std::uint64_t nbytes) {
   for (const std::uint64_t growth : {std::max(nbytes, grow_bytes_), nbytes}) {
     if (growth > UINT64_MAX - start) continue;
     try {
-      volume.grow(start + growth);
+      asking(volume, start, growth, [&] { volume.grow(start + growth); });
     } catch (const VolumeFullError&) {
       continue;
-    } catch (const SystemCallError& error) {
-      throw StoreError(join("cannot ", error.what(), describe_cause(error.code())),
-                       {"", volume.directory(), start, growth, error.code()});
     }
     free_[index].mark(start, growth, true);
     return true;

@@ -2,10 +2,14 @@
 //
 // With several volumes a key is cut into stripes (nvme/stripes.hpp), a small one lies whole on the
 // volume that has least to do. Knows volumes and their free space; never knows requests or what a
-// key is beyond its name in a message. Not thread-safe, but volumes() may be read on any thread.
+// key is beyond its name in a message. Not thread-safe, but volumes(), weights() and the bytes that
+// are reserved and used may be read on any thread.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -38,6 +42,9 @@ class Space {
   std::vector<Extent> take(const std::string& key, std::uint64_t nbytes);
   void give(const std::vector<Extent>& extents);
 
+  /// Tells devices that what was stored is of no use any more; see Volume::discard(). Calls
+  /// `look(path, bytes done, bytes in all)` now and then; what that throws ends it.
+  void discard(const std::function<void(const std::string&, std::uint64_t, std::uint64_t)>& look);
   /// Closes the files; nothing else may be called afterwards.
   void close() { volumes_.clear(); }
 
@@ -45,19 +52,27 @@ class Space {
   /// The alignment for direct I/O on every volume: the strictest of each rule; at least whole
   /// grains where there are checksums.
   Alignment alignment() const noexcept { return alignment_; }
-  /// Bytes of the volumes' files, and those of them not taken.
+  /// Bytes of the volumes' files, and those of them that are taken, at the end of the last change.
   std::uint64_t reserved_bytes() const;
-  std::uint64_t free_bytes() const;
+  std::uint64_t used_bytes() const;
+  std::uint64_t used_bytes(std::size_t index) const { return use_[index].used_bytes; }
   /// Bytes that may still be taken: free ones and what the file systems would give. A file system
-  /// that two volumes share counts once.
+  /// that two volumes share counts once. Throws StoreError where one does not answer.
   std::uint64_t available_bytes() const;
-  /// Bytes of one volume that are taken, and that may still be.
-  std::uint64_t used_bytes(std::size_t index) const;
-  std::uint64_t available_bytes(std::size_t index) const;
   const std::vector<double>& weights() const noexcept { return weights_; }
 
  private:
+  /// Of one volume, for readers on any thread.
+  struct Use {
+    std::atomic<std::uint64_t> reserved_bytes = 0;
+    std::atomic<std::uint64_t> used_bytes = 0;
+  };
+  std::vector<Extent> take_anywhere(const std::string& key, std::uint64_t nbytes);
   void give_back(const std::vector<Extent>& extents);
+  void note_use();
+  std::uint64_t taken_bytes(std::size_t index) const;
+  Growth growth(std::size_t index) const;
+  std::uint64_t room_bytes(std::size_t index) const;
   std::vector<Extent> take_whole(std::uint64_t nbytes);
   std::vector<Extent> take_striped(std::uint64_t nbytes);
   std::vector<std::vector<Extent>> take_shares(const std::vector<std::uint64_t>& shares,
@@ -69,6 +84,7 @@ class Space {
 
   std::vector<Volume> volumes_;
   std::vector<FreeSpace> free_;  // of the volume with the same index; backed as far as it has grown
+  std::unique_ptr<Use[]> use_;   // likewise
   std::vector<double> weights_;
   Checksums* checksums_;
   std::uint64_t grow_bytes_ = 0;

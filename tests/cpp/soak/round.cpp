@@ -83,10 +83,7 @@ void check_space(Scene& scene) {
   const std::uint64_t left = counts.at("in_flight_count"), used = counts.at("used_bytes");
   SOAK_EXPECT(left == 0, left, " transfers are left");
   SOAK_EXPECT(used == used_bytes, used, " bytes are used, keys have ", used_bytes);
-  std::uint64_t available_bytes = 0;
-  for (const VolumeStats& volume : store.volume_stats()) {
-    available_bytes += align_down(volume.available_bytes, block_bytes);
-  }
+  const std::uint64_t available_bytes = store.available_bytes();
   try {
     store.reserve("all the rest", available_bytes);
   } catch (const StoreFullError& error) {

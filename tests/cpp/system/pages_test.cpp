@@ -3,16 +3,45 @@
 // Pages: memory comes zeroed and resident, goes back, and what is refused is a note.
 #include "system/pages.hpp"
 
+#include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <mutex>
+#include <vector>
 
 #include "support/expect.hpp"
 
 using namespace memascend;
+
+namespace {
+
+constexpr int kPopulateWrite = 23;
+constexpr int kCollapse = 25;
+
+/// While it lives no memory is found and no huge page made, but noted where one was to be.
+struct Pretence {
+  std::mutex mutex;
+  std::vector<std::span<std::byte>> collapsed;
+};
+Pretence* pretence = nullptr;
+
+}  // namespace
+
+/// Stands before libc's.
+extern "C" int madvise(void* address, std::size_t nbytes, int advice) noexcept {
+  if (pretence != nullptr && advice == kPopulateWrite) return 0;
+  if (pretence != nullptr && advice == kCollapse) {
+    const std::lock_guard lock(pretence->mutex);
+    pretence->collapsed.emplace_back(static_cast<std::byte*>(address), nbytes);
+    return 0;
+  }
+  return static_cast<int>(syscall(SYS_madvise, address, nbytes, advice));
+}
 
 namespace {
 
@@ -39,6 +68,34 @@ void memory_comes_zeroed_and_resident_and_goes_back() {
   EXPECT(discard_pages(piece, notes));
   EXPECT(measure_pages(piece, notes).resident_bytes == 0);
   EXPECT(notes.list().empty());
+}
+
+void huge_pages_are_made_a_part_at_a_time_by_all_threads_until_their_time_is_over() {
+  constexpr std::uint64_t kBytes = 5 * kCollapseBytes / 2;
+  AddressRange range(kBytes, kBytes);
+  const std::span<std::byte> piece(range.base() + kPageBytes, kBytes - 2 * kPageBytes);
+  PageOptions options = plain();
+  options.huge_pages = HugePages::kTransparent;
+  options.prefault_threads = 2;
+  for (const bool in_time : {true, false}) {
+    Pretence made;
+    pretence = &made;
+    options.collapse_time = in_time ? std::chrono::hours(1) : std::chrono::hours(0);
+    Notes notes;
+    back_pages(piece, options, notes);
+    pretence = nullptr;
+    std::uint64_t nbytes = 0;
+    for (const std::span<std::byte> part : made.collapsed) {
+      EXPECT(part.size() <= kCollapseBytes);
+      nbytes += part.size();
+    }
+    EXPECT(nbytes == (in_time ? kBytes - 2 * kHugePageBytes : 0));
+    const auto is_about_time = [](const std::string& note) {
+      return note.find("fragmented. fix: ") != std::string::npos;
+    };
+    EXPECT(std::ranges::count_if(notes.list(), is_about_time) == (in_time ? 0 : 1));
+    EXPECT(mprotect(range.base(), kBytes, PROT_NONE) == 0);
+  }
 }
 
 void a_range_smaller_than_asked_is_no_smaller_than_the_least() {
@@ -100,6 +157,7 @@ void larger_pages_are_refused_before_anything_is_mapped() {
 int main() {
   larger_pages_are_refused_before_anything_is_mapped();
   memory_comes_zeroed_and_resident_and_goes_back();
+  huge_pages_are_made_a_part_at_a_time_by_all_threads_until_their_time_is_over();
   a_range_smaller_than_asked_is_no_smaller_than_the_least();
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   a_lock_that_is_refused_is_one_note();

@@ -24,8 +24,8 @@ void with_faults_a_volume_is_memory_of_the_smaller_capacity() {
   const VolumeOptions volumes[] = {{.path = "/there/is/no/such"},
                                    {.path = "b", .capacity_bytes = 1 << 16}};
   const std::vector<Volume> opened = open_volumes(volumes, &faults);
-  EXPECT(opened[0].limit_bytes_left() == 1 << 20);
-  EXPECT(opened[1].limit_bytes_left() == 1 << 16);
+  EXPECT(opened[0].limited_growth().nbytes == 1 << 20);
+  EXPECT(opened[1].limited_growth().nbytes == 1 << 16);
 }
 
 void an_error_names_the_path() {
