@@ -235,6 +235,27 @@ class ParameterStream:
         finally:
             self.drop(shard)
 
+    def recast(self, shard: Shard, dtype: torch.dtype, device: str) -> None:
+        """Store a shard in another dtype from now on; on return it is in the store.
+
+        Args:
+            shard: Nobody uses it.
+            dtype: Its values are rounded to it.
+            device: Where all of it is for that long.
+
+        Raises:
+            StoreError: The drive failed; the shard is lost.
+            StoreFullError: The drive has no room for it; the same.
+        """
+        self.read_now([shard])
+        assert shard.tensor is not None
+        whole = shard.tensor.to(device=device, dtype=dtype, copy=True)
+        self.forget(shard)
+        self._store.discard(key=shard.key)
+        self._shards.recast(shard, dtype)
+        self.write_cast(shard, whole)
+        self.wait_writes()
+
     def wait_writes(self) -> None:
         """Wait for every write in flight.
 

@@ -94,6 +94,12 @@ class Shards:
         self._sizes[shard.nbytes] += 1
         return shard
 
+    def recast(self, shard: Shard, dtype: torch.dtype) -> None:
+        """Have a shard be of another dtype; it is in no slot."""
+        self._sizes[shard.nbytes] -= 1
+        shard.dtype = dtype
+        self._sizes[shard.nbytes] += 1
+
     @property
     def repeated_bytes_max(self) -> int:
         """The size of the largest that occur often: the layers', not the embedding's."""

@@ -58,6 +58,23 @@ def states(shards: list[Shard]) -> list[ShardState]:
     return [shard.state for shard in shards]
 
 
+# -- another dtype -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_shard_is_stored_in_another_dtype_and_read_in_it(
+    bench: Bench, dtype: torch.dtype
+) -> None:
+    shard = bench.shard("a", fill=1 + 2**-12)  # which bf16 rounds
+    bench.stream.recast(shard, dtype, "cpu")
+    assert (shard.state, shard.dtype) == (ShardState.ABSENT, dtype)
+    expected = torch.full((NUMEL,), 1 + 2**-12).to(dtype)
+    assert torch.equal(bench.store.content["a"], expected)
+    bench.stream.read_now([shard])
+    assert shard.tensor is not None
+    assert torch.equal(shard.tensor, expected)
+
+
 # -- reads ---------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,15 @@ def test_twice_the_largest_of_those_may_be_read_ahead_unless_it_is_stated() -> N
     assert shards.prefetch_bytes(0) == 0
 
 
+def test_one_that_is_stored_in_another_dtype_counts_with_its_new_size() -> None:
+    shards = Shards()
+    made = make(shards, *[10] * REPEATED_COUNT_MIN)
+    for shard in made:
+        shards.recast(shard, torch.float32)
+    assert made[0].nbytes == 40
+    assert shards.repeated_bytes_max == 40
+
+
 def test_on_its_way_or_there_it_is_staged_and_when_it_leaves_nothing_is_left_of_it() -> None:
     (shard,) = make(Shards(), 8)
     staged = []

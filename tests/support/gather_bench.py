@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _no_gather_coalesced
 
-from memascend.deepspeed.parameters.gather import wrap_convert, wrap_fetch
+from memascend.deepspeed.parameters.gather import wrap_all_gather, wrap_convert, wrap_fetch
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.streaming.parameters import ParameterStream
@@ -23,6 +24,8 @@ ABSENT, FLYING, THERE = (
     ZeroParamStatus.INFLIGHT,
     ZeroParamStatus.AVAILABLE,
 )
+#: A coordinator that has traced nothing yet.
+TRACELESS = SimpleNamespace(is_complete_trace=lambda: False)
 
 
 class Bench:
@@ -42,10 +45,9 @@ class Bench:
         self.out_of_memory = False
         self.before_gather: Callable[[], object] = int
         self.gathered: list[list[int]] = []
-        self.params = [parameter(ds_id) for ds_id in range(count)]
+        self.params = [parameter(ds_id, swapper=self.swapper) for ds_id in range(count)]
         for param in self.params:
             param.ds_shape, param.ds_numel = (NUMEL,), NUMEL
-            param.nvme_swapper = self.swapper
             buffer = self.swapper.get_buffer(param, NUMEL)
             param.ds_tensor.data = buffer.fill_(param.ds_id + 1).data
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
@@ -62,11 +64,12 @@ class Bench:
                 raise torch.OutOfMemoryError("no memory left")
             return _no_gather_coalesced(list(params))
 
-        def all_gather(param_list: Any, **_: Any) -> None:
+        def all_gather(init: Any, param_list: Any, **_: Any) -> None:
             if param_list:
                 _no_gather_coalesced(param_list).wait()
 
-        param.all_gather_coalesced, param.all_gather = all_gather_coalesced, all_gather
+        param.all_gather_coalesced = all_gather_coalesced
+        param.all_gather = functools.partial(wrap_all_gather(all_gather), None)
 
     def read_ahead(self, *indexes: int) -> None:
         self.swapper.swap_in([self.params[index] for index in indexes], async_op=True)
@@ -88,7 +91,7 @@ class Bench:
             for index in indexes:
                 self.registry.pop(index).wait(handle_dependency=True)
 
-        wrap_fetch(original)(None, self.module(*indexes), True)
+        wrap_fetch(original)(TRACELESS, self.module(*indexes), True, False)
 
     def let_go(self, index: int) -> None:
         """As the coordinator does without a module."""

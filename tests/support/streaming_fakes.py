@@ -107,6 +107,9 @@ class FakeStore(_Store):
         ticket.capacity_bytes = capacity_bytes
         return ticket
 
+    def discard(self, *, key: str) -> bool:
+        return self.content.pop(key, None) is not None
+
     def _submit(self, kind: str, key: str, tensor: torch.Tensor, hold: object | None) -> FakeTicket:
         for earlier in self.tickets:
             if earlier.key == key:

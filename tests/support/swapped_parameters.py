@@ -17,7 +17,7 @@ NUMEL = 2048  # a page of them
 PATIENCE_S = 60.0
 
 
-def parameter(ds_id: int, numel: int = NUMEL, location: str = "nvme") -> Any:
+def parameter(ds_id: int, numel: int = NUMEL, location: str = "nvme", swapper: Any = None) -> Any:
     shard: Any = torch.zeros(1, dtype=torch.bfloat16)
     shard.ds_numel, shard.final_location = numel, location
     shard.status = PartitionedParamStatus.NOT_AVAILABLE
@@ -26,6 +26,7 @@ def parameter(ds_id: int, numel: int = NUMEL, location: str = "nvme") -> Any:
         ds_tensor=shard,
         ds_status=ZeroParamStatus.NOT_AVAILABLE,
         dtype=torch.bfloat16,
+        nvme_swapper=swapper,
         data=torch.zeros(0, dtype=torch.bfloat16),
     )
 

@@ -1,10 +1,11 @@
 """Wraps the gather and partition calls of zero.Init around our parameter swapper.
 
-Five things happen here: a gather waits until the optimizer has written what it reads; slots of
-gathered parameters go back early; a list larger than the pool is gathered in turns, each of which
-is read as a whole first; what a gather has begun is given up when it fails, so that it can be tried
-again; and a parameter that is still being read is gathered later, so that the module before it need
-not wait. Parameters of other swappers pass through to the stock functions untouched.
+Six things happen here: a list is split by the swappers that have its parameters, since DeepSpeed
+gives any list to the first one's; a gather waits until the optimizer has written what it reads;
+slots of gathered parameters go back early; a list larger than the pool is gathered in turns, each
+of which is read as a whole first; what a gather has begun is given up when it fails, so that it can
+be tried again; and a parameter that is still being read is gathered later, so that the module
+before it need not wait. Parameters of other swappers pass through to the stock functions untouched.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from deepspeed.runtime.compiler import lazy_disable
-from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import (
+    MultipleAllGatherHandles,
+    ZeroParamStatus,
+    _no_gather_coalesced,
+)
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-from deepspeed.utils import z3_leaf_module
 
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.deepspeed.parameters.trace import forget_stale_trace
 from memascend.errors import ConfigError
 
 Parameter = Any
@@ -32,8 +36,22 @@ def swapper_of(param: Parameter) -> ParameterSwapper | None:
     return swapper if isinstance(swapper, ParameterSwapper) else None
 
 
+def by_swapper(
+    params: Iterable[Parameter],
+) -> list[tuple[ParameterSwapper | None, list[Parameter]]]:
+    """Split parameters by the swapper that has their shards: one of ours, a stock one, or none.
+
+    Parts come in the order of their first ids, which is the same on every rank: DeepSpeed hands
+    over sets, and each part may begin a collective.
+    """
+    parts: dict[int, list[Parameter]] = {}
+    for param in sorted(params, key=lambda param: param.ds_id):
+        parts.setdefault(id(param.nvme_swapper), []).append(param)
+    return [(swapper_of(part[0]), part) for part in parts.values()]
+
+
 def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace Init._convert_to_deepspeed_param: give the parameter our gather functions."""
+    """Replace Init._convert_to_deepspeed_param: give the parameter our coordinator's gather."""
 
     @functools.wraps(original)
     def convert(init: Any, param: Parameter) -> None:
@@ -42,10 +60,6 @@ def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
         if swapper is None:
             _refuse_for_stock(param)
         else:
-            gather = param.all_gather
-            if swapper.is_alone:
-                gather = _without_collective(param.all_gather_coalesced)
-            param.all_gather = _in_turns(param, gather, swapper)
             param.all_gather_coalesced = _coalesced_in_turns(param.all_gather_coalesced, swapper)
 
     return convert
@@ -71,26 +85,37 @@ def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
     """Replace Init._partition_param: a modified parameter gets a slot to be partitioned into.
 
     What it lets go of on the device is counted. The first partitioning of a parameter too small for
-    the drive makes a pinned tensor; it comes from our arena.
+    the drive makes a pinned tensor; it comes from our arena. A list of parameters is given to the
+    context of its first one; each is partitioned in its own.
     """
 
     @functools.wraps(original)
-    def partition(init: Any, param: Parameter, *arguments: Any, **keywords: Any) -> None:
+    def partition(
+        init: Any,
+        param: Parameter,
+        buffer: Any = None,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
         swapper = swapper_of(param)
-        if swapper is None:
-            original(init, param, *arguments, **keywords)
+        partition_here = functools.partial(
+            original, init, param, buffer, has_been_updated=has_been_updated, free_data=free_data
+        )
+        is_ours = isinstance(init.param_swapper, ParameterSwapper) or swapper is not None
+        if is_ours and param.nvme_swapper is not init.param_swapper:
+            param.partition(has_been_updated=has_been_updated, free_data=free_data)
+        elif swapper is None:
+            partition_here()
         elif param.ds_tensor is None:
             with swapper.memascend_attachment.host_buffers("small parameters"):
-                original(init, param, *arguments, **keywords)
+                partition_here()
         else:
-            updated = keywords.get(
-                "has_been_updated", arguments[1] if len(arguments) > 1 else False
-            )
             on_drive = param.ds_tensor.final_location == "nvme"
-            if updated and on_drive and param.ds_status is ZeroParamStatus.AVAILABLE:
+            is_gathered = param.ds_status is ZeroParamStatus.AVAILABLE
+            if has_been_updated and on_drive and is_gathered:
                 swapper.stage_for_update(param)
             whole_bytes = param.data.nbytes
-            original(init, param, *arguments, **keywords)
+            partition_here()
             if param.data.nbytes < whole_bytes:
                 swapper.note_released(whole_bytes)
 
@@ -135,47 +160,46 @@ class _GatherHandle:
         self._swapper.give_up(self._params)
 
 
-def _without_collective(coalesced: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a gather for a rank that is alone, which copies.
+def wrap_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace Init._all_gather, the gather of any list that a script has: in turns of each swapper.
 
-    Upstream's has a list copied and one parameter sent to itself. The library of the collective may
-    not take its dtype: gloo takes neither float8 nor int16.
+    What is gathered already is left out, since it has no host copy. A rank that is alone copies:
+    upstream's has a list copied and one parameter sent to itself, and the library of the collective
+    may not take its dtype, as gloo takes neither float8 nor int16.
     """
 
+    @functools.wraps(original)
     def all_gather(
-        param_list: Sequence[Parameter], async_op: bool = False, hierarchy: int = 0
-    ) -> list[Any] | None:
-        handle = coalesced(param_list)
-        if async_op:
-            return [handle]
-        handle.wait()
-        return None
-
-    return all_gather
-
-
-def _in_turns(
-    param: Parameter, gather: Callable[..., Any], swapper: ParameterSwapper
-) -> Callable[..., Any]:
-    """Wrap the blocking gather; skip what is gathered already, which has no host copy."""
-
-    def all_gather(
-        param_list: Sequence[Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
+        init: Any,
+        param_list: Sequence[Parameter],
+        async_op: bool = False,
+        hierarchy: int | None = None,
     ) -> Any:
-        listed = [param] if param_list is None else list(param_list)
-        swapper.late_gathers.begin(listed)
-        absent = _without_duplicates(p for p in listed if _is_absent(p))
         handles: list[Any] = []
-        with _whole_or_not_at_all(swapper, absent, handles):
-            for turn in swapper.turns(absent):
-                swapper.wait_for_updates(turn)
-                swapper.wait_for_released()
-                swapper.swap_in(turn, async_op=False)
-                if not async_op:  # else nobody would keep the copies until the gather is over
-                    swapper.start_copies(turn)
-                started = gather(param_list=turn, async_op=async_op, hierarchy=hierarchy)
-                handles.extend(started or [])
-                swapper.after_gather(turn)
+
+        def gather(part: Sequence[Parameter], *, is_alone: bool = False) -> None:
+            if not is_alone:
+                handles.extend(original(init, part, async_op=async_op, hierarchy=hierarchy) or [])
+                return
+            handles.append(_no_gather_coalesced(part))
+            if not async_op:
+                handles[-1].wait()
+
+        with _whole_or_not_at_all(param_list, handles):
+            for swapper, part in by_swapper(param_list):
+                if swapper is None:
+                    gather(part)
+                    continue
+                swapper.late_gathers.begin(part)
+                absent = _without_duplicates(filter(_is_absent, part))
+                for turn in swapper.turns(absent):
+                    swapper.wait_for_updates(turn)
+                    swapper.wait_for_released()
+                    swapper.swap_in(turn, async_op=False)
+                    if not async_op:  # else nobody would keep the copies until the gather is over
+                        swapper.start_copies(turn)
+                    gather(turn, is_alone=swapper.is_alone)
+                    swapper.after_gather(turn)
         return handles if async_op else None
 
     return all_gather
@@ -189,7 +213,7 @@ def _coalesced_in_turns(
     def begin(listed: Sequence[Parameter], **keywords: Any) -> Any:
         handles: list[Any] = []
         shards: list[Any] = []
-        with _whole_or_not_at_all(swapper, listed, handles):
+        with _whole_or_not_at_all(listed, handles):
             for turn in swapper.turns(listed):
                 swapper.wait_for_updates(turn)
                 swapper.wait_for_released()
@@ -213,7 +237,7 @@ def _coalesced_in_turns(
             return begin(listed, **keywords)
         now = [param for param in listed if param.ds_id not in late]
         try:
-            with _whole_or_not_at_all(swapper, listed, []):
+            with _whole_or_not_at_all(listed, []):
                 noted = gathers.note(late.values(), begin)
                 return GatherHandles(gathers, begin(now, **keywords) if now else None, noted)
         except BaseException:
@@ -223,26 +247,42 @@ def _coalesced_in_turns(
     return all_gather_coalesced
 
 
-def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace PartitionedParameterCoordinator.fetch_sub_module: late gathers know the module."""
+def wrap_coordinated(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace PartitionedParameterCoordinator.__all_gather_params: a list for each swapper."""
 
     @functools.wraps(original)
-    def fetch(coordinator: Any, module: Any, forward: bool) -> None:
-        params = list(iter_params(module, recurse=z3_leaf_module(module)))
-        swapper = next(filter(None, map(swapper_of, params)), None)
-        if swapper is None:
-            original(coordinator, module, forward)
-            return
-        fetching = swapper.late_gathers.fetching
-        try:
-            fetching.ids = frozenset(param.ds_id for param in params)
-            original(coordinator, module, forward)
-        finally:
-            fetching.ids = None
+    def gather(coordinator: Any, params: Iterable[Parameter], forward: bool) -> None:
+        for _, part in by_swapper(params):
+            original(coordinator, part, forward)
 
-    # As upstream's own: torch.compile has nothing to trace here.
-    hidden: Callable[..., None] = lazy_disable(fetch)
-    return hidden
+    return gather
+
+
+def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace PartitionedParameterCoordinator._fetch_sub_module_impl, for parameters of ours.
+
+    Late gathers know the module, and the order that DeepSpeed has traced is its own again.
+    """
+
+    @functools.wraps(original)
+    def fetch(coordinator: Any, module: Any, forward: bool, is_leaf: bool) -> None:
+        params = list(iter_params(module, recurse=is_leaf))
+        parts = [(swapper, part) for swapper, part in by_swapper(params) if swapper is not None]
+        if parts:
+            forget_stale_trace(coordinator, params)
+        needed = [
+            (swapper.late_gathers, frozenset(param.ds_id for param in part))
+            for swapper, part in parts
+        ]
+        try:
+            for gathers, _ in needed:
+                gathers.fetching.needed = needed
+            original(coordinator, module, forward, is_leaf)
+        finally:
+            for gathers, _ in needed:
+                gathers.fetching.needed = None
+
+    return fetch
 
 
 def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
@@ -257,9 +297,7 @@ def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _whole_or_not_at_all(
-    swapper: ParameterSwapper, params: Sequence[Parameter], handles: Sequence[Any]
-) -> Iterator[None]:
+def _whole_or_not_at_all(params: Iterable[Parameter], handles: Sequence[Any]) -> Iterator[None]:
     """Give up what a gather has begun when it fails, as when the device is out of memory.
 
     DeepSpeed would find parameters that it takes to be on their way for ever, and slots would not
@@ -274,7 +312,9 @@ def _whole_or_not_at_all(
                 with suppress(Exception):  # the first error is the one to raise
                     handle.wait()
         finally:  # Ctrl-C may end a wait
-            swapper.give_up(own)
+            for swapper, part in by_swapper(own):
+                if swapper is not None:
+                    swapper.give_up(part)
         raise
 
 

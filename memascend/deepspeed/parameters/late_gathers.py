@@ -103,9 +103,13 @@ class GatherHandles:
 
 
 class Fetching(threading.local):
-    """What the module needs that the coordinator fetches parameters for; of each thread."""
+    """What the module needs that the coordinator fetches parameters for; of each thread.
 
-    ids: frozenset[int] | None = None
+    Parameters of several models may be among them. Each part is the late gathers of a swapper, and
+    the ids of its parameters; the order of parts is the same on every rank.
+    """
+
+    needed: Sequence[tuple[LateGathers, frozenset[int]]] | None = None
 
 
 class LateGathers:
@@ -168,11 +172,14 @@ class LateGathers:
         Raises:
             StoreError: A read failed, or the walk did.
         """
-        module_ids = self.fetching.ids
-        if module_ids is None:
+        needed = self.fetching.needed
+        if needed is None:
             self.withdraw([param])
+        elif self._is_alone:
+            self._begin_of({param.ds_id})
         else:
-            self._begin_of({param.ds_id} if self._is_alone else module_ids)
+            for gathers, ids in needed:
+                gathers._begin_of(ids)
 
     def _begin_of(self, needed_ids: AbstractSet[int]) -> None:
         # What is needed and not noted another thread may be about to begin: with the lock.

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -31,6 +32,7 @@ from memascend.deepspeed.parameters.device import (
 )
 from memascend.deepspeed.parameters.exclusive import exclusive
 from memascend.deepspeed.parameters.late_gathers import LateGathers
+from memascend.deepspeed.parameters.stand_ins import StandIns
 from memascend.errors import StoreError
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.released import ReleasedMemory
@@ -86,10 +88,7 @@ class ParameterSwapper:
         self._shards: dict[int, Shard] = {}  # by ds_id; each is owned by its parameter
         # A collective may still read their slots; they are let go when it has been waited for.
         self._gathering: dict[Shard, None] = {}
-        # Same stand-in as stock: 0-dim, so that a use of absent data fails loudly.
-        self.invalid_buffer = torch.tensor(1).half()
-        # Of each dtype: DeepSpeed asks an absent shard for it when a collective is over.
-        self._invalid: dict[torch.dtype, torch.Tensor] = {}
+        self._stand_ins = StandIns()
 
     # -- surface of the stock swapper ------------------------------------------------------------
 
@@ -135,12 +134,15 @@ class ParameterSwapper:
 
         A list may hold a parameter twice (a prefetch window spans forward and backward use), one
         that is gathered already or one that is on its way. What is needed now is there on return;
-        what else is read ahead stays on its way.
+        what else is read ahead stays on its way. A prefetch window may hold parameters of other
+        models, which are not read ahead here.
         """
+        self._stand_ins.check()
         self._let_go_gathered()
         try:
             if async_op:
-                self._stream.read_ahead([self._shard(p) for p in params if self._is_absent(p)])
+                own = [p for p in params if p.nvme_swapper is self]
+                self._stream.read_ahead([self._shard(p) for p in own if self._is_absent(p)])
             else:
                 on_drive = [(p, self._shard(p)) for p in params if self._lives_on_drive(p)]
                 self._stream.read_now(
@@ -301,6 +303,19 @@ class ParameterSwapper:
                 self._let_go(self._shard(param), event)
 
     @exclusive
+    def recast(self, param: Parameter, dtype: torch.dtype) -> None:
+        """Store a shard in another dtype from now on, rounded to nearest; nothing has gathered it.
+
+        Raises:
+            StoreError: The drive failed; the shard is lost.
+        """
+        try:
+            self._stream.recast(self._shard(param), dtype, get_accelerator().current_device_name())
+        finally:
+            self._show_changes()
+            self._mark_absent(param)
+
+    @exclusive
     def stage_for_update(self, param: Parameter) -> None:
         """Give a gathered parameter's shard memory, so that modified data can be partitioned.
 
@@ -317,8 +332,12 @@ class ParameterSwapper:
 
         A shard that was read ahead and not used, or kept after its use, would otherwise outlive its
         update.
+
+        Raises:
+            StoreError: A script has written to an absent shard.
         """
         self._gathering.clear()
+        self._stand_ins.check()
         try:
             self._stream.forget_all()
         finally:
@@ -331,9 +350,15 @@ class ParameterSwapper:
     # -- inner -----------------------------------------------------------------------------------
 
     def _shard(self, param: Parameter, numel: int | None = None) -> Shard:
-        """Return the record of a parameter's shard; `numel` is needed before it has one."""
+        """Return the record of a parameter's shard; `numel` is needed before it has one.
+
+        Raises:
+            StoreError: The parameter is another swapper's.
+        """
         shard = self._shards.get(param.ds_id)
         if shard is None:
+            if param.nvme_swapper is not self:
+                raise _of_another_model(param)
             count = param.ds_tensor.ds_numel if numel is None else numel
             shard = self._stream.shard(f"param.{param.ds_id}", count, param.dtype, owner=param)
             self._shards[param.ds_id] = shard
@@ -398,8 +423,18 @@ class ParameterSwapper:
             self._mark_absent(shard.owner)
 
     def _mark_absent(self, param: Parameter) -> None:
-        invalid = self._invalid.get(param.dtype)
-        if invalid is None:
-            invalid = self._invalid[param.dtype] = self.invalid_buffer.to(param.dtype)
-        param.ds_tensor.data = invalid.data
+        # DeepSpeed asks an absent shard for its dtype when a collective is over. That is not the
+        # parameter's own: a module that was cast while it was partitioned has another.
+        param.ds_tensor.data = self._stand_ins.of(self._shard(param).dtype, param.ds_id)
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+
+def _of_another_model(param: Parameter) -> StoreError:
+    key = f"param.{param.ds_id}"
+    error = StoreError(
+        f"{key!r} belongs to another model, or to another deepspeed.zero.Init context: its shard "
+        "is not in this one's store. cause: a list of parameters of several models was given to "
+        "the swapper of one of them. fix: give each parameter to its own, param.nvme_swapper"
+    )
+    error.key = key
+    return error

@@ -114,9 +114,12 @@ def _assign(seam: Seam, value: Any) -> None:
 
 
 def _place(seam: Seam) -> tuple[Any, str]:
+    owner: Any
     owner_path, _, name = seam.attribute.rpartition(".")
-    module = importlib.import_module(seam.module)
-    return (resolve(seam.module, owner_path) if owner_path else module), name
+    owner = resolve(seam.module, owner_path) if owner_path else importlib.import_module(seam.module)
+    if name.startswith("__") and not name.endswith("__"):  # Python's name of a private method
+        name = f"_{owner.__name__}{name}"
+    return owner, name
 
 
 def find(seam: Seam) -> Any:

@@ -109,6 +109,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters.Init._ensure_availability_of_partitioned_params": (
         "c23b0a8e1e2d9b89",
     ),
+    "deepspeed.runtime.zero.partition_parameters.Init._partition": ("3cda9a89ac825a5c",),
     "deepspeed.runtime.zero.partition_parameters.Init._partition_param": ("7fbef61d28d0e884",),
     "deepspeed.runtime.zero.partition_parameters.Init.ds_id": ("68c74db660056e9e",),
     "deepspeed.runtime.zero.partition_parameters.Init.ds_numel": ("d6c5b1678abf6ac8",),
@@ -124,8 +125,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": ("1d52aef714a7864f",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),
     "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus": ("28133cd0e09c419c",),
+    "deepspeed.runtime.zero.partition_parameters._no_gather_coalesced": ("da965731e274a8a6",),
     "deepspeed.runtime.zero.partitioned_param_coordinator.InflightParamRegistry.__setitem__": (
         "918a728f4b4b3f1c",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__all_gather_params": (
+        "22da6b5c94c5eeea",
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._clean_inflight_param_registry": (
         "7910fe61efcc8776",
@@ -133,11 +138,20 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._fetch_sub_module_impl": (
         "51afe8c0e736b0bb",
     ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._invalidate_trace": (
+        "32aa5cfa39eae780",
+    ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.fetch_sub_module": (
         "daf94249226efec8",
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.release_and_reset_all": (
         "43e5c63feafcf627",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.reset_step": (
+        "95288a67abdf9325",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.trace_prologue": (
+        "2137a4edc555d09d",
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.iter_params": ("a1b2622b733dded5",),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.__avg_scatter_contiguous_grads": (
@@ -185,6 +199,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank": (
         "0f3279e4e46f9461",
+    ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._move_to_flat_buffer": (
+        "baada16e2425677f",
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_out": (
         "6400632381b88754",

@@ -63,8 +63,22 @@ SEAMS: tuple[Seam, ...] = (
         "gather",
         f"{_ZERO}.partition_parameters",
         "Init._convert_to_deepspeed_param",
-        "gives parameters gather functions that release slots early and work in turns",
+        "gives the coordinator gathers that begin when what they gather is needed",
         f"{_OURS}.parameters.gather:wrap_convert",
+    ),
+    Seam(
+        "gather of a list",
+        f"{_ZERO}.partition_parameters",
+        "Init._all_gather",
+        "splits lists by the swappers of their parameters, releases slots early, works in turns",
+        f"{_OURS}.parameters.gather:wrap_all_gather",
+    ),
+    Seam(
+        "gather of a module",
+        f"{_ZERO}.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.__all_gather_params",
+        "splits lists by the swappers of their parameters",
+        f"{_OURS}.parameters.gather:wrap_coordinated",
     ),
     Seam(
         "parameters in flight",
@@ -76,8 +90,9 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "fetch",
         f"{_ZERO}.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator.fetch_sub_module",
-        "gathers begin with the module that needs them, of several ranks the same ones",
+        "PartitionedParameterCoordinator._fetch_sub_module_impl",
+        "gathers begin with the module that needs them, of several ranks the same ones; a trace "
+        "that lacks one of its parameters is made anew",
         f"{_OURS}.parameters.gather:wrap_fetch",
     ),
     Seam(
@@ -192,6 +207,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_configure_offloading",
             "_configure_tensor_swapping",
             "_create_param_groups_fp16_flat_cpu_memory",
+            "_move_to_flat_buffer",
             "_setup_for_real_optimizer",
             "_create_fp32_partitions",
             "_swap_in_sub_group_to_flat_buffer",
@@ -281,13 +297,17 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.partition_parameters", "MultipleAllGatherHandles"),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
     (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
+    (f"{_ZERO}.partition_parameters", "_no_gather_coalesced"),
     (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
-    (f"{_ZERO}.partition_parameters", "Init._all_gather"),
+    (f"{_ZERO}.partition_parameters", "Init._partition"),
     (f"{_ZERO}.partitioned_param_coordinator", "iter_params"),
     *(
         (f"{_ZERO}.partitioned_param_coordinator", f"PartitionedParameterCoordinator.{method}")
         for method in (
-            "_fetch_sub_module_impl",
+            "fetch_sub_module",
+            "trace_prologue",
+            "_invalidate_trace",
+            "reset_step",
             "_clean_inflight_param_registry",
             "release_and_reset_all",
         )

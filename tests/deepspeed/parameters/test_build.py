@@ -93,7 +93,7 @@ def test_of_several_ranks_each_gather_is_begun_late(
     monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     swapper, _ = made(monkeypatch, {"enabled": True}, 1 << 20, ranks=ranks)
-    kept = parameter(7, numel=10)
+    kept = parameter(7, numel=10, swapper=swapper)
     kept.ds_tensor.final_location = None  # in host memory, where nobody waits for it
     kept.ds_tensor.status = PartitionedParamStatus.AVAILABLE
     assert swapper.late_gathers.late([kept]) == ([kept] if ranks > 1 else [])
@@ -126,7 +126,7 @@ def test_within_a_budget_the_store_lends(monkeypatch: pytest.MonkeyPatch) -> Non
     lender = SimpleNamespace(lends=lends, take_back=take_back)
     swapper, attachment = made(monkeypatch, {"enabled": True}, 1 << 20, lender)
     attachment.runtime.io.reserve(key="param.7", nbytes=20)
-    swapper.swap_in([parameter(7, numel=10)], async_op=False)
+    swapper.swap_in([parameter(7, numel=10, swapper=swapper)], async_op=False)
     assert asked == ["param.7"]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("deepspeed")
 
 from memascend.deepspeed.parameters.gather import wrap_fetch
-from tests.support.gather_bench import ABSENT, FLYING, THERE, Bench
+from tests.support.gather_bench import ABSENT, FLYING, THERE, TRACELESS, Bench
 from tests.support.swapped_parameters import PATIENCE_S
 
 
@@ -53,7 +53,7 @@ def fetch(bench: Bench, module: list[int], ahead: list[int], chance: random.Rand
             bench.read_ahead(*ahead)
             bench.gather(*chance.sample(ahead, len(ahead)))
 
-    wrap_fetch(original)(None, bench.module(*module), True)
+    wrap_fetch(original)(TRACELESS, bench.module(*module), True, False)
 
 
 @hypothesis.given(
@@ -111,8 +111,8 @@ def test_a_module_needs_external_parameters_and_a_leaf_those_of_its_children(is_
     bench = Bench(is_alone=False, count=4)
     bench.gather(3, 2, 1, 0)
     module = Attention(*bench.params[:3])
-    module._z3_leaf = is_leaf
-    wrap_fetch(lambda *_: bench.registry.pop(0).wait())(None, module, False)
+    fetch = wrap_fetch(lambda *_: bench.registry.pop(0).wait())
+    fetch(TRACELESS, module, False, is_leaf)
     assert sorted(bench.gathered[0]) == ([0, 1, 2] if is_leaf else [0, 2])
 
 
@@ -129,7 +129,7 @@ def test_a_thread_that_fetches_does_not_begin_what_another_ones_module_needs() -
                 bench.registry.pop(index).wait()
                 assert bench.gathered[before:] == [[index]]
 
-        wrap_fetch(original)(None, bench.module(index), True)
+        wrap_fetch(original)(TRACELESS, bench.module(index), True, False)
 
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(fetch_one, (0, 1))] == [None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ class Bench:
     def partitioned(self, count: int, numel: int = NUMEL) -> list[Any]:
         """Parameters whose shards were stored; number i is filled with i + 1."""
         for index in range(count):
-            param = parameter(len(self.params), numel)
+            param = parameter(len(self.params), numel, swapper=self.swapper)
             buffer = self.swapper.get_buffer(param, numel)
             buffer.fill_(index + 1)
             param.ds_tensor.data = buffer.data
@@ -303,12 +304,42 @@ def test_a_modified_parameter_gets_a_slot_to_be_partitioned_into(bench: Bench) -
     assert value(bench.store.content["param.0"]) == 8.0
 
 
+# -- what is no shard of this swapper ------------------------------------------------------------
+
+
+def test_a_parameter_of_another_model_is_named(bench: Bench) -> None:
+    (param,) = Bench().partitioned(1)
+    with pytest.raises(StoreError, match=r"'param\.0' belongs to another model") as caught:
+        bench.swapper.swap_in([param], async_op=False)
+    assert caught.value.key == "param.0"
+    assert bench.store.log() == []
+
+
+def test_of_a_prefetch_list_its_own_parameters_are_read_ahead(bench: Bench) -> None:
+    mine, others = bench.partitioned(1), Bench().partitioned(2)
+    bench.swapper.swap_in([*others, *mine], async_op=True)
+    assert statuses([*others, *mine]) == [ABSENT, ABSENT, READING]
+
+
+@pytest.mark.parametrize("when", ["gather", "step"])
+def test_a_write_to_an_absent_shard_is_an_error_at_the_next_gather_or_step(
+    bench: Bench, when: str
+) -> None:
+    written, other = bench.partitioned(2)
+    written.ds_tensor.data.fill_(5)
+    gather = functools.partial(bench.swapper.swap_in, [other], async_op=False)
+    with pytest.raises(StoreError, match="is lost"):
+        (gather if when == "gather" else bench.swapper.drop_unused)()
+    bench.swapper.swap_in([written], async_op=False)
+    assert value(written.ds_tensor) == 1.0
+
+
 # -- turns ---------------------------------------------------------------------------------------
 
 
 def cut(bench: Bench, sizes: list[tuple[int, str]], first_id: int = 0) -> list[list[int]]:
     params = [
-        parameter(number, nbytes // 2, location)
+        parameter(number, nbytes // 2, location, bench.swapper)
         for number, (nbytes, location) in enumerate(sizes, start=first_id)
     ]
     return [[param.ds_id for param in turn] for turn in bench.swapper.turns(params)]
@@ -334,7 +365,7 @@ def test_a_list_is_cut_into_turns_by_bytes_on_the_drive(
 def test_turns_do_not_depend_on_the_order_of_the_list(bench: Bench) -> None:
     """DeepSpeed hands over sets, whose order differs from rank to rank."""
     sizes = [TURN_BYTES // 2, TURN_BYTES // 3, TURN_BYTES // 2, 2]
-    params = [parameter(i, nbytes // 2, "nvme") for i, nbytes in enumerate(sizes)]
+    params = [parameter(i, nbytes // 2, swapper=bench.swapper) for i, nbytes in enumerate(sizes)]
     cuts = [list(bench.swapper.turns(order)) for order in (params, params[::-1])]
     assert [[p.ds_id for p in turn] for turn in cuts[0]] == [[0, 1], [2, 3]]
     assert cuts[0] == cuts[1]

@@ -68,6 +68,34 @@ def test_a_modified_parameter_is_stored_anew(rank: int, world: int, shape: tuple
 
 
 @by_shape
+def test_a_module_that_is_cast_while_it_is_partitioned_keeps_its_shards_dtype(
+    shape: tuple[int, ...],
+) -> None:
+    bench, content = Rank(), content_of(shape)
+    param = bench.parameter(content)
+    bench.partition(param)
+    param.data = param.data.float()  # of no elements, as `module.to(torch.float32)` does
+    bench.gather(param)
+    assert torch.equal(param.data, content)
+    assert param.ds_tensor.dtype == torch.bfloat16
+
+
+@by_rank
+@by_shape
+def test_a_shard_is_stored_in_another_dtype(rank: int, world: int, shape: tuple[int, ...]) -> None:
+    bench, content = Rank(rank, world), content_of(shape)
+    param = bench.parameter(content)
+    bench.partition(param)
+    bench.param_swapper.recast(param, torch.float32)
+    assert (param.ds_tensor.dtype, param.ds_tensor.dim()) == (torch.float32, 0)
+    assert param.ds_tensor.status is ABSENT
+    count = bench.slice_of(param, content).numel()
+    stored = bench.store.value(f"param.{param.ds_id}", torch.float32)
+    assert torch.equal(stored[:count], bench.slice_of(param, content).float())
+    assert bench.pool.free_bytes == bench.pool.held_bytes
+
+
+@by_shape
 def test_a_gathered_parameter_is_whole_and_holds_no_slot(shape: tuple[int, ...]) -> None:
     bench, content = Rank(), content_of(shape)
     param = bench.parameter(content)

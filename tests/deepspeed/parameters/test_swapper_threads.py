@@ -53,7 +53,7 @@ class Bench:
 
     def partitioned(self, count: int) -> list[Any]:
         """Parameters whose shards were stored; number i is filled with i + 1."""
-        params = [parameter(ds_id) for ds_id in range(count)]
+        params = [parameter(ds_id, swapper=self.swapper) for ds_id in range(count)]
         for param in params:
             buffer = self.swapper.get_buffer(param, NUMEL)
             param.ds_tensor.data = buffer.fill_(param.ds_id + 1).data
