@@ -75,6 +75,9 @@ class Case:
     accessors: str = "none"  # safe_get_* and safe_set_* around a step: none | read | change
     modify_weights: bool = False  # gather one tensor and change it in the middle of training
     gather_all: bool = False  # gather every tensor at once in the middle of training
+    cast: tuple[str, ...] = ()  # modules of such names are cast to fp32 after zero.Init
+    averages: bool = False  # lists of parameters of several models, as an average of weights has
+    touched: bool = False  # the root touches the head's weight itself, from the fourth step on
     second_model: bool = False  # train another model on the same path in the middle of training
     limit_bytes: int = 0  # host_memory_limit; 0 leaves the key out
     overlap: bool = True  # of the reduction with the backward pass, on devices
@@ -142,6 +145,9 @@ class Case:
             "accessors",
             "modify_weights",
             "gather_all",
+            "cast",
+            "averages",
+            "touched",
             "compiled",
             "scheduler",
             "load_from",

@@ -18,6 +18,8 @@
 - Steps that are over first, and steps that begin behind their caller when they are first waited for
   (walks.py): with one, four and eight micro-batches, overflows, LoRA, parameters without a
   gradient, checkpoints in the middle, tensors changed by hand, and parameters lent where they are.
+- Scripts that cast modules after zero.Init, gather lists of several models' parameters, and use
+  weights outside their modules.
 - Inference apart, since it has neither optimizer nor gradients.
 """
 
@@ -297,6 +299,22 @@ def step_cases() -> list[Case]:
     return [
         replace(training, world=world, walk=walk)
         for training, (world, walk) in zip(trainings, ways, strict=False)
+    ]
+
+
+def script_cases() -> list[Case]:
+    """What scripts do with parameters: cast them, list those of several models, touch them."""
+    cast = Case(cast=("norm", "embed", "lm_head"))
+    return [
+        # The embedding is the first parameter: DeepSpeed trains all of them in its dtype.
+        replace(cast, averages=True, touched=True, steps=6),
+        Case(cast=("norm", "lm_head"), world=2, averages=True, touched=True, steps=6),
+        replace(cast, limit_bytes=LIMIT_SMALL_BYTES, world=2),
+        replace(cast, resident_numel_max=4_000_000, clipping=1.0),
+        replace(cast, sections=tuple(n for n in SECTIONS if n != "streaming.parameters")),
+        replace(cast, sections=WHOLE, resume_at=2, steps=4),
+        Case(averages=True, limit_bytes=LIMIT_SMALL_BYTES, modify_weights=True),
+        Case(averages=True, touched=True, steps=6, prefetch_numel=1_000_000, family="qwen"),
     ]
 
 

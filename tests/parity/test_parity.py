@@ -159,6 +159,15 @@ def test_steps_during_backward_give_the_bits_of_cpu_offload(bench: Bench, case: 
     assert all((rank["early_tile_count"] > 0) == is_early for rank in facts)
 
 
+@pytest.mark.parametrize("case", quick(matrix.script_cases(), 0, 1), ids=case_name)
+def test_what_scripts_do_with_parameters_gives_the_bits_of_cpu_offload(
+    bench: Bench, case: Case
+) -> None:
+    facts = bench.run(case, "memascend")
+    assert differences(facts, bench.run(case, "oracle")) == []
+    assert_memascend_did_it(case, facts)
+
+
 @pytest.mark.parametrize("case", quick(matrix.inference_cases(), 0), ids=case_name)
 def test_inference_gives_the_bits_of_cpu_offload(bench: Bench, case: Case) -> None:
     facts = bench.run(case, "memascend")

@@ -7,6 +7,7 @@ arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import hashlib
 import itertools
@@ -28,6 +29,8 @@ from .walks import watched
 
 SEED = 20_250
 PAUSE_TIMEOUT_S = 400.0
+#: DeepSpeed has a complete trace of the modules by then.
+TOUCHED_STEP = 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Class attributes that one engine sets and the next would inherit.
 INIT_DEFAULTS = {
@@ -171,7 +174,26 @@ def build_model(case: Case, config: dict[str, Any], *, seed: int = SEED) -> nn.M
             models.set_weights(name, parameter.data, seed=seed)
     if case.checkpointing != "off":
         enable_checkpointing(case, model, config)
+    if case.touched:
+        touch_head(model)
+    for name, module in model.named_modules():
+        if any(word in name for word in case.cast):
+            module.to(torch.float32)
     return model
+
+
+def touch_head(model: Any) -> None:
+    """Have the root's forward pass use the head's weight behind the head, once it `is_touching`."""
+    forward, model.is_touching = model.forward, False
+
+    @functools.wraps(forward)
+    def touching(*arguments: Any, **keywords: Any) -> Any:
+        output = forward(*arguments, **keywords)
+        if model.is_touching:
+            output.logits = output.logits * (1 + model.lm_head.weight.float().square().mean())
+        return output
+
+    model.forward = touching
 
 
 def enable_checkpointing(case: Case, model: Any, config: dict[str, Any]) -> None:
@@ -190,7 +212,9 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
     extra: dict[str, Any] = {}
     rank = deepspeed.comm.get_rank()
     micro_steps = itertools.count(first * case.accumulation)
+    averages = Averages(case, config) if case.averages else None
     for step in range(first, case.steps):
+        engine.module.is_touching = case.touched and step >= TOUCHED_STEP
         if step == case.steps - 1:
             disturb(case, engine.module)
             if case.second_model:
@@ -215,6 +239,9 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
             extra["state_dict"] = accessors.layout(engine.optimizer.state_dict())
         if step + 1 == case.save_at:
             engine.save_checkpoint(case.checkpoint_folder, client_state={"mark": SEED})
+        if averages is not None:
+            averages.update(engine.module)
+            extra["averages"] = [weight_digests(module) for module in averages.modules]
         norms.append(hexadecimal(engine.get_global_grad_norm()))
         scales.append(hexadecimal(getattr(engine.optimizer, "cur_scale", None)))
     return {
@@ -224,6 +251,33 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
         "skipped_steps": engine.skipped_steps,
         **extra,
     }
+
+
+class Averages:
+    """Two averages of the weights: of a model without a block, and of one with the engine's own."""
+
+    def __init__(self, case: Case, config: dict[str, Any]) -> None:
+        plain = dataclasses.replace(case, cast=(), touched=False, checkpointing="off")
+        # Made first, so that a list of parameters begins with one that is not ours.
+        in_memory = deepspeed_json(plain, "oracle", "")
+        self.modules = [
+            build_model(plain, made, seed=SEED + seed)
+            for seed, made in enumerate((in_memory, config))
+        ]
+
+    @torch.no_grad()
+    def update(self, module: nn.Module) -> None:
+        """Move each average half-way to the weights, parameter by parameter of all three."""
+        for params in zip(
+            module.parameters(), *(m.parameters() for m in self.modules), strict=True
+        ):
+            with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+                if deepspeed.comm.get_rank() == 0:
+                    for average in params[1:]:
+                        average.lerp_(params[0].to(average.dtype), 0.5)
+        everything = [param for one in (module, *self.modules) for param in one.parameters()]
+        with deepspeed.zero.GatheredParameters(everything):
+            assert all(param.numel() == param.ds_numel for param in everything)
 
 
 def disturb(case: Case, module: nn.Module) -> None:

@@ -77,9 +77,10 @@ class Optimizer(TiledSteps):
                 ds_numel=member.numel,
                 final_location="nvme" if on_drive else None,
                 data=member.tensor,
+                dtype=member.dtype,
             )
             ds_id = 10 * NAMES.index(name) + index
-            param = SimpleNamespace(ds_tensor=shard, dtype=BF16, key=member.key, ds_id=ds_id)
+            param = SimpleNamespace(ds_tensor=shard, key=member.key, ds_id=ds_id)
             params.append(SimpleNamespace(**vars(param), nvme_swapper=swapper))
         return params
 

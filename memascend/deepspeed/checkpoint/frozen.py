@@ -66,9 +66,9 @@ def put_in(content: dict[str, Any], frozen: dict[str, Any], slots: StagingSlots)
             continue
         swapper = swapper_of(param)
         assert swapper is not None
-        count = param.ds_tensor.ds_numel
-        write = functools.partial(_copy, slots, swapper.key(param), count * param.dtype.itemsize)
-        fragments[name] = StreamedTensor(numel=count, dtype=param.dtype, write=write)
+        count, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype
+        write = functools.partial(_copy, slots, swapper.key(param), count * dtype.itemsize)
+        fragments[name] = StreamedTensor(numel=count, dtype=dtype, write=write)
         nbytes += fragments[name].nbytes
     return nbytes
 
@@ -141,7 +141,7 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
     is_own = engine.use_node_local_storage()
     missing = []
     for name, param in frozen.items():
-        count = param.ds_tensor.ds_numel
+        count, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype
         # Where somebody saved placeholders they are of another size.
         part_numel = count if is_own else -(-param.ds_numel // len(saved))
         parts = [fragments[name] for fragments in saved if name in fragments]
@@ -157,8 +157,8 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
         assert swapper is not None
         optimizer.attachment.runtime.staging.fill(
             key=swapper.key(param),
-            nbytes=count * param.dtype.itemsize,
-            source=functools.partial(_fill, parts, param.dtype, begin),
+            nbytes=count * dtype.itemsize,
+            source=functools.partial(_fill, parts, dtype, begin),
         )
     if missing and rank == 0:
         log.warning(

@@ -26,6 +26,7 @@ from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
 from memascend.deepspeed.optimizer.choice import choose_streams
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
 from memascend.deepspeed.optimizer.steps import WholeSteps
+from memascend.deepspeed.optimizer.stored_dtype import store_as
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
@@ -188,6 +189,13 @@ class ZeroOptimizer(CheckpointedOptimizer):
         return [line for line in found if line]
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        if self.params_in_nvme_and_cpu:
+            store_as(
+                [param for group in self.fp16_groups for param in group],
+                self.dtype,
+                attachment=self.attachment,
+                pin_memory=self.offload_param_pin_memory,
+            )
         # Without any, upstream makes a stand-in of one element.
         has_any = not self.params_in_nvme_and_cpu or self.max_params_in_cpu > 0
         with self.attachment.host_buffers("parameters in cpu" if has_any else None):

@@ -52,6 +52,13 @@ class TiledSteps(StepsEarly):
     # Stores again what an accessor gave out.
     _put_back: Callable[[], None] | None = None
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of the shards of all that is trained."""
+        flat = self.fp16_partitioned_groups_flat[0]
+        dtype: torch.dtype = self.dtype if flat is None else flat.dtype
+        return dtype
+
     # -- construction ----------------------------------------------------------------------------
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
@@ -107,7 +114,7 @@ class TiledSteps(StepsEarly):
             master_dtype=master_dtype,
             state_dtype=torch.bfloat16 if keeps_bf16(runtime.config) else master_dtype,
             gradient_dtype=gradient_dtype,
-            parameter_dtype=self.dtype,
+            parameter_dtype=self.stored_dtype,
             spare_count=0 if runtime.plan is None else runtime.plan.spare_count,
         )
 
@@ -289,7 +296,7 @@ class TiledSteps(StepsEarly):
                 Member(
                     offset=offset,
                     numel=shard.ds_numel,
-                    dtype=param.dtype,
+                    dtype=shard.dtype,
                     key=None if swapper is None else swapper.key(param),
                     tensor=shard.data.view(-1) if swapper is None else None,
                 )

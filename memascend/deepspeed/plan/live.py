@@ -127,7 +127,7 @@ def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, An
     request = PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size())
     return dataclasses.replace(
         request,
-        precision=_precision(optimizer.dtype),
+        precision=_precision(optimizer.stored_dtype),
         arriving_itemsize=optimizer.communication_data_type.itemsize,
         accumulation_itemsize=optimizer.gradient_accumulation_dtype.itemsize,
         master_itemsize=optimizer.master_weights_and_grads_dtype.itemsize,

@@ -103,7 +103,7 @@ def _consolidate(tensors: list[_NamedTensor], attachment: Attachment) -> StateDi
             return None
 
     shapes = {
-        number: (getattr(param, "ds_shape", param.shape), param.dtype)
+        number: (getattr(param, "ds_shape", param.shape), getattr(param, "ds_tensor", param).dtype)
         for number, param in weights.items()
     }
     file = attempt(WeightFile, runtime.directory, shapes)

@@ -43,8 +43,9 @@ def engine_of(
 ) -> Any:
     """An engine of one frozen parameter, and its store."""
     part_numel = -(-NUMEL // world)
-    shard = SimpleNamespace(ds_numel=part_numel, final_location="nvme")
-    param = SimpleNamespace(ds_numel=NUMEL, ds_tensor=shard, dtype=dtype, key="param.0")
+    shard = SimpleNamespace(ds_numel=part_numel, final_location="nvme", dtype=dtype)
+    # Of another dtype, as of a module that was cast while it was partitioned.
+    param = SimpleNamespace(ds_numel=NUMEL, ds_tensor=shard, dtype=torch.float64, key="param.0")
     swapper = Swapper()
     monkeypatch.setattr(frozen, "swapper_of", lambda param: swapper)
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda group=None: rank)

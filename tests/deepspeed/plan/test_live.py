@@ -245,7 +245,7 @@ class AdamW(torch.optim.AdamW):
 def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
     optimizer = SimpleNamespace(
         optimizer=kind([torch.nn.Parameter(torch.ones(3))]),
-        dtype=torch.bfloat16,
+        stored_dtype=torch.bfloat16,
         communication_data_type=torch.bfloat16,
         gradient_accumulation_dtype=torch.float32,
         master_weights_and_grads_dtype=torch.float32,

@@ -1,0 +1,80 @@
+"""The dtype in which shards of trained parameters are stored: that of the optimizer.
+
+DeepSpeed takes the dtype of the first parameter that is trained for all of them, and with CPU
+offload moves their shards into flat buffers of it. They were partitioned in another one where a
+module was cast after zero.Init: `module.to(dtype)` changes only what stands for an absent
+parameter, until it is gathered from its shard again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def store_as(
+    params: Sequence[Any], dtype: torch.dtype, *, attachment: Attachment, pin_memory: bool
+) -> None:
+    """Have the shards of parameters be of a dtype, on the drive or in host memory.
+
+    Args:
+        params: All that are trained; none of them is gathered.
+        dtype: The optimizer's.
+        attachment: Of their model.
+        pin_memory: Whether shards in host memory are to be page-locked.
+
+    Raises:
+        ConfigError: DeepSpeed's own swapper has one of another dtype.
+        StoreError: The drive failed.
+    """
+    others = [param for param in params if param.ds_tensor.dtype != dtype]
+    if others and dist.get_rank() == 0:
+        log.warning(
+            "memascend: %d of %d parameters were partitioned as %s and are trained and stored in "
+            "%s, as with CPU offload: DeepSpeed takes the dtype of the first parameter for all of "
+            "them. Likely cause: modules were cast after deepspeed.zero.Init",
+            len(others),
+            len(params),
+            " or ".join(sorted({_name(param.ds_tensor.dtype) for param in others})),
+            _name(dtype),
+        )
+    for param in others:
+        swapper = swapper_of(param)
+        if param.ds_tensor.final_location != "nvme":
+            _recast_in_memory(param.ds_tensor, dtype, attachment, pin_memory=pin_memory)
+        elif swapper is not None:
+            swapper.recast(param, dtype)
+        else:
+            raise ConfigError(
+                f"a parameter was partitioned as {_name(param.ds_tensor.dtype)} and is to be "
+                f"trained in {_name(dtype)}, the dtype of the first one given to the optimizer, "
+                "which DeepSpeed's own swapper cannot do. Likely cause: modules were cast after "
+                "deepspeed.zero.Init, and memascend.buffer_pool is off. Turn it on, or cast all "
+                "modules or none"
+            )
+
+
+def _recast_in_memory(
+    shard: torch.Tensor, dtype: torch.dtype, attachment: Attachment, *, pin_memory: bool
+) -> None:
+    with attachment.host_buffers("small parameters"):
+        data = torch.empty(shard.numel(), dtype=dtype, device=OffloadDeviceEnum.cpu)
+    if pin_memory:
+        data = get_accelerator().pin_memory(data)
+    shard.data = data.copy_(shard)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
