@@ -21,9 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import kernel_counts
 from rich.console import Console
 from rich.table import Table
 
+from memascend.system.memory import process_status
 from memascend.version import __version__
 
 T = TypeVar("T")
@@ -131,7 +133,8 @@ def peak_rss_growth(run: Callable[[], object]) -> int:
     """Bytes by which the resident memory of this process rose above its start while `run` ran.
 
     Counts what the kernel really handed out, whoever asked for it. The least of a few runs, since
-    other threads of the process may take memory meanwhile; exact to some pages.
+    other threads of the process may take memory meanwhile; exact to some pages. Where the kernel
+    does not reset its high-water mark the result is an upper limit, as `machine` then states.
     """
     return min(_rss_growth_once(run) for _ in range(3))
 
@@ -147,6 +150,8 @@ def machine(directory: Path | None = None) -> dict[str, Any]:
     }
     if directory is not None:
         facts["filesystem"] = _filesystem(directory)
+    if lacks := kernel_counts.lacks():
+        facts["lacks"] = lacks
     return facts
 
 
@@ -212,23 +217,15 @@ def _rss_growth_once(run: Callable[[], object]) -> int:
     gc.collect()
     # What malloc kept of earlier runs would hide what this one needs.
     ctypes.CDLL(None).malloc_trim(0)
-    # Writing 5 resets the high-water mark to the present size.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
+    kernel_counts.reset_host_peak()
+    before = process_status(os.getpid())["VmRSS"]
     run()
-    return max(0, _status_bytes("VmHWM") - before)
+    return max(0, kernel_counts.host_peak_bytes() - before)
 
 
 def _cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
-
-
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(f"no {key} in /proc/self/status")
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -12,10 +12,10 @@ import hashlib
 import json
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import deepspeed
+import kernel_counts
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
@@ -33,8 +33,7 @@ def answer(event: str, **figures: Any) -> None:
 
 def read_bytes() -> int:
     """Read from drives by this process so far; what the page cache held costs nothing."""
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+    return kernel_counts.storage_bytes()[0]
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import kernel_counts
 import torch
 from deepspeed.accelerator import get_accelerator
 from device_trace import DRIVE
@@ -65,15 +66,16 @@ class OnDevice:
     def take_host_peak(self) -> int:
         """The most host memory that this process held since the last call, as the kernel counts it.
 
+        Where the kernel does not reset its count, since the process began (`kernel_counts.lacks`).
         Only the emulated device lies in it as well: that knows what of it is its own.
         """
-        status = process_status(os.getpid())
         if self._accelerator.device_name() == "sim":
             peak_bytes = int(torch.get_device_module("sim").take_host_peak())
         else:
-            peak_bytes = status["VmHWM"]
-            Path("/proc/self/clear_refs").write_text("5")
-        return peak_bytes + status.get("HugetlbPages", 0)  # these are in no process's RSS
+            peak_bytes = kernel_counts.host_peak_bytes()
+            kernel_counts.reset_host_peak()
+        # These are in no process's RSS.
+        return peak_bytes + process_status(os.getpid()).get("HugetlbPages", 0)
 
 
 def traced(step: Callable[[], None], path: Path, *, stock: bool) -> None:

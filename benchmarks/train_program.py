@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import kernel_counts
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
@@ -79,13 +80,11 @@ class Moment:
     """What this process has used until now: time, CPU of all threads, pages, bytes of storage."""
 
     def __init__(self) -> None:
-        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-        counts = {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self.wall_s = time.perf_counter()
         self._cpu_s = usage.ru_utime + usage.ru_stime
         self._minor_faults = usage.ru_minflt
-        self._read_bytes, self._written_bytes = counts["read_bytes"], counts["write_bytes"]
+        self._read_bytes, self._written_bytes = kernel_counts.storage_bytes()
 
     def since(self, begin: Moment) -> dict[str, float]:
         """What was used since an earlier moment."""
