@@ -3,11 +3,13 @@
 Random models in the shapes of public ones, at two sizes of a step and two divisions of it, and with
 one long sequence whose checkpoints stay, go to host memory or to the drive, trained by stock and by
 memascend: one process after the other, as two of them would share the device.
-Which cases run is chosen by what the machine has; --list says why one does not. What the device
-waits for is found in a profiler's trace of one more step, whose own time does not count.
+Which cases run is chosen by the machine: its drive, memory and device, and the things that stock
+and transformers need. The first lines name, for each model, how many cases fit; --list says why one
+does not. What the device waits for is found in a profiler's trace of one more step, whose own time
+does not count.
 
 Every row is a file in --out; the table is made of those files, here or on any other machine.
-Exit statuses: 0 all is done, 1 a run failed, 75 more is to do: start it again, 77 no CUDA device.
+Exit statuses: 75 more is to do: start it again; 0 all is done, 1 a run failed; 77 no CUDA device.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import cases
 import device_trace
+import gpu_lacks
 import gpu_machine
 import harness
 from gpu_machine import Machine
@@ -34,10 +37,13 @@ from gpu_runs import (
     TUNED_VARIABLES,
     Run,
     config_of,
+    drive_bytes,
+    seconds,
     why_not,
 )
 from trainee import Trainee
 
+from memascend.base.units import format_nbytes
 from memascend.system.memory import memory_available
 
 BEGIN = "<!-- table of GPU runs: written by benchmarks/bench_gpu.py -->"
@@ -112,8 +118,16 @@ def measure(
     figures["rss_bytes"] = max(begun + [step["peak_bytes"] for step in steps])
     figures["taken_bytes"] = available - least[0]
     if accelerator != "cpu":
-        figures["trace"] = device_trace.read(trace)
+        figures["trace"] = trace_of(trace)
     return figures
+
+
+def trace_of(path: Path) -> dict[str, Any]:
+    """Return the figures of a trace; the reason as `lacks` if the profiler sees no device here."""
+    try:
+        return device_trace.read(path)
+    except device_trace.NoKernels as error:
+        return {cases.LACKS: str(error)}
 
 
 def figures_of(run: Run, steps: Sequence[Mapping[str, Any]], *, world: int) -> dict[str, Any]:
@@ -162,8 +176,6 @@ def _row(run: Run, record: Mapping[str, Any]) -> str:
     figures = record["answers"][""]
     if "problem" in figures:
         return _cells([*start, figures["problem"], *[""] * 6])
-    trace = figures["trace"]
-    causes = [f"{cause} {share:.0%}" for cause, share in trace["waits"].items() if share >= 0.01]
     p20, p50, p80 = figures["step_s"]
     return _cells(
         [
@@ -174,10 +186,16 @@ def _row(run: Run, record: Mapping[str, Any]) -> str:
             ),
             f"{figures['tokens_per_s']:.0f}",
             f"{p50:.2f} ({p20:.2f} - {p80:.2f})",
-            f"{trace['waiting_share']:.0%}",
-            ", ".join(causes),
+            *_waits(figures["trace"]),
         ]
     )
+
+
+def _waits(trace: Mapping[str, Any]) -> tuple[str, str]:
+    if cases.LACKS in trace:
+        return cases.NOT_HERE, trace[cases.LACKS]
+    causes = [f"{cause} {share:.0%}" for cause, share in trace["waits"].items() if share >= 0.01]
+    return f"{trace['waiting_share']:.0%}", ", ".join(causes)
 
 
 def _cells(cells: Sequence[str]) -> str:
@@ -203,6 +221,7 @@ def report(options: Any) -> bool:
     text = table(records)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
+    cases.pack(options, text)
     print(text)
     if options.document is not None:
         document = options.document.read_text(encoding="utf-8")
@@ -212,7 +231,39 @@ def report(options: Any) -> bool:
 
 def case_of(run: Run, machine: Machine | None = None) -> cases.Case:
     """A run as a case, judged by what a machine has."""
-    return cases.Case(run.name, why_not(run, machine) if machine is not None else "")
+    if machine is None:
+        return cases.Case(run.name)
+    lack = why_not(run, machine) or lack_of(run)
+    return cases.Case(run.name, lack, seconds=seconds(run, WARMUPS + STEPS + 1))
+
+
+def lack_of(run: Run) -> str:
+    """Return what a run needs besides room and this machine lacks, "" if it has all."""
+    if reason := gpu_lacks.training():
+        return reason
+    if run.is_stock and (reason := gpu_lacks.async_io()):
+        return reason
+    return gpu_lacks.checkpoint_offload() if run.offloads_checkpoints else ""
+
+
+def overview(wanted: Sequence[cases.Case]) -> Iterator[str]:
+    """Yield a line for each model: how many of its cases fit, on how much of the drive; or why not.
+
+    Args:
+        wanted: Cases that were asked for.
+    """
+    runs = {run.name: run for run in RUNS}
+    for model in MODELS:
+        of_model = [case for case in wanted if runs[case.name].model == model]
+        fitting = [case for case in of_model if not case.why_not]
+        if fitting:
+            most = max(drive_bytes(runs[case.name]) for case in fitting)
+            yield (
+                f"{model}: {len(fitting)} of {len(of_model)} cases fit, each with at most "
+                f"{format_nbytes(most)} on the drive"
+            )
+        elif of_model:
+            yield f"{model}: none of {len(of_model)} cases fits: {of_model[0].why_not}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,20 +271,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="ranks (default: 1)", default=1)
     parser.add_argument("--document", type=Path, help="put the table there, between its marks")
     options = parser.parse_args(arguments)
+    if options.child is None:
+        cases.unpack(options)
     if options.render:
         return cases.status(is_all=True, is_well=report(options))
     machine = gpu_machine.look(options.nvme_path, gpus=options.gpus)
     if options.child is not None:
         (run,) = (run for run in RUNS if run.name == options.child)
-        cases.answer(measure(run, machine, options.nvme_path))
+        cases.answer(lambda: measure(run, machine, options.nvme_path))
         return cases.STATUS_OK
-    wanted = cases.chosen([case_of(run, machine) for run in RUNS], options.names)
+    wanted = cases.chosen([case_of(run, machine) for run in RUNS], options.names, options.first)
     if options.list:
         cases.show(wanted, options.out)
         return cases.STATUS_OK
     if machine.gpus == 0:
         print(cases.NO_DEVICE, file=sys.stderr)
         return cases.STATUS_NO_DEVICE
+    print(*overview(wanted), sep="\n", flush=True)
     facts = gpu_machine.facts(options.nvme_path, machine)
     is_all = cases.run(
         wanted, Path(__file__), options, facts, child_arguments=["--gpus", str(machine.gpus)]

@@ -24,6 +24,10 @@ Spans = list[tuple[float, float]]
 _COPY = re.compile(r"Memcpy (HtoD|DtoH) \((\w+) -> (\w+)\)")
 
 
+class NoKernels(ValueError):
+    """A trace has no kernel: it was made on the CPU, or the profiler (CUPTI) sees no device."""
+
+
 def summary(trace: Mapping[str, Any]) -> dict[str, Any]:
     """Return seconds, bytes and shares of the one step in a trace.
 
@@ -34,7 +38,8 @@ def summary(trace: Mapping[str, Any]) -> dict[str, Any]:
         `pageable`: name and bytes of each copy that made the host wait.
 
     Raises:
-        ValueError: No step is in the trace, or nothing of a device.
+        ValueError: No step is in the trace.
+        NoKernels: Nothing of a device is in the trace.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     marks = {
@@ -46,7 +51,7 @@ def summary(trace: Mapping[str, Any]) -> dict[str, Any]:
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memset")]
     copies = [event for event in events if _COPY.match(event["name"])]
     if not kernels:
-        raise ValueError("the trace has no kernel: was it made on the CPU, or without CUPTI?")
+        raise NoKernels("the trace has no kernel: was it made on the CPU, or without CUPTI?")
     collective = _spans(event for event in kernels if event["name"].startswith("nccl"))
     computing = _spans(event for event in kernels if not event["name"].startswith("nccl"))
     copying = common(_spans(copies), step)

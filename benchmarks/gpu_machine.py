@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_lacks
 import harness
 
 from memascend.base.units import GIB
@@ -65,14 +66,16 @@ def facts(directory: Path, machine: Machine) -> dict[str, Any]:
     driver = DRIVER.read_text(encoding="ascii").splitlines()[0] if DRIVER.exists() else "unknown"
     versions = found["versions"] | {"cuda": str(torch.version.cuda), "driver": driver}
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no device"
-    return found | {"versions": versions, "gpus": machine.gpus, "gpu": name}
+    lacks = found.get("lacks", {}) | gpu_lacks.circumstances(directory)
+    return found | {"versions": versions, "gpus": machine.gpus, "gpu": name, "lacks": lacks}
 
 
 def describe(found: Mapping[str, Any]) -> str:
-    """One line on the machine of a record."""
+    """One line on the machine of a record, with the things it lacks."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    lacks = "".join(f" {name}: {reason}." for name, reason in found.get("lacks", {}).items())
     return (
         f"{found['gpus']} x {found['gpu']}, {found['cpus_usable']} cores of {found['cpu']}, "
         f"{found['memory_bytes'] / GIB:.0f} GiB, kernel {found['kernel']}, "
-        f"{found['filesystem']['type']}; {versions}."
+        f"{found['filesystem']['type']}; {versions}.{lacks}"
     )

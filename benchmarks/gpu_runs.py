@@ -32,6 +32,9 @@ LOSS_TOKENS = 256
 STOCK_DRIVE_BYTES, OUR_DRIVE_BYTES = 18, 16
 #: Of what is free, the part that a run may plan with.
 USABLE = 0.9
+#: For guesses of a run's duration: its start, bytes that a step moves for each parameter, and the
+#: rate of a drive that is not fast.
+START_S, STEP_DRIVE_BYTES, DRIVE_BYTES_S = 60.0, 34, 2e9
 
 
 def _decoder(model_type: str, **numbers: Any) -> dict[str, Any]:
@@ -209,14 +212,23 @@ def device_bytes(run: Run) -> int:
     return run.micro_tokens * of_token + logits + live + largest
 
 
+def drive_bytes(run: Run) -> int:
+    """Bytes that a run holds on the drive."""
+    of_parameter = STOCK_DRIVE_BYTES if run.is_stock else OUR_DRIVE_BYTES
+    held = of_parameter * MODELS[run.model].shapes.numel
+    return held + (checkpoint_bytes(run) if run.contender == ACTIVATIONS else 0)
+
+
+def seconds(run: Run, steps: int) -> float:
+    """A guess of a run's duration, from which it is left for another call that has more time."""
+    moved = STEP_DRIVE_BYTES * MODELS[run.model].shapes.numel
+    return START_S + steps * moved / DRIVE_BYTES_S
+
+
 def why_not(run: Run, machine: Machine) -> str:
     """What the machine lacks for a run; empty when it has all."""
-    of_parameter = STOCK_DRIVE_BYTES if run.is_stock else OUR_DRIVE_BYTES
-    drive_bytes = of_parameter * MODELS[run.model].shapes.numel
-    if run.contender == ACTIVATIONS:
-        drive_bytes += checkpoint_bytes(run)
     needed = {
-        "on the drive": (drive_bytes, machine.drive_bytes),
+        "on the drive": (drive_bytes(run), machine.drive_bytes),
         "of a device's memory": (device_bytes(run), machine.device_bytes),
         "of host memory": (host_bytes(run, machine), machine.host_bytes),
     }

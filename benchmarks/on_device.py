@@ -5,6 +5,7 @@ On the CPU there is nothing to count but time, and a trace has no device in it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -143,6 +144,44 @@ def _ballast() -> list[torch.Tensor]:
             except torch.OutOfMemoryError:
                 break
     return ballast
+
+
+def contexts(driver: Any = None) -> list[int]:
+    """Return the devices on which this process has a context, by the driver's own account.
+
+    nvidia-smi shows the processes of a device too, but in a container not by the ids they have
+    there, and not every image has it.
+
+    Raises:
+        RuntimeError: The driver refuses to say.
+    """
+    driver = driver or ctypes.CDLL("libcuda.so.1")
+    count, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    _require(driver.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
+    found = []
+    for number in range(count.value):
+        state = driver.cuDevicePrimaryCtxGetState(
+            number, ctypes.byref(flags), ctypes.byref(is_active)
+        )
+        _require(state, "cuDevicePrimaryCtxGetState")
+        if is_active.value:
+            found.append(number)
+    return found
+
+
+def _require(code: int, call: str) -> None:
+    if code:
+        raise RuntimeError(f"{call}: CUDA error {code}")
+
+
+def contexts_of_ranks(*, everywhere: bool) -> list[list[int]]:
+    """Return the devices of each rank's contexts; `everywhere` makes one on each device first."""
+    if everywhere:
+        for number in range(torch.cuda.device_count()):
+            torch.zeros(1, device=f"cuda:{number}")
+    found: list[Any] = [None] * deepspeed.comm.get_world_size()
+    torch.distributed.all_gather_object(found, contexts())
+    return found
 
 
 def race() -> float:

@@ -25,7 +25,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from device_bytes import DeviceBytes
 from device_trace import OPTIMIZER, STEP
-from on_device import OnDevice, crowded, race, traced
+from on_device import OnDevice, contexts_of_ranks, crowded, race, traced
 from transformers.integrations import HfDeepSpeedConfig
 
 from memascend.system.memory import process_status
@@ -324,6 +324,8 @@ def obey(training: Training, command: str, argument: str) -> None:
         training.step(refusals=crowded(training.one_pass))
     elif command == "race":
         answer("race", value=race())
+    elif command == "contexts":
+        answer("contexts", devices=contexts_of_ranks(everywhere=argument == "everywhere"))
     elif command == "facts":
         training.facts()
     else:

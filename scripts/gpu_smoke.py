@@ -2,15 +2,18 @@
 """Checks memascend on a machine with CUDA devices: what no emulation can show.
 
 Every check runs twice, each time in a fresh process: as it is, and with something deliberately
-broken, which must be noticed. A check passes if the first is well and the second is not. Finished
-checks leave a file each in --out; gpu_smoke.json and the page gpu_smoke.txt are made of them.
+broken, which must be noticed. A check passes if the first is well and the second is not. One that
+needs something the machine lacks is "not here", with the reason. Checks that teach more for their
+time come first. Finished checks leave a file each in --out; gpu_smoke.json and the page
+gpu_smoke.txt are made of them, and --results is one file of everything.
 
-Exit statuses: 0 every check passed that this machine can run, 1 one failed, 75 more is to do (start
-it again), 77 no CUDA device.
+Exit statuses: 75 more is to do (start it again); 0 every check passed that this machine can run, 1
+one failed; 77 no CUDA device.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,9 +25,11 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 
 import cases  # noqa: E402
 import gpu_machine  # noqa: E402
-from gpu_checks import Check, memory, order, training  # noqa: E402
+from gpu_checks import Check, memory, order, suite, training  # noqa: E402
 
-CHECKS = {check.name: check for check in (*memory.CHECKS, *order.CHECKS, *training.CHECKS)}
+CHECKS = {
+    check.name: check for check in (*memory.CHECKS, *order.CHECKS, *suite.CHECKS, *training.CHECKS)
+}
 WHOLE, BROKEN = "whole", "broken"
 OUT = "gpu-smoke-out"
 PASSED, FAILED = "passed", "FAILED"
@@ -33,7 +38,7 @@ PASSED, FAILED = "passed", "FAILED"
 def case_of(check: Check, gpus: int) -> cases.Case:
     """A check as a case, judged by the devices there are."""
     lack = f"needs {check.gpus} devices, this machine has {gpus}" if gpus < check.gpus else ""
-    return cases.Case(check.name, lack, (WHOLE, BROKEN))
+    return cases.Case(check.name, lack or check.needs(), (WHOLE, BROKEN), check.seconds)
 
 
 def outcome(check: Check, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,9 +83,10 @@ def _short(text: str, length: int = 300) -> str:
     return flat if len(flat) <= length else f"... {flat[-length:]}"
 
 
-def report(out: Path) -> bool:
-    """Writes the JSON and the page of what there is; False when a check failed."""
-    records = {name: cases.load(case_of(check, 8), out) for name, check in CHECKS.items()}
+def report(options: argparse.Namespace) -> bool:
+    """Write the JSON and the page of the records there are; return False when a check failed."""
+    out = options.out
+    records = {name: cases.load(cases.Case(name), out) for name in CHECKS}
     known = {name: record for name, record in records.items() if record is not None}
     outcomes = [outcome(CHECKS[name], record) for name, record in known.items()]
     machine = next((record["machine"] for record in known.values()), None)
@@ -89,6 +95,7 @@ def report(out: Path) -> bool:
     (out / "gpu_smoke.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     text = page(outcomes, machine)
     (out / "gpu_smoke.txt").write_text(text, encoding="utf-8")
+    cases.pack(options, text)
     print(text, end="")
     return all(one["result"] != FAILED for one in outcomes)
 
@@ -98,13 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = cases.parser(__doc__ or "", out=OUT).parse_args(arguments)
     if options.child is not None:
         check = CHECKS[options.child]
-        cases.answer(check.measure(options.nvme_path, options.variant == BROKEN))
+        cases.answer(lambda: check.measure(options.nvme_path, options.variant == BROKEN))
         return cases.STATUS_OK
+    cases.unpack(options)
     if options.render:
-        return cases.status(is_all=True, is_well=report(options.out))
+        return cases.status(is_all=True, is_well=report(options))
     machine = gpu_machine.look(options.nvme_path)
     wanted = cases.chosen(
-        [case_of(check, machine.gpus) for check in CHECKS.values()], options.names
+        [case_of(check, machine.gpus) for check in CHECKS.values()], options.names, options.first
     )
     if options.list:
         cases.show(wanted, options.out)
@@ -114,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return cases.STATUS_NO_DEVICE
     facts = gpu_machine.facts(options.nvme_path, machine)
     is_all = cases.run(wanted, Path(__file__), options, facts)
-    return cases.status(is_all=is_all, is_well=report(options.out))
+    return cases.status(is_all=is_all, is_well=report(options))
 
 
 if __name__ == "__main__":

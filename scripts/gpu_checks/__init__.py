@@ -28,6 +28,9 @@ class Check:
         control: What is broken in the control.
         noticed_min: How many things are wrong in the control: each has to be noticed.
         gpus: How many devices it needs.
+        needs: Returns the reason why the machine cannot run it, "" if it can. `measure` may find
+            more: it raises `cases.Lack` then.
+        seconds: Estimated duration with its control.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Check:
     control: str
     noticed_min: int = 1
     gpus: int = 1
+    needs: Callable[[], str] = lambda: ""
+    seconds: float = 20.0
 
     def problems(self, whole: Figures, broken: Figures) -> list[str]:
         """Why it has not passed: what is wrong, or that the control was not noticed."""

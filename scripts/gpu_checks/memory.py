@@ -1,4 +1,7 @@
-"""Host memory and the device: refusals of the driver, bandwidth, and the kernel for overflow."""
+"""Host memory and the device: refusals of the driver, bandwidth, and the kernel for overflow.
+
+A sandbox may register no host memory at all. Checks about registered memory are not here then.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_lacks
 import torch
+from cases import Lack
 
 from memascend.base.units import MIB
 from memascend.memory.allocator import HostAllocator
@@ -43,6 +48,7 @@ def measure_refusals(folder: Path, broken: bool) -> dict[str, Any]:
             "intact": _goes_round(first),
         }
     }
+    require_registration()
     driver = ctypes.CDLL("libcuda.so.1")
     late = HostAllocator(register_device=True, huge_pages="transparent")
     second = late.tensor(PIECE_BYTES, torch.uint8, component="smoke")
@@ -85,6 +91,21 @@ def judge_refusals(figures: Figures) -> list[str]:
     return problems
 
 
+def require_registration() -> None:
+    """Register plain memory with the driver, and take it back.
+
+    Raises:
+        Lack: The driver refuses memory that nothing is wrong with.
+    """
+    torch.zeros(1, device="cuda")
+    driver = ctypes.CDLL("libcuda.so.1")
+    plain = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
+    address = ctypes.c_void_p(plain.data_ptr())
+    if code := driver.cuMemHostRegister_v2(address, ctypes.c_size_t(PIECE_BYTES), 1):
+        raise Lack(f"the driver registers no host memory here: CUDA error {code}")
+    driver.cuMemHostUnregister(address)
+
+
 def _any_number(notes: list[str], code: int) -> bool:
     return any(f"error {code}" in note for note in notes)
 
@@ -109,7 +130,7 @@ def measure_bandwidth(folder: Path, broken: bool) -> dict[str, Any]:
 
     Ratios are taken within a round, so that a busy machine slows both.
     """
-    torch.zeros(1, device="cuda")
+    require_registration()
     allocator = HostAllocator(register_device=not broken, lock=not broken)
     leases = [_lease(allocator) for _ in range(2)]
     pinned = [torch.zeros(BANDWIDTH_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
@@ -238,5 +259,7 @@ CHECKS = (
         measure_kernels,
         judge_kernels,
         "inf and nan are not there",
+        needs=gpu_lacks.compiler,  # Triton compiles what launches a kernel
+        seconds=30.0,
     ),
 )

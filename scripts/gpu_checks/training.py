@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import device_trace
+import gpu_lacks
+from cases import Lack
 from trainee import Model, Trainee, deepspeed_config
 
 from . import Check, Figures
+from .memory import require_registration
 
 STEPS = 4
 MODEL, TOKENS = Model(2), 64
@@ -28,7 +31,15 @@ LEARNING_RATE = 1e-4
 #: Of the learning rate; a step that is wrong by so little has to be seen.
 MISTAKE = 1e-2
 ACCELERATOR = "cuda"
-RACE = "CSAN detected"
+#: How torch's sanitizer begins a report, and a line before the kernel of each of two accesses.
+RACE, KERNEL = "CSAN detected", "during kernel:"
+#: One run of the small model, from its start to its end; a first guess.
+RUN_S = 28.0
+#: Both threads of memascend that use the device on their own work in this run.
+THREADS = {
+    "activations": {"enabled": True, "min_bytes": 1 << 14},
+    "streaming": {"optimizer": {"during_backward": True}},
+}
 
 
 # -- runs ----------------------------------------------------------------------------------------
@@ -44,13 +55,19 @@ def start(
     tokens: int = TOKENS,
     mistake: float = 0.0,
     pinned: bool = True,
+    overlap: bool = True,
+    block: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Trainee:
     """A run that is not started yet: DeepSpeed's CPU offload, or memascend on the drive."""
     on_drive = offload == "nvme"
     config = deepspeed_config(
         directory=folder,
-        zero={"stage3_param_persistence_threshold": 7680, "stage3_prefetch_bucket_size": 1 << 20},
+        zero={
+            "stage3_param_persistence_threshold": 7680,
+            "stage3_prefetch_bucket_size": 1 << 20,
+            "overlap_comm": overlap,
+        },
         parameters={"device": offload, "pin_memory": pinned},
         optimizer={"device": offload, "pin_memory": pinned},
     )
@@ -64,7 +81,7 @@ def start(
         config,
         model,
         folder,
-        block={} if on_drive else None,
+        block=block or {} if on_drive else None,
         tokens=tokens,
         options=["--deterministic"],
         accelerator=ACCELERATOR,
@@ -121,6 +138,7 @@ def _differences(what: str, one: Figures, other: Figures) -> list[str]:
 
 def measure_registration(folder: Path, broken: bool) -> dict[str, Any]:
     """The arena of a fresh process in which zero.Init is the first to use the device."""
+    require_registration()
     return result(start(folder, pinned=not broken))
 
 
@@ -137,35 +155,90 @@ def judge_registration(figures: Figures) -> list[str]:
     return problems
 
 
-# -- torch's own switches ------------------------------------------------------------------------
+# -- races ---------------------------------------------------------------------------------------
 
 
 def measure_sanitizer(folder: Path, broken: bool) -> dict[str, Any]:
-    """A run under torch's sanitizer of streams, which ends a run at a race.
+    """Races of memascend's run under torch's sanitizer of streams, and those of CPU offload's.
+
+    The sanitizer ends a run at its first race. It sees the kernels of the thread that trains, those
+    of DeepSpeed among them: a race that CPU offload has as well is not memascend's.
 
     Raises:
-        RuntimeError: It ended for another reason.
+        Lack: Both runs end at the same race, so that nothing after it was seen.
     """
-    run = start(folder, environment={"TORCH_CUDA_SANITIZER": "1"})
+    ours = races(start(folder, environment=SANITIZER), is_racing=broken)
+    theirs = [] if broken else races(start(folder, offload="cpu", environment=SANITIZER))
+    if ours and ours == theirs:
+        raise Lack(f"CPU offload without memascend ends at the same race: {ours[0]}")
+    return {"races": ours, "of CPU offload": theirs}
+
+
+SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
+
+
+def races(run: Trainee, *, is_racing: bool = False) -> list[str]:
+    """Train until the sanitizer ends the run; return each race by its two kernels.
+
+    Args:
+        run: Not started yet.
+        is_racing: Let the run end with a deliberate race.
+
+    Raises:
+        RuntimeError: The run ended for another reason.
+    """
     try:
         with run:
             for _ in range(STEPS):
                 run.step()
-            if broken:
+            if is_racing:
                 run.ask("race", "race")
     except RuntimeError:
-        if not _races(run):
+        if not races_in(run.printed):
             raise
-    return {"races": _races(run)}
+    return races_in(run.printed)
 
 
-def _races(run: Trainee) -> list[str]:
-    return list(dict.fromkeys(line for line in run.printed if RACE in line))
+def races_in(lines: Sequence[str]) -> list[str]:
+    """Return the races in a log, each once: without addresses, which differ from run to run."""
+    found: list[list[str]] = []
+    for line, following in zip(lines, [*lines, ""][1:], strict=True):
+        if RACE in line:
+            found.append([])
+        elif KERNEL in line and found:
+            found[-1].append(following.strip())
+    return list(dict.fromkeys(f"{RACE} a race of " + " and ".join(pair) for pair in found))
 
 
 def judge_sanitizer(figures: Figures) -> list[str]:
-    """Wants no race."""
-    return [*figures["races"]]
+    """Wants no race that CPU offload does not have."""
+    return [race for race in figures["races"] if race not in figures["of CPU offload"]]
+
+
+# -- contexts ------------------------------------------------------------------------------------
+
+
+def measure_contexts(folder: Path, broken: bool, *, world: int = 2) -> dict[str, Any]:
+    """The devices on which each rank has a context after steps that use all of our threads."""
+    run = start(folder, world=world, block=THREADS)
+    run.config["gradient_clipping"] = 0  # else no step begins during backward
+    with run:
+        for _ in range(STEPS):
+            run.step()
+        answer = run.ask("contexts everywhere" if broken else "contexts", "contexts")
+    return {"devices": answer["devices"]}
+
+
+def judge_contexts(figures: Figures) -> list[str]:
+    """Wants a context of each rank on its own device alone: each takes some 0.5 GB of a device."""
+    return [
+        f"rank {rank} has contexts on the devices {devices}"
+        for rank, devices in enumerate(figures["devices"])
+        if devices != [rank]
+    ]
+
+
+# -- torch's own switches ------------------------------------------------------------------------
 
 
 def measure_uncached(folder: Path, broken: bool) -> dict[str, Any]:
@@ -200,27 +273,34 @@ def judge_oom(figures: Figures) -> list[str]:
 # -- a trace at steady state ---------------------------------------------------------------------
 
 
-def measure_profile(
-    folder: Path,
-    broken: bool,
-    *,
-    pinned: bool = True,
-    environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """The profiler's account of a step, after some; what breaks it is stated by the check."""
+def measure_profile(folder: Path, broken: bool, *, breaks_pinning: bool = False) -> dict[str, Any]:
+    """The profiler's account of a step, after some.
+
+    Args:
+        folder: On the drive.
+        broken: Whether something is broken.
+        breaks_pinning: It is page-locked memory; else streams: all work is on one.
+
+    Raises:
+        Lack: The profiler sees no device.
+    """
+    require_registration()
     trace = folder.absolute() / "trace.json"
     run = start(
         folder,
         model=LONG_MODEL,
         tokens=LONG_TOKENS,
-        pinned=pinned or not broken,
-        environment=environment if broken else None,
+        pinned=not (broken and breaks_pinning),
+        overlap=not broken or breaks_pinning,
     )
     with run:
         for _ in range(STEPS):
             run.step()
         run.ask(f"trace {trace}", "step")
-    return {"least_bytes": LONG_MODEL.numel, **device_trace.read(trace)}
+    try:
+        return {"least_bytes": LONG_MODEL.numel, **device_trace.read(trace)}
+    except device_trace.NoKernels as error:
+        raise Lack(f"the profiler sees no device here: {error}") from error
 
 
 def judge_copies(figures: Figures) -> list[str]:
@@ -246,54 +326,78 @@ def _parity(name: str, promise: str, gpus: int = 1, *, dtype: str = "bf16") -> C
         f"a learning rate that is wrong by {MISTAKE:.0%}",
         noticed_min=2,
         gpus=gpus,
+        needs=gpu_lacks.training,
+        seconds=6 * RUN_S,
     )
 
 
+def _trained(*described: Any, runs: int, **more: Any) -> Check:
+    """A check of so many runs, those of its control among them."""
+    return Check(*described, needs=gpu_lacks.training, seconds=runs * RUN_S, **more)
+
+
+#: Those that teach more for their time come first.
 CHECKS = (
-    Check(
+    _trained(
         "registration",
         "the arena of a fresh process is registered, with zero.Init first",
         measure_registration,
         judge_registration,
         "pin_memory is off, so that nothing is registered",
         noticed_min=2,
+        runs=2,
+    ),
+    _trained(
+        "contexts",
+        "each rank has a context on its own device alone, whichever thread uses the device",
+        measure_contexts,
+        judge_contexts,
+        "each rank makes a context on every device",
+        noticed_min=2,
+        gpus=2,
+        runs=2,
     ),
     _parity("parity-bf16", "losses and weights are those of CPU offload, in bf16"),
-    _parity("parity-fp16", "losses and weights are those of CPU offload, in fp16", dtype="fp16"),
+    _trained(
+        "profile",
+        "no copy of a step is of pageable memory",
+        partial(measure_profile, breaks_pinning=True),
+        judge_copies,
+        "pin_memory is off, so that copies are of pageable memory",
+        runs=3,
+    ),
+    _trained(
+        "overlap",
+        f"kernels run during {OVERLAP_MIN:.0%} of the time of copies, and more",
+        measure_profile,
+        judge_overlap,
+        "overlap_comm is off, so that copies and kernels are on one stream",
+        runs=3,
+    ),
     _parity("nccl", "the same with 2 devices and NCCL", gpus=2),
-    Check(
+    _trained(
         "sanitizer",
-        "TORCH_CUDA_SANITIZER=1 finds no race of streams",
+        "TORCH_CUDA_SANITIZER=1 finds no race of streams but those of CPU offload",
         measure_sanitizer,
         judge_sanitizer,
         "a tensor is used on two streams without order",
+        runs=3,
     ),
-    Check(
-        "no-caching",
-        "PYTORCH_NO_CUDA_MEMORY_CACHING=1: the same numbers when freed memory is gone",
-        measure_uncached,
-        judge_uncached,
-        "the variable is not set",
-    ),
-    Check(
+    _trained(
         "oom",
         "a pass that finds the device full can be made again, with the same numbers",
         measure_oom,
         judge_oom,
         "the device is not full",
+        runs=4,
     ),
-    Check(
-        "profile",
-        "no copy of a step is of pageable memory",
-        partial(measure_profile, pinned=False),
-        judge_copies,
-        "pin_memory is off, so that copies are of pageable memory",
+    _trained(
+        "no-caching",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING=1: the same numbers when freed memory is gone",
+        measure_uncached,
+        judge_uncached,
+        "the variable is not set",
+        runs=4,
     ),
-    Check(
-        "overlap",
-        f"kernels run during {OVERLAP_MIN:.0%} of the time of copies, and more",
-        partial(measure_profile, environment={"CUDA_LAUNCH_BLOCKING": "1"}),
-        judge_overlap,
-        "CUDA_LAUNCH_BLOCKING=1, so that each kernel is waited for",
-    ),
+    _parity("parity-fp16", "losses and weights are those of CPU offload, in fp16", dtype="fp16"),
 )

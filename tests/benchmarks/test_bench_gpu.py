@@ -144,6 +144,47 @@ def test_a_small_device_runs_small_steps_and_models() -> None:
     assert "device" in why
 
 
+def case(name: str, why_not: str = "") -> bench_gpu.cases.Case:
+    return bench_gpu.cases.Case(name, why_not)
+
+
+def test_the_first_lines_name_what_fits_and_what_does_not() -> None:
+    why = "needs 134.60 GiB on the drive, 60.00 GiB is there"
+    some = [case("qwen2.5-0.5b/4k/x1/stock"), case("qwen2.5-0.5b/4k/x1/memascend")]
+    some += [case("qwen2.5-0.5b/64k/x1/stock", "needs more"), case("llama-3.1-8b/4k/x1/stock", why)]
+    lines = list(bench_gpu.overview(some))
+    assert len(lines) == 2
+    assert lines[0].startswith("qwen2.5-0.5b: 2 of 3 cases fit")
+    assert bench_gpu.format_nbytes(gpu_runs.drive_bytes(run_of(some[0].name))) in lines[0]
+    assert lines[1] == f"llama-3.1-8b: none of 1 cases fits: {why}"
+
+
+def test_small_models_fit_a_drive_of_64_gib() -> None:
+    needed = {name: gpu_runs.drive_bytes(run_of(f"{name}/4k/x1/stock")) for name in gpu_runs.MODELS}
+    assert needed["qwen2.5-0.5b"] < 9e9
+    assert 20e9 < needed["llama-3.2-1b"] < 23e9
+    assert needed["llama-3.1-8b"] > 64 * GIB
+
+
+@pytest.mark.parametrize(
+    ("lack", "left_out", "kept"),
+    [
+        ("async_io", ["stock", "stock-tuned", "stock-offload"], ["memascend", "memascend-offload"]),
+        ("checkpoint_offload", ["stock-offload", "memascend-offload"], ["memascend-activations"]),
+        ("training", ["stock", "memascend"], []),
+    ],
+)
+def test_rows_whose_needs_are_missing_are_not_here(
+    monkeypatch: pytest.MonkeyPatch, lack: str, left_out: list[str], kept: list[str]
+) -> None:
+    for name in ("training", "async_io", "checkpoint_offload"):
+        reason = "the reason" if name == lack else ""
+        monkeypatch.setattr(bench_gpu.gpu_lacks, name, lambda reason=reason: reason)
+    why = {run.contender: bench_gpu.case_of(run, LARGE).why_not for run in gpu_runs.RUNS}
+    assert {why[contender] for contender in left_out} == {"the reason"}
+    assert {why[contender] for contender in kept} <= {""}
+
+
 # -- figures and the table -----------------------------------------------------------------------
 
 
@@ -191,6 +232,24 @@ def test_the_table_has_a_row_for_each_run_and_names_the_machine_once() -> None:
     assert "libcuda" in failed
     assert "out of memory" in out_of_memory
     assert "needs a drive" in not_here
+
+
+def test_a_row_without_a_trace_has_its_other_figures(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    mark = {"ph": "X", "cat": "user_annotation", "name": device_trace.STEP, "ts": 0, "dur": 9}
+    trace.write_text(json.dumps({"traceEvents": [mark]}))
+    found = FIGURES | {"trace": bench_gpu.trace_of(trace)}
+    name = "qwen2.5-0.5b/4k/x1/stock"
+    (row,) = (
+        line
+        for line in bench_gpu.table(
+            {name: {"machine": MACHINE, "state": "done", "answers": {"": found}}}
+        ).splitlines()
+        if line.startswith("| qwen")
+    )
+    assert "3277" in row
+    assert "not here" in row
+    assert "no kernel" in row
 
 
 def test_recorded_rows_become_a_table_in_a_document(tmp_path: Path) -> None:

@@ -25,12 +25,17 @@ with Path({ran!r}).open("a") as file:
     print(options.child, options.variant, file=file)
 if options.child == "fails":
     sys.exit("the reason")
+if options.child == "lacks":
+    def lacking():
+        raise cases.Lack("no second thing")
+    cases.answer(lacking)
+    sys.exit()
 if options.child == "hangs":
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path({pid!r}).write_text(str(helper.pid))
     time.sleep(600)
 (options.nvme_path / "left behind").touch()
-cases.answer({{"variant": options.variant, "arguments": sys.argv[1:3]}})
+cases.answer(lambda: {{"variant": options.variant, "arguments": sys.argv[1:3]}})
 """
 
 
@@ -142,16 +147,81 @@ def test_names_choose_with_signs_as_in_a_shell_and_unknown_ones_are_refused() ->
         cases.chosen(all_of_them, ["a/*", "c"])
 
 
+def test_a_lack_that_a_child_finds_is_no_failure_and_not_looked_for_again(program: Path) -> None:
+    case = cases.Case("lacks", variants=("whole", "broken"))
+    for _ in range(2):
+        assert run(program, case)
+        assert ran(program) == ["lacks whole"]
+    found = record(program, case)
+    assert (found["state"], found["why"]) == (cases.NOT_HERE, "no second thing")
+    assert run(program, case, arguments=("--again",))
+    assert ran(program) == ["lacks whole"] * 2
+
+
+def test_a_case_does_not_begin_with_less_time_left_than_it_takes(program: Path) -> None:
+    some = (cases.Case("a"), cases.Case("long", seconds=3600), cases.Case("b", seconds=1))
+    assert run(program, *some, arguments=("--minutes", "30")) is False
+    assert ran(program) == ["a", "b"]
+    # A call begins it all the same, as it would never run otherwise; but not if that call has less.
+    assert run(program, *some, arguments=("--minutes", "30", "--spent", "900")) is False
+    assert run(program, *some, arguments=("--minutes", "30")) is True
+    assert ran(program) == ["a", "b", "long"]
+
+
+def test_a_machine_goes_on_from_one_file_of_another(program: Path) -> None:
+    results = program.parent / "results.json"
+    some = (cases.Case("a/x"), cases.Case("fails"))
+    assert run(program, *some, arguments=("--results", str(results)))
+    assert set(json.loads(results.read_text())["records"]) == {"a--x.json", "fails.json"}
+    (program.parent / "out").rename(program.parent / "gone")
+    words = ["--results", str(results), "--out", str(program.parent / "out")]
+    options = cases.parser("a program", out="out").parse_args(words)
+    cases.unpack(options)
+    assert record(program, some[0])["answers"][""]["variant"] == ""
+    assert run(program, *some, cases.Case("b"), arguments=("--results", str(results)))
+    assert ran(program) == ["a/x", "fails", "b"]
+    cases.pack(options, "a page\nof text\n")
+    found = json.loads(results.read_text())
+    assert found["page"] == ["a page", "of text"]
+    assert set(found["records"]) == {"a--x.json", "b.json", "fails.json"}
+
+
+def test_a_file_of_results_reaches_no_other_folder(program: Path) -> None:
+    results = program.parent / "results.json"
+    results.write_text(json.dumps({"page": [], "records": {"../../evil.json": {"state": "done"}}}))
+    out = program.parent / "below" / "out"
+    words = ["--results", str(results), "--out", str(out)]
+    cases.unpack(cases.parser("a program", out="out").parse_args(words))
+    assert [path.name for path in out.iterdir()] == ["evil.json"]
+
+
+def test_named_cases_come_first_in_their_order() -> None:
+    some = [cases.Case(name) for name in ("a/x", "a/y", "b/x", "c")]
+    assert [one.name for one in cases.chosen(some, [], "c,a/*")] == ["c", "a/x", "a/y", "b/x"]
+    assert [one.name for one in cases.chosen(some, ["b/*", "c"], "c")] == ["c", "b/x"]
+    with pytest.raises(SystemExit, match="'d'"):
+        cases.chosen(some, [], "c,d")
+
+
 def test_a_list_says_where_each_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     some = [cases.Case("done"), cases.Case("open"), cases.Case("not", "needs 2 devices")]
+    some.append(cases.Case("found"))
     some[0].file(tmp_path).write_text(json.dumps({"state": cases.DONE}))
+    lack = {"state": cases.NOT_HERE, "why": "no such thing", "answers": {}}
+    some[3].file(tmp_path).write_text(json.dumps(lack))
     cases.show(some, tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["done: done", "open: to do", "not: not here: needs 2 devices"]
+    assert lines == [
+        "done: done",
+        "open: to do",
+        "not: not here: needs 2 devices",
+        "found: not here: no such thing",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("is_all", "is_well", "expected"), [(True, True, 0), (False, True, 75), (False, False, 1)]
+    ("is_all", "is_well", "expected"),
+    [(True, True, 0), (True, False, 1), (False, True, 75), (False, False, 75)],
 )
-def test_a_failure_is_told_before_what_is_left(is_all: bool, is_well: bool, expected: int) -> None:
+def test_a_failure_is_told_when_nothing_is_left(is_all: bool, is_well: bool, expected: int) -> None:
     assert cases.status(is_all=is_all, is_well=is_well) == expected

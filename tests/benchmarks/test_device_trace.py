@@ -80,6 +80,12 @@ def test_a_trace_of_no_step_or_no_device_is_refused(absent: str) -> None:
         device_trace.summary({"traceEvents": left})
 
 
+def test_a_trace_of_no_device_is_told_from_one_of_no_step() -> None:
+    left = [one for one in trace_of()["traceEvents"] if one.get("cat") != "kernel"]
+    with pytest.raises(device_trace.NoKernels):
+        device_trace.summary({"traceEvents": left})
+
+
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace_of()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,28 @@ def test_a_device_is_filled_in_ever_smaller_pieces(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "empty", empty)
     assert on_device._ballast() == [1 << 30, 64 << 20]
     assert room[0] < min(on_device.BALLAST_BYTES)
+
+
+class Driver:
+    """A driver of three devices, some of which this process has a context on."""
+
+    def __init__(self, *active: int, code: int = 0) -> None:
+        self._active, self._code = active, code
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 3
+        return 0
+
+    def cuDevicePrimaryCtxGetState(self, number: int, flags: Any, is_active: Any) -> int:
+        is_active._obj.value = number in self._active
+        return self._code
+
+
+def test_contexts_are_those_that_the_driver_calls_active() -> None:
+    assert on_device.contexts(Driver()) == []
+    assert on_device.contexts(Driver(0, 2)) == [0, 2]
+    with pytest.raises(RuntimeError, match="CUDA error 3"):
+        on_device.contexts(Driver(0, code=3))
 
 
 def test_the_host_peak_is_that_since_the_last_call() -> None:

@@ -85,7 +85,18 @@ FIGURES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             dict.fromkeys(PARITY, RUN | {"losses": RUN["losses"][:1]}),
         ],
     ),
-    "sanitizer": ({"races": []}, [{"races": ["CSAN detected a possible data race"]}]),
+    "sanitizer": (
+        {"races": [], "of CPU offload": ["CSAN detected a race of a and b"]},
+        [{"races": ["CSAN detected a race of a and c"]}],
+    ),
+    "contexts": (
+        {"devices": [[0], [1]]},
+        [{"devices": [[0], [0, 1]]}, {"devices": [[1], [1]]}, {"devices": [[], [1]]}],
+    ),
+    "tests": (
+        {"passed": ["a.b"], "failed": [], "skipped": []},
+        [{"passed": []}, {"failed": ["a.c"]}, {"skipped": ["a.c"]}],
+    ),
     "no-caching": (
         SAME,
         [{"ours": RUN | {"cached_bytes": 1}}, {"ours": RUN | {"weights": "0"}}],
@@ -114,6 +125,8 @@ CONTROLS: dict[str, dict[str, Any]] = {
     },
     "bandwidth": dict.fromkeys(BANDWIDTH, FAST | {"ratio": 0.5}),
     "registration": {"arena": RUN["arena"] | {"registered_bytes": 0, "is_pinned": False}},
+    "contexts": {"devices": [[0, 1], [0, 1]]},
+    "tests": {"passed": [], "skipped": ["a.b"]},
 }
 
 
@@ -340,6 +353,23 @@ def test_every_check_is_listed_with_what_it_lacks(smoke: ModuleType) -> None:
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert list(lines) == list(smoke.CHECKS)
     assert "needs 2 devices" in lines["nccl"]
+
+
+def test_a_check_is_not_here_where_its_needs_are_not(
+    smoke: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke.training.gpu_lacks, "compiler", lambda: "needs a C++ compiler")
+    why = {name: smoke.case_of(check, 8).why_not for name, check in smoke.CHECKS.items()}
+    assert why["slots"] == ""
+    assert why["parity-bf16"] == why["tests"] == "needs a C++ compiler"
+
+
+def test_checks_without_training_come_before_all_others(smoke: ModuleType) -> None:
+    names = list(smoke.CHECKS)
+    assert names[:6] == ["refusals", "bandwidth", "kernels", "slots", "staging", "tiles"]
+    trained = [check.name for check in smoke.training.CHECKS]
+    assert names[-len(trained) :] == trained
+    assert trained[0] == "registration"
 
 
 def test_an_unknown_check_is_refused() -> None:
