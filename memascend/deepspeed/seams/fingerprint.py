@@ -16,6 +16,7 @@ import io
 import re
 import textwrap
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 _LAYOUT = frozenset(
@@ -33,6 +34,9 @@ _LAYOUT = frozenset(
 _CPP_TOKENS = re.compile(
     r"""//[^\n]*|/\*.*?\*/|\\\n|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\w+|[^\w\s]""", re.DOTALL
 )
+#: From Python 3.12 on: the two ends of an f-string, between which its parts are tokens.
+_FSTRING_START = getattr(tokenize, "FSTRING_START", None)
+_FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
 
 def resolve(module: str, attribute: str) -> object:
@@ -139,8 +143,31 @@ def _source_of(source: str, node: ast.AST) -> str:
 
 def _hash_tokens(source: str) -> str:
     digest = hashlib.sha256()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _LAYOUT:
-            digest.update(token.string.encode())
-            digest.update(b"\0")
+    for text in _texts(source):
+        digest.update(text.encode())
+        digest.update(b"\0")
     return digest.hexdigest()[:16]
+
+
+def _texts(source: str) -> Iterator[str]:
+    """Yield each token's text. An f-string is one token, as it is in every Python below 3.12."""
+    lines = source.splitlines(keepends=True)
+    depth, begin = 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == _FSTRING_START:
+            begin = begin if depth else token.start
+            depth += 1
+        elif token.type == _FSTRING_END:
+            depth -= 1
+            if depth == 0:
+                yield _between(lines, begin, token.end)
+        elif depth == 0 and token.type not in _LAYOUT:
+            yield token.string
+
+
+def _between(lines: list[str], begin: tuple[int, int], end: tuple[int, int]) -> str:
+    """Return the text from one place to another; a place is a line from 1 on, and a column."""
+    chosen = lines[begin[0] - 1 : end[0]]
+    chosen[-1] = chosen[-1][: end[1]]
+    chosen[0] = chosen[0][begin[1] :]
+    return "".join(chosen)

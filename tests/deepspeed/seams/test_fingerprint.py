@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import shutil
+import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -71,6 +74,68 @@ def test_a_changed_token_is_a_change(module: Module, old: str, new: str) -> None
     one, other = module(PLAIN), module(changed)
     assert fingerprint(one, "Swapper.swap") != fingerprint(other, "Swapper.swap")
     assert fingerprint(one, "Swapper") != fingerprint(other, "Swapper")
+
+
+#: f-strings of every kind, which Python takes apart from 3.12 on.
+FORMATTED = """
+class Swapper:
+    def swap(self, number, names):
+        plain = "a" "b"
+        one = f"{number} of {len(names)}: {{{names[0]!r:>{number}}}}" f'{number=}'
+        return rf"{one}\\n" + f'''
+            {", ".join(f"<{name}>" for name in names)}  # no comment
+        ''' + plain
+"""
+
+
+def other_pythons() -> list[str]:
+    """Return the interpreters of other versions that are at hand."""
+    named = [shutil.which(f"python3.{minor}") for minor in range(10, 16)]
+    pyenv = Path.home() / ".pyenv" / "versions"
+    return [path for path in named if path] + [str(p) for p in pyenv.glob("3.1?.*/bin/python")]
+
+
+def test_every_python_gives_the_same_fingerprint() -> None:
+    expected = fingerprints._hash_tokens(FORMATTED)
+    program = (
+        "import runpy, sys; name, text = sys.argv[1:]; "
+        "print('%d.%d' % sys.version_info[:2], runpy.run_path(name)['_hash_tokens'](text))"
+    )
+    found: dict[str, str] = {}
+    for python in other_pythons():
+        command = [python, "-c", program, str(fingerprints.__file__), FORMATTED]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:  # a name may lead to a Python that is not installed
+            version, digest = done.stdout.split()
+            found[version] = digest
+    if not found:
+        pytest.skip("no other Python is installed")
+    assert found == dict.fromkeys(found, expected)
+
+
+def test_the_parts_of_an_f_string_are_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = 'f"a{b}c"\n'
+    expected = fingerprints._hash_tokens(source)
+    start, middle, end = 901, 902, 903
+    monkeypatch.setattr(fingerprints, "_FSTRING_START", start)
+    monkeypatch.setattr(fingerprints, "_FSTRING_END", end)
+
+    def taken_apart(readline: Callable[[], str]) -> Iterator[tokenize.TokenInfo]:
+        line, column = readline(), 0
+        for kind, text in (
+            (start, 'f"'),
+            (middle, "a"),
+            (tokenize.OP, "{"),
+            (tokenize.NAME, "b"),
+            (tokenize.OP, "}"),
+            (middle, "c"),
+            (end, '"'),
+        ):
+            begin, column = column, column + len(text)
+            yield tokenize.TokenInfo(kind, text, (1, begin), (1, column), line)
+
+    monkeypatch.setattr(fingerprints.tokenize, "generate_tokens", taken_apart)
+    assert fingerprints._hash_tokens(source) == expected
 
 
 def test_a_change_elsewhere_in_the_module_is_none(module: Module) -> None:
