@@ -77,7 +77,7 @@ lint: environment ## style of Python, C++ and shell, and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files '*.cpp' '*.hpp' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run -Werror
-	$(BIN)/shellcheck scripts/*.sh deploy/*.sh .ci/run
+	$(BIN)/shellcheck scripts/*.sh scripts/*/*.sh deploy/*.sh .ci/run
 	git ls-files | xargs --no-run-if-empty $(BIN)/codespell
 
 type: environment ## types of the package
