@@ -26,7 +26,8 @@ inline long call_kernel(long number, const CallArguments& a) {
 
 }  // namespace memascend
 
-extern "C" long syscall(long number, ...) noexcept {
+// Takes as many arguments as a call can have, passed or not, as the C library's own does.
+extern "C" __attribute__((no_sanitize_address)) long syscall(long number, ...) noexcept {
   memascend::CallArguments arguments;
   va_list rest;
   va_start(rest, number);
