@@ -58,6 +58,24 @@ def deepspeed_config(folder: Path, *, device: str, block: dict[str, Any] | None)
     return config
 
 
+def trainer_config(folder: Path, *, device: str, block: dict[str, Any] | None) -> dict[str, Any]:
+    """The same with what Trainer fills in from its own arguments."""
+    config = deepspeed_config(folder, device=device, block=block)
+    config["bf16"] = {"enabled": "auto"}
+    config["train_micro_batch_size_per_gpu"] = "auto"
+    config["gradient_accumulation_steps"] = "auto"
+    config["gradient_clipping"] = "auto"
+    config["optimizer"] = {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    }
+    zero = config["zero_optimization"]
+    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size"):
+        zero[key] = "auto"
+    zero["stage3_param_persistence_threshold"] = "auto"
+    return config
+
+
 def training_config(drive: Path, block: dict[str, Any] | None, world: int) -> dict[str, Any]:
     """Two sub-groups of the model in checkpoint_program.py, all of it on the drive."""
     on_drive = {"device": "nvme", "nvme_path": str(drive)}

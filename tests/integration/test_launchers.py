@@ -20,6 +20,7 @@ from .programs import (
     losses,
     needs_entry_point,
     run,
+    trainer_config,
 )
 
 pytestmark = [pytest.mark.deepspeed, needs_entry_point]
@@ -119,20 +120,7 @@ def train_with_trainer(
 ) -> tuple[int, str]:
     drive = folder / "drive"
     drive.mkdir(exist_ok=True)
-    config = deepspeed_config(drive, device=device, block=block)
-    # What Trainer fills in from its own arguments.
-    config["bf16"] = {"enabled": "auto"}
-    config["train_micro_batch_size_per_gpu"] = "auto"
-    config["gradient_accumulation_steps"] = "auto"
-    config["gradient_clipping"] = "auto"
-    config["optimizer"] = {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    }
-    zero = config["zero_optimization"]
-    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size"):
-        zero[key] = "auto"
-    zero["stage3_param_persistence_threshold"] = "auto"
+    config = trainer_config(drive, device=device, block=block)
     path = folder / f"trainer-{device}.json"
     path.write_text(json.dumps(config))
     done = run(
