@@ -108,12 +108,12 @@ bool can_populate() {
 void collapse(std::span<std::byte> piece, const PageOptions& options, Notes& notes) {
   using Clock = std::chrono::steady_clock;
   const auto start = reinterpret_cast<std::uintptr_t>(piece.data());
-  const std::uint64_t first = align_up(start, kHugePageBytes) - start;
-  const std::uint64_t last = align_down(start + piece.size(), kHugePageBytes) - start;
-  if (first >= last) return;
+  const std::uint64_t first = align_up(start, kHugePageBytes);
+  const std::uint64_t last = align_down(start + piece.size(), kHugePageBytes);
+  if (first >= last) return;  // last may lie before the piece
   const Clock::time_point end = Clock::now() + options.collapse_time;
   std::atomic<bool> ended = false;
-  for_each_share(piece.subspan(first, last - first), options.prefault_threads,
+  for_each_share(piece.subspan(first - start, last - first), options.prefault_threads,
                  [&](std::span<std::byte> share) {
                    while (!share.empty()) {
                      if (Clock::now() >= end) {

@@ -98,6 +98,20 @@ void huge_pages_are_made_a_part_at_a_time_by_all_threads_until_their_time_is_ove
   }
 }
 
+void a_piece_within_one_huge_page_is_left_small() {
+  AddressRange range(kRangeBytes, kRangeBytes);
+  PageOptions options = plain();
+  options.huge_pages = HugePages::kTransparent;
+  Pretence made;
+  pretence = &made;
+  Notes notes;
+  for (const std::uint64_t begin : {kPageBytes, kHugePageBytes}) {
+    back_pages({range.base() + begin, 64 * kPageBytes}, options, notes);
+  }
+  pretence = nullptr;
+  EXPECT(made.collapsed.empty());
+}
+
 void a_range_smaller_than_asked_is_no_smaller_than_the_least() {
   if (is_emulated()) return;  // qemu keeps a record of every page of a range
   bool refused = false;
@@ -158,6 +172,7 @@ int main() {
   larger_pages_are_refused_before_anything_is_mapped();
   memory_comes_zeroed_and_resident_and_goes_back();
   huge_pages_are_made_a_part_at_a_time_by_all_threads_until_their_time_is_over();
+  a_piece_within_one_huge_page_is_left_small();
   a_range_smaller_than_asked_is_no_smaller_than_the_least();
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   a_lock_that_is_refused_is_one_note();
