@@ -14,6 +14,7 @@ from memascend.plan.request import PlanRequest
 from tests.integration.programs import REPOSITORY
 
 yaml = pytest.importorskip("yaml")
+torch = pytest.importorskip("torch")
 
 FOLDER = REPOSITORY / "configs" / "recipes"
 JSONS = sorted(FOLDER.glob("*.json"))
@@ -84,6 +85,30 @@ def test_accelerate_reads_its_recipe() -> None:
     assert not said & {"mixed_precision", "zero_stage", "gradient_clipping"}
 
 
-def test_who_makes_the_optimizer_itself_gets_a_json_without_one() -> None:
-    named = {path.name: "optimizer" in json.loads(path.read_text()) for path in JSONS}
-    assert named == {"trainer.json": True, "accelerate.json": False}
+#: Frameworks that make the optimizer themselves. ms-swift stops where the JSON names one.
+MAKES_THE_OPTIMIZER = {
+    "axolotl": False,
+    "llama_factory": False,
+    "ms_swift": True,
+    "open_instruct_accelerate": True,
+}
+
+
+@pytest.mark.parametrize(("name", "makes_it"), MAKES_THE_OPTIMIZER.items())
+def test_who_makes_the_optimizer_itself_gets_a_json_without_one(name: str, makes_it: bool) -> None:
+    found = json_of(name)
+    assert found is not None
+    assert ("optimizer" in json.loads((FOLDER / found).read_text(encoding="utf-8"))) != makes_it
+
+
+def test_of_every_recipe_with_a_json_it_is_known_who_makes_the_optimizer() -> None:
+    assert set(MAKES_THE_OPTIMIZER) == {name for name, keys in KEYS.items() if keys}
+
+
+def test_accelerate_keeps_the_betas_of_an_optimizer_that_the_script_makes() -> None:
+    """ms-swift's beta2 is not DeepSpeed's default, and its recipe has no other place for it."""
+    accelerate = pytest.importorskip("accelerate.utils.deepspeed")
+    pytest.importorskip("deepspeed")
+    made = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], betas=(0.8, 0.95), eps=1e-6)
+    (group,) = accelerate.map_pytorch_optim_to_deepspeed(made).param_groups
+    assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6)
