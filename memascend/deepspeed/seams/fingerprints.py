@@ -33,7 +33,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.base_optimizer.ZeROOptimizer.is_gradient_accumulation_boundary": (
         "83ebeb78c15d8e25",
     ),
-    "deepspeed.runtime.compiler.lazy_disable": ("be23da0389c34234",),
     "deepspeed.runtime.config.DeepSpeedConfig._param_dict": ("71e16f974d3e722c",),
     "deepspeed.runtime.config.DeepSpeedConfig.aio_config": ("ab56004951412526",),
     "deepspeed.runtime.config.DeepSpeedConfig.zero_config": ("1274227cd8d36637",),
@@ -121,6 +120,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_world_size": (
         "362c4e1affbce032",
     ),
+    "deepspeed.runtime.zero.partition_parameters.Init.param_swapper": ("03bb6ef55da96471",),
     "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": ("92751238e9cc69b4",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": ("1d52aef714a7864f",),
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),
@@ -131,6 +131,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__all_gather_params": (
         "22da6b5c94c5eeea",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__most_recent_step_id_param_fetched_for": (
+        "63d34feea089faf1",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__param_queue": (
+        "be1aacefedcce212",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__step_id": (
+        "589553dab8b4eeb1",
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._clean_inflight_param_registry": (
         "7910fe61efcc8776",
@@ -143,6 +152,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.fetch_sub_module": (
         "daf94249226efec8",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.is_complete_trace": (
+        "8566d43944db8494",
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.release_and_reset_all": (
         "43e5c63feafcf627",

@@ -285,7 +285,6 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler.__init__"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler.update_scale"),
-    ("deepspeed.runtime.compiler", "lazy_disable"),
     ("deepspeed.runtime.torch_autocast", "is_autocast_initialized"),
     ("deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS"),
     ("deepspeed.utils", "z3_leaf_module"),
@@ -300,13 +299,18 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.partition_parameters", "_no_gather_coalesced"),
     (f"{_ZERO}.partition_parameters", "Init._ensure_availability_of_partitioned_params"),
     (f"{_ZERO}.partition_parameters", "Init._partition"),
+    (f"{_ZERO}.partition_parameters", "Init.param_swapper"),
     (f"{_ZERO}.partitioned_param_coordinator", "iter_params"),
     *(
         (f"{_ZERO}.partitioned_param_coordinator", f"PartitionedParameterCoordinator.{method}")
         for method in (
             "fetch_sub_module",
             "trace_prologue",
+            "is_complete_trace",
             "_invalidate_trace",
+            "__step_id",
+            "__param_queue",
+            "__most_recent_step_id_param_fetched_for",
             "reset_step",
             "_clean_inflight_param_registry",
             "release_and_reset_all",

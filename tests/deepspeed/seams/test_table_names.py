@@ -57,7 +57,6 @@ ATTRIBUTES = {
 }
 #: Names without which ours does not work, by their rows.
 MUST_BE_FOUND = {
-    "lazy_disable": "deepspeed.runtime.compiler.lazy_disable",
     "checkpoint_mp_rank": "deepspeed.runtime.engine.DeepSpeedEngine.checkpoint_mp_rank",
     "ds_zero_partition_rank": (
         "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_rank"
