@@ -123,7 +123,6 @@ class Runtime:
             limit_bytes: Most host memory of all components together; None: no limit.
         """
         self.config, self.directory, self.limit_bytes = config, directory, limit_bytes
-        self._use_device = use_device
         self.walk = Walk(self._prepare_step)  # of the optimizer, behind its caller
         self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
         self.helpers = KernelHelpers()  # of checks of gradients; joined when this goes
@@ -146,18 +145,14 @@ class Runtime:
         self.store = _make_store(config, directory, memory, self.arena) if has_store else None
         self._io = self.store or stock.store
         self.new_event = new_event
-        self._wait_idle, self._new_stream = wait_idle, new_stream
+        self._wait_idle, self._new_stream, self._use_device = wait_idle, new_stream, use_device
         self._staging: StagingSlots | None = None
         self._activations: ActivationStream | None = None
         self._slot_count = STAGING_SLOT_COUNT
         self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
         self.pool = _make_pool(config, stock.slot_memory or memory, parameter_budget_bytes)
         self.overflow_check = _make_overflow_check(config, self.helpers)
-        self.wear = WearMeter(
-            endurance_bytes=config.wear.endurance,
-            budget_bytes=config.wear.write_budget,
-            ranks=local_world_size(),
-        )
+        self.wear = _make_wear_meter(config)
 
     def _prepare_step(self) -> None:
         """Prepare the thread that optimizer steps run on."""
@@ -406,3 +401,11 @@ def _make_overflow_check(
     if not section.enabled:
         return None
     return lambda gradients: scan(gradients, threads=section.threads, helpers=helpers).non_finite
+
+
+def _make_wear_meter(config: MemAscendConfig) -> WearMeter:
+    return WearMeter(
+        endurance_bytes=config.wear.endurance,
+        budget_bytes=config.wear.write_budget,
+        ranks=local_world_size(),
+    )

@@ -32,11 +32,11 @@
 #include <string>
 #include <vector>
 
+#include "devices.hpp"
+
 namespace sim {
 
 constexpr int kStreamsMax = 32;
-constexpr auto kSim = c10::DeviceType::PrivateUse1;
-constexpr c10::DeviceIndex kDevices = 4;
 constexpr int kPoison = 0xff;  // a NaN in every floating-point format
 
 using Clock = std::array<std::uint64_t, kStreamsMax>;  // by stream: what has happened before
@@ -56,23 +56,6 @@ std::uint64_t now_ns();
 std::string site();
 void note_wait(const std::string& why, const std::string& where, std::uint64_t nanoseconds);
 void find_locked(const std::string& text);
-
-// -- devices.cpp --------------------------------------------------------------------------------
-
-/// What a rank works on. The others are there to be touched by mistake: that makes a context, which
-/// takes their memory.
-inline std::atomic<c10::DeviceIndex> own_device{0};
-inline thread_local c10::DeviceIndex current_device = 0;
-/// As with CUDA 12: a thread has a context once it has set the device or used it.
-inline thread_local bool has_context = false;
-
-inline c10::Device own() { return c10::Device(kSim, own_device); }
-void set_own_device(c10::DeviceIndex index);
-void set_device(c10::DeviceIndex index);
-/// Reports a call on a thread whose current device is another one.
-void use_runtime(const char* call);
-/// Reports a tensor that is asked for on another device.
-void use_device(std::optional<c10::Device> device);
 
 // -- streams.cpp --------------------------------------------------------------------------------
 
