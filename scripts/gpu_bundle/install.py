@@ -87,7 +87,9 @@ def main() -> None:
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(f"{sys.executable} has no torch, which the bundle does not bring")
     print(f"== installing into {site}", flush=True)
-    pip(*INSTALL, site, *missing(facts["requirements"]), *WHEELS.glob("memascend-*.whl"))
+    site.mkdir(parents=True, exist_ok=True)
+    if wheels := [*missing(facts["requirements"]), *WHEELS.glob("memascend-*.whl")]:
+        pip(*INSTALL, site, *wheels)
     if not loads(site):
         compile_core(site)
     done.write_text(json.dumps(facts), encoding="utf-8")
