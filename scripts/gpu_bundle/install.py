@@ -55,6 +55,7 @@ def loads(site: Path) -> bool:
     """Whether the core in the folder can be loaded by this Python on this system."""
     done = subprocess.run(
         [sys.executable, "-c", "import memascend._core"],
+        cwd=site,  # not the caller's folder, which may be a checkout without a core
         env={**os.environ, "PYTHONPATH": str(site), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         capture_output=True,
     )

@@ -137,6 +137,8 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 
 def test_the_first_call_installs_what_is_missing_and_the_next_one_nothing(made: Path) -> None:
     (made / "cuda" / "lib64" / "stubs").mkdir(parents=True)
+    (made.parent / "memascend").mkdir()  # as in a checkout without a core, where it is started
+    (made.parent / "memascend" / "__init__.py").touch()
     done = run(made, "smoke", "--first", "slots", CUDA_HOME=str(made / "cuda"))
     assert done.returncode == 0, done.stdout + done.stderr
     first, last = done.stdout.splitlines()
