@@ -74,6 +74,21 @@ class GradientGoneError(MemAscendError, RuntimeError):
         )
 
 
+class IncompleteGradientError(MemAscendError, RuntimeError):
+    """Gradients are to be used though a backward pass has failed or is not over."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the gradients are incomplete: a backward pass of this engine failed or still runs. "
+            "likely cause: an error in a backward pass was caught and training went on without "
+            "another forward pass, or it was caught inside engine.backward(); or a hook of a "
+            "backward pass began another one of the same engine. Weights and optimizer states are "
+            "those of before. fix: let the error leave the outer backward(), then repeat the "
+            "micro-step from its forward pass on. A hook may call the engine while the backward() "
+            "of a loss runs that the engine has not computed (GradCache)"
+        )
+
+
 class WriteBudgetError(MemAscendError, RuntimeError):
     """A run wrote more than the user allows; its checkpoint is complete."""
 

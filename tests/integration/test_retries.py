@@ -1,4 +1,4 @@
-"""A step that an error or Ctrl-C has left in the middle of a gather is tried again."""
+"""Steps left by an error or Ctrl-C are tried again; a pass that still runs is not taken for one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
+
 from .programs import BLOCK, REPOSITORY, SAVING, alone, retried_config, run
 
 pytestmark = pytest.mark.deepspeed
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "retry_program.py"
+NESTED = PROGRAM.with_name("nested_program.py")
 
 
 @pytest.mark.parametrize("more", [{}, SAVING], ids=["", "activations"])
@@ -38,3 +41,25 @@ def test_a_step_left_at_any_gather_can_be_tried_again_with_less(
     for one in retried:
         assert one["numbers"] == undisturbed["numbers"], one
         assert (one["lost"], one["saved"]) == (0, 0), one
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_engine_calls_inside_a_running_backward_give_the_gradients_of_torch(
+    tmp_path: Path, world: int
+) -> None:
+    """They were dropped, as those of a pass that an error has left."""
+    (tmp_path / "drive").mkdir()
+    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world)]
+    launcher += ["--master_port", str(free_port())]
+    done = run(
+        [*launcher, str(NESTED), str(tmp_path / "drive")],
+        cwd=tmp_path,
+        environment={"PYTHONPATH": search_path},
+    )
+    (line,) = re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE) or [""]
+    assert line, done.stdout[-4000:]
+    for kind, cases in json.loads(line).items():
+        refused = cases.pop("an_error_that_a_hook_catches")
+        assert refused == ["IncompleteGradientError"] * 2, kind
+        assert all(found < 1e-6 for both in cases.values() for found in both), (kind, cases)

@@ -25,6 +25,7 @@ from memascend.deepspeed.optimizer.behind import LOADED
 from memascend.deepspeed.optimizer.checkpoints import CheckpointedOptimizer
 from memascend.deepspeed.optimizer.choice import choose_streams
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
+from memascend.deepspeed.optimizer.passes import BackwardPasses
 from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.deepspeed.optimizer.stored_dtype import store_as
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
@@ -55,6 +56,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
     max_params_in_cpu: int
     optimizer_swapper: Any
     grad_partitions_flat_buffer: torch.Tensor | None
+    micro_step_id: int
+    _backward_active_depth: int
+    _epilogue_ran_this_backward: bool
     param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
 
@@ -89,6 +93,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self._offload_optimizer_config = keywords.get("offload_optimizer_config")
         self._attachment: Attachment | None = None
         self.integrity = StepIntegrity()
+        self.passes = BackwardPasses()
         _refuse_several_contexts(module)
         _refuse_nothing_to_train(module, init_optimizer)
         _refuse_dtypes(init_optimizer)
@@ -205,22 +210,93 @@ class ZeroOptimizer(CheckpointedOptimizer):
         super()._setup_for_real_optimizer()
         self._finish_writes()
 
-    # -- a step ----------------------------------------------------------------------------------
+    # -- backward --------------------------------------------------------------------------------
 
     def clear_backward_seen_flag(self) -> None:
-        """Begin a forward pass; what a backward pass that an error has left had not reduced goes.
+        """Begin a forward pass; drop the gradients of a backward pass that an error has left.
 
-        Upstream would add the next gradients to it, or find a parameter twice in a bucket. What was
-        reduced is overwritten by the next pass, unless that adds to it: after an error in a later
-        micro-step of a window `zero_grad` begins the window anew.
+        Upstream would add the next gradients to those not reduced, or find a parameter twice in a
+        bucket. What was reduced is overwritten by the next pass, unless that adds to it: after an
+        error in a later micro-step of a window `zero_grad` begins the window anew.
+
+        Inside a running backward pass nothing is dropped: what has come is reduced, so that the
+        next pass finds the buckets empty.
         """
-        if self._backward_seen_this_step and not self._epilogue_ran_this_backward:
-            for bucket in self.ipg_buckets.values():
-                bucket.clear_params()
-            for param in (param for group in self.fp16_groups for param in group):
-                param.grad = None
-            self._end_step()  # the next pass may bring gradients in another order
+        if self.passes.continues():
+            self._keep_gradients()
+        self.drop_left()
         super().clear_backward_seen_flag()
+
+    def drop_left(self) -> None:
+        """Drop the gradients of a backward pass that an error has left, if there is one."""
+        if not self.passes.was_left():
+            return
+        for bucket in self.ipg_buckets.values():
+            bucket.clear_params()
+        for param in (param for group in self.fp16_groups for param in group):
+            param.grad = None
+        self._backward_active_depth = 0  # else upstream does not reduce at the end of the next
+        self._end_step()  # the next pass may bring gradients in another order
+        self.passes.forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a window of micro-steps anew as upstream, also behind an error."""
+        self.drop_left()
+        super().zero_grad(set_to_none)
+
+    def enter_backward(self) -> None:
+        """Begin a backward pass as upstream, once for a graph.
+
+        Upstream counts a graph with two outputs twice, and would not reduce at its end.
+        """
+        if self.passes.enter() or self._backward_active_depth == 0:
+            super().enter_backward()
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Reduce as upstream at the end of a pass; passes inside another are one micro-step.
+
+        Raises:
+            IncompleteGradientError: A pass inside this one has failed, and the script went on.
+        """
+        with self.passes.ending():
+            super().independent_gradient_partition_epilogue()
+        if self.passes.is_inner:
+            self._epilogue_ran_this_backward = False
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
+        """Take the gradients of a bucket; of parameters that earlier passes had, add them."""
+        adding = [param.ds_id in self.passes.earlier for param in params_to_release]
+        taken = []
+        for adds in sorted(set(adding)):
+            chosen = [number for number, one in enumerate(adding) if one == adds]
+            micro_step_id = self.micro_step_id
+            self.micro_step_id = max(micro_step_id, int(adds))
+            try:
+                taken += super().partition_grads(
+                    [params_to_release[number] for number in chosen],
+                    [grad_partitions[number] for number in chosen],
+                )
+            finally:
+                self.micro_step_id = micro_step_id
+        self.passes.note_reduced(param.ds_id for param in params_to_release)
+        return taken
+
+    def _keep_gradients(self) -> None:
+        """Reduce what buckets hold, for later passes of the same micro-step to add to."""
+        super().independent_gradient_partition_epilogue()
+        self._epilogue_ran_this_backward = False  # the micro-step is not over
+        self.passes.keep()
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        """Step as upstream.
+
+        Raises:
+            IncompleteGradientError: The last backward pass has failed.
+        """
+        self.passes.check()
+        super().step(closure)
 
     def _partition_all_parameters(self) -> None:
         """Partition as upstream; shards that were read ahead and not used are let go too.

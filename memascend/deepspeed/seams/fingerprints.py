@@ -23,6 +23,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing.restore_offloaded_activations": (
         "743825170b888e0c",
     ),
+    "deepspeed.runtime.base_optimizer.BackwardHookStateManager": ("71ea3b29da5c40e0",),
     "deepspeed.runtime.base_optimizer.ZeROOptimizer._backward_seen_this_step": (
         "58e0a56afe98512f",
     ),
@@ -36,6 +37,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.config.DeepSpeedConfig._param_dict": ("71e16f974d3e722c",),
     "deepspeed.runtime.config.DeepSpeedConfig.aio_config": ("ab56004951412526",),
     "deepspeed.runtime.config.DeepSpeedConfig.zero_config": ("1274227cd8d36637",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._backward_epilogue": ("6500536eeb915555",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._backward_post_hook": ("e6c8fb68e30dec06",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._backward_prologue": ("726e339fe1ebfbbe",),
     "deepspeed.runtime.engine.DeepSpeedEngine._config": ("970e5d1ff9381162",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_all_ckpt_names": ("a24ccada572b829e",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_ckpt_name": ("dde27c9c2babb90c",),
@@ -52,6 +56,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "4ab14658f1d8426b",
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine.autotp_size": ("2ea9589aa80bd58f",),
+    "deepspeed.runtime.engine.DeepSpeedEngine.backward": ("86562af53c2bcfa8",),
     "deepspeed.runtime.engine.DeepSpeedEngine.bfloat16_enabled": ("7946e2cc0cf649de",),
     "deepspeed.runtime.engine.DeepSpeedEngine.checkpoint_engine": ("dc57cf7f3092b7bb",),
     "deepspeed.runtime.engine.DeepSpeedEngine.checkpoint_mp_rank": ("a277d5570d234831",),
@@ -277,6 +282,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow": (
         "195d41084cf32951",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": (
+        "52e8d895b7f1e467",
+    ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states": (
         "a3abaeba737f3737",
     ),
@@ -300,6 +308,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.update_fp32_grad_for_param_vectorized": (
         "24c8c433c0a0a8ce",
     ),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.zero_grad": ("b997ffc74de1abdf",),
     "deepspeed.runtime.zero.stage3.IPGBucketZ3.clear_params": ("08d0c38a2ad6593e",),
     "deepspeed.runtime.zero.utils.get_norm_dtype": ("b1bf2a6c77117a93",),
     "deepspeed.utils.z3_leaf_module": ("10c7edb2907ba0db",),

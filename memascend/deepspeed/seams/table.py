@@ -149,6 +149,13 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.activations.forward:wrap_forward",
     ),
     Seam(
+        "backward",
+        _ENGINE,
+        "DeepSpeedEngine.backward",
+        "an error that has left it is told from a call that is under way",
+        f"{_OURS}.optimizer.passes:wrap_backward",
+    ),
+    Seam(
         "step",
         _ENGINE,
         "DeepSpeedEngine.step",
@@ -221,6 +228,8 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_partitioned_params_swap_out",
             "has_overflow",
             "clear_backward_seen_flag",
+            "independent_gradient_partition_epilogue",
+            "zero_grad",
             "step",
             "_prepare_sub_group",
             "unscale_and_clip_grads",
@@ -270,6 +279,9 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "load_universal_checkpoint",
             "use_node_local_storage",
             "zero_optimization_partition_weights",
+            "_backward_prologue",
+            "_backward_epilogue",
+            "_backward_post_hook",
         )
     ),
     *((_ENGINE, f"DeepSpeedEngine.{attribute}") for attribute in ENGINE_ATTRIBUTES),
@@ -283,6 +295,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_epilogue_ran_this_backward",
         )
     ),
+    ("deepspeed.runtime.base_optimizer", "BackwardHookStateManager"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler.__init__"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler.update_scale"),
     ("deepspeed.runtime.torch_autocast", "is_autocast_initialized"),

@@ -26,6 +26,7 @@ from memascend.deepspeed.optimizer.optimizer import (
     StreamedWholeOptimizer,
     ZeroOptimizer,
 )
+from memascend.deepspeed.optimizer.passes import BackwardPasses
 from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
@@ -45,6 +46,18 @@ KINDS: dict[tuple[bool, bool], type[ZeroOptimizer]] = {
 def made(block: dict[str, Any], **keywords: Any) -> Any:
     arguments = ("module", None, "names", "timers", {"memascend": block})
     return ZeroOptimizer.__new__(ZeroOptimizer, *arguments, **keywords)
+
+
+def in_backward() -> Any:
+    """An optimizer with one gradient that waits in its bucket."""
+    optimizer = made({}, offload_optimizer_config=ON_DRIVE, offload_ratio=1.0)
+    optimizer.passes = BackwardPasses()
+    param = SimpleNamespace(grad=torch.ones(2))
+    bucket = IPGBucketZ3(params=[param], elements=2)  # type: ignore[list-item]
+    optimizer.fp16_groups, optimizer.ipg_buckets = [[param]], {torch.bfloat16: bucket}
+    optimizer._backward_hook_state = BackwardHookStateManager()
+    optimizer.micro_step_id = 0
+    return optimizer
 
 
 # -- kinds ---------------------------------------------------------------------------------------
@@ -200,23 +213,61 @@ def test_memory_that_the_json_locks_for_no_device_is_said(
     assert any("pin_memory locks" in line for line in lines) == is_for_nothing
 
 
-@pytest.mark.parametrize(
-    ("seen", "ended", "kept"), [(True, False, False), (True, True, True), (False, False, True)]
-)
-def test_what_a_backward_pass_had_not_reduced_when_an_error_left_it_is_dropped(
-    seen: bool, ended: bool, kept: bool
-) -> None:
-    optimizer = made({})
-    param = SimpleNamespace(grad=torch.ones(2))
-    bucket = IPGBucketZ3(params=[param], elements=2)  # type: ignore[list-item]
-    optimizer.fp16_groups, optimizer.ipg_buckets = [[param]], {torch.bfloat16: bucket}
-    optimizer.micro_step_id = 0
-    state = optimizer._backward_hook_state = BackwardHookStateManager()
-    state.backward_seen_this_step, state.epilogue_ran_this_backward = seen, ended
+@pytest.mark.parametrize("left", [True, False])
+def test_the_next_forward_pass_drops_what_an_error_has_left_and_nothing_else(left: bool) -> None:
+    optimizer = in_backward()
+    (param,), bucket = optimizer.fp16_groups[0], optimizer.ipg_buckets[torch.bfloat16]
+    optimizer.passes._has_failed = left
+    optimizer._backward_active_depth = 1
+    state = optimizer._backward_hook_state
+    state.backward_seen_this_step, state.epilogue_ran_this_backward = True, not left
     begun_anew: list[bool] = []
     optimizer._end_step = lambda: begun_anew.append(True)
     optimizer.clear_backward_seen_flag()
-    assert (param.grad is not None, bucket.params != []) == (kept, kept)
-    assert begun_anew == [True] * (not kept)
-    assert optimizer.micro_step_id == ended
+    assert (param.grad is None, bucket.params == []) == (left, left)
+    assert begun_anew == [True] * left
+    assert optimizer.micro_step_id == (not left)
+    assert optimizer._backward_active_depth == (not left)
     assert not state.backward_seen_this_step
+    assert not optimizer.passes.was_left()
+
+
+def test_a_forward_pass_inside_a_backward_pass_keeps_its_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dropped, training would go on with a part of the gradients."""
+    optimizer = in_backward()
+    stock = zero_optimizer.DeepSpeedZeroOptimizer_Stage3
+    reduced: list[bool] = []
+
+    def reduce(self: Any) -> None:
+        reduced.append(True)
+        self._epilogue_ran_this_backward = True
+
+    monkeypatch.setattr(stock, "independent_gradient_partition_epilogue", reduce)
+    loss = torch.ones((), requires_grad=True) * 1.0
+    loss.register_hook(lambda _: optimizer.passes.enter() and None)
+    loss.register_hook(lambda _: optimizer.clear_backward_seen_flag())
+    loss.backward()
+    assert optimizer.fp16_groups[0][0].grad is not None
+    assert (reduced, optimizer.micro_step_id) == ([True], 0)
+
+
+def test_parameters_of_earlier_passes_are_added_to_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has no gradient of this step yet still holds that of the step before."""
+    optimizer = in_backward()
+    stored: list[tuple[list[int], list[str], int]] = []
+
+    def store(self: Any, params: Any, partitions: Any) -> list[Any]:
+        stored.append(([param.ds_id for param in params], partitions, self.micro_step_id))
+        return list(partitions)
+
+    monkeypatch.setattr(StreamedGradients, "partition_grads", store)
+    params = [SimpleNamespace(ds_id=number) for number in range(3)]
+    optimizer.passes.earlier = {1}
+    optimizer.partition_grads(params, ["zero", "one", "two"])
+    assert stored == [([0, 2], ["zero", "two"], 0), ([1], ["one"], 1)]
+    optimizer.passes.keep()
+    assert optimizer.passes.earlier == {0, 1, 2}
