@@ -103,6 +103,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "adc450b5fee894f7",
     ),
     "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": ("356d949340df4266",),
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.destroy": ("64142fab4d0d9794",),
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.setup_zero_stage3_hooks": (
+        "612afc3f66acf0bf",
+    ),
     "deepspeed.runtime.zero.partition_parameters.AsyncPartitionedParameterSwapper": (
         "2197a87e2d1f602b",
     ),
@@ -142,6 +146,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__param_queue": (
         "be1aacefedcce212",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__params_to_release": (
+        "ed670a6337f67e5f",
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__step_id": (
         "589553dab8b4eeb1",
@@ -311,5 +318,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.zero_grad": ("b997ffc74de1abdf",),
     "deepspeed.runtime.zero.stage3.IPGBucketZ3.clear_params": ("08d0c38a2ad6593e",),
     "deepspeed.runtime.zero.utils.get_norm_dtype": ("b1bf2a6c77117a93",),
+    "deepspeed.utils.nvtx.instrument_w_nvtx": ("ae42738c768357a9",),
     "deepspeed.utils.z3_leaf_module": ("10c7edb2907ba0db",),
 }

@@ -96,6 +96,13 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.parameters.gather:wrap_fetch",
     ),
     Seam(
+        "destroy",
+        f"{_ZERO}.parameter_offload",
+        "DeepSpeedZeRoOffload.destroy",
+        "DeepSpeed keeps every module alive that it ever served",
+        f"{_OURS}.parameters.destroy:wrap_destroy",
+    ),
+    Seam(
         "partition",
         f"{_ZERO}.partition_parameters",
         "Init._partition_param",
@@ -314,6 +321,8 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.partition_parameters", "Init._partition"),
     (f"{_ZERO}.partition_parameters", "Init.param_swapper"),
     (f"{_ZERO}.partitioned_param_coordinator", "iter_params"),
+    (f"{_ZERO}.parameter_offload", "DeepSpeedZeRoOffload.setup_zero_stage3_hooks"),
+    ("deepspeed.utils.nvtx", "instrument_w_nvtx"),
     *(
         (f"{_ZERO}.partitioned_param_coordinator", f"PartitionedParameterCoordinator.{method}")
         for method in (
@@ -327,6 +336,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "reset_step",
             "_clean_inflight_param_registry",
             "release_and_reset_all",
+            "__params_to_release",
         )
     ),
     (f"{_SWAP}.optimizer_utils", "OptimizerSwapper"),

@@ -1,0 +1,49 @@
+"""After `engine.destroy()` DeepSpeed keeps the model alive no longer.
+
+With CPU offload parameters stay readable then, and a model may be given to another engine: so it is
+here. Drive space, descriptors, threads and memory of parameters go with the model, when the script
+drops it. DeepSpeed has two references to every module that it has served, in a list and in a cache
+of the process; both are removed here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+from memascend.deepspeed.parameters.gather import swapper_of
+
+
+def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
+    """Stand around `DeepSpeedZeRoOffload.destroy`, of engines that train and others."""
+
+    @functools.wraps(original)
+    def destroy(self: Any) -> None:
+        original(self)
+        if any(swapper_of(param) is not None for param in self.module.parameters()):
+            _forget_module(self.module)
+
+    return destroy
+
+
+def _forget_module(module: Any) -> None:
+    stack = parameter_offload.FWD_MODULE_STACK
+    # In place, and by identity: it is the same list for all engines.
+    stack[:] = [one for one in stack if one is not module]
+    _cache_of(_PARAMS_TO_RELEASE).cache_clear()  # other engines fill it anew
+
+
+def _cache_of(function: Any) -> Any:
+    """Return the cache that a function with DeepSpeed's decorator for profilers stands around."""
+    while not hasattr(function, "cache_clear"):
+        (function,) = (cell.cell_contents for cell in function.__closure__)
+    return function
+
+
+_PARAMS_TO_RELEASE = vars(PartitionedParameterCoordinator)[
+    "_PartitionedParameterCoordinator__params_to_release"
+]

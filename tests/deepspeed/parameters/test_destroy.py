@@ -1,0 +1,73 @@
+"""After the end of an engine DeepSpeed keeps no model of ours alive, and others as ever."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.zero import parameter_offload
+
+from memascend.deepspeed.parameters import destroy as destroy_module
+from memascend.deepspeed.parameters.destroy import wrap_destroy
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
+
+
+def module_of(swapper: object) -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    for param in module.parameters():
+        param.nvme_swapper = swapper  # type: ignore[attr-defined]
+    return module
+
+
+def cached_in_deepspeed(module: object) -> None:
+    """Have DeepSpeed's cache keep a coordinator that keeps the module."""
+
+    class Coordinator:
+        def __init__(self) -> None:
+            self.module = module
+
+        def is_complete_trace(self) -> bool:
+            return True
+
+    coordinator: Any = Coordinator()
+    for name in ("__step_id", "__n_available_params", "__max_reuse_dist_in_numel"):
+        setattr(coordinator, f"_PartitionedParameterCoordinator{name}", 0)
+    coordinator._PartitionedParameterCoordinator__submodule_order = ()
+    empty = torch.nn.Module()
+    parameter_offload._init_external_params(empty)
+    cache = destroy_module._cache_of(destroy_module._PARAMS_TO_RELEASE)
+    cache(coordinator, empty, 0)
+    assert cache.cache_info().currsize > 0
+
+
+def test_a_module_of_ours_goes_with_its_last_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = module_of(None)
+    stack: list[object] = [others]
+    monkeypatch.setattr(parameter_offload, "FWD_MODULE_STACK", stack)
+    module = module_of(ParameterSwapper.__new__(ParameterSwapper))
+    stack.append(module)
+    cached_in_deepspeed(module)
+    called: list[object] = []
+    wrap_destroy(called.append)(SimpleNamespace(module=module))
+    assert [one.module for one in called] == [module]  # type: ignore[attr-defined]
+    assert stack == [others]
+    gone = weakref.ref(module)
+    del module
+    called.clear()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_module_of_others_is_left_to_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(None)
+    stack: list[object] = [module]
+    monkeypatch.setattr(parameter_offload, "FWD_MODULE_STACK", stack)
+    wrap_destroy(lambda _: None)(SimpleNamespace(module=module))
+    assert stack == [module]
