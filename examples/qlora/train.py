@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--deepspeed_config", default=str(HERE / "ds_config.json"))
     parser.add_argument("--output", default="out/qlora")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--storage", default="uint8", help="dtype that packed weights are in")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
     args = parser.parse_args()
 
@@ -46,8 +47,8 @@ def main() -> None:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=torch.bfloat16,
-        # Four weights in each element: ZeRO-3 cuts and gathers tensors of one floating-point dtype.
-        bnb_4bit_quant_storage=torch.bfloat16,
+        # Two weights in each element of bitsandbytes' default, uint8; four in one of bfloat16.
+        bnb_4bit_quant_storage=args.storage,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         args.model, dtype="bfloat16", quantization_config=packing

@@ -48,6 +48,7 @@ from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import PARAMETERS, Footprint
+from memascend.plan.masters import check_masters
 from memascend.plan.request import (
     check_limit_can_be_kept,
     sections_off,
@@ -212,6 +213,7 @@ def _accounts(
     block = _block(ds_config, args)
     check_limit_can_be_kept(block, ds_config)
     check_state_dtype(block, ds_config)
+    check_masters(block, ds_config)
     limit_bytes = _limit(block, args)
     ours = request
     if args.config is None or limit_bytes is not None:

@@ -72,13 +72,12 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
         sizes += [(tensor.shard_numel(world) * itemsize, values - 1) for tensor in shapes.trainable]
     if request.optimizer_device == "nvme":
         window = request.window
-        state_itemsize = request.state_itemsize or request.master_itemsize
         for tensor in shapes.trainable:
             numel = tensor.shard_numel(world)
             sizes.append((numel * window.sum_itemsize, window.sums + gradients_set))
             sizes.append((numel * window.arriving_itemsize, window.places))
             # Of whole sub-groups: one for each tensor is the most there can be.
             sizes.append((numel * request.master_itemsize, values))
-            sizes.append((numel * state_itemsize, values * request.states))
+            sizes.append((numel * request.state_itemsize, values * request.states))
     exact = sum(nbytes * count for nbytes, count in sizes)
     return exact, sum(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES * count for nbytes, count in sizes)

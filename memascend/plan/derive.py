@@ -280,12 +280,12 @@ def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[s
     master = request.master_itemsize
     found = {}
     if knobs.tile_numel and not request.has_known_start:
-        nbytes = knobs.tile_numel * master * request.states
+        nbytes = knobs.tile_numel * request.states_bytes
         found["torch: optimizer state of one tile, first step"] = nbytes
     if request.parameters_device == "cpu":
         found["DeepSpeed: parameters on the CPU"] = every * request.param_itemsize
     if request.optimizer_device == "cpu":
         # Master weights, states, their fp32 gradients, and the flat buffer they come from.
-        per_element = master * (2 + request.states) + request.gradient_itemsize
+        per_element = 2 * master + request.states_bytes + request.gradient_itemsize
         found["DeepSpeed: optimizer and gradients on the CPU"] = learning * per_element
     return found

@@ -135,7 +135,7 @@ def slot_sets(request: PlanRequest) -> tuple[str, ...]:
 
 def tile_element_bytes(request: PlanRequest) -> int:
     """Return host bytes per element of a tile: weight, states, gradient, 16-bit result."""
-    output = request.param_itemsize if request.param_itemsize < request.master_itemsize else 0
+    output = request.param_itemsize if request.param_itemsize != request.master_itemsize else 0
     return request.master_itemsize + request.states_bytes + request.gradient_itemsize + output
 
 
@@ -151,8 +151,8 @@ def spare_count(request: PlanRequest) -> int:
 
 
 def scratch_element_bytes(request: PlanRequest) -> int:
-    """Return host bytes per element of what gradients are widened into; 0 if they are not."""
-    return request.master_itemsize if request.gradient_itemsize < request.master_itemsize else 0
+    """Return host bytes per element of what gradients are cast into; 0 if they are not."""
+    return request.master_itemsize if request.gradient_itemsize != request.master_itemsize else 0
 
 
 def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) -> Knobs:

@@ -13,8 +13,9 @@ from typing import Any
 from memascend.config.block import MemAscendConfig, find_block, parse_block
 from memascend.config.deepspeed_json import DEVICES, device, flag, precision, section, value, whole
 from memascend.errors import ConfigError
+from memascend.plan.masters import FP32_BYTES, master_itemsize, narrow_key, state_itemsize
 from memascend.plan.optimizers import kind_of, state_count_of
-from memascend.plan.states import STATE_ITEMSIZES, why_not_cpu_adam
+from memascend.plan.states import why_not_cpu_adam
 from memascend.plan.window import WindowBytes
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -40,7 +41,7 @@ class PlanRequest:
         arriving_itemsize: Bytes of a gradient as it is reduced; None: those of a parameter.
         accumulation_itemsize: Bytes of an accumulated gradient; None: those of a parameter.
         master_itemsize: Bytes of a master weight.
-        state_itemsize: Bytes of an element of each state; None: those of a master weight.
+        state_itemsize: Bytes of an element of each state.
         optimizer: Name, as in the DeepSpeed JSON or as the class is called.
         state_count: Tensors of state per parameter; None: from the table, by name.
         is_elementwise: Whether a sub-group may be stepped in tiles; None: from the table, by name.
@@ -68,8 +69,8 @@ class PlanRequest:
     precision: str = "bf16"
     arriving_itemsize: int | None = None
     accumulation_itemsize: int | None = None
-    master_itemsize: int = 4
-    state_itemsize: int | None = None
+    master_itemsize: int = FP32_BYTES
+    state_itemsize: int = FP32_BYTES
     optimizer: str = OPTIMIZER
     state_count: int | None = None
     is_elementwise: bool | None = None
@@ -135,7 +136,7 @@ class PlanRequest:
     @property
     def states_bytes(self) -> int:
         """Bytes of all states for each parameter."""
-        return self.states * (self.state_itemsize or self.master_itemsize)
+        return self.states * self.state_itemsize
 
     @property
     def is_tiled(self) -> bool:
@@ -216,7 +217,8 @@ class PlanRequest:
             max_in_cpu=whole(parameters, "max_in_cpu", 0) if counts else 0,
             optimizer_device=device(section(zero, "offload_optimizer")),
             reuse_numel=whole(zero, "stage3_max_reuse_distance", REUSE_NUMEL),
-            state_itemsize=STATE_ITEMSIZES[block.streaming.optimizer.state_dtype],
+            master_itemsize=master_itemsize(ds_config),
+            state_itemsize=state_itemsize(block, ds_config),
             tile_bytes=block.streaming.optimizer.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             verify=block.verify,
@@ -302,6 +304,7 @@ def _steps_in_one_pass(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> 
         block.streaming.optimizer.fused
         and not needed & set(sections_off(block))
         and places == {"nvme"}
+        and not narrow_key(ds_config)
         and why_not_cpu_adam(ds_config) == ("", "")
         and not why_whole_steps(ds_config)
     )

@@ -13,8 +13,6 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed_json import device, flag, section, value
 from memascend.errors import ConfigError
 
-#: By the key's value; fp32 are states as the optimizer makes them.
-STATE_ITEMSIZES = {"bf16": 2, "fp32": None}
 #: For people, wherever such a run is shown.
 INEXACT = (
     'streaming.optimizer.state_dtype "bf16": Adam\'s moments are rounded to bf16 in every step, so '

@@ -34,6 +34,7 @@ from memascend.ledger.drives import DriveWatch
 from memascend.ledger.trace import Measures, Trace, measures_of
 from memascend.monitor.runs import default_root, run_name
 from memascend.monitor.status_file import RankPlace
+from memascend.plan.masters import check_masters
 from memascend.plan.request import check_limit_can_be_kept
 from memascend.plan.states import check_state_dtype
 from memascend.runtime import Runtime, StockParts
@@ -71,6 +72,7 @@ def _cannot_begin(ranks: str) -> MemAscendError:
 def _check(config: MemAscendConfig, ds_config: Mapping[str, Any], limit_bytes: int | None) -> None:
     check_limit_can_be_kept(config, ds_config)
     check_state_dtype(config, ds_config)
+    check_masters(config, ds_config)
     _check_report(config)
     check_smallest(config, ds_config, limit_bytes)
 

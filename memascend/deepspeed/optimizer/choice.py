@@ -16,6 +16,7 @@ from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
 from memascend.errors import ConfigError
+from memascend.plan.masters import refusal_of_masters
 from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
 from memascend.plan.states import keeps_bf16, refusal
 
@@ -32,7 +33,7 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
         arguments: Those of `DeepSpeedZeroOptimizer_Stage3`, by name.
 
     Raises:
-        ConfigError: A limit is stated, and a stream that it needs cannot serve.
+        ConfigError: A stream cannot serve that a limit needs, or master weights in 16 bits.
     """
     if not _is_on_drive(arguments.get("offload_optimizer_config")):
         return False, False
@@ -52,6 +53,10 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
         step = LEAVES_A_PART
     elif not step and is_autocast_initialized():
         step = SCALES_IN_EVERY_CALL
+    for name in ("bf16", "fp16") if step else ():
+        if arguments.get(f"{name}_master_weights_and_gradients"):
+            key = f"{name}.{name}_master_weights_and_grads"
+            raise refusal_of_masters(key, f"it cannot serve, since {step}", "Change that")
     streaming = config.streaming
     return (
         streaming.gradients.enabled and _serves("gradients", both, config),

@@ -232,31 +232,35 @@ class FusedAdam:
         )
 
 
-def fused_adam(optimizer: Any, shape: TileShape, rank: int = 0) -> FusedAdam | None:
+def fused_adam(
+    optimizer: Any, shape: TileShape, rank: int = 0, *, is_needed: bool = False
+) -> FusedAdam | None:
     """Return the fused steps of an optimizer; None where its own are to be taken.
 
     Args:
         optimizer: Any; one that has not made a step yet.
         shape: Dtypes of its tiles.
         rank: Of this process: others round moments in bf16 with other random bits.
+        is_needed: Whether the block asks for moments in bf16, which only fused steps serve. The
+            dtype does not say so: it is bf16 too where DeepSpeed keeps states in it.
 
     Raises:
-        ConfigError: Moments are to be in bf16, which only fused steps serve.
+        ConfigError: They are needed, and cannot be had.
     """
-    reason = _why_not_fused(optimizer, shape)
+    reason = _why_not_fused(optimizer, shape, is_needed=is_needed)
     if not reason:
         tail_width = find_tail_width(optimizer, shape)
         if tail_width is not None:
             return FusedAdam(optimizer, tail_width, shape.state_dtype, rank)
         reason = "on this machine DeepSpeed's operator gives other bits"
-    if shape.state_dtype == torch.bfloat16:
+    if is_needed:
         raise refusal(reason, "Change that")
     if type(optimizer) is DeepSpeedCPUAdam and dist.get_rank() == 0:
         log.info("memascend: the optimizer's own step is used, not the fused one: %s", reason)
     return None
 
 
-def _why_not_fused(optimizer: Any, shape: TileShape) -> str:
+def _why_not_fused(optimizer: Any, shape: TileShape, *, is_needed: bool) -> str:
     """Return why an optimizer must step by itself; nothing if it need not, or not in every step."""
     kind = type(optimizer)
     if kind is not DeepSpeedCPUAdam:
@@ -266,7 +270,7 @@ def _why_not_fused(optimizer: Any, shape: TileShape) -> str:
     if not _has_kernel(shape):
         return f"there is no kernel for weights of {shape.master_dtype}"
     reason = next(filter(None, map(why_not_plain_numbers, optimizer.param_groups)), "")
-    if not reason and shape.state_dtype == torch.bfloat16:
+    if not reason and is_needed:
         reason = why_not_plain_step(optimizer)
     return reason
 

@@ -23,6 +23,7 @@ from memascend.base.progress import byte_progress
 from memascend.checkpoint.converted import converted
 from memascend.checkpoint.source import LoadedTensor, counted
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
+from memascend.deepspeed.plan.optimizers import state_dtype
 from memascend.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -133,11 +134,8 @@ def _as_kept(optimizer: Any, tensors: list[LoadedTensor]) -> list[LoadedTensor]:
     base = optimizer.optimizer
     if type(base) is not DeepSpeedCPUAdam:
         return tensors
-    wanted = torch.float32
-    if optimizer.keeps_bf16_states:
-        wanted = torch.bfloat16
-    elif not base.fp32_optimizer_states:
-        wanted = optimizer.master_weights_and_grads_dtype
+    master = optimizer.master_weights_and_grads_dtype
+    wanted = state_dtype(base, master, in_bf16=optimizer.keeps_bf16_states)
     found = {tensor.dtype for tensor in tensors if tensor.state in MOMENTS} - {wanted}
     if found and dist.get_rank() == 0:
         log.info(

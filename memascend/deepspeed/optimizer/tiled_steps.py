@@ -23,7 +23,12 @@ from memascend.deepspeed.optimizer.early import StepsEarly
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, fused_adam
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.parameters.gather import swapper_of
-from memascend.deepspeed.plan.optimizers import initial_state, is_elementwise, state_count
+from memascend.deepspeed.plan.optimizers import (
+    initial_state,
+    is_elementwise,
+    state_count,
+    state_dtype,
+)
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.plan.knobs import tile_sizes
 from memascend.plan.states import INEXACT, keeps_bf16
@@ -63,6 +68,7 @@ class TiledSteps(StepsEarly):
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         runtime = self.attachment.runtime
+        self.keeps_bf16_states = keeps_bf16(runtime.config)
         tiles = Tiles(
             store=runtime.io,
             memory=runtime.memory,
@@ -85,10 +91,10 @@ class TiledSteps(StepsEarly):
             spool=self.spool,
             take_over=None if runtime.store is None else runtime.store.take_over,
         )
-        self.keeps_bf16_states = keeps_bf16(runtime.config)
         rank = dist.get_rank() if self.keeps_bf16_states else 0
         if runtime.config.streaming.optimizer.fused:
-            self._fused = fused_adam(self.optimizer, tiles.shape, rank)
+            needed = self.keeps_bf16_states
+            self._fused = fused_adam(self.optimizer, tiles.shape, rank, is_needed=needed)
         if self.keeps_bf16_states and rank == 0:
             log.warning("memascend: %s", INEXACT)
         self._set_up_early(tiles)
@@ -112,11 +118,15 @@ class TiledSteps(StepsEarly):
             count=count,
             state_count=state_count(self.optimizer),
             master_dtype=master_dtype,
-            state_dtype=torch.bfloat16 if keeps_bf16(runtime.config) else master_dtype,
+            state_dtype=self._state_dtype(),
             gradient_dtype=gradient_dtype,
             parameter_dtype=self.stored_dtype,
             spare_count=0 if runtime.plan is None else runtime.plan.spare_count,
         )
+
+    def _state_dtype(self) -> torch.dtype:
+        master = self.master_weights_and_grads_dtype
+        return state_dtype(self.optimizer, master, in_bf16=self.keeps_bf16_states)
 
     def _create_fp32_partitions(self) -> None:
         # Upstream makes room for a whole sub-group, which is then streamed past it.
@@ -185,11 +195,7 @@ class TiledSteps(StepsEarly):
         if known is None:
             return
         scalars, fills = known
-        dtype = torch.float32
-        if not getattr(self.optimizer, "fp32_optimizer_states", True):
-            dtype = parameter.dtype
-        if self.keeps_bf16_states:
-            dtype = torch.bfloat16
+        dtype = self._state_dtype()
         for name, fill in fills.items():
             self.groups.add_state(parameter.ds_id, name, dtype, fill)
         self.optimizer.state[parameter] = scalars | {

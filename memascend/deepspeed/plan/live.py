@@ -18,7 +18,7 @@ from memascend.base.units import page_down
 from memascend.config.block import MemAscendConfig
 from memascend.config.environment import local_world_size
 from memascend.config.limit import parse_limit
-from memascend.deepspeed.plan.optimizers import is_elementwise, state_count
+from memascend.deepspeed.plan.optimizers import is_elementwise, state_count, state_dtype
 from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
 from memascend.plan.knobs import (
     PARAMETER_SLOTS_BYTES_MIN,
@@ -27,6 +27,7 @@ from memascend.plan.knobs import (
     LimitTooSmallError,
 )
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
+from memascend.plan.states import keeps_bf16
 from memascend.runtime import PARAMETER_BUDGET_BYTES
 from memascend.system.memory import memory_available, memory_total
 
@@ -125,12 +126,14 @@ def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, An
     kind, elementwise = type(base), is_elementwise(base)
     is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam"
     request = PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size())
+    master = optimizer.master_weights_and_grads_dtype
     return dataclasses.replace(
         request,
         precision=_precision(optimizer.stored_dtype),
         arriving_itemsize=optimizer.communication_data_type.itemsize,
         accumulation_itemsize=optimizer.gradient_accumulation_dtype.itemsize,
-        master_itemsize=optimizer.master_weights_and_grads_dtype.itemsize,
+        master_itemsize=master.itemsize,
+        state_itemsize=state_dtype(base, master, in_bf16=keeps_bf16(config)).itemsize,
         # With its module where a message names it: it may be called as a known one.
         optimizer=kind.__name__ if elementwise else f"{kind.__module__}.{kind.__name__}",
         is_elementwise=elementwise,

@@ -24,6 +24,19 @@ def state_count(optimizer: Any) -> int:
     return max(state_count_of(name, group) for group in optimizer.param_groups)
 
 
+def state_dtype(optimizer: Any, master: torch.dtype, *, in_bf16: bool) -> torch.dtype:
+    """Return the dtype of an optimizer's states.
+
+    Args:
+        optimizer: Any optimizer.
+        master: That of the master weights, which DeepSpeed's states follow where it is told so.
+        in_bf16: Whether the block asks for bf16 (`streaming.optimizer.state_dtype`).
+    """
+    if in_bf16:
+        return torch.bfloat16
+    return torch.float32 if getattr(optimizer, "fp32_optimizer_states", True) else master
+
+
 def initial_state(
     optimizer: Any, group: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, float]] | None:

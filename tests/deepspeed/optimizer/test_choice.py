@@ -75,6 +75,17 @@ def test_without_the_pool_only_an_optimizer_whose_parameters_are_elsewhere_is_st
     assert streams.choose_streams(config, arguments(offload_param_config=None)) == (True, True)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_master_weights_in_16_bits_need_the_stream_of_the_optimizer(precision: str) -> None:
+    narrow = {f"{precision}_master_weights_and_gradients": True}
+    assert streams.choose_streams(parse_block({}), arguments(**narrow)) == (True, True)
+    told = rf"{precision}_master_weights_and_grads keeps .*it needs buffer_pool.*Change that"
+    with pytest.raises(ConfigError, match=told):
+        streams.choose_streams(
+            parse_block({"buffer_pool": {"enabled": False}}), arguments(**narrow)
+        )
+
+
 @pytest.mark.parametrize("name", DECLINED)
 def test_states_in_bf16_need_the_stream_of_the_optimizer(name: str) -> None:
     config = parse_block({"streaming": {"optimizer": {"state_dtype": "bf16"}}})

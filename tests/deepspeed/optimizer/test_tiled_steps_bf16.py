@@ -106,6 +106,23 @@ def test_the_block_decides_what_tiles_hold_and_rank_0_says_it_is_inexact(
     assert optimizer._tile_shape().state_dtype == BF16
 
 
+@pytest.mark.parametrize(("follows", "kept"), [(False, FP32), (True, BF16)])
+def test_states_that_deepspeed_keeps_in_bf16_are_no_request_for_ours(
+    monkeypatch: pytest.MonkeyPatch, follows: bool, kept: torch.dtype
+) -> None:
+    """bf16_master_weights_and_grads, alone or with bf16_optimizer_states: its own step serves."""
+    monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: 0)
+    optimizer = Optimizer(
+        lambda params: DeepSpeedCPUAdam(params, fp32_optimizer_states=not follows)
+    )
+    optimizer.master_weights_and_grads_dtype = BF16
+    optimizer._configure_tensor_swapping(None, None)
+    shape = optimizer._tile_shape()
+    assert (shape.master_dtype, shape.state_dtype) == (BF16, kept)
+    assert optimizer._fused is None
+    assert not optimizer.keeps_bf16_states
+
+
 def test_another_optimizer_is_refused_when_tiles_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: 0)
     optimizer = Optimizer(torch.optim.AdamW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed.plan.optimizers import initial_state, is_elementwise, state_count
+from memascend.deepspeed.plan.optimizers import (
+    initial_state,
+    is_elementwise,
+    state_count,
+    state_dtype,
+)
 
 ELEMENTWISE = [
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RAdam),
@@ -102,3 +108,19 @@ def test_as_many_states_are_planned_as_an_optimizer_makes(
 def test_the_group_with_most_states_counts() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "momentum": m} for m in (0.0, 0.9)]
     assert state_count(torch.optim.SGD(groups, lr=0.1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "in_bf16", "expected"),
+    [
+        ({}, False, torch.float32),
+        ({"fp32_optimizer_states": True}, False, torch.float32),
+        ({"fp32_optimizer_states": False}, False, torch.float16),
+        ({"fp32_optimizer_states": True}, True, torch.bfloat16),
+    ],
+)
+def test_states_follow_the_master_weights_only_where_deepspeed_is_told_so(
+    keywords: dict[str, bool], in_bf16: bool, expected: torch.dtype
+) -> None:
+    optimizer = SimpleNamespace(**keywords)
+    assert state_dtype(optimizer, torch.float16, in_bf16=in_bf16) == expected

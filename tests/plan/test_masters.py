@@ -1,0 +1,93 @@
+"""Master weights in 16 bits: what a DeepSpeed JSON asks for, and what it may not have beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memascend.config.block import parse_block
+from memascend.errors import ConfigError
+from memascend.plan.masters import (
+    check_masters,
+    master_itemsize,
+    narrow_key,
+    state_itemsize,
+)
+from memascend.plan.request import PlanRequest
+
+NARROW = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+BF16_STATES = {"bf16": NARROW["bf16"] | {"bf16_optimizer_states": True}}
+FP16 = {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
+FP16_STATES = FP16 | {"optimizer": {"params": {"fp32_optimizer_states": False}}}
+NVME = {"device": "nvme", "nvme_path": "/mnt"}
+ZERO = {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "itemsizes"),
+    [
+        ({}, "", (4, 4)),
+        ({"bf16": {"enabled": True}}, "", (4, 4)),
+        ({"optimizer": {"params": {"fp32_optimizer_states": False}}}, "", (4, 4)),
+        (NARROW, "bf16.bf16_master_weights_and_grads", (2, 4)),
+        (BF16_STATES, "bf16.bf16_master_weights_and_grads", (2, 2)),
+        ({"bfloat16": NARROW["bf16"]}, "bfloat16.bf16_master_weights_and_grads", (2, 4)),
+        (FP16, "fp16.fp16_master_weights_and_grads", (2, 4)),
+        (FP16_STATES, "fp16.fp16_master_weights_and_grads", (2, 2)),
+    ],
+)
+def test_the_json_says_what_master_weights_and_states_take(
+    keys: dict[str, Any], key: str, itemsizes: tuple[int, int]
+) -> None:
+    assert narrow_key(keys) == key
+    assert (master_itemsize(keys), state_itemsize(parse_block({}), keys)) == itemsizes
+    request = PlanRequest.from_deepspeed({"zero_optimization": ZERO, **keys})
+    assert (request.master_itemsize, request.state_itemsize) == itemsizes
+    assert request.overlaps == (not key)  # there is no pass over a tile in one for them
+
+
+def test_the_blocks_own_states_are_in_bf16_whatever_master_weights_are() -> None:
+    block = parse_block({"streaming": {"optimizer": {"state_dtype": "bf16"}}})
+    assert state_itemsize(block, {}) == 2
+
+
+@pytest.mark.parametrize(
+    ("block", "keys", "found", "remedy"),
+    [
+        (
+            {"streaming": {"optimizer": {"enabled": False}}},
+            NARROW,
+            r"streaming\.optimizer\.enabled is false",
+            "Turn it on",
+        ),
+        ({"direct_nvme": {"enabled": False}}, FP16, r"direct_nvme\.enabled is", "Turn it on"),
+        (
+            {"streaming": {"optimizer": {"state_dtype": "bf16"}}},
+            NARROW,
+            'state_dtype="bf16" needs',
+            "Leave state_dtype out",
+        ),
+        (
+            {},
+            {"bf16": {"bf16_master_weights_and_grads": True}},
+            r"bf16\.enabled is false",
+            "Set it to true",
+        ),
+    ],
+)
+def test_what_they_cannot_be_with_is_named(
+    block: dict[str, Any], keys: dict[str, Any], found: str, remedy: str
+) -> None:
+    parsed = parse_block(block)
+    told = rf"^{narrow_key(keys)} keeps .*{found}.*{remedy}, or leave {narrow_key(keys)} out$"
+    with pytest.raises(ConfigError, match=told):
+        check_masters(parsed, {"zero_optimization": ZERO, **keys})
+    on_cpu = ZERO | {"offload_optimizer": {"device": "cpu"}}
+    check_masters(parsed, {"zero_optimization": on_cpu, **keys})
+    check_masters(parsed, {"zero_optimization": ZERO})
+
+
+def test_what_the_trainer_fills_in_is_no_refusal() -> None:
+    keys = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
+    check_masters(parse_block({}), {"zero_optimization": ZERO, **keys})
