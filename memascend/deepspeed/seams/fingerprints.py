@@ -107,6 +107,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.setup_zero_stage3_hooks": (
         "612afc3f66acf0bf",
     ),
+    "deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK": ("3e356582d76bd3d0",),
     "deepspeed.runtime.zero.partition_parameters.AsyncPartitionedParameterSwapper": (
         "2197a87e2d1f602b",
     ),

@@ -321,6 +321,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.partition_parameters", "Init._partition"),
     (f"{_ZERO}.partition_parameters", "Init.param_swapper"),
     (f"{_ZERO}.partitioned_param_coordinator", "iter_params"),
+    (f"{_ZERO}.parameter_offload", "FWD_MODULE_STACK"),
     (f"{_ZERO}.parameter_offload", "DeepSpeedZeRoOffload.setup_zero_stage3_hooks"),
     ("deepspeed.utils.nvtx", "instrument_w_nvtx"),
     *(

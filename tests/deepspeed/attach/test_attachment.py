@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import platform
 import sys
 import weakref
@@ -258,10 +259,10 @@ def test_a_rank_that_an_error_has_ended_is_not_through(
     attachment.status.begin_step()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "last_type", ValueError, raising=False)
-        attaching._finish(weakref.ref(attachment))
+        attaching._finish(weakref.ref(attachment), os.getpid())
     assert not read_status(attachment.status.place.path).is_finished
     assert attachment.runtime.ledger_count == 2  # the account is given all the same
-    attaching._finish(weakref.ref(attachment))
+    attaching._finish(weakref.ref(attachment), os.getpid())
     assert read_status(attachment.status.place.path).is_finished
 
 

@@ -34,6 +34,10 @@ IMPORTS = {
     "deepspeed.comm": PUBLIC,
     "deepspeed.ops.adam.DeepSpeedCPUAdam": "its `__init__` and its `step` are watched",
     "deepspeed.ops.op_builder.AsyncIOBuilder": "only asked for stock's own handle",
+    "deepspeed.runtime.zero.parameter_offload": "its `FWD_MODULE_STACK` is watched",
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator": (
+        "its methods are watched"
+    ),
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": "only its type is asked for",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "its methods are watched",
     "deepspeed.utils.logger": "a logger of Python's, for the format of its lines",
@@ -42,7 +46,9 @@ SAME = "a name of torch's or Python's own, of a tensor, a module, an optimizer o
 #: Attributes that are read and not watched, and why.
 ATTRIBUTES = {
     "GatheredParameters": PUBLIC,
+    "__getitem__": SAME,
     "__version__": "only compared between ranks",
+    "_parameters": SAME,
     "buffers": SAME,
     "clear": SAME,
     "cpu": SAME,
