@@ -12,7 +12,10 @@ from memascend.base.units import MIB
 
 #: Of small devices: the two largest matrices of a model with 8 billion parameters.
 RELEASED_BYTES_MIN = 256 * MIB
-#: Of larger ones: 384 MiB of 24 GiB, 1.25 GiB of 80 GiB, which is ten such matrices.
+#: What a device needs while the host is held up for 5 ms. A 32nd of the device is spent for it.
+RELEASED_BYTES_ENOUGH = 768 * MIB
+ENOUGH_DIVISOR = 32
+#: A larger device is faster, too, and may have more: 1.25 GiB of 80 GiB, ten such matrices.
 RELEASED_DIVISOR = 64
 
 #: Parameters that may always be waiting, however large: with fewer the device would stand still
@@ -26,4 +29,5 @@ def released_bytes_max(device_bytes: int) -> int:
     Args:
         device_bytes: All memory of the device.
     """
-    return max(RELEASED_BYTES_MIN, device_bytes // RELEASED_DIVISOR)
+    enough = min(RELEASED_BYTES_ENOUGH, device_bytes // ENOUGH_DIVISOR)
+    return max(RELEASED_BYTES_MIN, enough, device_bytes // RELEASED_DIVISOR)

@@ -97,6 +97,6 @@ def idle_share(device_bytes: int) -> float:
 
 
 def test_a_large_device_does_not_stand_still_while_the_host_is_held_up() -> None:
-    assert idle_share(80 * GIB) <= 0.05
+    assert max(idle_share(size * GIB) for size in (24, 80)) <= 0.05
     # So little may wait on a small one that the device feels it.
-    assert idle_share(16 * GIB) >= 0.15
+    assert idle_share(8 * GIB) >= 0.15
