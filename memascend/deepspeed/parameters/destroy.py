@@ -19,12 +19,19 @@ from memascend.deepspeed.parameters.gather import swapper_of
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
-    """Stand around `DeepSpeedZeRoOffload.destroy`, of engines that train and others."""
+    """Stand around `DeepSpeedZeRoOffload.destroy`, of engines that train and others.
+
+    The rank is through with this model: its status and its report say so, once.
+    """
 
     @functools.wraps(original)
     def destroy(self: Any) -> None:
         original(self)
-        if any(swapper_of(param) is not None for param in self.module.parameters()):
+        swappers = set(filter(None, map(swapper_of, self.module.parameters())))
+        for swapper in swappers:
+            # An engine that does not train has no optimizer of ours, which would say it.
+            swapper.memascend_attachment.finish()
+        if swappers:
             _forget_module(self.module)
 
     return destroy

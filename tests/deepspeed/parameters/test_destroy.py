@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from types import SimpleNamespace
@@ -51,13 +52,18 @@ def test_a_module_of_ours_goes_with_its_last_reference(monkeypatch: pytest.Monke
     others = module_of(None)
     stack: list[object] = [others]
     monkeypatch.setattr(parameter_offload, "FWD_MODULE_STACK", stack)
-    module = module_of(ParameterSwapper.__new__(ParameterSwapper))
+    swapper = ParameterSwapper.__new__(ParameterSwapper)
+    finished: list[None] = []
+    finish = functools.partial(finished.append, None)
+    swapper.memascend_attachment = SimpleNamespace(finish=finish)  # type: ignore[assignment]
+    module = module_of(swapper)
     stack.append(module)
     cached_in_deepspeed(module)
     called: list[object] = []
     wrap_destroy(called.append)(SimpleNamespace(module=module))
     assert [one.module for one in called] == [module]  # type: ignore[attr-defined]
     assert stack == [others]
+    assert len(finished) == 1
     gone = weakref.ref(module)
     del module
     called.clear()
