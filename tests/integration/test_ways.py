@@ -1,7 +1,8 @@
 """The ways people call the Trainer and accelerate give what they give on CPU offload.
 
 Evaluation at the start, early stopping and the best model, sequence classification, trials of a
-search, a batch size that is found, saving the model alone, data loader workers, a long loop.
+search, a batch size that is found, saving the model alone, data loader workers, TRL's reference
+that follows the policy, a long loop.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GROWTH_BYTES_MAX = 8 << 20
 LIMITED = BLOCK | {"host_memory_limit": "300MiB"}
 TRAINER_WAYS = (
     *("evaluation_at_start", "sequence_classification", "trials", "no_batch_size_of_the_trainer"),
-    *("only_the_model_saved", "data_loader_workers"),
+    *("only_the_model_saved", "data_loader_workers", "reference_that_follows"),
 )
 LOOPS = ("batch_size_found", "loop_of_accelerate")
 

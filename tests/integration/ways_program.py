@@ -12,6 +12,7 @@ import gc
 import hashlib
 import json
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ import transformers
 from deepspeed import comm as dist
 from deepspeed import zero
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PREFERENCES = EXAMPLES / "data" / "preferences.jsonl"
 ROWS, COLUMNS, VOCABULARY = 12, 16, 2048
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -65,6 +68,10 @@ class Ways:
     def __init__(self, config: Path, folder: Path) -> None:
         self._config = config
         self._folder = folder
+        # A model with a tokenizer, of each rank; written while no Trainer has a ZeRO-3 in mind.
+        self.toy = folder / f"toy-{os.environ.get('RANK', '0')}"
+        transformers.set_seed(1)
+        runpy.run_path(str(EXAMPLES / "toy.py"))["llama"](self.toy)
 
     def evaluation_at_start(self) -> Found:
         """Evaluate before the first step and after each, and stop early for lack of progress."""
@@ -169,6 +176,39 @@ class Ways:
             num_train_epochs=2,
             max_steps=-1,
         )
+        trainer.train()
+        return found_of(trainer)
+
+    def reference_that_follows(self) -> Found:
+        """Train on preferences with TRL; the reference takes up the policy after each step.
+
+        It gathers lists in which parameters of two models take turns.
+        """
+        import datasets
+        import trl
+
+        accelerate.state.AcceleratorState._reset_state()
+        arguments = trl.DPOConfig(
+            output_dir=str(self._folder / "preferences"),
+            deepspeed=str(self._config),
+            bf16=True,
+            use_cpu=True,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_checkpointing=True,
+            learning_rate=1e-4,
+            max_length=64,
+            model_init_kwargs={"dtype": "bfloat16"},
+            sync_ref_model=True,
+            ref_model_sync_steps=1,
+            ref_model_mixup_alpha=0.6,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        rows = datasets.load_dataset("json", data_files=str(PREFERENCES), split="train")
+        trainer = trl.DPOTrainer(model=str(self.toy), args=arguments, train_dataset=rows)
         trainer.train()
         return found_of(trainer)
 
