@@ -48,7 +48,8 @@ class Helpers::Crew {
       std::fegetenv(&arithmetic_);
       free_place_count_ = std::min(helper_count, threads_.size());
     }
-    begun_.notify_all();
+    // As many as there are places: all would meet at the mutex.
+    for (std::size_t left = helper_count; left > 0; --left) begun_.notify_one();
     work();
     std::unique_lock lock(mutex_);
     free_place_count_ = 0;  // a thread that has not come yet would find nothing to do
@@ -62,6 +63,7 @@ class Helpers::Crew {
 
  private:
   void start_missing(std::size_t helper_count) {
+    threads_.reserve(helper_count);  // a thread that runs must not be lost for want of memory
     try {
       while (threads_.size() < helper_count) {
         threads_.push_back(start_thread("memascend-work", [this] { help(); }));

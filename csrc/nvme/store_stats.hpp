@@ -5,7 +5,7 @@
 #include <map>
 #include <string>
 
-#include "nvme/transfer/lane.hpp"
+#include "nvme/transfer/traffic.hpp"
 
 namespace memascend {
 

@@ -105,13 +105,14 @@ bool can_populate() {
 /// Best effort: turns the whole huge pages inside `piece` that the fault path left small. A part at
 /// a time, so that it ends when its time is over; without a wait for what the kernel refuses, of
 /// which measure_pages() finds the result.
-void collapse(std::span<std::byte> piece, const PageOptions& options, Notes& notes) {
+void collapse(std::span<std::byte> piece, PageOptions& options, Notes& notes) {
   using Clock = std::chrono::steady_clock;
   const auto start = reinterpret_cast<std::uintptr_t>(piece.data());
   const std::uint64_t first = align_up(start, kHugePageBytes);
   const std::uint64_t last = align_down(start + piece.size(), kHugePageBytes);
   if (first >= last) return;  // last may lie before the piece
-  const Clock::time_point end = Clock::now() + options.collapse_time;
+  const Clock::time_point began = Clock::now();
+  const Clock::time_point end = began + options.collapse_time;
   std::atomic<bool> ended = false;
   for_each_share(piece.subspan(first - start, last - first), options.prefault_threads,
                  [&](std::span<std::byte> share) {
@@ -126,6 +127,8 @@ void collapse(std::span<std::byte> piece, const PageOptions& options, Notes& not
                      share = share.subspan(part.size());
                    }
                  });
+  const auto used = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began);
+  options.collapse_time -= std::min(options.collapse_time, used);
   if (!ended) return;
   notes.add(
       "the kernel takes long to make huge pages, so some memory stays in small ones: memory is "
@@ -241,7 +244,7 @@ AddressRange::~AddressRange() {
   if (owner_.is_current()) munmap(mapping_, mapping_bytes_);
 }
 
-Backing back_pages(std::span<std::byte> piece, const PageOptions& options, Notes& notes) {
+Backing back_pages(std::span<std::byte> piece, PageOptions& options, Notes& notes) {
   MA_INVARIANT(is_aligned(piece.data(), kPageBytes));
   MA_INVARIANT(is_aligned(piece.size(), kPageBytes));
   if (try_hugetlb(piece, options, notes)) return Backing::kHugetlb;

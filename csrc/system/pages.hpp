@@ -51,8 +51,8 @@ struct PageOptions {
   bool lock = true;
   int numa_node = -1;             // -1: leave the choice to the kernel
   unsigned prefault_threads = 0;  // 0: one per core, at most kPrefaultThreadsMax
-  /// For turning small pages of one piece into huge ones: on fragmented memory the kernel moves
-  /// others' pages out of the way for each.
+  /// What is left, of all pieces together, for turning small pages into huge ones: on fragmented
+  /// memory the kernel moves others' pages out of the way for each.
   std::chrono::milliseconds collapse_time = std::chrono::seconds(5);
 };
 
@@ -97,7 +97,8 @@ enum class Backing { kPages, kHugetlb };
 
 /// Puts zeroed, writable, resident memory behind a page-aligned piece of an AddressRange that has
 /// none. Throws HostMemoryError when the memory is not there; the piece is then without memory.
-Backing back_pages(std::span<std::byte> piece, const PageOptions& options, Notes& notes);
+/// Takes from `options.collapse_time` what it used of it.
+Backing back_pages(std::span<std::byte> piece, PageOptions& options, Notes& notes);
 
 /// Page-locks a piece. False, with a note, when the system refuses.
 bool lock_pages(std::span<std::byte> piece, Notes& notes);

@@ -1,7 +1,7 @@
 // Ring: one io_uring, its two queues mapped into this process, and nothing more.
 //
-// Knows the kernel's interface (os/uring_abi.hpp); never knows volumes, requests or retries. One
-// thread issues: the one that calls start(). Construction and registration may come before, on
+// Knows the kernel's interface (system/uring_abi.hpp); never knows volumes, requests or retries.
+// One thread issues: the one that calls start(). Construction and registration may come before, on
 // another thread.
 #pragma once
 

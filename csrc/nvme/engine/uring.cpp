@@ -109,10 +109,10 @@ std::size_t UringEngine::reap(std::span<Completion> completions,
 
 // Hands over what is prepared and waits. An errno is the result of what the kernel did not take:
 // the lane asks again, or reports it.
-void UringEngine::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
+bool UringEngine::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
   const int code = ring_.enter(complete_min, timeout);
   refusal_count_ = code == 0 ? 0 : refusal_count_ + 1;
-  if (code == 0) return;
+  if (code == 0) return true;
   // A kernel thread (SQPOLL) takes requests by itself while it lives.
   while (!options_.sqpoll || code == EOWNERDEAD) {
     const std::optional<std::uint64_t> tag = ring_.withdraw();
@@ -125,6 +125,7 @@ void UringEngine::enter(unsigned complete_min, std::chrono::milliseconds timeout
     refused_.push_back({*tag, code == EBUSY ? -EAGAIN : -code});
   }
   if (refused_.empty()) std::this_thread::sleep_for(std::min(timeout, kRefusalPause));
+  return false;
 }
 
 std::size_t UringEngine::lost_count() const noexcept {
@@ -152,9 +153,13 @@ std::size_t UringEngine::reap_polled(std::span<Completion> completions,
                                      std::chrono::milliseconds timeout) {
   const auto end = std::chrono::steady_clock::now() + timeout;
   for (;;) {
-    enter(0, std::chrono::milliseconds(0));
+    const bool entered = enter(0, std::chrono::milliseconds(0));
     const std::size_t count = take_completions(completions);
     if (count > 0) return count;
+    if (!entered) {  // whoever asks again finds what was lost
+      std::this_thread::sleep_for(std::min(timeout, kRefusalPause));
+      return 0;
+    }
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         end - std::chrono::steady_clock::now());
     if (left.count() <= 0) return 0;

@@ -26,7 +26,7 @@ class UringEngine final : public Engine {
  private:
   io_uring_sqe* next_entry();
   void prepare(const Request& request);
-  void enter(unsigned complete_min, std::chrono::milliseconds timeout);
+  bool enter(unsigned complete_min, std::chrono::milliseconds timeout);
   std::size_t lost_count() const noexcept;
   void find_lost();
   std::size_t reap_polled(std::span<Completion> completions, std::chrono::milliseconds timeout);

@@ -1,9 +1,9 @@
 // Space: the store's volumes and what of them is taken; hands out extents and grows the files.
 //
-// With several volumes a key is cut into stripes (nvme/stripes.hpp), a small one lies whole on the
-// volume that has least to do. Knows volumes and their free space; never knows requests or what a
-// key is beyond its name in a message. Not thread-safe, but volumes(), weights() and the bytes that
-// are reserved and used may be read on any thread.
+// With several volumes a key is cut into stripes (nvme/space/stripes.hpp), a small one lies whole
+// on the volume that has least to do. Knows volumes and their free space; never knows requests or
+// what a key is beyond its name in a message. Not thread-safe, but volumes(), weights() and the
+// bytes that are reserved and used may be read on any thread.
 #pragma once
 
 #include <atomic>

@@ -177,7 +177,7 @@ void Lane::fill_batch() {
 }
 
 // Turns the next part of a piece into a request, of the class whose turn it is; false when nothing
-// waits, or only for bounce memory.
+// waits, or only for bounce memory or the end of other writes.
 bool Lane::open_next() {
   std::array<std::size_t, kClassCount> order{kNeeded, kReads, kWrites};
   std::stable_partition(order.begin(), order.end(), [this](std::size_t index) {

@@ -100,7 +100,7 @@ class Lane {
     std::byte* bounce = nullptr;
     unsigned retry_count = 0;
     unsigned eio_count = 0;
-    Pace::Clock::time_point again_since{};  // of EAGAIN and nothing else
+    Pace::Clock::time_point again_since{};  // of EAGAIN or ENOMEM alone
     bool read_again = false;                // because it did not match its checksums
     bool paused = false;                    // and not with the device
     bool limited = false;                   // counts as a write behind the reads

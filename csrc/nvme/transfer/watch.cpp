@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 
 // The device's silence is looked at a moment after it has become too long.
 constexpr milliseconds kTick{1};
-// Pauses after EAGAIN double up to the longest.
+// Pauses after EAGAIN or ENOMEM double up to the longest.
 constexpr milliseconds kAgainPauseMin{1};
 constexpr milliseconds kAgainPauseMax{100};
 // A thread that waits for its device looks so often in a window of the pace: what it has waited for

@@ -59,7 +59,8 @@ void memory_comes_zeroed_and_resident_and_goes_back() {
   Notes notes;
   const std::span<std::byte> piece(range.base() + kPageBytes, 64 * kPageBytes);
   EXPECT(measure_pages(piece, notes).resident_bytes == 0);
-  EXPECT(back_pages(piece, plain(), notes) == Backing::kPages);
+  PageOptions options = plain();
+  EXPECT(back_pages(piece, options, notes) == Backing::kPages);
   // qemu takes MADV_POPULATE_WRITE for advice, and does nothing.
   EXPECT(is_emulated() || measure_pages(piece, notes).resident_bytes == piece.size());
   EXPECT(
@@ -90,6 +91,7 @@ void huge_pages_are_made_a_part_at_a_time_by_all_threads_until_their_time_is_ove
       nbytes += part.size();
     }
     EXPECT(nbytes == (in_time ? kBytes - 2 * kHugePageBytes : 0));
+    EXPECT(options.collapse_time <= std::chrono::hours(1));
     const auto is_about_time = [](const std::string& note) {
       return note.find("fragmented. fix: ") != std::string::npos;
     };
@@ -139,7 +141,8 @@ void a_lock_that_is_refused_is_one_note() {
     AddressRange range(kRangeBytes, kRangeBytes);
     Notes notes;
     const std::span<std::byte> piece(range.base(), 64 * kPageBytes);
-    back_pages(piece, plain(), notes);
+    PageOptions options = plain();
+    back_pages(piece, options, notes);
     EXPECT(!lock_pages(piece, notes));
     EXPECT(!lock_pages(piece, notes));
     EXPECT(notes.list().size() == 1);
