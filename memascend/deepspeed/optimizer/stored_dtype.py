@@ -39,7 +39,7 @@ def store_as(
         ConfigError: DeepSpeed's own swapper has one of another dtype.
         StoreError: The drive failed.
     """
-    others = [param for param in params if param.ds_tensor.dtype != dtype]
+    others = [param for param in params if _stored_dtype(param) != dtype]
     if others and dist.get_rank() == 0:
         log.warning(
             "memascend: %d of %d parameters were partitioned as %s and are trained and stored in "
@@ -47,7 +47,7 @@ def store_as(
             "them. Likely cause: modules were cast after deepspeed.zero.Init",
             len(others),
             len(params),
-            " or ".join(sorted({_name(param.ds_tensor.dtype) for param in others})),
+            " or ".join(sorted({_name(_stored_dtype(param)) for param in others})),
             _name(dtype),
         )
     for param in others:
@@ -58,12 +58,19 @@ def store_as(
             swapper.recast(param, dtype)
         else:
             raise ConfigError(
-                f"a parameter was partitioned as {_name(param.ds_tensor.dtype)} and is to be "
+                f"a parameter was partitioned as {_name(_stored_dtype(param))} and is to be "
                 f"trained in {_name(dtype)}, the dtype of the first one given to the optimizer, "
                 "which DeepSpeed's own swapper cannot do. Likely cause: modules were cast after "
                 "deepspeed.zero.Init, and memascend.buffer_pool is off. Turn it on, or cast all "
                 "modules or none"
             )
+
+
+def _stored_dtype(param: Any) -> torch.dtype:
+    """Return the dtype of a shard; one in DeepSpeed's own swapper has a stand-in of another."""
+    is_stock = param.ds_tensor.final_location == "nvme" and swapper_of(param) is None
+    dtype: torch.dtype = param.nvme_swapper.dtype if is_stock else param.ds_tensor.dtype
+    return dtype
 
 
 def _recast_in_memory(

@@ -45,7 +45,7 @@ class Attachment:
 def shard(dtype: torch.dtype, location: str | None = "nvme") -> Any:
     made: Any = torch.tensor([1.5, 2.0]).to(dtype)
     made.final_location = location
-    return SimpleNamespace(ds_tensor=made)
+    return SimpleNamespace(ds_tensor=made, nvme_swapper=SimpleNamespace(dtype=dtype))
 
 
 def store(params: list[Any], attachment: Any = None) -> None:
@@ -96,3 +96,13 @@ def test_deepspeeds_own_swapper_cannot_and_is_refused(
     monkeypatch.setattr(stored_dtype, "swapper_of", lambda param: None)
     with pytest.raises(ConfigError, match=r"bfloat16 .* float32.*buffer_pool"):
         store([shard(BF16)])
+
+
+def test_the_stand_in_of_deepspeeds_own_swapper_is_not_taken_for_a_shard(
+    swapper: Swapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shards there are of the swapper's dtype, and every stand-in is fp16."""
+    monkeypatch.setattr(stored_dtype, "swapper_of", lambda param: None)
+    absent = shard(FP32)
+    absent.ds_tensor.data = torch.tensor(1).half()
+    store([absent])
