@@ -90,6 +90,12 @@ def gradcache(model: Any, backward: Backward, number: int) -> None:
 
 
 @case
+def torch_style_behind_gradcache(model: Any, backward: Backward, number: int) -> None:
+    """DeepSpeed counts a pass for each part of GradCache, of which it ends one alone."""
+    loss_of(model, number).backward()
+
+
+@case
 def gradcache_of_towers(model: Any, backward: Backward, number: int) -> None:
     """A parameter's first gradient comes in the second pass, and is added to nothing."""
 

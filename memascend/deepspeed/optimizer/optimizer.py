@@ -32,7 +32,7 @@ from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.plan.live import plan_for
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, IncompleteGradientError
 from memascend.kernels.overflow import sum_of_squares
 from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.derive import Plan
@@ -224,13 +224,24 @@ class ZeroOptimizer(CheckpointedOptimizer):
         """
         if self.passes.continues():
             self._keep_gradients()
-        self.drop_left()
+        self._drop_unreduced()
         super().clear_backward_seen_flag()
 
     def drop_left(self) -> None:
         """Drop the gradients of a backward pass that an error has left, if there is one."""
-        if not self.passes.was_left():
-            return
+        if self.passes.was_left():
+            self._drop_gradients()
+
+    def _drop_unreduced(self) -> None:
+        """Drop the gradients of a pass that began and that DeepSpeed never reduced, too.
+
+        Its depth says so between two passes, as behind an error at the end of one.
+        """
+        is_open = self._backward_active_depth > 0 and not self.passes.is_under_way()
+        if is_open or self.passes.was_left():
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for bucket in self.ipg_buckets.values():
             bucket.clear_params()
         for param in (param for group in self.fp16_groups for param in group):
@@ -241,7 +252,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a window of micro-steps anew as upstream, also behind an error."""
-        self.drop_left()
+        self._drop_unreduced()
         super().zero_grad(set_to_none)
 
     def enter_backward(self) -> None:
@@ -262,6 +273,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
             super().independent_gradient_partition_epilogue()
         if self.passes.is_inner:
             self._epilogue_ran_this_backward = False
+        else:
+            # Each graph inside was counted, and only this one is left.
+            self._backward_active_depth = min(self._backward_active_depth, 1)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
         """Take the gradients of a bucket; of parameters that earlier passes had, add them."""
@@ -293,9 +307,11 @@ class ZeroOptimizer(CheckpointedOptimizer):
         """Step as upstream.
 
         Raises:
-            IncompleteGradientError: The last backward pass has failed.
+            IncompleteGradientError: The last backward pass has failed, or was not reduced.
         """
         self.passes.check()
+        if any(bucket.params for bucket in self.ipg_buckets.values()):
+            raise IncompleteGradientError  # upstream would drop them and use older ones
         super().step(closure)
 
     def _partition_all_parameters(self) -> None:

@@ -98,11 +98,11 @@ class BackwardPasses:
 
     def continues(self) -> bool:
         """Return whether a forward pass begins inside a backward pass with gradients to be kept."""
-        return self._is_inside() and self._is_open
+        return self.is_under_way() and self._is_open
 
     def was_left(self) -> bool:
         """Return whether an error has left a backward pass; never while one is under way."""
-        return not self._is_inside() and (self._has_failed or self._graph is not None)
+        return not self.is_under_way() and (self._has_failed or self._graph is not None)
 
     def check(self) -> None:
         """Check that no pass was left whose gradients are to be used.
@@ -128,7 +128,8 @@ class BackwardPasses:
         self.earlier.clear()
         self._reduced.clear()
 
-    def _is_inside(self) -> bool:
+    def is_under_way(self) -> bool:
+        """Return whether a backward pass runs."""
         # Autograd runs a hook on the thread that runs its graph, also on a device's own thread. The
         # count finds a thread of the script that a hook waits for, too.
         return self._call_count > 0 or _current_graph() != _NO_GRAPH

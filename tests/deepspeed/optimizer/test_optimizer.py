@@ -30,7 +30,7 @@ from memascend.deepspeed.optimizer.passes import BackwardPasses
 from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.errors import ConfigError
+from memascend.errors import ConfigError, IncompleteGradientError
 from memascend.plan.derive import PlanRequest, derive
 from tests.support.plan_models import decoder
 
@@ -213,12 +213,18 @@ def test_memory_that_the_json_locks_for_no_device_is_said(
     assert any("pin_memory locks" in line for line in lines) == is_for_nothing
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_the_next_forward_pass_drops_what_an_error_has_left_and_nothing_else(left: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_failed", "depth", "left"),
+    [(True, 1, True), (False, 1, True), (False, 0, False)],
+    ids=["an error", "a pass that was not reduced", "nothing"],
+)
+def test_the_next_forward_pass_drops_what_an_error_has_left_and_nothing_else(
+    has_failed: bool, depth: int, left: bool
+) -> None:
     optimizer = in_backward()
     (param,), bucket = optimizer.fp16_groups[0], optimizer.ipg_buckets[torch.bfloat16]
-    optimizer.passes._has_failed = left
-    optimizer._backward_active_depth = 1
+    optimizer.passes._has_failed = has_failed
+    optimizer._backward_active_depth = depth
     state = optimizer._backward_hook_state
     state.backward_seen_this_step, state.epilogue_ran_this_backward = True, not left
     begun_anew: list[bool] = []
@@ -227,9 +233,15 @@ def test_the_next_forward_pass_drops_what_an_error_has_left_and_nothing_else(lef
     assert (param.grad is None, bucket.params == []) == (left, left)
     assert begun_anew == [True] * left
     assert optimizer.micro_step_id == (not left)
-    assert optimizer._backward_active_depth == (not left)
+    assert optimizer._backward_active_depth == 0
     assert not state.backward_seen_this_step
     assert not optimizer.passes.was_left()
+
+
+def test_a_step_with_gradients_that_nobody_reduced_is_refused() -> None:
+    """Upstream would drop them and work on those of the step before."""
+    with pytest.raises(IncompleteGradientError):
+        in_backward().step()
 
 
 def test_a_forward_pass_inside_a_backward_pass_keeps_its_gradients(
