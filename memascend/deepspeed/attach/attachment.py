@@ -51,9 +51,8 @@ class Attachment:
         self._drives = drives
         self._rank = dist.get_rank()
         self._speaks = speaks_for_machine(self._rank)
-        self._is_finished = False
         self._report = self._claim_report()
-        models.join(self, runtime.limit_bytes)
+        self.begin()
         self._trace = trace
         # Scripts that end without engine.destroy() get their report all the same.
         atexit.register(_finish, weakref.ref(self), os.getpid())
@@ -98,6 +97,17 @@ class Attachment:
         wear = self.runtime.read_wear()
         stops = self.runtime.config.wear.over_budget == "stop"
         return stops and wear is not None and wear.is_over_budget
+
+    def begin(self) -> None:
+        """Begin the account of a model: of a new one, or behind an engine that is destroyed."""
+        self._is_finished = False
+        models.join(self, self.runtime.limit_bytes)
+
+    def leave(self) -> None:
+        """Say that an engine of this model is destroyed; another one may train the model yet."""
+        models.leave(self)
+        if self.status is not None:
+            self.status.finish()
 
     def finish(self, *, is_well: bool = True) -> None:
         """Say that this rank is through; log and write what was measured, once on each machine.

@@ -108,7 +108,9 @@ class ZeroOptimizer(CheckpointedOptimizer):
             first = next((param for group in self.fp16_groups for param in group), None)
             swapper = getattr(first, "nvme_swapper", None)
             self._attachment = getattr(swapper, "memascend_attachment", None)
-            if self._attachment is None:
+            if self._attachment is not None:
+                self._attachment.begin()
+            else:
                 nvme_path = getattr(self._offload_optimizer_config, "nvme_path", None)
                 self._attachment = attach(self._config, self._ds_config, nvme_path)
         return self._attachment

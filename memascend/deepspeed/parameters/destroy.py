@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.deepspeed.parameters.trace import released_params_cache
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
     """Stand around `DeepSpeedZeRoOffload.destroy`, of engines that train and others.
 
-    The rank is through with this model: its status and its report say so, once.
+    The rank is through with this model until another engine has it: its status says so.
     """
 
     @functools.wraps(original)
@@ -30,7 +30,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         swappers = set(filter(None, map(swapper_of, self.module.parameters())))
         for swapper in swappers:
             # An engine that does not train has no optimizer of ours, which would say it.
-            swapper.memascend_attachment.finish()
+            swapper.memascend_attachment.leave()
         if swappers:
             _forget_module(self.module)
 
@@ -41,16 +41,4 @@ def _forget_module(module: Any) -> None:
     stack = parameter_offload.FWD_MODULE_STACK
     # In place, and by identity: it is the same list for all engines.
     stack[:] = [one for one in stack if one is not module]
-    _cache_of(_PARAMS_TO_RELEASE).cache_clear()  # other engines fill it anew
-
-
-def _cache_of(function: Any) -> Any:
-    """Return the cache that a function with DeepSpeed's decorator for profilers stands around."""
-    while not hasattr(function, "cache_clear"):
-        (function,) = (cell.cell_contents for cell in function.__closure__)
-    return function
-
-
-_PARAMS_TO_RELEASE = vars(PartitionedParameterCoordinator)[
-    "_PartitionedParameterCoordinator__params_to_release"
-]
+    released_params_cache().cache_clear()  # other engines fill it anew

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
 Parameter = Any
 
 
@@ -28,6 +30,18 @@ def forget_stale_trace(coordinator: Any, params: Iterable[Parameter]) -> None:
     """
     if coordinator.is_complete_trace() and not _has_next(coordinator, set(params)):
         coordinator._invalidate_trace()
+        # It has answers of the old order, by which a weight would stay gathered until the step.
+        released_params_cache().cache_clear()
+
+
+def released_params_cache() -> Any:
+    """Return the cache of all coordinators' answers to the question what a module lets go."""
+    function = vars(PartitionedParameterCoordinator)[
+        "_PartitionedParameterCoordinator__params_to_release"
+    ]
+    while not hasattr(function, "cache_clear"):  # behind DeepSpeed's decorator for profilers
+        (function,) = (cell.cell_contents for cell in function.__closure__)
+    return function
 
 
 def _has_next(coordinator: Any, params: set[Parameter]) -> bool:

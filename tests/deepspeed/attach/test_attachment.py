@@ -131,6 +131,9 @@ def test_a_report_is_written_once_and_by_rank_0_alone(
     assert json.loads(report.read_text())["limit_bytes"] is None
     attachment.finish()
     assert attachment.runtime.ledger_count == 1
+    attachment.begin()  # another engine trains the model
+    attachment.finish()
+    assert attachment.runtime.ledger_count == 2
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero import parameter_offload
 
-from memascend.deepspeed.parameters import destroy as destroy_module
 from memascend.deepspeed.parameters.destroy import wrap_destroy
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.deepspeed.parameters.trace import released_params_cache
 
 
 def module_of(swapper: object) -> torch.nn.Module:
@@ -43,7 +43,7 @@ def cached_in_deepspeed(module: object) -> None:
     coordinator._PartitionedParameterCoordinator__submodule_order = ()
     empty = torch.nn.Module()
     parameter_offload._init_external_params(empty)
-    cache = destroy_module._cache_of(destroy_module._PARAMS_TO_RELEASE)
+    cache = released_params_cache()
     cache(coordinator, empty, 0)
     assert cache.cache_info().currsize > 0
 
@@ -53,9 +53,9 @@ def test_a_module_of_ours_goes_with_its_last_reference(monkeypatch: pytest.Monke
     stack: list[object] = [others]
     monkeypatch.setattr(parameter_offload, "FWD_MODULE_STACK", stack)
     swapper = ParameterSwapper.__new__(ParameterSwapper)
-    finished: list[None] = []
-    finish = functools.partial(finished.append, None)
-    swapper.memascend_attachment = SimpleNamespace(finish=finish)  # type: ignore[assignment]
+    left: list[None] = []
+    leave = functools.partial(left.append, None)
+    swapper.memascend_attachment = SimpleNamespace(leave=leave)  # type: ignore[assignment]
     module = module_of(swapper)
     stack.append(module)
     cached_in_deepspeed(module)
@@ -63,7 +63,7 @@ def test_a_module_of_ours_goes_with_its_last_reference(monkeypatch: pytest.Monke
     wrap_destroy(called.append)(SimpleNamespace(module=module))
     assert [one.module for one in called] == [module]  # type: ignore[attr-defined]
     assert stack == [others]
-    assert len(finished) == 1
+    assert len(left) == 1
     gone = weakref.ref(module)
     del module
     called.clear()
