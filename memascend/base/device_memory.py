@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from memascend.base.units import MIB
 
-#: Of small devices: the two largest matrices of a model with 8 billion parameters.
+#: The limit on small devices: the two largest matrices of a model with 8 billion parameters.
 RELEASED_BYTES_MIN = 256 * MIB
-#: What a device needs while the host is held up for 5 ms. A 32nd of the device is spent for it.
+#: Enough for a device while the host is held up for 5 ms. A 32nd of the device is spent for it.
 RELEASED_BYTES_ENOUGH = 768 * MIB
 ENOUGH_DIVISOR = 32
 #: A larger device is faster, too, and may have more: 1.25 GiB of 80 GiB, ten such matrices.

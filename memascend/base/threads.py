@@ -1,6 +1,6 @@
 """Threads of our own: each runs what it is given in order, and is prepared once.
 
-What a thread has to do first differs: one whose calls reach a device makes that device its current
+Threads begin with different duties: one whose calls reach a device makes that device its current
 one, since CUDA would else make a context on device 0 of its own accord.
 """
 

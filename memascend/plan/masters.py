@@ -49,9 +49,9 @@ def refusal_of_masters(key: str, found: str, remedy: str) -> ConfigError:
     """Return the error for master weights in 16 bits that cannot be.
 
     Args:
-        key: What asks for them.
-        found: What is there instead of what they need.
-        remedy: What to do about it.
+        key: The option that asks for them.
+        found: The setting that stands in their way.
+        remedy: The change that helps.
     """
     return ConfigError(
         f"{key} keeps master weights in 16 bits, which streaming.optimizer steps with the bits of "

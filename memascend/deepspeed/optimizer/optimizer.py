@@ -218,7 +218,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         """Begin a forward pass; drop the gradients of a backward pass that an error has left.
 
         Upstream would add the next gradients to those not reduced, or find a parameter twice in a
-        bucket. What was reduced is overwritten by the next pass, unless that adds to it: after an
+        bucket. A reduced gradient is overwritten by the next pass, unless that adds to it: after an
         error in a later micro-step of a window `zero_grad` begins the window anew.
 
         Inside a running backward pass nothing is dropped: what has come is reduced, so that the

@@ -32,7 +32,7 @@ def store_as(
     Args:
         params: All that are trained; none of them is gathered.
         dtype: The optimizer's.
-        attachment: Of their model.
+        attachment: Their model's.
         pin_memory: Whether shards in host memory are to be page-locked.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the parameter swapper asks of the device: streams, copies to it, whose memory is whose."""
+"""Answers of the device to the parameter swapper: streams, copies to it, whose memory is whose."""
 
 from __future__ import annotations
 

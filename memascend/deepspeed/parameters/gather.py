@@ -163,9 +163,9 @@ class _GatherHandle:
 def wrap_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace Init._all_gather, the gather of any list that a script has: in turns of each swapper.
 
-    What is gathered already is left out, since it has no host copy. A rank that is alone copies:
-    upstream's has a list copied and one parameter sent to itself, and the library of the collective
-    may not take its dtype, as gloo takes neither float8 nor int16.
+    Parameters that are gathered already are left out, since they have no host copy. A rank that is
+    alone copies: upstream's has a list copied and one parameter sent to itself, and the library of
+    the collective may not take its dtype, as gloo takes neither float8 nor int16.
     """
 
     @functools.wraps(original)
@@ -261,7 +261,8 @@ def wrap_coordinated(original: Callable[..., None]) -> Callable[..., None]:
 def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
     """Replace PartitionedParameterCoordinator._fetch_sub_module_impl, for parameters of ours.
 
-    Late gathers know the module, and the order that DeepSpeed has traced is its own again.
+    Late gathers learn which module is fetched, and DeepSpeed traces anew where its trace lacks a
+    parameter of the module.
     """
 
     @functools.wraps(original)

@@ -103,7 +103,7 @@ class GatherHandles:
 
 
 class Fetching(threading.local):
-    """What the module needs that the coordinator fetches parameters for; of each thread.
+    """The needs of the module that the coordinator fetches parameters for; one for each thread.
 
     Parameters of several models may be among them. Each part is the late gathers of a swapper, and
     the ids of its parameters; the order of parts is the same on every rank.

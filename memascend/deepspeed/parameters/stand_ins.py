@@ -16,7 +16,7 @@ _MARK_MAX = 0x3F
 
 
 class StandIns:
-    """Of one swapper."""
+    """The stand-ins of one swapper."""
 
     def __init__(self) -> None:
         """Begin with none."""

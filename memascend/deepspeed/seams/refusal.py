@@ -12,7 +12,7 @@ from memascend.deepspeed.seams.fingerprints import VERSIONS
 
 #: As in pyproject.toml.
 RANGE = ">=0.19.8,<0.20"
-#: What is said of a definition that upstream does not have.
+#: Stands for the fingerprint of a definition that upstream does not have.
 MISSING = "missing"
 
 NAMED_MAX = 3
