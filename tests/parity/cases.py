@@ -68,6 +68,7 @@ class Case:
     buffer_numel: int = 3_000_000
     resident_numel_max: int = 0  # DeepSpeed's max_in_cpu
     gradients_in_fp32: bool = False
+    masters: str = ""  # in 16 bits: master weights | states (Adam's moments as well); "": in fp32
     optimizer_type: str = "AdamW"  # a key of OPTIMIZERS, or "client": one made by the script
     scale_power: int = 18  # fp16: so large a first scale that the first steps overflow
     scale_window: int = 1000  # fp16: steps without overflow after which the scale doubles
@@ -138,6 +139,7 @@ class Case:
             "zero_init",
             "sub_group_numel",
             "gradients_in_fp32",
+            "masters",
             "optimizer_type",
             "scale_power",
             "scale_window",
@@ -243,6 +245,10 @@ def deepspeed_json(case: Case, backend: Backend, nvme_path: str) -> dict[str, An
             "loss_scale_window": case.scale_window,
             "hysteresis": 1,
         }
+    if case.masters:
+        config[case.dtype][f"{case.dtype}_master_weights_and_grads"] = True
+    if case.masters == "states":
+        config[case.dtype]["bf16_optimizer_states"] = True
     if case.is_universal:
         config["checkpoint"] = {"load_universal": True}
     if case.scheduler:

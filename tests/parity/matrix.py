@@ -357,6 +357,9 @@ def resume_cases() -> list[Case]:
         replace(plain, family="unused"),
         replace(plain, family="alternating", resume_at=3, steps=5),
         replace(plain, family="alternating", resume_at=3, steps=5, sections=WHOLE),
+        replace(plain, masters="states", accumulation=2, clipping=1.0),
+        replace(plain, masters="weights", world=2, limit_bytes=LIMIT_SMALL_BYTES),
+        replace(fp16, masters="weights"),
     ]
 
 
