@@ -33,6 +33,8 @@ SAMPLE = re.compile(r"sample '.*'|trainable params.*")
 STEPS = ("--steps", "3")
 #: What memascend adds to a line of a step that the Trainer logs.
 OF_A_STEP = {f"memascend_{name}" for name in TRAINER_NAMES}
+#: Their Trainer is made before DeepSpeed has seen the block: docs/monitor.md.
+MADE_BEFORE = {"qlora"}
 #: Models of an example, where there is more than one: the reference of DPO.
 MODEL_COUNT = {"dpo": 2}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -71,7 +73,7 @@ def train(name: str, folder: Path, toys: Path, *arguments: str, is_stock: bool =
     model_count = 0 if is_stock else MODEL_COUNT.get(name, 1)
     assert len(armed_lines(done.stdout)) == model_count
     assert done.stdout.count("host memory of this rank, measured") == model_count
-    if not is_stock:
+    if not is_stock and name not in MADE_BEFORE:
         assert all(named >= OF_A_STEP for named in named_by_trainer(folder / "out"))
     return Trained(done.stdout, figures(folder / "out", done.stdout), weights(folder / "out"))
 
