@@ -153,6 +153,8 @@ TARGETS = json.loads(sys.argv[1])
 def resolve(module, attribute):
     target = __import__(module, fromlist=["x"])
     for name in attribute.split("."):
+        if inspect.isclass(target) and name.startswith("__") and not name.endswith("__"):
+            name = f"_{target.__name__}{name}"
         # A seam may be an addition: None is then what stands there in stock.
         target = getattr(target, name, None)
     return target

@@ -55,6 +55,8 @@ def test_importing_it_stays_with_the_standard_library() -> None:
     assert ours.split() == [
         "memascend",
         "memascend.autoload",
+        "memascend.base",
+        "memascend.base.post_import",
         "memascend.errors",
         "memascend.version",
     ]

@@ -122,6 +122,7 @@ def test_states_begin_as_the_optimizer_would_make_them_in_its_dtype(
 ) -> None:
     parameter = optimizer.fp32_partitioned_groups_flat[0]
     parameter.data = parameter.data.to(BF16)
+    optimizer.master_weights_and_grads_dtype = BF16
     optimizer.optimizer.fp32_optimizer_states = fp32_states
     optimizer._make_state(0)
     states = optimizer.optimizer.state[parameter]

@@ -127,7 +127,10 @@ def test_all_differences_are_logged_for_who_wants_them(
 ) -> None:
     monkeypatch.setattr(fingerprints, "KNOWN", {})
     monkeypatch.setattr(seams, "fingerprint", FINGERPRINT_ONCE)
-    with caplog.at_level(logging.DEBUG), pytest.raises(UnsupportedDeepSpeedError):
+    with (
+        caplog.at_level(logging.DEBUG, logger="memascend"),
+        pytest.raises(UnsupportedDeepSpeedError),
+    ):
         seams.arm()
     for module, attribute in table.relied_on():
         found = FINGERPRINT_ONCE(module, attribute)
