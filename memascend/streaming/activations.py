@@ -22,7 +22,6 @@ from contextlib import nullcontext
 import torch
 
 from memascend.base.interfaces import Event, OnStream
-from memascend.base.threads import new_thread
 from memascend.base.waiting import event_here
 from memascend.errors import HostMemoryError
 from memascend.ledger.traffic import ActivationTraffic
@@ -298,7 +297,9 @@ class ActivationStream:
 
     def _wake(self) -> Future[None]:
         if self._thread is None:
-            self._thread = new_thread("memascend-activations", self._prepare_thread)
+            self._thread = ThreadPoolExecutor(
+                1, "memascend-activations", initializer=self._prepare_thread
+            )
         return self._thread.submit(self._work)
 
     # -- the thread ------------------------------------------------------------------------------
