@@ -155,7 +155,7 @@ class Runtime:
         self.wear = _make_wear_meter(config)
 
     def _prepare_step(self) -> None:
-        """Prepare the thread that optimizer steps run on."""
+        """Make the device current on the thread of optimizer steps, whose reads give way."""
         self._use_device()
         _core.wait_behind()
 
@@ -182,7 +182,7 @@ class Runtime:
                 device_bytes=self.config.activations.device_bytes,
                 new_event=self.new_event,
                 on_copy_stream=self._new_stream() if self._new_stream is not None else nullcontext,
-                prepare_thread=self._use_device,
+                use_device=self._use_device,
             )
         return self._activations
 

@@ -66,10 +66,17 @@ def test_host_bytes_are_accounted_to_their_components(tmp_path: Path) -> None:
 
 def test_threads_of_ours_make_the_device_their_own_before_anything_else(tmp_path: Path) -> None:
     calls: list[str] = []
-    runtime = build(tmp_path, use_device=lambda: calls.append(threading.current_thread().name))
+    runtime = build(
+        tmp_path,
+        block={"activations": {"enabled": True, "device_bytes": 0}},
+        use_device=lambda: calls.append(threading.current_thread().name),
+    )
     runtime.walk.run(lambda: calls.append("a step")).result()
+    saved = [runtime.activations.put(torch.zeros(1 << 10)) for _ in range(2)]
     runtime.activations.settle()
-    assert calls == ["memascend-optimizer_0", "a step", "memascend-activations_0"]
+    assert calls[:2] == ["memascend-optimizer_0", "a step"]
+    assert set(calls[2:]) == {"memascend-activations_0"}
+    del saved
     runtime.walk.close()
     runtime.close()
 

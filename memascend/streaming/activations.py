@@ -43,7 +43,7 @@ class ActivationStream:
         device_bytes: int,
         new_event: Callable[[], Event] | None = None,
         on_copy_stream: OnStream = nullcontext,
-        prepare_thread: Callable[[], object] = int,
+        use_device: Callable[[], object] = int,
     ) -> None:
         """Begin with none.
 
@@ -52,14 +52,14 @@ class ActivationStream:
             device_bytes: What may wait on the device for good.
             new_event: Makes an event of the device; None when the device is the CPU.
             on_copy_stream: Makes a stream of the device current, which nobody else copies on.
-            prepare_thread: Called once on the thread that copies: it makes the device current.
+            use_device: Makes the device current on the thread that copies.
         """
         self.slots = slots
         self.traffic = ActivationTraffic()
         self._device_bytes = device_bytes
         self._new_event = new_event
         self._on_copy_stream = on_copy_stream
-        self._prepare_thread = prepare_thread
+        self._use_device = use_device
         self._changed = threading.Condition()
         self._records: dict[int, Record] = {}  # in the order in which they were saved
         self._waiting: dict[int, Record] = {}  # those that may be written, oldest first
@@ -297,34 +297,41 @@ class ActivationStream:
 
     def _wake(self) -> Future[None]:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(
-                1, "memascend-activations", initializer=self._prepare_thread
-            )
+            self._thread = ThreadPoolExecutor(1, "memascend-activations")
         return self._thread.submit(self._work)
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
         """Read and write until nothing is left to do; without the lock."""
-        with self._on_copy_stream():
-            while (job := self._next_job()) is not None:
-                record, data = job
-                try:
-                    if record.state is State.READING:
-                        self._read(record, data)
-                    else:
-                        self._write(record, data)
-                except Exception as error:
-                    self._note_failure(record, error)
-                finally:
-                    del data, job
-                    with self._changed:
-                        self._job = None
-                        self._changed.notify_all()
+        try:
+            self._use_device()
+            with self._on_copy_stream():
+                self._run_jobs()
+        except Exception as error:  # the device refuses: each job ends in that, and none waits
+            self._run_jobs(error)
+
+    def _run_jobs(self, refusal: Exception | None = None) -> None:
+        while (job := self._next_job()) is not None:
+            record, data = job
             try:
-                self.slots.wait_writes()
+                if refusal is not None:
+                    raise refusal
+                if record.state is State.READING:
+                    self._read(record, data)
+                else:
+                    self._write(record, data)
             except Exception as error:
-                self._note_lost(getattr(error, "key", None) or "", error)
+                self._note_failure(record, error)
+            finally:
+                del data, job
+                with self._changed:
+                    self._job = None
+                    self._changed.notify_all()
+        try:
+            self.slots.wait_writes()
+        except Exception as error:
+            self._note_lost(getattr(error, "key", None) or "", error)
 
     def _next_job(self) -> tuple[Record, torch.Tensor] | None:
         """Return a storage to read, else one to write, with its bytes on the device."""

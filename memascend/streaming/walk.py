@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from memascend.base.threads import new_thread
-
 #: One sub-group's part; calls back with the elements that are new so far, counted from its start.
 Step = Callable[[Callable[[int], None]], None]
 #: Where a value ends: the number of its step, and elements from that one's start.
@@ -41,13 +39,13 @@ class _Course:
 class Walk:
     """Steps behind the caller, one walk at a time. Any thread may ask and wait; one starts."""
 
-    def __init__(self, prepare_thread: Callable[[], object] = int) -> None:
+    def __init__(self, use_device: Callable[[], object] = int) -> None:
         """Begin with nothing to wait for.
 
         Args:
-            prepare_thread: Called once on the thread that the steps run on.
+            use_device: Makes the device current on the thread that the steps run on.
         """
-        self._prepare_thread = prepare_thread
+        self._use_device = use_device
         self._waited_s = 0.0
         self._changed = threading.Condition()
         self._course: _Course | None = None
@@ -96,7 +94,12 @@ class Walk:
         Raises:
             RuntimeError: The system has no thread to give.
         """
-        return self._get_thread().submit(function)
+
+        def run_on_device() -> None:
+            self._use_device()
+            function()
+
+        return self._get_thread().submit(run_on_device)
 
     def has_passed(self, name: str) -> bool:
         """Return whether a value is new, or none of the walk's."""
@@ -153,7 +156,7 @@ class Walk:
     def _get_thread(self) -> ThreadPoolExecutor:
         if self._thread is None:
             # One for all walks: each thread has a stack and OpenMP's helpers.
-            self._thread = new_thread("memascend-optimizer", self._prepare_thread)
+            self._thread = ThreadPoolExecutor(1, "memascend-optimizer")
         return self._thread
 
     def _run(self, course: _Course, steps: Sequence[Step], end: Callable[[], object]) -> None:
@@ -167,6 +170,7 @@ class Walk:
         try:
             if course.is_withdrawn:
                 return
+            self._use_device()
             for index, step in enumerate(steps):
                 step(lambda numel, index=index: reach((index, numel)))  # type: ignore[misc]
                 reach((index + 1, 0))

@@ -122,7 +122,7 @@ def activations_on_device_0(patch: pytest.MonkeyPatch) -> None:
     original = ActivationStream.__init__
 
     def begin(self: Any, **keywords: Any) -> None:
-        original(self, **keywords | {"prepare_thread": int})
+        original(self, **keywords | {"use_device": int})
 
     patch.setattr(ActivationStream, "__init__", begin)
 

@@ -72,7 +72,7 @@ def main() -> None:
         device_bytes=0,
         new_event=torch_device.Event,
         on_copy_stream=lambda: torch_device.stream(copies),
-        prepare_thread=lambda: torch_device.set_device(OWN_DEVICE),
+        use_device=lambda: torch_device.set_device(OWN_DEVICE),
     )
     saved = SavedTensors(
         stream, min_bytes=1024, device=torch.device("sim", OWN_DEVICE), is_of_model=lambda _: False

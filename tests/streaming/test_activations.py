@@ -51,6 +51,17 @@ def value(stream: ActivationStream, activation: Activation) -> torch.Tensor:
     return found
 
 
+def test_a_device_that_cannot_be_made_current_is_an_error_of_what_was_saved() -> None:
+    def refuse() -> None:
+        raise RuntimeError("no such device")
+
+    stream = activation_stream(use_device=refuse)
+    saved = put_all(stream, 2)
+    with pytest.raises(RuntimeError, match="no such device"):
+        stream.settle()
+    assert torch.equal(value(stream, saved[0]), numbers(0))  # it stayed on the device
+
+
 @pytest.mark.parametrize("order", ["backward", "forward"])
 def test_all_come_back_in_any_order_and_leave_nothing(order: str) -> None:
     stream = activation_stream()

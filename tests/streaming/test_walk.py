@@ -226,15 +226,25 @@ def test_all_walks_have_one_thread_until_it_is_given_back(held: Held) -> None:
     assert not seen & {thread.ident for thread in threading.enumerate()}
 
 
-def test_the_thread_of_the_steps_is_prepared_once() -> None:
-    prepared: list[str] = []
-    ran: list[str] = []
-    walk = Walk(lambda: prepared.append(threading.current_thread().name))
+def test_each_walk_makes_the_device_current_before_its_steps() -> None:
+    calls: list[str] = []
+    walk = Walk(lambda: calls.append(threading.current_thread().name))
     for _ in range(2):
-        walk.start([lambda reach: ran.append(threading.current_thread().name)], {}, lambda: None)
+        walk.start([lambda reach: calls.append("a step")], {}, lambda: None)
         walk.finish()
-    assert len(prepared) == 1
-    assert ran == prepared * 2
+    assert calls == ["memascend-optimizer_0", "a step"] * 2
+
+
+def test_a_walk_whose_device_cannot_be_made_current_ends_in_that_error() -> None:
+    def refuse() -> None:
+        raise RuntimeError("no such device")
+
+    walk = Walk(refuse)
+    walk.start([lambda reach: None], {}, lambda: None)
+    with pytest.raises(RuntimeError, match="no such device"):
+        walk.finish()
+    with pytest.raises(RuntimeError, match="no such device"):
+        walk.run(lambda: None).result()
 
 
 def test_time_is_counted_of_who_waits_for_values_or_for_the_end(held: Held) -> None:

@@ -44,6 +44,7 @@ def activation_stream(
     *,
     device_bytes: int = 0,
     new_event: Callable[[], Event] | None = None,
+    use_device: Callable[[], object] = int,
     **options: Any,
 ) -> ActivationStream:
     """Make one over a store in memory with these options."""
@@ -55,7 +56,9 @@ def activation_stream(
         component="activation slots",
         new_event=new_event,
     )
-    return ActivationStream(slots=slots, device_bytes=device_bytes, new_event=new_event)
+    return ActivationStream(
+        slots=slots, device_bytes=device_bytes, new_event=new_event, use_device=use_device
+    )
 
 
 def keys(stream: ActivationStream) -> list[str]:
