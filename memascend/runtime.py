@@ -357,7 +357,6 @@ def _make_arena(
             [path for path in volume_paths(config, directory) if os.path.exists(path)],
             pci_address=pci_address,
         ),
-        prefault_threads=section.prefault_threads,
         limit_bytes=limit_bytes or 0,
     )
 
@@ -374,9 +373,6 @@ def _make_store(
             engine=section.engine or "auto",
             queue_depth=section.queue_depth,
             chunk_bytes=section.chunk_bytes,
-            threads=section.threads,
-            sqpoll=section.sqpoll,
-            iopoll=section.iopoll,
             eio_retries=section.eio_retries,
             verify=config.verify,
             checksum_memory=arena.core if arena is not None else None,
@@ -397,10 +393,9 @@ def _make_pool(config: MemAscendConfig, memory: HostMemory, budget_bytes: int | 
 def _make_overflow_check(
     config: MemAscendConfig, helpers: KernelHelpers
 ) -> Callable[[torch.Tensor], bool] | None:
-    section = config.overflow_check
-    if not section.enabled:
+    if not config.overflow_check.enabled:
         return None
-    return lambda gradients: scan(gradients, threads=section.threads, helpers=helpers).non_finite
+    return lambda gradients: scan(gradients, helpers=helpers).non_finite
 
 
 def _make_wear_meter(config: MemAscendConfig) -> WearMeter:

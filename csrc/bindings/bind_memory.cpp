@@ -77,14 +77,12 @@ class PythonRegistrar : public HostRegistrar {
 
 std::shared_ptr<Allocator> make_allocator(const std::string& huge_pages, bool lock,
                                           bool register_device, int numa_node,
-                                          unsigned prefault_threads, std::uint64_t limit_bytes,
-                                          const py::object& registrar,
+                                          std::uint64_t limit_bytes, const py::object& registrar,
                                           const std::string& cuda_library) {
   AllocatorOptions options;
   options.arena.pages.huge_pages = parse_huge_pages(huge_pages);
   options.arena.pages.lock = lock;
   options.arena.pages.numa_node = numa_node;
-  options.arena.pages.prefault_threads = prefault_threads;
   options.arena.register_device = register_device;
   if (!registrar.is_none()) options.arena.registrar = std::make_shared<PythonRegistrar>(registrar);
   options.arena.cuda_library = cuda_library;
@@ -132,8 +130,8 @@ void bind_allocator(py::module_& module) {
       .def_property_readonly("component", &Block::component);
   py::class_<Allocator, std::shared_ptr<Allocator>>(module, "Allocator")
       .def(py::init(&make_allocator), py::kw_only(), "huge_pages"_a, "lock"_a, "register_device"_a,
-           "numa_node"_a = -1, "prefault_threads"_a = 0, "limit_bytes"_a = 0,
-           "registrar"_a = py::none(), "cuda_library"_a = ArenaOptions{}.cuda_library)
+           "numa_node"_a = -1, "limit_bytes"_a = 0, "registrar"_a = py::none(),
+           "cuda_library"_a = ArenaOptions{}.cuda_library)
       .def("allocate", &Allocator::allocate, py::kw_only(), "nbytes"_a, "component"_a,
            "zero"_a = false, WithoutGil())
       .def("trim", &Allocator::trim, WithoutGil())

@@ -65,11 +65,10 @@ void look_for_signals() {
 
 std::shared_ptr<Store> open_store(
     std::vector<VolumeOptions> volumes, std::string engine, std::size_t queue_depth,
-    std::uint64_t chunk_bytes, std::size_t threads, bool sqpoll, bool iopoll,
-    std::uint64_t grow_bytes, std::uint64_t stripe_bytes, double watchdog_seconds,
-    unsigned eio_retries, double eio_pause_seconds, double pace_seconds, const std::string& verify,
-    std::shared_ptr<Allocator> checksum_memory, std::uintptr_t bounce_address,
-    std::size_t bounce_nbytes, const py::object& bounce_hold,
+    std::uint64_t chunk_bytes, std::uint64_t grow_bytes, std::uint64_t stripe_bytes,
+    double watchdog_seconds, unsigned eio_retries, double eio_pause_seconds, double pace_seconds,
+    const std::string& verify, std::shared_ptr<Allocator> checksum_memory,
+    std::uintptr_t bounce_address, std::size_t bounce_nbytes, const py::object& bounce_hold,
     std::shared_ptr<MemoryFaults> faults) {
   MA_EXPECT(watchdog_seconds > 0, "watchdog_seconds must be positive, got ", watchdog_seconds);
   MA_EXPECT(eio_pause_seconds >= 0, "eio_pause_seconds must not be negative, got ",
@@ -78,7 +77,8 @@ std::shared_ptr<Store> open_store(
   StoreOptions options;
   options.volumes = std::move(volumes);
   options.engine = std::move(engine);
-  options.engine_options = {queue_depth, threads, sqpoll, iopoll, std::move(faults)};
+  options.engine_options.queue_depth = queue_depth;
+  options.engine_options.faults = std::move(faults);
   options.grow_bytes = grow_bytes;
   options.stripe_bytes = stripe_bytes;
   options.verify = parse_verify(verify);
@@ -194,9 +194,7 @@ void bind_store(py::module_& module) {
                                             "Named byte ranges on SSD; see nvme/store.hpp.")
       .def(py::init(&open_store), py::kw_only(), "volumes"_a, "engine"_a = defaults.engine,
            "queue_depth"_a = defaults.engine_options.queue_depth,
-           "chunk_bytes"_a = defaults.transfer.chunk_bytes,
-           "threads"_a = defaults.engine_options.thread_count, "sqpoll"_a = false,
-           "iopoll"_a = false, "grow_bytes"_a = defaults.grow_bytes,
+           "chunk_bytes"_a = defaults.transfer.chunk_bytes, "grow_bytes"_a = defaults.grow_bytes,
            "stripe_bytes"_a = defaults.stripe_bytes, "watchdog_seconds"_a = 60.0,
            "eio_retries"_a = defaults.transfer.eio_retries, "eio_pause_seconds"_a = 0.1,
            "pace_seconds"_a = 10.0, "verify"_a = "off", "checksum_memory"_a = nullptr,

@@ -56,7 +56,7 @@ struct PageOptions {
   std::chrono::milliseconds collapse_time = std::chrono::seconds(5);
 };
 
-inline constexpr unsigned kPrefaultThreadsMax = 16;
+inline constexpr unsigned kPrefaultThreadsMax = 4;
 /// Bytes that the kernel is asked to turn into huge pages at once.
 inline constexpr std::uint64_t kCollapseBytes = 32 * kHugePageBytes;
 

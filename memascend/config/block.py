@@ -32,9 +32,6 @@ class AllocatorConfig(Section):
     page_lock: bool | None = Field(
         None, description="left out: DeepSpeed's pin_memory, and only where memlock allows"
     )
-    prefault_threads: int = Field(
-        4, ge=1, le=256, description="threads that make new memory resident"
-    )
 
 
 class BufferPoolConfig(Section):
@@ -60,14 +57,6 @@ class DirectNvmeConfig(Section):
     chunk_bytes: Nbytes = Field(
         2 << 20, ge=64 << 10, le=64 << 20, multiple_of=64 << 10, description="bytes of one request"
     )
-    threads: int = Field(
-        8, ge=1, le=256, description="workers of the threads engine, for each drive"
-    )
-    sqpoll: bool = Field(
-        False, description="kernel thread polls for submissions; needs a core for each drive"
-    )
-    iopoll: bool = Field(False, description="poll for completions; needs NVMe poll queues")
-
     eio_retries: int = Field(
         2, ge=0, le=100, description="tries after an I/O error (EIO); no other error is tried again"
     )
@@ -77,7 +66,6 @@ class OverflowCheckConfig(Section):
     """The fp16 overflow check: one pass, no temporary."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's isinf and isnan passes")
-    threads: int = Field(0, ge=0, le=256, description="0: as many as the machine gives")
 
 
 class GradientStreamConfig(Section):

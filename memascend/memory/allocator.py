@@ -37,7 +37,6 @@ class HostAllocator:
         register_device: bool = False,
         registrar: Registrar | None = None,
         numa_node: int | None = None,
-        prefault_threads: int = 0,
         limit_bytes: int = 0,
     ) -> None:
         """Reserve addresses; no memory yet.
@@ -50,7 +49,6 @@ class HostAllocator:
                 registered yet is tried again whenever more memory is taken.
             registrar: Registers it; None asks CUDA's driver.
             numa_node: Where memory should come from; None leaves it to the kernel.
-            prefault_threads: Threads that make new memory resident; 0 chooses.
             limit_bytes: Most memory to hold; 0 for no limit.
         """
         self.core = Allocator(
@@ -59,7 +57,6 @@ class HostAllocator:
             register_device=register_device,
             registrar=registrar,
             numa_node=-1 if numa_node is None else numa_node,
-            prefault_threads=prefault_threads,
             limit_bytes=limit_bytes,
         )
         self._wants_registration = register_device

@@ -58,9 +58,6 @@ class TensorStore:
         engine: str = "auto",
         queue_depth: int = 64,
         chunk_bytes: int = 2 * 1024 * 1024,
-        threads: int = 8,
-        sqpoll: bool = False,
-        iopoll: bool = False,
         watchdog_seconds: float = 60.0,
         eio_retries: int = 2,
         verify: str = "off",
@@ -77,9 +74,6 @@ class TensorStore:
             engine: "auto", "uring", "libaio" or "threads" ("memory" in tests).
             queue_depth: Requests in flight at once on each volume.
             chunk_bytes: Bytes of one request.
-            threads: Workers of the threads engine for each volume.
-            sqpoll: Let a kernel thread take io_uring submissions (a core for it, less latency).
-            iopoll: Let io_uring poll the device (needs polled queues).
             watchdog_seconds: Silence of the device before it is reported on stderr.
             eio_retries: Tries after EIO of the device; no other error is tried again.
             verify: "off"; "reads": compare what is read with checksums; "full": writes, too.
@@ -103,9 +97,6 @@ class TensorStore:
                 engine=engine,
                 queue_depth=queue_depth,
                 chunk_bytes=chunk_bytes,
-                threads=threads,
-                sqpoll=sqpoll,
-                iopoll=iopoll,
                 watchdog_seconds=watchdog_seconds,
                 eio_retries=eio_retries,
                 verify=verify,

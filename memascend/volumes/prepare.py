@@ -115,7 +115,6 @@ def _weighed(
         chunk_bytes=section.chunk_bytes,
         queue_depth=section.queue_depth,
         engine=section.engine or "auto",
-        threads=section.threads,
         span_bytes=PROBE_SPAN_BYTES,
         fill_seconds=PROBE_SECONDS,
     )

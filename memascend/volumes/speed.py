@@ -41,7 +41,6 @@ class Load:
         chunk_bytes: Of one request.
         queue_depth: Requests in flight on each volume.
         engine: "auto", "uring", "libaio" or "threads".
-        threads: Workers of the threads engine, for each volume.
         span_bytes: Of each volume that are written and read, over and over.
         fill_seconds: Most time to write the span once before anything is measured; what has been
             written by then is the span.
@@ -50,7 +49,6 @@ class Load:
     chunk_bytes: int
     queue_depth: int
     engine: str = "auto"
-    threads: int = 8
     span_bytes: int = 256 * MIB
     fill_seconds: float = 10.0
 
@@ -147,7 +145,6 @@ class _LoadedVolume:
             engine=load.engine,
             queue_depth=load.queue_depth,
             chunk_bytes=load.chunk_bytes,
-            threads=load.threads,
             bounce_address=bounce.address,
             bounce_nbytes=bounce.nbytes,
             bounce_hold=None,

@@ -256,12 +256,12 @@ def config_seeds() -> list[bytes]:
     return _as_json(
         {},
         {"enabled": False, "host_memory_limit": "6GiB", "report": "out.json"},
-        {"host_memory_limit": 0.5, "allocator": {"huge_pages": "off", "prefault_threads": 2}},
+        {"host_memory_limit": 0.5, "allocator": {"huge_pages": "off"}},
         {"volumes": ["/a", {"path": "/b", "weight": 2, "raw": True, "capacity": "10GB"}]},
         {"direct_nvme": {"engine": "uring", "queue_depth": 8, "chunk_bytes": "1MiB"}},
         {"streaming": {"optimizer": {"tile_bytes": 65536}, "gradients": {"enabled": False}}},
         {"wear": {"endurance": "600TB", "write_budget": 1, "over_budget": "stop"}},
-        {"buffer_pool": {"prefetch_bytes": "1GiB"}, "overflow_check": {"threads": 4}},
+        {"buffer_pool": {"prefetch_bytes": "1GiB"}, "overflow_check": {"enabled": False}},
     )
 
 

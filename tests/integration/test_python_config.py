@@ -30,8 +30,8 @@ def test_enums_dtypes_paths_and_floats_from_python_are_read_as_json_is(tmp_path:
             "offload_optimizer": drive,
         },
         "memascend": {
-            "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
-            "direct_nvme": {"engine": "threads", "threads": 1},
+            "allocator": {"huge_pages": "off", "page_lock": False},
+            "direct_nvme": {"engine": "threads"},
         },
     }
     path = tmp_path / "config.json"

@@ -35,7 +35,6 @@ def make_core(**options: object) -> _core.Allocator:
         "huge_pages": "transparent",
         "lock": False,
         "register_device": False,
-        "prefault_threads": 1,
     }
     return _core.Allocator(**(arguments | options))
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from memascend.errors import EngineUnavailableError, StoreError
+from memascend.errors import StoreError
 from memascend.nvme.store import MemoryFaults, TensorStore
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
 
@@ -83,10 +83,10 @@ def test_the_tensor_and_what_it_lies_in_are_kept_until_the_io_is_over():
 def test_one_line_says_what_was_obtained(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "memascend.nvme.store"):
         TensorStore(
-            volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads", threads=3
+            volumes=[tmp_path], bounce=PageMemory(BOUNCE_BYTES).tensor, engine="threads"
         ).close()
     (line,) = caplog.messages
-    assert line.startswith("nvme: engine threads (asked for; pread and pwrite by 3 threads")
+    assert line.startswith("nvme: engine threads (asked for; pread and pwrite by 8 threads")
     assert str(tmp_path) in line
 
 
@@ -101,16 +101,6 @@ def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
 def test_a_file_system_that_takes_no_files_is_a_clear_error():
     with pytest.raises(StoreError, match="cannot use the volume /proc"):
         TensorStore(volumes=["/proc"], bounce=PageMemory(BOUNCE_BYTES).tensor)
-
-
-def test_an_engine_that_cannot_run_is_not_called_a_directory_error(tmp_path):
-    with pytest.raises(EngineUnavailableError, match="no polled queues"):
-        TensorStore(
-            volumes=["/dev/shm"],
-            bounce=PageMemory(BOUNCE_BYTES).tensor,
-            engine="uring",
-            iopoll=True,
-        )
 
 
 def test_bounce_memory_that_is_too_small_is_refused(tmp_path):

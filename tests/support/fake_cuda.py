@@ -43,6 +43,5 @@ def registering_core(**options: Any) -> _core.Allocator:
         huge_pages="transparent",
         lock=False,
         register_device=True,
-        prefault_threads=1,
         **options,
     )

@@ -10,8 +10,8 @@ from memascend.runtime import Runtime, StockParts
 
 #: No huge pages, nothing locked, one worker.
 LIGHT: dict[str, Any] = {
-    "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
-    "direct_nvme": {"engine": "threads", "threads": 1},
+    "allocator": {"huge_pages": "off", "page_lock": False},
+    "direct_nvme": {"engine": "threads"},
 }
 
 

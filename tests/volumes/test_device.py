@@ -55,7 +55,7 @@ def block(*paths: str, **more: object) -> MemAscendConfig:
     return parse_block(
         {
             "volumes": [{"path": path, "raw": True, "weight": 1, **more} for path in paths],
-            "direct_nvme": {"engine": "threads", "threads": 2},
+            "direct_nvme": {"engine": "threads"},
         }
     )
 

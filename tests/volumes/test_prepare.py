@@ -118,8 +118,8 @@ def test_a_runtime_stripes_over_the_volumes_of_its_block(tmp_path):
     runtime = Runtime(
         config=parse_block(
             {
-                "allocator": {"huge_pages": "off", "page_lock": False, "prefault_threads": 1},
-                "direct_nvme": {"engine": "threads", "threads": 1},
+                "allocator": {"huge_pages": "off", "page_lock": False},
+                "direct_nvme": {"engine": "threads"},
                 "volumes": [{"path": path, "weight": 1} for path in paths],
             }
         ),

@@ -32,8 +32,6 @@ inline constexpr std::chrono::milliseconds kRefusalPause{10};
 struct EngineOptions {
   std::size_t queue_depth = 64;
   std::size_t thread_count = 8;          // threads engine
-  bool sqpoll = false;                   // uring engine: a kernel thread takes submissions
-  bool iopoll = false;                   // uring engine: the device is polled
   std::shared_ptr<MemoryFaults> faults;  // memory engine
   int volume_index = 0;                  // memory engine: which volume of its faults this is
 };

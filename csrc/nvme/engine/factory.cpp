@@ -59,7 +59,7 @@ void probe(const std::string& name, const EngineOptions& options, const VolumeOp
   }
 }
 
-const char* cause_and_fix(const std::string& name, const EngineOptions& options, int code) {
+const char* cause_and_fix(const std::string& name, int code) {
   if (name == "uring" && (code == EPERM || code == EACCES)) {
     return "likely cause: a container's seccomp profile or kernel.io_uring_disabled blocks "
            "io_uring\n"
@@ -81,10 +81,6 @@ const char* cause_and_fix(const std::string& name, const EngineOptions& options,
   if (name == "libaio" && (code == EPERM || code == ENOSYS || code == EINVAL)) {
     return "likely cause: a seccomp profile, or Linux before 4.18\n"
            "fix: engine \"threads\" (or \"auto\")";
-  }
-  if (name == "uring" && options.iopoll && (code == EOPNOTSUPP || code == EINVAL)) {
-    return "likely cause: the device has no polled queues\n"
-           "fix: load nvme with poll_queues=4, or leave iopoll off";
   }
   return "likely cause: the directory's file system refuses this way of I/O\n"
          "fix: another directory on a local disk, or another engine";
@@ -117,7 +113,7 @@ EngineChoice make_engine(const std::string& name, const EngineOptions& options,
     } catch (const SystemCallError& error) {
       throw EngineUnavailableError(join("engine \"", name, "\" cannot run in ", place.path,
                                         " (queue_depth=", options.queue_depth, "): ", error.what(),
-                                        "\n", cause_and_fix(name, options, error.code())),
+                                        "\n", cause_and_fix(name, error.code())),
                                    error.code());
     }
   }
@@ -137,7 +133,7 @@ EngineChoice make_engine(const std::string& name, const EngineOptions& options,
     }
   }
   throw EngineUnavailableError(join("no engine can run in ", place.path, ": ", passed_over, "\n",
-                                    cause_and_fix("threads", options, code)),
+                                    cause_and_fix("threads", code)),
                                code);
 }
 

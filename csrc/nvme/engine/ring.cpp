@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <vector>
 
 #include "base/check.hpp"
 
@@ -21,51 +20,32 @@ void store_release(unsigned* shared, unsigned value) {
   std::atomic_ref<unsigned>(*shared).store(value, std::memory_order_release);
 }
 
-// SQPOLL: the tail must be visible before the flag is read, or the kernel thread's going to sleep
-// is missed. Sequentially consistent accesses keep that order; a release and an acquire would not.
-void store_in_order(unsigned* shared, unsigned value) {
-  std::atomic_ref<unsigned>(*shared).store(value, std::memory_order_seq_cst);
-}
-
-unsigned load_in_order(unsigned* shared) {
-  return std::atomic_ref<unsigned>(*shared).load(std::memory_order_seq_cst);
-}
-
 struct Mode {
   unsigned flags;
   const char* name;
 };
 
 // Best first; a kernel that does not know a flag answers EINVAL and the next is tried.
-std::vector<Mode> modes(const Ring::Options& options) {
-  const unsigned polled = options.device_polled ? IORING_SETUP_IOPOLL : 0;
-  if (options.kernel_polls) {
-    return {{IORING_SETUP_SQPOLL | polled,
-             polled ? "kernel submission polling, device polling" : "kernel submission polling"}};
-  }
-  if (polled) return {{polled, "device polling"}};
-  return {{IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, "deferred completions"},
-          {IORING_SETUP_COOP_TASKRUN, "cooperative completions"},
-          {0, "plain completions"}};
-}
+constexpr Mode kModes[] = {
+    {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, "deferred completions"},
+    {IORING_SETUP_COOP_TASKRUN, "cooperative completions"},
+    {0, "plain completions"}};
 
-constexpr unsigned kKernelThreadIdleMs = 50;  // SQPOLL: the kernel thread sleeps after this long
 constexpr unsigned kNeededFeatures =
     IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_EXT_ARG;
 
 }  // namespace
 
-Ring::Ring(const Options& options) : kernel_polls_(options.kernel_polls) {
+Ring::Ring(unsigned entry_count) {
   io_uring_params parameters{};
-  for (const Mode& mode : modes(options)) {
+  for (const Mode& mode : kModes) {
     parameters = {};
     parameters.flags = mode.flags | IORING_SETUP_R_DISABLED;
-    parameters.sq_thread_idle = kKernelThreadIdleMs;
     mode_ = mode.name;
-    descriptor_ = PrivateDescriptor(uring::setup(options.entry_count, &parameters));
+    descriptor_ = PrivateDescriptor(uring::setup(entry_count, &parameters));
     if (descriptor_.get() >= 0 || errno != EINVAL) break;
   }
-  MA_SYSCALL(descriptor_.get(), "io_uring_setup(entries=", options.entry_count, ")");
+  MA_SYSCALL(descriptor_.get(), "io_uring_setup(entries=", entry_count, ")");
   if ((parameters.features & kNeededFeatures) != kNeededFeatures) {
     throw SystemCallError(ENOSYS, "io_uring of this kernel lacks timed waits (Linux 5.11)");
   }
@@ -99,7 +79,6 @@ void Ring::map(const io_uring_params& parameters) {
   };
   submission_head_ = word(parameters.sq_off.head);
   submission_tail_ = word(parameters.sq_off.tail);
-  submission_flags_ = word(parameters.sq_off.flags);
   submission_mask_ = *word(parameters.sq_off.ring_mask);
   submission_count_ = parameters.sq_entries;
   prepared_tail_ = *submission_tail_;
@@ -124,25 +103,17 @@ void Ring::start() {
 }
 
 io_uring_sqe* Ring::next_submission() noexcept {
-  if (prepared_tail_ - load_acquire(submission_head_) == submission_count_) return nullptr;
+  MA_INVARIANT(prepared_tail_ - load_acquire(submission_head_) < submission_count_);
   io_uring_sqe* entry = &entries_[prepared_tail_ & submission_mask_];
   ++prepared_tail_;
   std::memset(entry, 0, sizeof(*entry));
   return entry;
 }
 
-void Ring::wait_for_room() {
-  store_in_order(submission_tail_, prepared_tail_);
-  unsigned flags = IORING_ENTER_SQ_WAIT;
-  if (load_in_order(submission_flags_) & IORING_SQ_NEED_WAKEUP) flags |= IORING_ENTER_SQ_WAKEUP;
-  (void)uring::enter(descriptor_.get(), 0, 0, flags, nullptr, 0);
-}
-
 int Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
-  store_in_order(submission_tail_, prepared_tail_);
+  store_release(submission_tail_, prepared_tail_);
   for (;;) {
-    unsigned submit_count = prepared_tail_ - load_acquire(submission_head_);
-    if (kernel_polls_) submit_count = 0;  // its thread takes them
+    const unsigned submit_count = prepared_tail_ - load_acquire(submission_head_);
     const int taken = enter_once(submit_count, complete_min, timeout);
     if (taken < 0) return -taken;
     if (static_cast<unsigned>(taken) == submit_count) return 0;
@@ -153,10 +124,7 @@ int Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
 // How many the kernel took, or -errno.
 int Ring::enter_once(unsigned submit_count, unsigned complete_min,
                      std::chrono::milliseconds timeout) {
-  unsigned flags = IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG;
-  if (kernel_polls_ && (load_in_order(submission_flags_) & IORING_SQ_NEED_WAKEUP)) {
-    flags |= IORING_ENTER_SQ_WAKEUP;
-  }
+  constexpr unsigned flags = IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG;
   const uring::Timespec timespec{timeout.count() / 1000, timeout.count() % 1000 * 1'000'000};
   const uring::WaitArgument argument{0, 0, 0, reinterpret_cast<std::uint64_t>(&timespec)};
   const int taken = uring::enter(descriptor_.get(), submit_count, complete_min, flags, &argument,

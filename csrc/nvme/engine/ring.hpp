@@ -18,14 +18,9 @@ namespace memascend {
 
 class Ring {
  public:
-  struct Options {
-    unsigned entry_count = 64;   // submissions that fit at once; rounded up to a power of two
-    bool kernel_polls = false;   // SQPOLL: a kernel thread takes submissions
-    bool device_polled = false;  // IOPOLL: completions by polling the device, no interrupts
-  };
-
-  /// Sets up a disabled ring with the best mode the kernel knows. Throws SystemCallError.
-  explicit Ring(const Options& options);
+  /// Sets up a disabled ring with the best mode the kernel knows. `entry_count` submissions fit at
+  /// once; the kernel rounds it up to a power of two. Throws SystemCallError.
+  explicit Ring(unsigned entry_count);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -33,17 +28,14 @@ class Ring {
   /// Enables the ring; the calling thread becomes its issuer. Throws SystemCallError.
   void start();
 
-  /// The next free submission entry, cleared, or nullptr when all are taken.
+  /// The next free submission entry, cleared. Pre: fewer requests than entries are in flight.
   io_uring_sqe* next_submission() noexcept;
-  /// Publishes what is prepared, and waits until the kernel's thread has taken some of it. Pre:
-  /// kernel_polls; other rings have room when no more requests than entries are in flight.
-  void wait_for_room();
   /// Hands all prepared submissions to the kernel and waits until `complete_min` completions are
   /// there, `timeout` has passed or a signal came; one system call unless the kernel takes only a
   /// part. Returns 0, or the errno of a refusal: what was not taken then stays prepared.
   [[nodiscard]] int enter(unsigned complete_min, std::chrono::milliseconds timeout);
   /// Takes back the newest prepared submission that the kernel has not taken and returns its
-  /// user_data; nothing when there is none. Pre: no thread of the kernel takes submissions.
+  /// user_data; nothing when there is none.
   std::optional<std::uint64_t> withdraw() noexcept;
   /// Copies the oldest completion and gives its place back to the kernel; false when there is none.
   bool next_completion(io_uring_cqe* completion) noexcept;
@@ -52,7 +44,7 @@ class Ring {
 
   /// io_uring_register; 0 or -errno.
   int register_resource(unsigned opcode, const void* argument, unsigned count) const noexcept;
-  /// "deferred completions", "cooperative completions", "kernel polling", ...
+  /// "deferred completions", "cooperative completions" or "plain completions".
   const std::string& mode() const noexcept { return mode_; }
 
  private:
@@ -60,7 +52,6 @@ class Ring {
   int enter_once(unsigned submit_count, unsigned complete_min, std::chrono::milliseconds timeout);
 
   PrivateDescriptor descriptor_;
-  bool kernel_polls_ = false;
   std::string mode_;
   std::byte* queues_ = nullptr;  // submission and completion queue share one mapping
   std::size_t queues_bytes_ = 0;
@@ -69,7 +60,6 @@ class Ring {
 
   unsigned* submission_head_ = nullptr;  // advanced by the kernel
   unsigned* submission_tail_ = nullptr;
-  unsigned* submission_flags_ = nullptr;
   unsigned submission_mask_ = 0;
   unsigned submission_count_ = 0;
   unsigned prepared_tail_ = 0;  // our tail: entries up to here are filled, maybe not yet published

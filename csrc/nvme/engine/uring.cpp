@@ -1,6 +1,5 @@
 #include "nvme/engine/uring.hpp"
 
-#include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -22,9 +21,7 @@ constexpr unsigned kRefusalCountMax = 1000;
 
 UringEngine::UringEngine(const EngineOptions& options, const Volume& volume)
     : options_(options),
-      ring_({.entry_count = static_cast<unsigned>(options.queue_depth) + 1,  // 1: the wake request
-             .kernel_polls = options.sqpoll,
-             .device_polled = options.iopoll}),
+      ring_(static_cast<unsigned>(options.queue_depth) + 1),  // 1: the wake request
       file_(volume.descriptor()) {
   in_flight_.reserve(options.queue_depth);
   refused_.reserve(options.queue_depth);
@@ -74,19 +71,8 @@ void UringEngine::submit(std::span<const Request> requests) {
   // reap() follows and hands them over in the system call that it needs anyway.
 }
 
-// The ring has a place for every request in flight, but a kernel thread (SQPOLL) may be slow to
-// take what was answered long ago.
-io_uring_sqe* UringEngine::next_entry() {
-  io_uring_sqe* entry = ring_.next_submission();
-  while (entry == nullptr) {
-    ring_.wait_for_room();
-    entry = ring_.next_submission();
-  }
-  return entry;
-}
-
 void UringEngine::prepare(const Request& request) {
-  io_uring_sqe* entry = next_entry();
+  io_uring_sqe* entry = ring_.next_submission();
   entry->opcode = request.operation == Operation::kRead ? IORING_OP_READ : IORING_OP_WRITE;
   entry->fd = file_registered_ ? 0 : file_;  // 0: the first registered one
   entry->flags = file_registered_ ? IOSQE_FIXED_FILE : 0;
@@ -101,7 +87,6 @@ std::size_t UringEngine::reap(std::span<Completion> completions,
                               std::chrono::milliseconds timeout) {
   find_lost();
   if (!refused_.empty()) timeout = std::chrono::milliseconds(0);
-  if (options_.iopoll) return reap_polled(completions, timeout);
   if (!wake_armed_ && lost_count() == 0) arm_wake();
   enter(timeout.count() > 0 ? 1 : 0, timeout);
   return take_completions(completions);
@@ -113,10 +98,7 @@ bool UringEngine::enter(unsigned complete_min, std::chrono::milliseconds timeout
   const int code = ring_.enter(complete_min, timeout);
   refusal_count_ = code == 0 ? 0 : refusal_count_ + 1;
   if (code == 0) return true;
-  // A kernel thread (SQPOLL) takes requests by itself while it lives.
-  while (!options_.sqpoll || code == EOWNERDEAD) {
-    const std::optional<std::uint64_t> tag = ring_.withdraw();
-    if (!tag) break;
+  while (const std::optional<std::uint64_t> tag = ring_.withdraw()) {
     if (*tag == kWakeTag) {
       wake_armed_ = false;
       continue;
@@ -147,27 +129,6 @@ void UringEngine::find_lost() {
   lost_found_count_ += static_cast<unsigned>(count);
 }
 
-// A polled ring takes no read of an event counter, and its waits know neither timeouts nor wakes:
-// so poll, and look at the event counter and the clock in between.
-std::size_t UringEngine::reap_polled(std::span<Completion> completions,
-                                     std::chrono::milliseconds timeout) {
-  const auto end = std::chrono::steady_clock::now() + timeout;
-  for (;;) {
-    const bool entered = enter(0, std::chrono::milliseconds(0));
-    const std::size_t count = take_completions(completions);
-    if (count > 0) return count;
-    if (!entered) {  // whoever asks again finds what was lost
-      std::this_thread::sleep_for(std::min(timeout, kRefusalPause));
-      return 0;
-    }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        end - std::chrono::steady_clock::now());
-    if (left.count() <= 0) return 0;
-    // With nothing to poll for it is the counter alone that matters.
-    if (wait_for_wake(in_flight_.empty() ? left : std::chrono::milliseconds(0))) return 0;
-  }
-}
-
 std::size_t UringEngine::take_completions(std::span<Completion> completions) {
   std::size_t count = 0;
   for (; count < completions.size() && !refused_.empty(); refused_.pop_back()) {
@@ -186,20 +147,13 @@ std::size_t UringEngine::take_completions(std::span<Completion> completions) {
 }
 
 void UringEngine::arm_wake() {
-  io_uring_sqe* entry = next_entry();
+  io_uring_sqe* entry = ring_.next_submission();
   entry->opcode = IORING_OP_READ;
   entry->fd = wake_descriptor_.get();
   entry->addr = reinterpret_cast<std::uint64_t>(&wake_value_);
   entry->len = sizeof(wake_value_);
   entry->user_data = kWakeTag;
   wake_armed_ = true;
-}
-
-bool UringEngine::wait_for_wake(std::chrono::milliseconds timeout) {
-  pollfd event{wake_descriptor_.get(), POLLIN, 0};
-  if (::poll(&event, 1, static_cast<int>(timeout.count())) <= 0) return false;
-  (void)!::read(wake_descriptor_.get(), &wake_value_, sizeof(wake_value_));
-  return true;
 }
 
 void UringEngine::wake() noexcept {

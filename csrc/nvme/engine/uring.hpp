@@ -24,15 +24,12 @@ class UringEngine final : public Engine {
   void wake() noexcept override;
 
  private:
-  io_uring_sqe* next_entry();
   void prepare(const Request& request);
   bool enter(unsigned complete_min, std::chrono::milliseconds timeout);
   std::size_t lost_count() const noexcept;
   void find_lost();
-  std::size_t reap_polled(std::span<Completion> completions, std::chrono::milliseconds timeout);
   std::size_t take_completions(std::span<Completion> completions);
   void arm_wake();
-  bool wait_for_wake(std::chrono::milliseconds timeout);
 
   EngineOptions options_;
   Ring ring_;

@@ -160,7 +160,6 @@ class ZeroOptimizer(CheckpointedOptimizer):
             squares = functools.partial(
                 sum_of_squares,
                 fused=check.enabled,
-                threads=check.threads,
                 helpers=runtime.helpers,
                 dtype=get_norm_dtype(),
             )

@@ -89,7 +89,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     [
         {},
         {"host_memory_limit": "2GiB", "volumes": ["/b"], "status": "/a"},
-        {"host_memory_limit": "1GiB", "heap": {"enabled": False}, "direct_nvme": {"threads": 2}},
+        {
+            "host_memory_limit": "1GiB",
+            "heap": {"enabled": False},
+            "direct_nvme": {"queue_depth": 2},
+        },
     ],
     ids=["same", "its own drives", "its own machine"],
 )

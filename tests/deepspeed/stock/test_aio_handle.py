@@ -32,7 +32,7 @@ def store(faults: MemoryFaults) -> Iterator[TensorStore]:
 
 @pytest.fixture
 def memory() -> HostAllocator:
-    return HostAllocator(huge_pages="off", lock=False, prefault_threads=1)
+    return HostAllocator(huge_pages="off", lock=False)
 
 
 @pytest.fixture
