@@ -6,17 +6,18 @@ Knows shapes, DeepSpeed's JSON and the arithmetic of `memascend plan`; neither t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpu_machine import Machine
 
 from memascend.base.units import format_nbytes
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.plan.derive import derive
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, from_config
-from memascend.plan.stock import StockSettings, stock
+from memascend.plan.stock import stock
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "nvme_gpu.json"
 #: One sequence of so many tokens: what its layers save is most of the memory.
@@ -173,11 +174,11 @@ def host_bytes(run: Run, machine: Machine) -> int:
     shapes = MODELS[run.model].shapes
     request = PlanRequest.from_deepspeed(config, world=world)
     if run.is_stock:
-        settings = StockSettings.from_deepspeed(config)
         plan = stock(
             shapes,
             request=request,
-            settings=replace(settings, rounds_pinned=run.contender == STOCK),
+            settings=parse_deepspeed(config),
+            rounds_pinned=run.contender == STOCK,
         )
     else:
         limit = config["memascend"].get("host_memory_limit")

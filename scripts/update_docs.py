@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined
 from memascend.base.units import GIB, PAGE_BYTES
 from memascend.cli.main import main as run_memascend
 from memascend.config.block import ActivationConfig, MemAscendConfig
+from memascend.config.deepspeed import ZeroOptimization
 from memascend.plan import knobs, stock
 from memascend.plan.context import HOST_RESERVE_BYTES, widths_of
 from memascend.plan.layers import FP32_BYTES
@@ -74,7 +75,7 @@ def scaled(*, model: str = "Llama-3.1-70B", ranks: int = 8) -> str:
 
 def calculator() -> str:
     """Return what the calculator's arithmetic goes by, as a statement of JavaScript."""
-    request, limits, settings = PlanRequest(), ActivationConfig(), stock.StockSettings()
+    request, limits, zero = PlanRequest(), ActivationConfig(), ZeroOptimization()
     master, states = request.master_itemsize, request.states_bytes
     element_bytes = knobs.tiles_element_bytes(request, knobs.TILE_COUNT)
     numbers = {
@@ -108,10 +109,10 @@ def calculator() -> str:
         "host_reserve_bytes": HOST_RESERVE_BYTES,
         "aligned_bytes": stock.ALIGNED_BYTES,
         "swappable_bytes_min": stock.SWAPPABLE_BYTES_MIN,
-        "buffer_count": settings.buffer_count,
-        "buffer_numel": settings.buffer_numel,
-        "resident_numel_max": settings.resident_numel_max,
-        "optimizer_buffer_count": max(settings.optimizer_buffer_count, request.states + 2),
+        "buffer_count": zero.offload_param.buffer_count,
+        "buffer_numel": zero.offload_param.buffer_size,
+        "resident_numel_max": zero.offload_param.max_in_cpu,
+        "optimizer_buffer_count": max(zero.offload_optimizer.buffer_count, request.states + 2),
     }
     return f"*/\nconst NUMBERS = {json.dumps(numbers, indent=2)};\n/*"
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes memascend/deepspeed/seams/fingerprints.py from the installed DeepSpeed.
 
-Run it in an environment of each supported release (oldest first); what is known already is kept.
+Run it in an environment of each supported release (oldest first); what is known already is kept,
+and what is relied on no more is left out.
 Only do so after the parity tests pass on that release: the table says "these seams fit this code".
 """
 
@@ -27,12 +28,10 @@ from __future__ import annotations
 
 def main() -> None:
     """Adds the installed release to the table."""
-    known = {name: list(hashes) for name, hashes in fingerprints.KNOWN.items()}
+    known = {}
     for module, attribute in relied_on():
-        found = fingerprint(module, attribute)
-        hashes = known.setdefault(f"{module}.{attribute}", [])
-        if found not in hashes:
-            hashes.append(found)
+        name, found = f"{module}.{attribute}", fingerprint(module, attribute)
+        known[name] = list(dict.fromkeys([*fingerprints.KNOWN.get(name, ()), found]))
     versions = [*fingerprints.VERSIONS]
     if deepspeed.__version__ not in versions:
         versions.append(deepspeed.__version__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -41,6 +42,7 @@ from memascend.cli.plan_time import (
     time_notes,
 )
 from memascend.config.block import MemAscendConfig, find_block, parse_block
+from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
@@ -57,7 +59,7 @@ from memascend.plan.request import (
 )
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
 from memascend.plan.states import INEXACT, check_state_dtype, keeps_bf16
-from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
+from memascend.plan.stock import StockPlan, four_pieces, stock
 from memascend.system.memory import memory_total
 
 BILLION = 10**9
@@ -85,8 +87,10 @@ STOCK, PIECES, OURS = "stock 0.19.8", "four pieces", "memascend"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accounts:
-    """The three accounts of one model."""
+    """The three accounts of one model, and what they were made from."""
 
+    settings: DeepSpeedSettings
+    block: MemAscendConfig
     shapes: ModelShapes
     stock: StockPlan
     four_pieces: StockPlan
@@ -144,18 +148,16 @@ def plan_command(args: argparse.Namespace) -> int:
             f"many ranks. Nearest: --world {max(1, round(args.world / args.nodes)) * args.nodes}"
         )
     ds_config = DEFAULT_CONFIG if args.config is None else read_json_object(args.config, "--config")
+    settings, block = parse_deepspeed(ds_config), _block(ds_config, args)
+    accounts_of = functools.partial(_accounts, settings=settings, block=block, args=args)
     if args.table and args.fit:
-        print(
-            fit_markdown(
-                lambda shapes: _training(_accounts(shapes, ds_config, args), ds_config, args), args
-            )
-        )
+        print(fit_markdown(lambda shapes: _training(accounts_of(shapes), args), args))
         return 0
     if args.table:
-        print(markdown([_accounts(builtin(name), ds_config, args) for name in builtin_names()]))
+        print(markdown([accounts_of(builtin(name)) for name in builtin_names()]))
         return 0
-    accounts = _accounts(find_model(args.model), ds_config, args)
-    training = _training(accounts, ds_config, args) if is_asked(args) else None
+    accounts = accounts_of(find_model(args.model))
+    training = _training(accounts, args) if is_asked(args) else None
     if args.json:
         found = _as_json(accounts, args)
         found |= {} if training is None else context_json(training, args)
@@ -163,7 +165,7 @@ def plan_command(args: argparse.Namespace) -> int:
     elif training is not None:
         print_context(training, args)
     else:
-        _print_table(accounts, ds_config, args)
+        _print_table(accounts, args)
     if args.plot is not None:
         plot(accounts.columns(), accounts.shapes.name, args.plot)
     return 0
@@ -206,20 +208,24 @@ def markdown(rows: list[Accounts]) -> str:
 
 
 def _accounts(
-    shapes: ModelShapes, ds_config: Mapping[str, Any], args: argparse.Namespace
+    shapes: ModelShapes,
+    *,
+    settings: DeepSpeedSettings,
+    block: MemAscendConfig,
+    args: argparse.Namespace,
 ) -> Accounts:
-    request = PlanRequest.from_deepspeed(ds_config, world=args.world)
-    settings = StockSettings.from_deepspeed(ds_config)
-    block = _block(ds_config, args)
-    check_limit_can_be_kept(block, ds_config)
-    check_state_dtype(block, ds_config)
-    check_masters(block, ds_config)
+    request = PlanRequest.from_deepspeed(settings, block=block, world=args.world)
+    check_limit_can_be_kept(block, settings)
+    check_state_dtype(block, settings)
+    check_masters(block, settings)
     limit_bytes = _limit(block, args)
     ours = request
     if args.config is None or limit_bytes is not None:
         # What the tutorials write for stock; under a limit it does not count.
         ours = dataclasses.replace(request, max_in_cpu=0)
     return Accounts(
+        settings,
+        block,
         shapes,
         stock(shapes, request=request, settings=settings),
         four_pieces(shapes, request=request, settings=settings),
@@ -227,15 +233,13 @@ def _accounts(
     )
 
 
-def _training(
-    accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace
-) -> Training:
+def _training(accounts: Accounts, args: argparse.Namespace) -> Training:
     return training_of(
         accounts.shapes,
         accounts.stock,
         accounts.memascend,
-        ds_config=ds_config,
-        block=_block(ds_config, args),
+        settings=accounts.settings,
+        block=accounts.block,
         args=args,
     )
 
@@ -260,9 +264,7 @@ def _limit(block: MemAscendConfig, args: argparse.Namespace) -> int | None:
 # -- showing ---------------------------------------------------------------------------------------
 
 
-def _print_table(
-    accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace
-) -> None:
+def _print_table(accounts: Accounts, args: argparse.Namespace) -> None:
     columns = accounts.columns()
     request = accounts.memascend.request
     table = Table(
@@ -297,7 +299,7 @@ def _print_table(
     add("drive time of a step", (f"{drive_seconds(plan, args):.1f} s" for plan in plans))
     console = Console()
     console.print(table)
-    for note in _notes(accounts, ds_config, args):
+    for note in _notes(accounts, args):
         console.print(f"- {note}", markup=False, highlight=False)
 
 
@@ -307,7 +309,7 @@ def _saved(plan: Footprint, reference: Footprint) -> str:
     return f"{math.floor(100 * (1 - plan.host_bytes / reference.host_bytes))} %"
 
 
-def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
     notes = [
         "drive time: of all planned bytes, the optimizer's after those of the passes, at "
@@ -325,7 +327,7 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
         )
     if args.config is None:
         notes.insert(0, DEFAULT_NOTE)
-    notes += _notes_of_block(_block(ds_config, args), ds_config)
+    notes += _notes_of_block(accounts.block, accounts.settings)
     notes += [
         f"besides memascend's: {name}: {format_nbytes(n)}" for name, n in plan.not_ours.items()
     ]
@@ -342,13 +344,14 @@ def _notes(accounts: Accounts, ds_config: Mapping[str, Any], args: argparse.Name
         )
     notes += _note_of_files(plan.drive_bytes, plan.request.volume_count)
     notes.append(advise(accounts.shapes, plan))
-    pinning = "" if args.config is None else advise_pinning(accounts.shapes, plan, ds_config)
-    notes += filter(None, [advise_in_cpu(accounts.shapes, plan), pinning])
+    notes.append(advise_in_cpu(accounts.shapes, plan))
+    if args.config is not None:
+        notes.append(advise_pinning(accounts.shapes, plan, accounts.settings))
     if plan.limit_bytes is not None:
         notes.append(
             f"limit: {format_nbytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)"
         )
-    return notes
+    return [note for note in notes if note]
 
 
 def _note_of_files(drive_bytes: int, volume_count: int) -> list[str]:
@@ -363,7 +366,7 @@ def _note_of_files(drive_bytes: int, volume_count: int) -> list[str]:
     ]
 
 
-def _notes_of_block(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> list[str]:
+def _notes_of_block(block: MemAscendConfig, settings: DeepSpeedSettings) -> list[str]:
     """Return what keeps a run from being the one that the column shows."""
     notes = []
     if is_disabled():
@@ -372,12 +375,12 @@ def _notes_of_block(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> lis
         notes.append("memascend.enabled is false: a run would be stock DeepSpeed's")
     elif off := sections_off(block):
         notes.append(f"the column is for all of memascend; this JSON turns off: {', '.join(off)}")
-    if block.streaming.optimizer.enabled and (reason := why_whole_steps(ds_config)):
+    if block.streaming.optimizer.enabled and (reason := why_whole_steps(settings)):
         notes.append(
             f"the column is for steps in tiles, but streaming.optimizer is not used: {reason}. "
             "Host memory of a run grows with the model"
         )
-    if reason := why_not_during_backward(block, ds_config):
+    if reason := why_not_during_backward(block, settings):
         notes.append(f"streaming.optimizer.during_backward has no effect: {reason}")
     if keeps_bf16(block):
         notes.append(f"inexact: {INEXACT}")

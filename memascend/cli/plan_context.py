@@ -18,6 +18,7 @@ from rich.table import Table
 from memascend.base.units import GIB, format_nbytes, page_down, parse_nbytes
 from memascend.cli.plan_time import drive_seconds
 from memascend.config.block import MemAscendConfig
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 from memascend.plan.context import (
     HOST_RESERVE_BYTES,
@@ -108,7 +109,7 @@ def training_of(
     stock: StockPlan,
     ours: Plan,
     *,
-    ds_config: Mapping[str, Any],
+    settings: DeepSpeedSettings,
     block: MemAscendConfig,
     args: argparse.Namespace,
 ) -> Training:
@@ -118,7 +119,7 @@ def training_of(
         shapes: Of the model, from a config.json.
         stock: Its account with stock DeepSpeed.
         ours: Its plan with memascend.
-        ds_config: The DeepSpeed JSON.
+        settings: Of the DeepSpeed JSON.
         block: Its block.
         args: Of the command line.
 
@@ -131,7 +132,7 @@ def training_of(
         shapes=shapes,
         stock=stock,
         ours=_within(shapes, dataclasses.replace(ours, request=request), _host_bytes(args)),
-        device=DeviceSettings.from_deepspeed(ds_config, hidden=hidden),
+        device=DeviceSettings.from_deepspeed(settings, hidden=hidden),
         activations=block.activations,
         has_fused_loss=args.fused_loss,
         has_tiled_mlp=args.tiled_mlp,

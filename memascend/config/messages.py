@@ -32,8 +32,8 @@ def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str
 
     Args:
         error: What pydantic found.
-        model: The model of the whole block.
-        root: The block's own key.
+        model: The model of all that was read.
+        root: The model's own key; empty for the whole of a file.
     """
     lines: dict[str, None] = {}  # each once: a key of several types is wrong for each of them
     for entry in error.errors():
@@ -74,7 +74,8 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
         return f"{text} as a key. Known: {', '.join(known)}."
     if entry["type"] == "value_error":
         text += f" ({reason})"
-    return f"{text}. {_allowed(section, name)}.{_advice(section, name)}"
+    nearest = _nearest_word(section, name, entry["input"])
+    return f"{text}. {_allowed(section, name)}.{nearest}{_advice(section, name)}"
 
 
 def _key_path(location: Sequence[str | int], model: type[BaseModel]) -> Path:
@@ -121,6 +122,17 @@ def _allowed(section: type[BaseModel], name: str) -> str:
     return f"Allowed: {' or '.join(words)}" + (f", {' and '.join(bounds)}" if bounds else "")
 
 
+def _nearest_word(section: type[BaseModel], name: str, found: object) -> str:
+    types = _plain_types(section.model_fields[name].annotation)
+    words = [word for part in types for word in map(str, _choices(part))]
+    near = difflib.get_close_matches(str(found)[:NAME_LENGTH_MAX].lower(), words, n=1, cutoff=0.5)
+    return f" Did you mean {show_json(near[0])}?" if near else ""
+
+
+def _choices(annotation: object) -> tuple[Any, ...]:
+    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+
+
 def _advice(section: type[BaseModel], name: str) -> str:
     field = section.model_fields[name]
     if field.is_required():
@@ -141,8 +153,8 @@ def _plain_types(annotation: object) -> Iterator[object]:
 
 
 def _words(annotation: object) -> str:
-    if typing.get_origin(annotation) is Literal:
-        return " or ".join(show_json(value) for value in typing.get_args(annotation))
+    if choices := _choices(annotation):
+        return " or ".join(map(show_json, choices))
     for kind, words in _PLAIN_WORDS.items():
         if annotation is kind:
             return words
@@ -163,4 +175,4 @@ def _dotted(path: Path, root: str) -> str:
     parts = (
         f"[{part}]" if isinstance(part, int) else f".{part[:NAME_LENGTH_MAX]}" for part in path
     )
-    return root + "".join(parts)
+    return (root + "".join(parts)).removeprefix(".")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from memascend.base.components import PARAMETERS_IN_CPU
 from memascend.base.units import GIB, format_nbytes
-from memascend.config.deepspeed_json import flag, section
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.derive import Plan, derive
 from memascend.plan.shapes import ModelShapes
-from memascend.plan.stock import BUFFERS, POOL, StockSettings, stock
+from memascend.plan.stock import BUFFERS, POOL, stock
 
 #: What of stock's account is as large as which keys of a part of the JSON say.
 _BUFFER_KEYS = {
@@ -68,7 +66,7 @@ def advise_in_cpu(shapes: ModelShapes, plan: Plan) -> str:
 def advise_pinning(
     shapes: ModelShapes,
     plan: Plan,
-    ds_config: Mapping[str, Any],
+    settings: DeepSpeedSettings,
     *,
     locks_for_nothing: bool = False,
 ) -> str:
@@ -77,19 +75,18 @@ def advise_pinning(
     Args:
         shapes: Of the model.
         plan: Of the run.
-        ds_config: The raw DeepSpeed config.
+        settings: Of the DeepSpeed JSON.
         locks_for_nothing: Whether DeepSpeed's `pin_memory` locks memory that no device copies.
     """
-    zero = section(ds_config, "zero_optimization")
-    settings = StockSettings.from_deepspeed(ds_config)
     account = stock(shapes, request=plan.request, settings=settings).host
     idle, idle_bytes, pinned = [], 0, []
     for part, (component, keys) in _BUFFER_KEYS.items():
-        found = [f"{part}.{key}" for key in keys if key in section(zero, part)]
+        stated = getattr(settings.zero_optimization, part).stated
+        found = [f"{part}.{key}" for key in keys if key in stated]
         if found and account[component]:
             idle += found
             idle_bytes += account[component]
-        if flag(section(zero, part), "pin_memory", False):
+        if "pin_memory" in stated and getattr(settings.zero_optimization, part).pin_memory:
             pinned.append(f"{part}.pin_memory")
     lines = []
     if idle:

@@ -18,12 +18,11 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from memascend.base.device_memory import RELEASED_COUNT_MIN, released_bytes_max
 from memascend.base.units import GIB, power_of_two_up
 from memascend.config.block import ActivationConfig
-from memascend.config.deepspeed_json import flag, section, whole
+from memascend.config.deepspeed import DeepSpeedSettings, ZeroOptimization
 from memascend.errors import ConfigError
 from memascend.plan.derive import Plan
 from memascend.plan.footprint import Footprint
@@ -99,6 +98,9 @@ OURS_ALL = Way(
 WAYS = (STOCK_ALL, STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS, OURS_ALL)
 
 
+_ZERO = ZeroOptimization()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
     """The keys of the DeepSpeed JSON that device memory depends on, with DeepSpeed's defaults.
@@ -110,32 +112,24 @@ class DeviceSettings:
         live_numel: stage3_max_live_parameters, which bounds prefetching alone.
     """
 
-    bucket_numel: int = 5 * 10**8
-    has_bucket: bool = True
-    prefetch_numel: int = 5 * 10**7
-    live_numel: int = 10**9
+    bucket_numel: int = _ZERO.reduce_bucket_size
+    has_bucket: bool = _ZERO.contiguous_gradients
+    prefetch_numel: int = _ZERO.stage3_prefetch_bucket_size
+    live_numel: int = _ZERO.stage3_max_live_parameters
 
     @classmethod
-    def from_deepspeed(cls, ds_config: Mapping[str, Any], *, hidden: int) -> DeviceSettings:
-        """Read a DeepSpeed JSON; "auto" is what Hugging Face's Trainer makes of the hidden size.
-
-        Raises:
-            ConfigError: A value is not of its kind.
-        """
-        zero = section(ds_config, "zero_optimization")
-        default = cls()
-
-        def numel(key: str, otherwise: int, auto: int) -> int:
-            return whole(zero, key, auto if zero.get(key) == "auto" else otherwise)
-
-        squared = hidden * hidden
+    def from_deepspeed(cls, settings: DeepSpeedSettings, *, hidden: int) -> DeviceSettings:
+        """Read a DeepSpeed JSON; "auto" is what Hugging Face's Trainer makes of the hidden size."""
+        zero, squared = settings.zero_optimization, hidden * hidden
+        auto = zero.left_to_trainer
+        prefetches_auto = "stage3_prefetch_bucket_size" in auto
         return cls(
-            bucket_numel=numel("reduce_bucket_size", default.bucket_numel, squared),
-            has_bucket=flag(zero, "contiguous_gradients", True),
-            prefetch_numel=numel(
-                "stage3_prefetch_bucket_size", default.prefetch_numel, int(0.9 * squared)
+            bucket_numel=squared if "reduce_bucket_size" in auto else zero.reduce_bucket_size,
+            has_bucket=zero.contiguous_gradients,
+            prefetch_numel=(
+                int(0.9 * squared) if prefetches_auto else zero.stage3_prefetch_bucket_size
             ),
-            live_numel=whole(zero, "stage3_max_live_parameters", default.live_numel),
+            live_numel=zero.stage3_max_live_parameters,
         )
 
 

@@ -7,42 +7,37 @@ master weights' dtype, and it rounds Adam's fp32 moments to that in every step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from memascend.config.block import MemAscendConfig
-from memascend.config.deepspeed_json import device, flag, section
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 from memascend.plan.states import keeps_bf16
 
 FP32_BYTES, NARROW_BYTES = 4, 2
-_BF16, _FP16 = "bf16_master_weights_and_grads", "fp16_master_weights_and_grads"
 #: By the section that has it.
-_KEYS = {"bf16": _BF16, "bfloat16": _BF16, "fp16": _FP16}
+_KEYS = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16_master_weights_and_grads"),
+    "fp16": "fp16_master_weights_and_grads",
+}
 
 
-def narrow_key(ds_config: Mapping[str, Any]) -> str:
+def narrow_key(settings: DeepSpeedSettings) -> str:
     """Return the key that asks for master weights in 16 bits; empty where they are in fp32."""
-    for name, key in _KEYS.items():
-        if flag(section(ds_config, name), key, False):
-            return f"{name}.{key}"
-    return ""
+    found = (f"{name}.{key}" for name, key in _KEYS.items() if getattr(settings.halves[name], key))
+    return next(found, "")
 
 
-def master_itemsize(ds_config: Mapping[str, Any]) -> int:
+def master_itemsize(settings: DeepSpeedSettings) -> int:
     """Return the bytes of a master weight."""
-    return NARROW_BYTES if narrow_key(ds_config) else FP32_BYTES
+    return NARROW_BYTES if narrow_key(settings) else FP32_BYTES
 
 
-def state_itemsize(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> int:
+def state_itemsize(block: MemAscendConfig, settings: DeepSpeedSettings) -> int:
     """Return the bytes of an element of each state: fp32, but for what asks for another dtype."""
     if keeps_bf16(block):
         return NARROW_BYTES
-    parameters = section(section(ds_config, "optimizer"), "params")
-    follows = not flag(parameters, "fp32_optimizer_states", True) or any(
-        flag(section(ds_config, name), "bf16_optimizer_states", False) for name in _KEYS
-    )
-    return master_itemsize(ds_config) if follows else FP32_BYTES
+    asked = any(half.bf16_optimizer_states for half in settings.halves.values())
+    follows = asked or not settings.adam.fp32_optimizer_states
+    return master_itemsize(settings) if follows else FP32_BYTES
 
 
 def refusal_of_masters(key: str, found: str, remedy: str) -> ConfigError:
@@ -59,19 +54,18 @@ def refusal_of_masters(key: str, found: str, remedy: str) -> ConfigError:
     )
 
 
-def check_masters(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
+def check_masters(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     """Compare the key with what else the JSON states.
 
     Raises:
         ConfigError: Its section is not enabled, or the tiles cannot serve.
     """
-    key = narrow_key(ds_config)
-    zero = section(ds_config, "zero_optimization")
-    if not key or device(section(zero, "offload_optimizer")) != "nvme":
+    key = narrow_key(settings)
+    if not key or settings.zero_optimization.offload_optimizer.device != "nvme":
         return
     name = key.partition(".")[0]
-    precision = section(ds_config, name)
-    if precision.get("enabled") != "auto" and not flag(precision, "enabled", False):
+    half = settings.halves[name]
+    if not half.enabled and "enabled" not in half.left_to_trainer:
         raise refusal_of_masters(key, f"{name}.enabled is false", "Set it to true")
     for needed, is_on in {
         "direct_nvme": block.direct_nvme.enabled,

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from memascend.config.block import MemAscendConfig, find_block, parse_block
-from memascend.config.deepspeed_json import DEVICES, device, flag, precision, section, value, whole
+from memascend.config.deepspeed import (
+    DEVICES,
+    DeepSpeedSettings,
+    Optimizer,
+    ZeroOptimization,
+    parse_deepspeed,
+)
 from memascend.errors import ConfigError
 from memascend.plan.masters import FP32_BYTES, master_itemsize, narrow_key, state_itemsize
 from memascend.plan.optimizers import kind_of, state_count_of
@@ -19,15 +25,11 @@ from memascend.plan.states import why_not_cpu_adam
 from memascend.plan.window import WindowBytes
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
-SUB_GROUP_SIZE = 10**9
-REUSE_NUMEL = 10**9
-GRADIENT_CLIPPING = 1.0
 #: Why an optimizer is stepped in whole sub-groups, in DeepSpeed's own buffers.
 NEEDS_WHOLE_GRADIENTS = "Muon works on whole gradients of its own"
 LEAVES_A_PART = "offload_optimizer.ratio leaves a part of it on the device"
 SCALES_IN_EVERY_CALL = "torch_autocast updates its loss scale with every call of the optimizer"
-#: Without a word about it: what Hugging Face's Trainer uses.
-OPTIMIZER = "AdamW"
+_ZERO = ZeroOptimization()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +73,14 @@ class PlanRequest:
     accumulation_itemsize: int | None = None
     master_itemsize: int = FP32_BYTES
     state_itemsize: int = FP32_BYTES
-    optimizer: str = OPTIMIZER
+    optimizer: str = Optimizer().type
     state_count: int | None = None
     is_elementwise: bool | None = None
-    sub_group_size: int = SUB_GROUP_SIZE
+    sub_group_size: int = _ZERO.sub_group_size
     has_decay_groups: bool = True
     parameters_device: str = "nvme"
     optimizer_device: str = "nvme"
-    reuse_numel: int = REUSE_NUMEL
+    reuse_numel: int = _ZERO.stage3_max_reuse_distance
     tile_bytes: int | None = None
     prefetch_bytes: int | None = None
     max_in_cpu: int = 0
@@ -165,7 +167,7 @@ class PlanRequest:
     @classmethod
     def from_deepspeed(
         cls,
-        ds_config: Mapping[str, Any],
+        ds_config: Mapping[str, Any] | DeepSpeedSettings,
         *,
         block: MemAscendConfig | None = None,
         world: int = 1,
@@ -174,7 +176,7 @@ class PlanRequest:
         """Read what decides the bytes from a DeepSpeed JSON and its `memascend` block.
 
         Args:
-            ds_config: The JSON's content.
+            ds_config: The JSON's content, or what was parsed of it.
             block: Its block where it is parsed already; None: parsed here.
             world: Ranks, which the JSON does not state.
             has_decay_groups: See the class; the JSON does not state it.
@@ -182,54 +184,56 @@ class PlanRequest:
         Raises:
             ConfigError: Not ZeRO stage 3, or a value that cannot be.
         """
-        zero = section(ds_config, "zero_optimization")
-        stage = whole(zero, "stage", 0)
-        if stage != 3:
-            raise ConfigError(
-                f"zero_optimization.stage is {stage}: offload to a drive needs stage 3"
-            )
         if block is None:
             block = parse_block(find_block(ds_config) or {})
-        optimizer = section(ds_config, "optimizer")
-        name = str(value(optimizer, "type", OPTIMIZER))
-        model_precision = _precision(ds_config)
-        parameters = section(zero, "offload_param")
-        parameters_device = device(parameters)
-        # Under a limit the plan decides; DeepSpeed's own default does not count.
-        counts = parameters_device == "nvme" and block.host_memory_limit is None
-        data_types = section(ds_config, "data_types")
-        steps, in_one_pass = block.streaming.optimizer, _steps_in_one_pass(block, ds_config)
+        settings = (
+            ds_config if isinstance(ds_config, DeepSpeedSettings) else parse_deepspeed(ds_config)
+        )
+        zero = settings.zero_optimization
+        if zero.stage != 3:
+            raise ConfigError(
+                f"zero_optimization.stage is {zero.stage}: offload to a drive needs stage 3"
+            )
+        arriving = settings.communication_data_type or settings.precision
+        accumulated = settings.data_types.grad_accum_dtype or settings.precision
+        optimizer, steps = settings.optimizer, block.streaming.optimizer
         return cls(
             world=world,
-            gradient_accumulation_steps=_accumulation_steps(ds_config, world),
-            precision=model_precision,
-            arriving_itemsize=ITEMSIZES[
-                precision(ds_config, "communication_data_type", model_precision)
-            ],
-            accumulation_itemsize=ITEMSIZES[
-                precision(data_types, "grad_accum_dtype", model_precision)
-            ],
-            optimizer=name,
-            state_count=state_count_of(name, section(optimizer, "params")),
-            sub_group_size=whole(zero, "sub_group_size", SUB_GROUP_SIZE),
+            gradient_accumulation_steps=settings.accumulation_steps(world),
+            precision=settings.precision,
+            arriving_itemsize=ITEMSIZES[arriving],
+            accumulation_itemsize=ITEMSIZES[accumulated],
+            optimizer=optimizer.type,
+            state_count=state_count_of(optimizer.type, optimizer.params),
+            sub_group_size=zero.sub_group_size,
             has_decay_groups=has_decay_groups,
-            parameters_device=parameters_device,
-            max_in_cpu=whole(parameters, "max_in_cpu", 0) if counts else 0,
-            optimizer_device=device(section(zero, "offload_optimizer")),
-            reuse_numel=whole(zero, "stage3_max_reuse_distance", REUSE_NUMEL),
-            master_itemsize=master_itemsize(ds_config),
-            state_itemsize=state_itemsize(block, ds_config),
-            tile_bytes=block.streaming.optimizer.tile_bytes,
+            parameters_device=zero.offload_param.device,
+            max_in_cpu=_stated_max_in_cpu(block, zero),
+            optimizer_device=zero.offload_optimizer.device,
+            reuse_numel=zero.stage3_max_reuse_distance,
+            master_itemsize=master_itemsize(settings),
+            state_itemsize=state_itemsize(block, settings),
+            tile_bytes=steps.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             verify=block.verify,
             volume_count=len(block.volumes) if block.volumes else 1,
-            during_backward=steps.during_backward and not why_not_during_backward(block, ds_config),
-            overlaps=in_one_pass and steps.overlap,
+            during_backward=steps.during_backward and not why_not_during_backward(block, settings),
+            overlaps=steps.overlap and _steps_in_one_pass(block, settings),
             has_activations=block.activations.enabled,
         )
 
 
-def check_limit_can_be_kept(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
+def _stated_max_in_cpu(block: MemAscendConfig, zero: ZeroOptimization) -> int:
+    """Return what is kept of the parameters because the JSON says so.
+
+    Under a limit the plan decides, and DeepSpeed's own default does not count.
+    """
+    param = zero.offload_param
+    counts = param.device == "nvme" and block.host_memory_limit is None
+    return param.max_in_cpu if counts and "max_in_cpu" in param.stated else 0
+
+
+def check_limit_can_be_kept(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     """Compare a stated limit with what else the JSON states.
 
     Raises:
@@ -244,14 +248,13 @@ def check_limit_can_be_kept(block: MemAscendConfig, ds_config: Mapping[str, Any]
             f"{refusal}{', '.join(off)} is off, so that DeepSpeed's own buffers serve, which grow "
             "with the model. Turn it on, or leave the limit out"
         )
-    zero = section(ds_config, "zero_optimization")
     for name in ("offload_param", "offload_optimizer"):
-        if device(section(zero, name)) == "cpu":
+        if getattr(settings.zero_optimization, name).device == "cpu":
             raise ConfigError(
                 f'{refusal}zero_optimization.{name}.device is "cpu", which holds it all in host '
                 'memory. Set it to "nvme", or leave the limit out'
             )
-    if reason := why_whole_steps(ds_config):
+    if reason := why_whole_steps(settings):
         raise ConfigError(
             f"{refusal}streaming.optimizer cannot serve, since {reason}. Change that, or leave the "
             "limit out"
@@ -264,72 +267,46 @@ def sections_off(block: MemAscendConfig) -> list[str]:
     return [name for name in every if name not in block.sections_enabled]
 
 
-def why_whole_steps(ds_config: Mapping[str, Any]) -> str:
+def why_whole_steps(settings: DeepSpeedSettings) -> str:
     """Return what in the JSON makes a sub-group be stepped as a whole; empty where nothing does."""
-    optimizer = section(section(ds_config, "zero_optimization"), "offload_optimizer")
-    if str(value(section(ds_config, "optimizer"), "type", "")).lower() == "muon":
+    offload = settings.zero_optimization.offload_optimizer
+    if settings.optimizer.type.lower() == "muon":
         return NEEDS_WHOLE_GRADIENTS
-    if device(optimizer) == "nvme" and value(optimizer, "ratio", 1.0) != 1.0:
+    if offload.device == "nvme" and offload.ratio != 1.0:
         return LEAVES_A_PART
-    if flag(section(ds_config, "torch_autocast"), "enabled", False):
+    if settings.torch_autocast.enabled:
         return SCALES_IN_EVERY_CALL
     return ""
 
 
-def why_not_during_backward(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> str:
+def why_not_during_backward(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
     """Return why steps that are to begin during backward do not, as far as the JSON shows it."""
     if not block.streaming.optimizer.during_backward:
         return ""
-    if ds_config.get("gradient_clipping") == "auto":
+    if "gradient_clipping" in settings.left_to_trainer:
         return 'gradient_clipping is "auto", so a Trainer clips unless its max_grad_norm is 0'
-    if _clips(ds_config):
-        stated = value(ds_config, "gradient_clipping", GRADIENT_CLIPPING)
+    if settings.gradient_clipping:
         return (
-            f"gradient_clipping is {stated}, and no gradient can be clipped before the last one "
-            "has come. Set it to 0"
+            f"gradient_clipping is {settings.gradient_clipping}, and no gradient can be clipped "
+            "before the last one has come. Set it to 0"
         )
-    if not _steps_in_one_pass(block, ds_config):
+    if not _steps_in_one_pass(block, settings):
         return (
             "that needs everything on the drive, streamed, and DeepSpeedCPUAdam stepped in one pass"
         )
     return ""
 
 
-def _steps_in_one_pass(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> bool:
+def _steps_in_one_pass(block: MemAscendConfig, settings: DeepSpeedSettings) -> bool:
     """Return whether all is on a drive, and DeepSpeedCPUAdam steps it in one pass."""
-    zero = section(ds_config, "zero_optimization")
-    places = {device(section(zero, f"offload_{what}")) for what in ("param", "optimizer")}
+    zero = settings.zero_optimization
+    places = {zero.offload_param.device, zero.offload_optimizer.device}
     needed = {"buffer_pool", "direct_nvme", "streaming.gradients", "streaming.optimizer"}
     return (
         block.streaming.optimizer.fused
         and not needed & set(sections_off(block))
         and places == {"nvme"}
-        and not narrow_key(ds_config)
-        and why_not_cpu_adam(ds_config) == ("", "")
-        and not why_whole_steps(ds_config)
+        and not narrow_key(settings)
+        and why_not_cpu_adam(settings) == ("", "")
+        and not why_whole_steps(settings)
     )
-
-
-def _clips(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether gradients are clipped; the trainer's own default is 1.0."""
-    key = "gradient_clipping"
-    return ds_config.get(key) == "auto" or bool(value(ds_config, key, GRADIENT_CLIPPING))
-
-
-def _precision(ds_config: Mapping[str, Any]) -> str:
-    """Return what is switched on; else the first that is left to the trainer; else fp32."""
-    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-    switches = {key: section(ds_config, key) for key in names}
-    on = [key for key in names if flag(switches[key], "enabled", False)]
-    auto = [key for key in names if switches[key].get("enabled") == "auto"]
-    return next((names[key] for key in (*on, *auto)), "fp32")
-
-
-def _accumulation_steps(ds_config: Mapping[str, Any], world: int) -> int:
-    """Derive the micro-steps from the batch sizes, as DeepSpeed does, where they are not stated."""
-    stated = whole(ds_config, "gradient_accumulation_steps", 0)
-    if stated:
-        return stated
-    batch = whole(ds_config, "train_batch_size", 0)
-    micro = whole(ds_config, "train_micro_batch_size_per_gpu", 0)
-    return max(1, batch // (micro * world)) if batch and micro else 1

@@ -6,11 +6,8 @@ only the live optimizer shows, by whoever sees it, in the same words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from memascend.config.block import MemAscendConfig
-from memascend.config.deepspeed_json import device, flag, section, value
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 
 #: For people, wherever such a run is shown.
@@ -40,7 +37,7 @@ def refusal(found: str, remedy: str) -> ConfigError:
     )
 
 
-def check_state_dtype(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> None:
+def check_state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
     """Compare the key with what else the JSON states.
 
     Raises:
@@ -48,24 +45,23 @@ def check_state_dtype(block: MemAscendConfig, ds_config: Mapping[str, Any]) -> N
     """
     if not keeps_bf16(block):
         return
-    where = device(section(section(ds_config, "zero_optimization"), "offload_optimizer"))
+    where = settings.zero_optimization.offload_optimizer.device
     if where != "nvme":
         raise refusal(
             f"zero_optimization.offload_optimizer.device is {where!r}", 'Set it to "nvme"'
         )
     if not block.direct_nvme.enabled:
         raise refusal("memascend.direct_nvme.enabled is false", "Turn it on")
-    found, remedy = why_not_cpu_adam(ds_config)
+    found, remedy = why_not_cpu_adam(settings)
     if found:
         raise refusal(found, remedy)
 
 
-def why_not_cpu_adam(ds_config: Mapping[str, Any]) -> tuple[str, str]:
+def why_not_cpu_adam(settings: DeepSpeedSettings) -> tuple[str, str]:
     """Return what makes another optimizer than DeepSpeedCPUAdam, and the remedy; else nothing."""
-    optimizer = section(ds_config, "optimizer")
-    name = str(value(optimizer, "type", _OPTIMIZERS[0]))
+    name = settings.optimizer.type
     if name.lower() not in _OPTIMIZERS:
         return f"optimizer.type is {name!r}", 'Set it to "AdamW" or "Adam"'
-    if flag(section(optimizer, "params"), "torch_adam", False):
+    if settings.adam.torch_adam:
         return "optimizer.params.torch_adam is true, which is torch's", "Take it out"
     return "", ""

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from memascend.base.units import MIB, power_of_two_up
-from memascend.config.deepspeed_json import flag, section, whole
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
 from memascend.plan.knobs import REPEATED_COUNT_MIN
 from memascend.plan.request import PlanRequest
@@ -35,68 +34,6 @@ SMALL_GROUPS = "optimizer kept in memory"
 FLAT_SOURCE, COPY = "E flat gradients, before pinning", "G fp32 copy of a sub-group"
 FIRST_GRADIENTS, FIRST_STATE = "H first gradients", "I first optimizer state"
 OVERFLOW = "J overflow check"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockSettings:
-    """The keys of the DeepSpeed JSON that only stock's memory depends on, with their defaults.
-
-    Attributes:
-        buffer_count: offload_param.buffer_count.
-        buffer_numel: offload_param.buffer_size, in elements; raised to the largest shard, below
-            which stock does not start.
-        resident_numel_max: offload_param.max_in_cpu.
-        is_param_pinned: offload_param.pin_memory.
-        optimizer_buffer_count: offload_optimizer.buffer_count; raised to what its states need.
-        is_pipelined: offload_optimizer.pipeline_read or pipeline_write.
-        is_optimizer_pinned: offload_optimizer.pin_memory.
-        is_fast_init: offload_optimizer.fast_init.
-        block_bytes: aio.block_size.
-        parallelism: aio.intra_op_parallelism.
-        rounds_pinned: Whether pinned memory is rounded up to a power of two, as torch does on
-            CUDA; without an accelerator pinning does nothing.
-    """
-
-    buffer_count: int = 5
-    buffer_numel: int = 10**8
-    resident_numel_max: int = 10**9
-    is_param_pinned: bool = True
-    optimizer_buffer_count: int = 4
-    is_pipelined: bool = False
-    is_optimizer_pinned: bool = True
-    is_fast_init: bool = False
-    block_bytes: int = MIB
-    parallelism: int = 1
-    rounds_pinned: bool = True
-
-    @classmethod
-    def from_deepspeed(
-        cls, ds_config: Mapping[str, Any], *, rounds_pinned: bool = True
-    ) -> StockSettings:
-        """Read a DeepSpeed JSON.
-
-        Raises:
-            ConfigError: A value is not of its kind.
-        """
-        zero = section(ds_config, "zero_optimization")
-        param, optimizer = section(zero, "offload_param"), section(zero, "offload_optimizer")
-        aio = section(ds_config, "aio")
-        default = cls()
-        return cls(
-            buffer_count=whole(param, "buffer_count", default.buffer_count),
-            buffer_numel=whole(param, "buffer_size", default.buffer_numel),
-            resident_numel_max=whole(param, "max_in_cpu", default.resident_numel_max),
-            is_param_pinned=flag(param, "pin_memory", True),
-            optimizer_buffer_count=whole(optimizer, "buffer_count", default.optimizer_buffer_count),
-            is_pipelined=(
-                flag(optimizer, "pipeline_read", False) or flag(optimizer, "pipeline_write", False)
-            ),
-            is_optimizer_pinned=flag(optimizer, "pin_memory", True),
-            is_fast_init=flag(optimizer, "fast_init", False),
-            block_bytes=whole(aio, "block_size", default.block_bytes),
-            parallelism=max(1, whole(aio, "intra_op_parallelism", default.parallelism)),
-            rounds_pinned=rounds_pinned,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +55,26 @@ class StockPlan(Footprint):
 
 
 def stock(
-    shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
+    shapes: ModelShapes,
+    *,
+    request: PlanRequest,
+    settings: DeepSpeedSettings | None = None,
+    rounds_pinned: bool = True,
 ) -> StockPlan:
-    """Return the account of DeepSpeed as it is."""
-    return _StockAccount(shapes, request, settings, has_pieces=False).plan()
+    """Return the account of stock DeepSpeed.
+
+    Args:
+        shapes: Of the model.
+        request: Of the run.
+        settings: Of its DeepSpeed JSON; None: all of DeepSpeed's defaults.
+        rounds_pinned: Whether pinned memory is rounded up to a power of two, as torch does on
+            CUDA; without an accelerator pinning does nothing.
+    """
+    return _StockAccount(shapes, request, settings, rounds_pinned=rounds_pinned).plan()
 
 
 def four_pieces(
-    shapes: ModelShapes, *, request: PlanRequest, settings: StockSettings | None = None
+    shapes: ModelShapes, *, request: PlanRequest, settings: DeepSpeedSettings | None = None
 ) -> StockPlan:
     """Return the account of DeepSpeed with the paper's four pieces, and no more."""
     return _StockAccount(shapes, request, settings, has_pieces=True).plan()
@@ -138,15 +87,20 @@ class _StockAccount:
         self,
         shapes: ModelShapes,
         request: PlanRequest,
-        settings: StockSettings | None,
+        settings: DeepSpeedSettings | None,
         *,
-        has_pieces: bool,
+        has_pieces: bool = False,
+        rounds_pinned: bool = True,
     ) -> None:
+        settings = settings or DeepSpeedSettings()
         self._shapes = shapes
         self._request = request
-        self._settings = settings = settings or StockSettings()
+        self._param = settings.zero_optimization.offload_param
+        self._optimizer = settings.zero_optimization.offload_optimizer
+        self._workers = max(1, settings.aio.intra_op_parallelism)
         self._has_pieces = has_pieces
-        self._swappable_bytes_min = max(SWAPPABLE_BYTES_MIN, settings.block_bytes)
+        self._rounds_pinned = rounds_pinned and not has_pieces
+        self._swappable_bytes_min = max(SWAPPABLE_BYTES_MIN, settings.aio.block_size)
         self._has_param_drive = request.parameters_device == "nvme"
         self._has_optimizer_drive = request.optimizer_device == "nvme"
         self._has_optimizer = request.optimizer_device != "none"
@@ -192,11 +146,8 @@ class _StockAccount:
         for _, pairs in kinds:
             numels = [numel for _, numel in pairs]
             room_numel = sum(numels)
-            if (
-                self._has_param_drive
-                and seen_numel + room_numel > self._settings.resident_numel_max
-            ):
-                room_numel = max(0, self._settings.resident_numel_max - seen_numel)
+            if self._has_param_drive and seen_numel + room_numel > self._param.max_in_cpu:
+                room_numel = max(0, self._param.max_in_cpu - seen_numel)
             seen_numel += sum(numels)
             self._cache_bytes.append(room_numel * self._request.param_itemsize)
             ends = itertools.accumulate(numels)
@@ -221,31 +172,31 @@ class _StockAccount:
         return [n for n in self._group_numels if n * self._request.master_itemsize >= nbytes_min]
 
     def _aligned(self, numel: int, itemsize: int) -> int:
-        step = ALIGNED_BYTES * self._settings.parallelism // itemsize
+        step = ALIGNED_BYTES * self._workers // itemsize
         return -(-numel // step) * step * itemsize
 
     def _pinned(self, nbytes: int, is_pinned: bool = True) -> int:
-        is_rounded = self._settings.rounds_pinned and is_pinned and not self._has_pieces
+        is_rounded = self._rounds_pinned and is_pinned
         return power_of_two_up(nbytes) if is_rounded else nbytes
 
     # -- host --------------------------------------------------------------------------------------
 
     def _host(self) -> dict[str, int]:
-        settings, request = self._settings, self._request
+        request = self._request
         small = [tensor for tensor in self._shapes.tensors if not self._is_swappable(tensor)]
         if not self._has_param_drive:
             small = []
         small_bytes = [self._nbytes(t) for t in small if t.name not in self._resident_names]
         flat_bytes = request.gradient_itemsize * self._learning if self._has_optimizer else 0
         buffer_bytes = self._aligned(self._group_numel_max, request.master_itemsize)
-        is_pinned = settings.is_optimizer_pinned
+        is_pinned = self._optimizer.pin_memory
         return {
             POOL: self._pool_bytes(),
             CACHE: sum(self._pinned(nbytes) for nbytes in self._cache_bytes),
             WRITE_BACK: self._write_back_bytes(),
             BUFFERS: self._buffer_count() * buffer_bytes if self._has_optimizer_drive else 0,
             FLAT: self._pinned(flat_bytes, is_pinned),
-            SMALL: sum(self._pinned(nbytes, settings.is_param_pinned) for nbytes in small_bytes),
+            SMALL: sum(self._pinned(nbytes, self._param.pin_memory) for nbytes in small_bytes),
             SMALL_GROUPS: self._kept_optimizer_bytes(),
         }
 
@@ -253,8 +204,8 @@ class _StockAccount:
         if not self._has_param_drive:
             return 0
         if not self._has_pieces:
-            numel = max(self._settings.buffer_numel, self._largest_swappable())
-            return self._settings.buffer_count * self._aligned(numel, self._request.param_itemsize)
+            numel = max(self._param.buffer_size, self._largest_swappable())
+            return self._param.buffer_count * self._aligned(numel, self._request.param_itemsize)
         # Slots of the tensors' own sizes: two layers, and the embedding or the output head.
         counts = Counter(tensor.numel for tensor in self._shapes.tensors)
         layered = [n for n, count in counts.items() if count >= REPEATED_COUNT_MIN] or list(counts)
@@ -282,8 +233,9 @@ class _StockAccount:
 
     def _buffer_count(self) -> int:
         """Return at least one for weights, gradient and each state, three times that in flight."""
-        needed = (self._request.states + 2) * (3 if self._settings.is_pipelined else 1)
-        return max(self._settings.optimizer_buffer_count, needed)
+        is_pipelined = self._optimizer.pipeline_read or self._optimizer.pipeline_write
+        needed = (self._request.states + 2) * (3 if is_pipelined else 1)
+        return max(self._optimizer.buffer_count, needed)
 
     def _kept_optimizer_bytes(self) -> int:
         """Return bytes of weights, states and gradients that are not on the drive."""
@@ -293,7 +245,7 @@ class _StockAccount:
         kept = Counter(self._group_numels) - Counter(self._swapped_group_numels())
         return sum(
             numel * itemsize * (1 + self._request.states)
-            + self._pinned(numel * itemsize, self._settings.is_optimizer_pinned)
+            + self._pinned(numel * itemsize, self._optimizer.pin_memory)
             for numel in kept.elements()
         )
 
@@ -306,9 +258,9 @@ class _StockAccount:
         copied = [
             numel
             for numel, is_resident in zip(self._group_numels, self._is_resident, strict=True)
-            if numel in swapped and not is_resident and not self._settings.is_fast_init
+            if numel in swapped and not is_resident and not self._optimizer.fast_init
         ]
-        source_numel = self._learning if self._settings.is_optimizer_pinned else 0
+        source_numel = self._learning if self._optimizer.pin_memory else 0
         return {
             FLAT_SOURCE: self._request.gradient_itemsize * source_numel,
             COPY: self._request.master_itemsize * max(copied, default=0),
@@ -357,7 +309,7 @@ class _StockAccount:
     def _gradient_bytes(self) -> int:
         """Return bytes of fp32 gradients in a step; those of small tensors wait on the device."""
         swapped = set(self._swapped_group_numels())
-        step = ALIGNED_BYTES * self._settings.parallelism // GRADIENT_BYTES
+        step = ALIGNED_BYTES * self._workers // GRADIENT_BYTES
         shards = (
             tensor.shard_numel(self._request.world) // step * step
             for group, numel in zip(self._groups, self._group_numels, strict=True)
@@ -369,13 +321,13 @@ class _StockAccount:
 
     def _notes(self) -> tuple[str, ...]:
         notes = []
-        largest, stated = self._largest_swappable(), self._settings.buffer_numel
+        largest, stated = self._largest_swappable(), self._param.buffer_size
         if self._has_param_drive and largest > stated and not self._has_pieces:
             notes.append(
                 f"offload_param.buffer_size raised from {stated} to {largest}, the largest tensor: "
                 "stock does not start below"
             )
-        count = self._settings.optimizer_buffer_count
+        count = self._optimizer.buffer_count
         if self._has_optimizer_drive and self._buffer_count() > count:
             notes.append(
                 f"offload_optimizer.buffer_count raised from {count} to {self._buffer_count()}: "

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memascend.config.block import MemAscendConfig
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.plan.context import (
     DEVICE_RESERVE_BYTES,
     OURS_CHECKPOINTS,
@@ -50,7 +51,7 @@ def planned_bytes(config: dict[str, Any], place: str, tokens: int) -> int:
         shapes=shapes,
         stock=stock(shapes, request=request),
         ours=derive(shapes, request=request),
-        device=DeviceSettings.from_deepspeed(config, hidden=HIDDEN),
+        device=DeviceSettings.from_deepspeed(parse_deepspeed(config), hidden=HIDDEN),
         activations=MemAscendConfig.model_validate(config["memascend"]).activations,
     )
     way = dataclasses.replace(OURS_CHECKPOINTS, place=place)

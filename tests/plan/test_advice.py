@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memascend.base.units import GIB, MIB, format_nbytes
+from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.plan.shapes import builtin
@@ -65,10 +66,10 @@ def test_without_max_in_cpu_there_is_nothing_to_say_of_it() -> None:
     assert advise_in_cpu(decoder(), plan) == ""
 
 
-def zero_3(param: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+def zero_3(param: dict[str, Any], optimizer: dict[str, Any]) -> DeepSpeedSettings:
     offload = {"offload_param": param, "offload_optimizer": optimizer}
     on_drive = {name: {"device": "nvme"} | part for name, part in offload.items()}
-    return {"zero_optimization": {"stage": 3} | on_drive}
+    return parse_deepspeed({"zero_optimization": {"stage": 3} | on_drive})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from memascend.base.units import GIB, MIB
 from memascend.config.block import ActivationConfig
+from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.errors import ConfigError
 from memascend.plan.context import (
     BUCKET,
@@ -213,23 +214,10 @@ def test_settings_come_from_the_json_and_auto_is_the_trainers() -> None:
         "stage3_max_live_parameters": 1e8,
         "contiguous_gradients": False,
     }
-    found = DeviceSettings.from_deepspeed({"zero_optimization": zero}, hidden=4096)
+    found = DeviceSettings.from_deepspeed(parse_deepspeed({"zero_optimization": zero}), hidden=4096)
     assert (found.bucket_numel, found.prefetch_numel) == (16_777_216, 15_099_494)
     assert (found.live_numel, found.has_bucket) == (10**8, False)
-    assert DeviceSettings.from_deepspeed({}, hidden=4096) == DeviceSettings()
-    with pytest.raises(ConfigError, match="reduce_bucket_size"):
-        DeviceSettings.from_deepspeed(
-            {"zero_optimization": {"reduce_bucket_size": "big"}}, hidden=8
-        )
-
-
-def test_the_defaults_are_deepspeeds() -> None:
-    zero_config = pytest.importorskip("deepspeed.runtime.zero.config")
-    upstream, ours = zero_config.DeepSpeedZeroConfig(stage=3), DeviceSettings()
-    assert ours.bucket_numel == upstream.reduce_bucket_size
-    assert ours.has_bucket == upstream.contiguous_gradients
-    assert ours.prefetch_numel == upstream.prefetch_bucket_size
-    assert ours.live_numel == upstream.max_live_parameters
+    assert DeviceSettings.from_deepspeed(DeepSpeedSettings(), hidden=4096) == DeviceSettings()
 
 
 def test_activations_are_moved_in_every_micro_step() -> None:

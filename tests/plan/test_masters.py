@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memascend.config.block import parse_block
+from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.errors import ConfigError
 from memascend.plan.masters import (
     check_masters,
@@ -40,8 +41,9 @@ ZERO = {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}
 def test_the_json_says_what_master_weights_and_states_take(
     keys: dict[str, Any], key: str, itemsizes: tuple[int, int]
 ) -> None:
-    assert narrow_key(keys) == key
-    assert (master_itemsize(keys), state_itemsize(parse_block({}), keys)) == itemsizes
+    settings = parse_deepspeed(keys)
+    assert narrow_key(settings) == key
+    assert (master_itemsize(settings), state_itemsize(parse_block({}), settings)) == itemsizes
     request = PlanRequest.from_deepspeed({"zero_optimization": ZERO, **keys})
     assert (request.master_itemsize, request.state_itemsize) == itemsizes
     assert request.overlaps == (not key)  # there is no pass over a tile in one for them
@@ -49,7 +51,7 @@ def test_the_json_says_what_master_weights_and_states_take(
 
 def test_the_blocks_own_states_are_in_bf16_whatever_master_weights_are() -> None:
     block = parse_block({"streaming": {"optimizer": {"state_dtype": "bf16"}}})
-    assert state_itemsize(block, {}) == 2
+    assert state_itemsize(block, DeepSpeedSettings()) == 2
 
 
 @pytest.mark.parametrize(
@@ -79,15 +81,15 @@ def test_the_blocks_own_states_are_in_bf16_whatever_master_weights_are() -> None
 def test_what_they_cannot_be_with_is_named(
     block: dict[str, Any], keys: dict[str, Any], found: str, remedy: str
 ) -> None:
-    parsed = parse_block(block)
-    told = rf"^{narrow_key(keys)} keeps .*{found}.*{remedy}, or leave {narrow_key(keys)} out$"
+    parsed, key = parse_block(block), narrow_key(parse_deepspeed(keys))
+    told = rf"^{key} keeps .*{found}.*{remedy}, or leave {key} out$"
     with pytest.raises(ConfigError, match=told):
-        check_masters(parsed, {"zero_optimization": ZERO, **keys})
+        check_masters(parsed, parse_deepspeed({"zero_optimization": ZERO, **keys}))
     on_cpu = ZERO | {"offload_optimizer": {"device": "cpu"}}
-    check_masters(parsed, {"zero_optimization": on_cpu, **keys})
-    check_masters(parsed, {"zero_optimization": ZERO})
+    check_masters(parsed, parse_deepspeed({"zero_optimization": on_cpu, **keys}))
+    check_masters(parsed, parse_deepspeed({"zero_optimization": ZERO}))
 
 
 def test_what_the_trainer_fills_in_is_no_refusal() -> None:
     keys = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
-    check_masters(parse_block({}), {"zero_optimization": ZERO, **keys})
+    check_masters(parse_block({}), parse_deepspeed({"zero_optimization": ZERO, **keys}))

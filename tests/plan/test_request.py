@@ -12,6 +12,7 @@ import pytest
 
 from memascend.base.units import MIB
 from memascend.config.block import parse_block
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.errors import ConfigError
 from memascend.plan.request import (
     PlanRequest,
@@ -122,12 +123,12 @@ def test_a_step_goes_on_behind_its_caller_where_it_is_made_in_one_pass(
 )
 def test_why_no_step_begins_during_backward_is_said(keys: dict[str, Any], reason: str) -> None:
     block = parse_block({"streaming": {"optimizer": {"during_backward": True}}})
-    ds_config = on_drive(**keys)
-    found = why_not_during_backward(block, ds_config)
+    settings = parse_deepspeed(on_drive(**keys))
+    found = why_not_during_backward(block, settings)
     assert reason in found
     assert bool(found) == bool(reason)
-    assert PlanRequest.from_deepspeed(ds_config, block=block).during_backward == (not reason)
-    assert why_not_during_backward(parse_block({}), ds_config) == ""
+    assert PlanRequest.from_deepspeed(settings, block=block).during_backward == (not reason)
+    assert why_not_during_backward(parse_block({}), settings) == ""
 
 
 @pytest.mark.parametrize(
@@ -142,18 +143,18 @@ def test_why_no_step_begins_during_backward_is_said(keys: dict[str, Any], reason
 def test_what_keeps_an_optimizer_from_tiles_is_said_and_no_limit_holds_with_it(
     keys: dict[str, Any], reason: str
 ) -> None:
-    ds_config = on_drive(**keys)
-    assert reason in why_whole_steps(ds_config)
-    assert bool(why_whole_steps(ds_config)) == bool(reason)
+    settings = parse_deepspeed(on_drive(**keys))
+    assert reason in why_whole_steps(settings)
+    assert bool(why_whole_steps(settings)) == bool(reason)
     block = parse_block({"host_memory_limit": "1GiB"})
     with pytest.raises(ConfigError, match=reason) if reason else contextlib.nullcontext():
-        check_limit_can_be_kept(block, ds_config)
+        check_limit_can_be_kept(block, settings)
 
 
 def test_a_part_of_the_optimizer_on_the_device_is_such_a_reason() -> None:
     ds_config = on_drive()
     ds_config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
-    assert "ratio" in why_whole_steps(ds_config)
+    assert "ratio" in why_whole_steps(parse_deepspeed(ds_config))
     assert not PlanRequest.from_deepspeed(ds_config).overlaps
 
 
@@ -161,12 +162,6 @@ def on_drive(**keys: Any) -> dict[str, Any]:
     ds_config = nvme(**keys)
     ds_config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
     return ds_config
-
-
-def test_a_precision_that_is_on_goes_before_one_left_to_the_trainer() -> None:
-    half = nvme(bf16={"enabled": "auto"}, fp16={"enabled": True})
-    assert PlanRequest.from_deepspeed(half).precision == "fp16"
-    assert PlanRequest.from_deepspeed(nvme()).precision == "fp32"
 
 
 def test_what_a_configuration_says_is_read() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from memascend.config.block import parse_block
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.errors import ConfigError
 from memascend.plan.states import check_state_dtype
 
@@ -16,7 +17,7 @@ NVME = {"device": "nvme", "nvme_path": "/mnt"}
 
 def check(block: dict[str, Any], **keys: Any) -> None:
     zero = {"stage": 3, "offload_optimizer": keys.pop("offload_optimizer", NVME)}
-    check_state_dtype(parse_block(block), {"zero_optimization": zero, **keys})
+    check_state_dtype(parse_block(block), parse_deepspeed({"zero_optimization": zero, **keys}))
 
 
 @pytest.mark.parametrize(

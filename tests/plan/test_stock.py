@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 
 from memascend.base.units import MIB
+from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.plan.derive import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape, builtin, from_config
-from memascend.plan.stock import StockPlan, StockSettings, four_pieces, stock
+from memascend.plan.stock import StockPlan, four_pieces, stock
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
@@ -80,10 +80,16 @@ def test_the_four_pieces_on_real_models(model: str) -> None:
     assert "J overflow check" not in half.host_step
 
 
+def offloading(
+    param: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None
+) -> DeepSpeedSettings:
+    offload = {"offload_param": param, "offload_optimizer": optimizer}
+    return parse_deepspeed({"zero_optimization": offload})
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "shapes").glob("*.json")))
 def test_the_terms_agree_with_the_benchmarks_to_the_byte(path: Path) -> None:
-    settings = StockSettings(rounds_pinned=False)
-    plan = stock(builtin(path.stem), request=PlanRequest(), settings=settings)
+    plan = stock(builtin(path.stem), request=PlanRequest(), rounds_pinned=False)
     expected: dict[str, int] = {}
     for row in json.loads(path.read_text())["allocations"]:
         letter = row["letter"]
@@ -107,10 +113,8 @@ def small_llama() -> ModelShapes:
 def measured_run(**changes: Any) -> StockPlan:
     """A run on the CPU accelerator: one parameter group, sub-groups and buffers of 20M."""
     request = PlanRequest(sub_group_size=20_000_000, has_decay_groups=False, **changes)
-    settings = StockSettings(
-        buffer_count=16, buffer_numel=20_000_000, resident_numel_max=0, rounds_pinned=False
-    )
-    return stock(small_llama(), request=request, settings=settings)
+    param = {"buffer_count": 16, "buffer_size": 20_000_000, "max_in_cpu": 0}
+    return stock(small_llama(), request=request, settings=offloading(param), rounds_pinned=False)
 
 
 def test_a_small_model_that_was_measured() -> None:
@@ -145,7 +149,7 @@ def model(*numels: int) -> ModelShapes:
 def test_a_first_sub_group_that_fits_stays_in_memory_and_is_not_read() -> None:
     request = PlanRequest(sub_group_size=MIB, reuse_numel=0)
     shapes = model(MIB, 2 * MIB)
-    plan = stock(shapes, request=request, settings=StockSettings(resident_numel_max=MIB))
+    plan = stock(shapes, request=request, settings=offloading({"max_in_cpu": MIB}))
     assert plan.host["B 16-bit cache"] == 2 * MIB
     assert plan.read_bytes["parameters"] == 2 * 2 * 2 * MIB
     assert plan.written_bytes["parameters"] == 2 * 2 * MIB
@@ -159,10 +163,10 @@ def test_with_room_for_all_nothing_is_written_back() -> None:
 
 
 def test_small_parameters_are_pinned_one_by_one() -> None:
-    settings = StockSettings(resident_numel_max=0)
+    settings = offloading({"max_in_cpu": 0})
     plan = stock(model(MIB, 1000, 3000), request=PlanRequest(), settings=settings)
     assert plan.host["F small parameters"] == 2048 + 8192
-    unpinned = dataclasses.replace(settings, is_param_pinned=False)
+    unpinned = offloading({"max_in_cpu": 0, "pin_memory": False})
     plan = stock(model(MIB, 1000, 3000), request=PlanRequest(), settings=unpinned)
     assert plan.host["F small parameters"] == 2 * 4000
 
@@ -174,14 +178,14 @@ def test_a_small_sub_group_keeps_its_optimizer_in_memory() -> None:
 
 
 def test_pipelining_needs_three_times_the_buffers() -> None:
-    settings = StockSettings(is_pipelined=True)
+    settings = offloading(optimizer={"pipeline_write": True})
     plan = stock(model(MIB), request=PlanRequest(), settings=settings)
     assert plan.host["D optimizer buffers"] == 12 * 4 * MIB
     assert any("buffer_count raised from 4 to 12" in note for note in plan.notes)
 
 
 def test_the_pool_does_not_shrink_with_the_ranks_and_writing_back_grows() -> None:
-    shapes, settings = model(8 * MIB, 8 * MIB), StockSettings(resident_numel_max=0)
+    shapes, settings = model(8 * MIB, 8 * MIB), offloading({"max_in_cpu": 0})
     one, two = (
         stock(shapes, request=PlanRequest(world=w, sub_group_size=4 * MIB), settings=settings)
         for w in (1, 2)
@@ -193,7 +197,7 @@ def test_the_pool_does_not_shrink_with_the_ranks_and_writing_back_grows() -> Non
 
 def test_gradients_go_to_the_drive_in_fp32_once_per_step() -> None:
     request = PlanRequest(gradient_accumulation_steps=4, reuse_numel=0)
-    plan = stock(model(MIB), request=request, settings=StockSettings(resident_numel_max=0))
+    plan = stock(model(MIB), request=request, settings=offloading({"max_in_cpu": 0}))
     assert plan.written_bytes["gradients"] == plan.read_bytes["gradients"] == 4 * MIB
     assert plan.read_bytes["parameters"] == 4 * 2 * 2 * MIB
     assert plan.read_bytes["optimizer state"] == 8 * MIB
@@ -201,31 +205,7 @@ def test_gradients_go_to_the_drive_in_fp32_once_per_step() -> None:
 
 def test_on_the_cpu_everything_stays_there() -> None:
     request = PlanRequest(parameters_device="cpu", optimizer_device="cpu")
-    plan = stock(model(MIB), request=request, settings=StockSettings(rounds_pinned=False))
+    plan = stock(model(MIB), request=request, rounds_pinned=False)
     assert plan.drive_bytes == 0
     assert plan.host["B 16-bit cache"] == 2 * MIB
     assert plan.host["optimizer kept in memory"] == 16 * MIB
-
-
-def test_settings_come_from_the_json_and_the_rest_from_deepspeed() -> None:
-    config_module = pytest.importorskip("deepspeed.runtime.zero.offload_config")
-    settings = StockSettings.from_deepspeed({})
-    param = config_module.DeepSpeedZeroOffloadParamConfig()
-    optimizer = config_module.DeepSpeedZeroOffloadOptimizerConfig()
-    assert settings == StockSettings(
-        buffer_count=param.buffer_count,
-        buffer_numel=param.buffer_size,
-        resident_numel_max=param.max_in_cpu,
-        is_param_pinned=param.pin_memory,
-        optimizer_buffer_count=optimizer.buffer_count,
-        is_pipelined=optimizer.pipeline,
-        is_optimizer_pinned=optimizer.pin_memory,
-        is_fast_init=optimizer.fast_init,
-    )
-    aio = pytest.importorskip("deepspeed.runtime.swap_tensor.aio_config").get_aio_config({})
-    assert settings.block_bytes == aio["block_size"]
-    assert settings.parallelism == aio["intra_op_parallelism"]
-    from_file = StockSettings.from_deepspeed(
-        json.loads((ROOT / "configs" / "nvme_gpu.json").read_text())
-    )
-    assert (from_file.buffer_numel, from_file.block_bytes) == (600_000_000, 262144)

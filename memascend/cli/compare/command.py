@@ -24,7 +24,7 @@ from memascend.cli.compare.page import write_page
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Column, Run, columns_by_name, run_column
 from memascend.cli.compare.warm_up import WarmUp, warm_up
-from memascend.config.deepspeed_json import device, section
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.errors import ConfigError, UnsupportedDeepSpeedError
 
 EPILOG = """\
@@ -166,12 +166,11 @@ def read_target(command: Sequence[str], nvme_path: Path | None = None) -> Target
             named.append(Path(word))
         elif word.endswith(".json") and config is None:
             config = _deepspeed_config(Path(word))
-    zero = section(config or {}, "zero_optimization")
-    offload = [section(zero, name) for name in ("offload_param", "offload_optimizer")]
+    zero = parse_deepspeed(config).zero_optimization
     configured = [
-        Path(str(part["nvme_path"]))
-        for part in offload
-        if device(part) == "nvme" and part.get("nvme_path")
+        Path(part.nvme_path)
+        for part in (zero.offload_param, zero.offload_optimizer)
+        if part.device == "nvme" and part.nvme_path
     ]
     return Target(config, tuple(dict.fromkeys(named[:1] or configured)))
 

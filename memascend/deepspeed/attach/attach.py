@@ -21,7 +21,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from memascend.base.units import format_nbytes
 from memascend.base.waiting import EventPool
 from memascend.config.block import MemAscendConfig
-from memascend.config.deepspeed_json import flag, section, whole
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.environment import local_world_size, malloc_settings, trace_folder
 from memascend.deepspeed.attach import models
 from memascend.deepspeed.attach.agreement import all_or_none, check_agreement
@@ -48,20 +48,20 @@ from memascend.volumes.prepare import volume_paths
 log = logging.getLogger(__name__)
 
 
-def attach(config: MemAscendConfig, ds_config: Mapping[str, Any], nvme_path: object) -> Attachment:
+def attach(config: MemAscendConfig, settings: DeepSpeedSettings, nvme_path: object) -> Attachment:
     """Build the runtime of a model and log in one line what it got.
 
     Args:
         config: The active block.
-        ds_config: The raw DeepSpeed config.
+        settings: Of the DeepSpeed JSON.
         nvme_path: Directory on the drive.
     """
     check_agreement(config)
     limit_bytes = stated_limit(config)
     sizes = building_sizes(limit_bytes)
     with all_or_none(_cannot_begin):  # from here to its end there is no other collective
-        _check(config, ds_config, limit_bytes)
-        parts = _build(config, ds_config, os.path.abspath(str(nvme_path)), limit_bytes, sizes)
+        _check(config, settings, limit_bytes)
+        parts = _build(config, settings, os.path.abspath(str(nvme_path)), limit_bytes, sizes)
     return Attachment(*parts, place=_rank_place(config))
 
 
@@ -69,17 +69,17 @@ def _cannot_begin(ranks: str) -> MemAscendError:
     return MemAscendError(f"{ranks} cannot begin, and say why; so none does")
 
 
-def _check(config: MemAscendConfig, ds_config: Mapping[str, Any], limit_bytes: int | None) -> None:
-    check_limit_can_be_kept(config, ds_config)
-    check_state_dtype(config, ds_config)
-    check_masters(config, ds_config)
+def _check(config: MemAscendConfig, settings: DeepSpeedSettings, limit_bytes: int | None) -> None:
+    check_limit_can_be_kept(config, settings)
+    check_state_dtype(config, settings)
+    check_masters(config, settings)
     _check_report(config)
-    check_smallest(config, ds_config, limit_bytes)
+    check_smallest(config, settings, limit_bytes)
 
 
 def _build(
     config: MemAscendConfig,
-    ds_config: Mapping[str, Any],
+    settings: DeepSpeedSettings,
     directory: str,
     limit_bytes: int | None,
     sizes: Mapping[str, int],
@@ -94,11 +94,11 @@ def _build(
     runtime = Runtime(
         config=config,
         directory=directory,
-        page_lock=_wants_pinning(ds_config),
-        register_device=device.registers and _wants_pinning(ds_config),
+        page_lock=_wants_pinning(settings),
+        register_device=device.registers and _wants_pinning(settings),
         registrar=device.registrar,
         pci_address=device.pci_address,
-        stock=_stock_parts(config, ds_config, directory),
+        stock=_stock_parts(config, settings, directory),
         new_event=events,
         wait_idle=device.wait_idle,
         new_stream=device.new_stream,
@@ -106,7 +106,7 @@ def _build(
         limit_bytes=limit_bytes,
         **sizes,
     )
-    _log_armed(config, ds_config, runtime, heap)
+    _log_armed(config, settings, runtime, heap)
     drives = _watch_drives(config, directory) if speaks_for_machine(dist.get_rank()) else None
     trace = None if folder is None else Trace(folder, partial(_measure, runtime, events))
     return runtime, drives, heap, trace
@@ -196,40 +196,40 @@ def _warn_of_memory(config: MemAscendConfig, limit_bytes: int | None) -> None:
     )
 
 
-def _wants_pinning(ds_config: Mapping[str, Any]) -> bool:
-    zero = section(ds_config, "zero_optimization")
-    offload = (section(zero, "offload_param"), section(zero, "offload_optimizer"))
+def _wants_pinning(settings: DeepSpeedSettings) -> bool:
+    zero = settings.zero_optimization
     # True is DeepSpeed's own default since 0.19.6.
-    return any(flag(part, "pin_memory", True) for part in offload if part)
+    offload = (zero.offload_param, zero.offload_optimizer)
+    return any(part.pin_memory for part in offload if part.stated)
 
 
 def _stock_parts(
-    config: MemAscendConfig, ds_config: Mapping[str, Any], directory: str
+    config: MemAscendConfig, settings: DeepSpeedSettings, directory: str
 ) -> StockParts:
     """Return stock parts for the sections that are off."""
     memory = None if config.allocator.enabled else PinnedMemory()
     if config.direct_nvme.enabled or not config.buffer_pool.enabled:
         return StockParts(memory=memory)  # without both, stock swappers do it all
-    handle = _stock_aio_handle(ds_config)
+    handle = _stock_aio_handle(settings)
     folder = tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=directory)
     # DeepSpeed's engine copies through a buffer of its own unless it allocated the memory itself.
     store, slot_memory = AioFileStore(handle, folder), LockedMemory(handle)
     return StockParts(memory=memory, store=store, slot_memory=slot_memory)
 
 
-def _stock_aio_handle(ds_config: Mapping[str, Any]) -> Any:
+def _stock_aio_handle(settings: DeepSpeedSettings) -> Any:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    aio = section(ds_config, "aio")
+    aio = settings.aio
     return (
         AsyncIOBuilder()
         .load(verbose=False)
         .aio_handle(
-            block_size=whole(aio, "block_size", 1 << 20),
-            queue_depth=whole(aio, "queue_depth", 8),
-            single_submit=flag(aio, "single_submit", False),
-            overlap_events=flag(aio, "overlap_events", True),
-            intra_op_parallelism=whole(aio, "intra_op_parallelism", 1),
+            block_size=aio.block_size,
+            queue_depth=aio.queue_depth,
+            single_submit=aio.single_submit,
+            overlap_events=aio.overlap_events,
+            intra_op_parallelism=aio.intra_op_parallelism,
         )
     )
 
@@ -261,7 +261,7 @@ _IDLE_KEYS = {
 
 
 def _log_armed(
-    config: MemAscendConfig, ds_config: Mapping[str, Any], runtime: Runtime, heap: Heap
+    config: MemAscendConfig, settings: DeepSpeedSettings, runtime: Runtime, heap: Heap
 ) -> None:
     if dist.get_rank() != 0:
         return
@@ -274,14 +274,13 @@ def _log_armed(
         heap.describe(),
         torch.__version__,
     )
-    zero = section(ds_config, "zero_optimization")
     idle = [
         f"zero_optimization.{part}.{key}"
         for name in config.sections_enabled
         for part, key in _IDLE_KEYS.get(name, ())
-        if key in section(zero, part)
+        if key in getattr(settings.zero_optimization, part).stated
     ]
-    if config.direct_nvme.enabled and "aio" in ds_config:
+    if config.direct_nvme.enabled and "aio" in settings.stated:
         idle.append("aio")
     if idle:
         log.info("memascend: these keys have no meaning here and are ignored: %s", ", ".join(idle))

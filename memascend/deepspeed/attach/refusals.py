@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from memascend.config.deepspeed_json import device, flag, section, value, whole
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 
 _TURN_OFF = 'turn memascend off with "memascend": {"enabled": false}'
 
 
-def check_config(ds_config: Mapping[str, Any]) -> None:
+def check_config(settings: DeepSpeedSettings) -> None:
     """Refuse what cannot work together with an active block.
 
     Raises:
         ConfigError: Names the keys, the values and what to do.
     """
-    zero = section(ds_config, "zero_optimization")
-    stage = whole(zero, "stage", 0)
-    if stage != 3:
+    zero = settings.zero_optimization
+    if zero.stage != 3:
         raise ConfigError(
-            f"memascend works with ZeRO stage 3, zero_optimization.stage is {stage}. Set it "
+            f"memascend works with ZeRO stage 3, zero_optimization.stage is {zero.stage}. Set it "
             f"to 3, or {_TURN_OFF}"
         )
-    offload = {name: section(zero, name) for name in ("offload_param", "offload_optimizer")}
-    on_drive = [name for name in offload if device(offload[name]) == "nvme"]
+    on_drive = [
+        name
+        for name in ("offload_param", "offload_optimizer")
+        if getattr(zero, name).device == "nvme"
+    ]
     if not on_drive:
         raise ConfigError(
             "memascend has nothing to do: neither zero_optimization.offload_param.device nor "
@@ -33,21 +32,18 @@ def check_config(ds_config: Mapping[str, Any]) -> None:
             f"{_TURN_OFF}"
         )
     for name in on_drive:
-        if not offload[name].get("nvme_path"):
+        if not getattr(zero, name).nvme_path:
             raise ConfigError(
                 f"zero_optimization.{name}.nvme_path is missing: name a directory on the drive"
             )
-    writer = section(section(ds_config, "checkpoint"), "writer")
     refused = {
-        "zero_optimization.zenflow": bool(value(zero, "zenflow", None)),
-        "zero_optimization.offload_optimizer.super_offload": flag(
-            offload["offload_optimizer"], "super_offload", False
-        ),
-        "aio.use_gds": flag(section(ds_config, "aio"), "use_gds", False),
+        "zero_optimization.zenflow": bool(zero.zenflow),
+        "zero_optimization.offload_optimizer.super_offload": zero.offload_optimizer.super_offload,
+        "aio.use_gds": settings.aio.use_gds,
         "checkpoint.writer.decoupled": (
-            "offload_optimizer" in on_drive and flag(writer, "decoupled", False)
+            "offload_optimizer" in on_drive and settings.checkpoint.writer.decoupled
         ),
-        "compile.deepcompile": flag(section(ds_config, "compile"), "deepcompile", False),
+        "compile.deepcompile": settings.compile.deepcompile,
     }
     for key, is_set in refused.items():
         if is_set:

@@ -43,7 +43,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
         StoreError: A tensor could not be read.
     """
     optimizer: ZeroOptimizer = engine.optimizer
-    tensors = stored_tensors(optimizer, engine._config._param_dict.get("aio", {}))
+    tensors = stored_tensors(optimizer, optimizer.settings.aio)
     runtime = optimizer.attachment.runtime
     is_portable = runtime.config.checkpoint.portable
     twice = [tensor for tensor in tensors if tensor.state is None or is_portable]

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from memascend.config.block import MemAscendConfig, active_config
-from memascend.config.deepspeed_json import section
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.behind import LOADED
@@ -89,8 +89,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         ds_config: Any,
         **keywords: Any,
     ) -> None:
-        self._ds_config = ds_config
-        self._offload_optimizer_config = keywords.get("offload_optimizer_config")
+        self.settings = parse_deepspeed(ds_config)
         self._attachment: Attachment | None = None
         self.integrity = StepIntegrity()
         self.passes = BackwardPasses()
@@ -111,8 +110,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
             if self._attachment is not None:
                 self._attachment.begin()
             else:
-                nvme_path = getattr(self._offload_optimizer_config, "nvme_path", None)
-                self._attachment = attach(self._config, self._ds_config, nvme_path)
+                nvme_path = self.settings.zero_optimization.offload_optimizer.nvme_path
+                self._attachment = attach(self._config, self.settings, nvme_path)
         return self._attachment
 
     @property
@@ -142,8 +141,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         config = self._config
         if not self.params_in_nvme_and_cpu or not streams_parameters(config):
             return
-        offload = section(section(self._ds_config, "zero_optimization"), "offload_param")
-        is_stated = "max_in_cpu" in offload
+        is_stated = "max_in_cpu" in self.settings.zero_optimization.offload_param.stated
         if not is_stated or config.host_memory_limit is not None:
             if is_stated and self.max_params_in_cpu > 0:
                 limit = f"memascend.host_memory_limit={config.host_memory_limit!r}"
@@ -175,7 +173,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
     def _adopt_plan(self) -> None:
         """Take the parameters' and staging memory that the plan says, and log the plan."""
         limit_bytes = self.attachment.runtime.limit_bytes
-        plan = plan_for(self, self.module, self._config, self._ds_config, limit_bytes)
+        plan = plan_for(self, self.module, self._config, self.settings, limit_bytes)
         self._drop_unused()
         self._finish_writes()
         self.attachment.adopt(plan)
@@ -190,7 +188,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         found = (
             advise(shapes, plan),
             advise_in_cpu(shapes, plan),
-            advise_pinning(shapes, plan, self._ds_config, locks_for_nothing=page_locks and on_cpu),
+            advise_pinning(shapes, plan, self.settings, locks_for_nothing=page_locks and on_cpu),
         )
         return [line for line in found if line]
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.swap_tensor.constants import AIO_INTRA_OP_PARALLELISM
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES
 
 from memascend.base.progress import byte_progress
 from memascend.checkpoint.converted import converted
 from memascend.checkpoint.source import LoadedTensor, counted
+from memascend.config.deepspeed import Aio
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.deepspeed.plan.optimizers import state_dtype
 from memascend.errors import StoreError
@@ -60,14 +60,14 @@ class StoredTensor:
 # -- saving --------------------------------------------------------------------------------------
 
 
-def stored_tensors(optimizer: Any, aio: Mapping[str, Any]) -> list[StoredTensor]:
+def stored_tensors(optimizer: Any, aio: Aio) -> list[StoredTensor]:
     """Return everything that is not in memory, in the order of the sub-groups.
 
     Args:
         optimizer: Any of ours whose states are on a drive.
         aio: The section of the DeepSpeed config: stock reads files in units that it decides.
     """
-    alignment = AIO_ALIGNED_BYTES * int(aio.get(AIO_INTRA_OP_PARALLELISM, 1))
+    alignment = AIO_ALIGNED_BYTES * aio.intra_op_parallelism
     found = []
     for sub_group, parameter in enumerate(optimizer.fp32_partitioned_groups_flat):
         name = parameter.ds_id

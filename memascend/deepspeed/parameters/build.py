@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.base.device_memory import released_bytes_max
 from memascend.config.block import MemAscendConfig
-from memascend.config.deepspeed_json import whole
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.streaming.parameters import ParameterStream
@@ -29,9 +29,8 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         config = getattr(ds_config, "memascend", None)  # attached where the config is constructed
         if config is None:
             return original(ds_config, model_dtype)
-        attachment = attach(
-            config, ds_config._param_dict, ds_config.zero_config.offload_param.nvme_path
-        )
+        settings = parse_deepspeed(ds_config._param_dict)
+        attachment = attach(config, settings, settings.zero_optimization.offload_param.nvme_path)
         _note_inactive_streaming(config)
         if config.buffer_pool.enabled:
             runtime, accelerator = attachment.runtime, get_accelerator()
@@ -44,12 +43,11 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 walk=runtime.walk,
                 lender=runtime.store if runtime.pool.is_bounded else None,
             )
-            block_bytes = whole(ds_config.aio_config, "block_size", 0)
             return ParameterSwapper(
                 attachment=attachment,
                 stream=stream,
                 dtype=model_dtype,
-                swappable_bytes_min=max(SWAPPABLE_BYTES_MIN, block_bytes),
+                swappable_bytes_min=max(SWAPPABLE_BYTES_MIN, settings.aio.block_size),
                 lock=runtime.lock,
                 is_alone=dist.get_world_size() == 1,
                 new_event=runtime.new_event,

@@ -7,7 +7,6 @@ shares of the limit serve. Then every component is taken at once, as planned.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.base.units import page_down
 from memascend.config.block import MemAscendConfig
+from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.environment import local_world_size
 from memascend.config.limit import parse_limit
 from memascend.deepspeed.plan.optimizers import is_elementwise, state_count, state_dtype
@@ -55,7 +55,7 @@ def stated_limit(config: MemAscendConfig) -> int | None:
 
 
 def check_smallest(
-    config: MemAscendConfig, ds_config: Mapping[str, Any], limit_bytes: int | None
+    config: MemAscendConfig, settings: DeepSpeedSettings, limit_bytes: int | None
 ) -> None:
     """Refuse a limit that no model fits in, before anything is made.
 
@@ -65,7 +65,7 @@ def check_smallest(
     if limit_bytes is not None:
         large = TensorShape("any tensor", (_ANY_NUMEL,), trainable=True)
         model = ModelShapes("any model", (large,) * 3, {})
-        request = PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size())
+        request = PlanRequest.from_deepspeed(settings, block=config, world=dist.get_world_size())
         request = dataclasses.replace(request, verify="off")  # what it costs follows the model
         if request.is_tiled:
             derive(model, request=request, limit_bytes=limit_bytes)
@@ -85,7 +85,7 @@ def plan_for(
     optimizer: Any,
     module: torch.nn.Module,
     config: MemAscendConfig,
-    ds_config: Mapping[str, Any],
+    settings: DeepSpeedSettings,
     limit: int | None,
 ) -> Plan:
     """Derive the plan of a ZeRO-3 optimizer under construction.
@@ -94,13 +94,13 @@ def plan_for(
         optimizer: DeepSpeed's, with its sub-groups formed.
         module: The model.
         config: The active block.
-        ds_config: The raw DeepSpeed config.
+        settings: Of the DeepSpeed JSON.
         limit: The stated limit.
 
     Raises:
         LimitTooSmallError: The limit is below what the smallest sizes need.
     """
-    request = _request(optimizer, config, ds_config)
+    request = _request(optimizer, config, settings)
     shapes = from_module(module)
     if limit is not None:
         return derive(shapes, request=request, limit_bytes=limit)
@@ -121,11 +121,11 @@ def plan_for(
         ) from error
 
 
-def _request(optimizer: Any, config: MemAscendConfig, ds_config: Mapping[str, Any]) -> PlanRequest:
+def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSettings) -> PlanRequest:
     base = optimizer.optimizer
     kind, elementwise = type(base), is_elementwise(base)
     is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam"
-    request = PlanRequest.from_deepspeed(ds_config, block=config, world=dist.get_world_size())
+    request = PlanRequest.from_deepspeed(settings, block=config, world=dist.get_world_size())
     master = optimizer.master_weights_and_grads_dtype
     return dataclasses.replace(
         request,

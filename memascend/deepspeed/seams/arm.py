@@ -17,6 +17,7 @@ import types
 from typing import Any
 
 from memascend.config.block import active_config
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.config.environment import is_disabled
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.deepspeed.seams import fingerprints
@@ -57,7 +58,7 @@ def observe(config_module: types.ModuleType) -> None:
         config = active_config(self._param_dict)
         if config is None:
             return
-        check_config(self._param_dict)
+        check_config(parse_deepspeed(self._param_dict))
         self.memascend = config
         arm()
         transformers_seams.arm()

@@ -35,8 +35,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "83ebeb78c15d8e25",
     ),
     "deepspeed.runtime.config.DeepSpeedConfig._param_dict": ("71e16f974d3e722c",),
-    "deepspeed.runtime.config.DeepSpeedConfig.aio_config": ("ab56004951412526",),
-    "deepspeed.runtime.config.DeepSpeedConfig.zero_config": ("1274227cd8d36637",),
     "deepspeed.runtime.engine.DeepSpeedEngine._backward_epilogue": ("6500536eeb915555",),
     "deepspeed.runtime.engine.DeepSpeedEngine._backward_post_hook": ("e6c8fb68e30dec06",),
     "deepspeed.runtime.engine.DeepSpeedEngine._backward_prologue": ("726e339fe1ebfbbe",),

@@ -206,7 +206,7 @@ ENGINE_ATTRIBUTES = (
     "mp_world_size",
     "seq_dp_world_size",
 )
-CONFIG_ATTRIBUTES = ("_param_dict", "aio_config", "zero_config")
+CONFIG_ATTRIBUTES = ("_param_dict",)
 PARAMETER_ATTRIBUTES = (
     *("ds_id", "ds_numel", "ds_status", "ds_tensor"),
     *("ds_zero_partition_rank", "ds_zero_partition_world_size"),

@@ -18,6 +18,7 @@ pytest.importorskip("deepspeed")
 
 from memascend.base.units import GIB
 from memascend.config.block import parse_block
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach import attach as activation
 from memascend.errors import ConfigError, MemAscendError
 from memascend.ledger.trace import FORWARD, SETUP, read_recording
@@ -48,7 +49,9 @@ def attach(
         monkeypatch.setattr(activation.dist, "get_rank", lambda: rank)
         config = copy.deepcopy(WORKING)
         config["memascend"] = {**LIGHT, **block}
-        return activation.attach(parse_block(config["memascend"]), config, tmp_path / "drive")
+        return activation.attach(
+            parse_block(config["memascend"]), parse_deepspeed(config), tmp_path / "drive"
+        )
 
     return run
 
@@ -183,7 +186,7 @@ def test_states_in_bf16_need_adam_before_anything_is_made(tmp_path: Path) -> Non
     config = copy.deepcopy(WORKING) | {"optimizer": {"type": "Lion"}}
     block = parse_block({**LIGHT, "streaming": {"optimizer": {"state_dtype": "bf16"}}})
     with pytest.raises(ConfigError, match=r"state_dtype.*Lion"):
-        activation.attach(block, config, tmp_path / "drive")
+        activation.attach(block, parse_deepspeed(config), tmp_path / "drive")
     assert not (tmp_path / "drive").exists()
 
 

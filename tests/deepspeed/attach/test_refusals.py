@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
 )
 
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.errors import ConfigError
 from tests.support.deepspeed_json import WORKING, changed, without
@@ -43,7 +44,7 @@ AS_AN_OBJECT = DeepSpeedZeroOffloadParamConfig(device="nvme", nvme_path="/drive"
     ],
 )
 def test_what_can_work_is_not_refused(config: dict[str, Any]) -> None:
-    check_config(config)
+    check_config(parse_deepspeed(config))
 
 
 CPU_ONLY = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -104,6 +105,6 @@ def test_what_cannot_work_is_refused_with_key_and_remedy(
     config: dict[str, Any], key: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_config(config)
+        check_config(parse_deepspeed(config))
     assert re.search(key, str(refusal.value), re.DOTALL)
     assert re.search(remedy, str(refusal.value))

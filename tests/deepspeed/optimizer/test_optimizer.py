@@ -17,6 +17,7 @@ from deepspeed.runtime.base_optimizer import BackwardHookStateManager
 from deepspeed.runtime.zero.stage3 import IPGBucketZ3
 
 from memascend.config.block import parse_block
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.optimizer import optimizer as zero_optimizer
 from memascend.deepspeed.optimizer.gradients import FlatGradients, StreamedGradients
 from memascend.deepspeed.optimizer.optimizer import (
@@ -173,7 +174,7 @@ def test_a_stated_key_that_is_ignored_is_warned_of_on_rank_0(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     optimizer = made({"host_memory_limit": "1GiB"})
-    optimizer._ds_config = {"zero_optimization": {section: {key: value}}}
+    optimizer.settings = parse_deepspeed({"zero_optimization": {section: {key: value}}})
     optimizer.params_in_nvme_and_cpu = True
     optimizer.offload_optimizer_fast_init = key == "fast_init"
     optimizer.max_params_in_cpu = 10**6
@@ -206,7 +207,7 @@ def test_memory_that_the_json_locks_for_no_device_is_said(
         module=torch.nn.Linear(8, 8),
         attachment=SimpleNamespace(runtime=SimpleNamespace(new_event=new_event)),
         _config=parse_block({"allocator": allocator}),
-        _ds_config={"zero_optimization": zero},
+        settings=parse_deepspeed({"zero_optimization": zero}),
     )
     lines = ZeroOptimizer._advice(stand_in, derive(decoder(), request=PlanRequest()))
     assert "host_memory_limit" in lines[0]

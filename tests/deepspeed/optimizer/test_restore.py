@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.checkpoint.source import LoadedTensor
+from memascend.config.deepspeed import Aio
 from memascend.deepspeed.optimizer import restore as restoring
 from memascend.deepspeed.optimizer.restore import replay_beta_powers, restore, stored_tensors
 from memascend.errors import StoreError, TornStepError
@@ -37,7 +38,7 @@ class Stored:
 
 
 def test_every_tensor_has_stocks_file_name_and_its_own_size() -> None:
-    found = stored_tensors(Stored(), {})
+    found = stored_tensors(Stored(), Aio())
     assert [(t.sub_group, t.state, t.file_name, t.key) for t in found] == [
         (0, None, "0_3.tensor.swp", "master.0_3"),
         (0, "exp_avg", "exp_avg-0_3.tensor.swp", "moments"),
@@ -46,8 +47,8 @@ def test_every_tensor_has_stocks_file_name_and_its_own_size() -> None:
     assert [(t.numel, t.nbytes) for t in found] == [(1000, 4000), (1000, 2000), (3, 12)]
 
 
-@pytest.mark.parametrize(("aio", "unit"), [({}, 1024), ({"intra_op_parallelism": 3}, 3072)])
-def test_files_end_where_stock_reads_whole_units(aio: dict[str, Any], unit: int) -> None:
+@pytest.mark.parametrize(("aio", "unit"), [(Aio(), 1024), (Aio(intra_op_parallelism=3), 3072)])
+def test_files_end_where_stock_reads_whole_units(aio: Aio, unit: int) -> None:
     found = stored_tensors(Stored(), aio)
     assert all(t.padded_bytes % unit == 0 for t in found)
     assert all(0 <= t.padded_bytes - t.nbytes < unit for t in found)

@@ -67,10 +67,8 @@ def made(
     ranks_of = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: ranks)
     monkeypatch.setattr(build, "dist", ranks_of)
     ds_config = SimpleNamespace(
-        _param_dict={"memascend": block},
+        _param_dict={"memascend": block, "aio": {"block_size": 4 * SWAPPABLE_BYTES_MIN}},
         memascend=parse_block(block),
-        zero_config=SimpleNamespace(offload_param=SimpleNamespace(nvme_path="/drive")),
-        aio_config={"block_size": 4 * SWAPPABLE_BYTES_MIN},
     )
 
     def stock_swapper(config: Any, dtype: torch.dtype) -> Any:

@@ -14,6 +14,7 @@ pytest.importorskip("deepspeed")
 
 from memascend.base.units import GIB, KIB, MIB
 from memascend.config.block import parse_block
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach import attach as activation
 from memascend.deepspeed.plan import live as planning
 from memascend.errors import ConfigError
@@ -160,7 +161,7 @@ class Attach:
     def __call__(self, block: dict[str, Any], **zero: object) -> None:
         config = copy.deepcopy(CONFIG)
         config["zero_optimization"].update(zero)
-        activation.attach(parse_block(block), config | {"memascend": block}, self.folder)
+        activation.attach(parse_block(block), parse_deepspeed(config), self.folder)
 
 
 @pytest.fixture

@@ -56,8 +56,6 @@ ATTRIBUTES = {
     "load_state_dict": SAME,
     "new_tensor": SAME,
     "param_groups": SAME,
-    "params": "of a bucket, whose `clear_params` is watched",
-    "pin_memory": PUBLIC,
     "pipeline": "assigned as text by `set_pipeline`, which is watched",
     "reset": SAME,
     "swappable": "absent but for Muon, and asked for with a default",

@@ -1,0 +1,233 @@
+"""The DeepSpeed JSON, parsed once: the settings that memascend and its plan depend on.
+
+Without DeepSpeed. Names and defaults are DeepSpeed's own. A dict from Python may hold DeepSpeed's
+enums, its configuration objects, torch's dtypes and paths where JSON has text, and text where JSON
+has a number. A key that is left out, or left to the trainer ("auto"), has its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from memascend.config.messages import explain
+from memascend.config.section import PathText
+from memascend.errors import ConfigError
+
+#: Where a tensor may be offloaded to.
+Device = Literal["none", "cpu", "nvme"]
+DEVICES = get_args(Device)
+_PRECISIONS = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+}
+
+
+def _read_count(value: object) -> object:
+    """Make a number of text such as "1e9"; refuse true and false, which pydantic counts."""
+    if isinstance(value, bool):
+        raise ValueError("it is no number")
+    if isinstance(value, str) and not value.isdigit():
+        return float(value)
+    return value
+
+
+def _read_precision(value: object) -> object:
+    """Find the name of a dtype, which may be torch's, or have any of its names."""
+    return _PRECISIONS.get(str(value).lower().removeprefix("torch."), value)
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+Count = Annotated[int, BeforeValidator(_read_count), Field(ge=0)]
+Precision = Annotated[Literal["bf16", "fp16", "fp32"], BeforeValidator(_read_precision)]
+
+
+class _Part(BaseModel):
+    """An object of the JSON; keys that nothing here depends on are passed over."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    #: The keys whose values the trainer fills in ("auto"); those written out are `stated`.
+    left_to_trainer: frozenset[str] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, content: Any) -> Any:
+        if not isinstance(content, cls) and hasattr(content, "model_dump"):  # DeepSpeed's own
+            content = content.model_dump(exclude_unset=True)
+        if not isinstance(content, Mapping):
+            return content
+        values = {
+            str(key): value.value if isinstance(value, Enum) else value
+            for key, value in content.items()
+            if value is not None
+        }
+        auto = frozenset(key for key, value in values.items() if _is_auto(value))
+        return {key: values[key] for key in values.keys() - auto} | {"left_to_trainer": auto}
+
+    @property
+    def stated(self) -> set[str]:
+        """The keys that are written out with a value."""
+        return self.model_fields_set - {"left_to_trainer"}
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+class OffloadParam(_Part):
+    """`zero_optimization.offload_param`."""
+
+    device: Device = "none"
+    nvme_path: PathText | None = None
+    pin_memory: bool = True
+    buffer_count: Count = 5
+    buffer_size: Count = 10**8
+    max_in_cpu: Count = 10**9
+
+
+class OffloadOptimizer(_Part):
+    """`zero_optimization.offload_optimizer`."""
+
+    device: Device = "none"
+    nvme_path: PathText | None = None
+    pin_memory: bool = True
+    buffer_count: Count = 4
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: float = 1.0
+    super_offload: bool = False
+
+
+class ZeroOptimization(_Part):
+    """`zero_optimization`: how states are divided among ranks, and where they are kept."""
+
+    stage: Count = 0
+    sub_group_size: Count = 10**9
+    stage3_max_reuse_distance: Count = 10**9
+    stage3_max_live_parameters: Count = 10**9
+    stage3_prefetch_bucket_size: Count = 5 * 10**7
+    reduce_bucket_size: Count = 5 * 10**8
+    contiguous_gradients: bool = True
+    zenflow: Any = None
+    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+
+
+class Aio(_Part):
+    """`aio`: DeepSpeed's own engine for drives."""
+
+    block_size: Count = 1 << 20
+    queue_depth: Count = 8
+    single_submit: bool = False
+    overlap_events: bool = True
+    intra_op_parallelism: Count = 1
+    use_gds: bool = False
+
+
+class HalfPrecision(_Part):
+    """`bf16`, `bfloat16` or `fp16`."""
+
+    enabled: bool = False
+    bf16_master_weights_and_grads: bool = False
+    fp16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+
+
+class Switch(_Part):
+    """A section of which only the switches count."""
+
+    enabled: bool = False
+    deepcompile: bool = False
+    decoupled: bool = False
+
+
+class Checkpoint(_Part):
+    """`checkpoint`."""
+
+    writer: Switch = Switch()
+
+
+class Optimizer(_Part):
+    """`optimizer`; without a type, the one of Hugging Face's Trainer."""
+
+    type: str = "AdamW"
+    params: dict[str, Any] = {}
+
+
+class AdamSwitches(_Part):
+    """The switches in `optimizer.params` that decide which Adam it is, and what it keeps."""
+
+    torch_adam: bool = False
+    fp32_optimizer_states: bool = True
+
+
+class DataTypes(_Part):
+    """`data_types`."""
+
+    grad_accum_dtype: Precision | None = None
+
+
+class DeepSpeedSettings(_Part):
+    """All of the JSON that memascend depends on."""
+
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    aio: Aio = Aio()
+    bf16: HalfPrecision = HalfPrecision()
+    bfloat16: HalfPrecision = HalfPrecision()
+    fp16: HalfPrecision = HalfPrecision()
+    torch_autocast: Switch = Switch()
+    compile: Switch = Switch()
+    checkpoint: Checkpoint = Checkpoint()
+    optimizer: Optimizer = Optimizer()
+    data_types: DataTypes = DataTypes()
+    communication_data_type: Precision | None = None
+    gradient_clipping: float = 1.0
+    gradient_accumulation_steps: Count = 0
+    train_batch_size: Count = 0
+    train_micro_batch_size_per_gpu: Count = 0
+
+    @property
+    def adam(self) -> AdamSwitches:
+        """The switches of Adam among the optimizer's parameters."""
+        return _parse(AdamSwitches, self.optimizer.params, root="optimizer.params")
+
+    @property
+    def halves(self) -> Mapping[str, HalfPrecision]:
+        """The sections of 16-bit precisions, by name, in the order in which they count."""
+        return {"bf16": self.bf16, "bfloat16": self.bfloat16, "fp16": self.fp16}
+
+    @property
+    def precision(self) -> str:
+        """What is switched on; else the first that is left to the trainer; else "fp32"."""
+        on = [name for name, half in self.halves.items() if half.enabled]
+        auto = [name for name, half in self.halves.items() if "enabled" in half.left_to_trainer]
+        return next((_PRECISIONS[name] for name in (*on, *auto)), "fp32")
+
+    def accumulation_steps(self, world: int) -> int:
+        """Return the micro-steps of a step, from the batch sizes where they are not stated."""
+        if self.gradient_accumulation_steps:
+            return self.gradient_accumulation_steps
+        batch, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        return max(1, batch // (micro * world)) if batch and micro else 1
+
+
+def parse_deepspeed(ds_config: object) -> DeepSpeedSettings:
+    """Return the settings of a DeepSpeed configuration; anything but a mapping has none.
+
+    Raises:
+        ConfigError: Names every wrong key with its value, the allowed values and the nearest one.
+    """
+    return _parse(DeepSpeedSettings, ds_config if isinstance(ds_config, Mapping) else {}, root="")
+
+
+def _parse(model: type[_Model], content: Mapping[str, Any], *, root: str) -> _Model:
+    try:
+        return model.model_validate(dict(content))
+    except ValidationError as error:
+        raise ConfigError(explain(error, model=model, root=root)) from None
