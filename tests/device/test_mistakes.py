@@ -36,10 +36,15 @@ CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
 
 #: With several ranks stock copies what it gathers while the host waits, and so hides these.
 HIDDEN_BY_STOCK = ("slot_back_before_gather_copy", "gather_event_on_default_stream")
-#: The first rank works on the device that a thread begins with.
-SEEN_BY_OTHER_RANKS = ("activations_on_device_0", "steps_on_device_0")
-#: Only where one rank gathers: several wait for the collective, whatever stream it began on.
-SEEN_BY_ONE_RANK = ("late_gather_on_any_stream",)
+#: The first rank works on the device that a thread begins with, and one that is alone waits for its
+#: copies, whatever stream they began on.
+SEEN_BY_SEVERAL_RANKS = (
+    "activations_on_device_0",
+    "steps_on_device_0",
+    "late_gather_on_any_stream",
+)
+#: A script gathers by hand on a stream of its own, too.
+BESIDE = ("late_gather_on_any_stream",)
 
 
 #: What the host itself computes has no clock: a copy has to be late to show it. So has one that an
@@ -57,7 +62,7 @@ def is_noticed(bench: Bench, mistake: str, world: int, **options: Any) -> bool:
     oracle = bench.run(case, "oracle")
     try:
         seed = SEEDS.get(mistake, 0)
-        beside = mistake in SEEN_BY_ONE_RANK
+        beside = mistake in BESIDE
         facts = bench.run(case, "memascend", mistake=mistake, seed=seed, beside=beside, **options)
     except CaseFailed as error:
         # Only what a mistake may lead to; a mistake that cannot be made raises something else.
@@ -68,12 +73,12 @@ def is_noticed(bench: Bench, mistake: str, world: int, **options: Any) -> bool:
 @pytest.mark.parametrize(
     ("mistake", "world"),
     [
-        *((mistake, 1) for mistake in MISTAKES if mistake not in SEEN_BY_OTHER_RANKS),
-        *((mistake, 2) for mistake in (*HIDDEN_BY_STOCK, *SEEN_BY_OTHER_RANKS)),
+        *((mistake, 1) for mistake in MISTAKES if mistake not in SEEN_BY_SEVERAL_RANKS),
+        *((mistake, 2) for mistake in (*HIDDEN_BY_STOCK, *SEEN_BY_SEVERAL_RANKS)),
         *(
             pytest.param(mistake, 2, marks=pytest.mark.full)
             for mistake in MISTAKES
-            if mistake not in (*HIDDEN_BY_STOCK, *SEEN_BY_OTHER_RANKS, *SEEN_BY_ONE_RANK)
+            if mistake not in (*HIDDEN_BY_STOCK, *SEEN_BY_SEVERAL_RANKS)
         ),
     ],
 )

@@ -78,7 +78,7 @@ class Case:
     gather_all: bool = False  # gather every tensor at once in the middle of training
     cast: tuple[str, ...] = ()  # modules of such names are cast to fp32 after zero.Init
     averages: bool = False  # lists of parameters of several models, as an average of weights has
-    touched: bool = False  # the root touches the head's weight itself, from the fourth step on
+    touched: bool = False  # the head's weight is used outside the head: see training.touch_head
     second_model: bool = False  # train another model on the same path in the middle of training
     limit_bytes: int = 0  # host_memory_limit; 0 leaves the key out
     overlap: bool = True  # of the reduction with the backward pass, on devices

@@ -307,14 +307,14 @@ def script_cases() -> list[Case]:
     cast = Case(cast=("norm", "embed", "lm_head"))
     return [
         # The embedding is the first parameter: DeepSpeed trains all of them in its dtype.
-        replace(cast, averages=True, touched=True, steps=6),
-        Case(cast=("norm", "lm_head"), world=2, averages=True, touched=True, steps=6),
+        replace(cast, averages=True, touched=True, steps=7),
+        Case(cast=("norm", "lm_head"), world=2, averages=True, touched=True, steps=7),
         replace(cast, limit_bytes=LIMIT_SMALL_BYTES, world=2),
         replace(cast, resident_numel_max=4_000_000, clipping=1.0),
         replace(cast, sections=tuple(n for n in SECTIONS if n != "streaming.parameters")),
         replace(cast, sections=WHOLE, resume_at=2, steps=4),
         Case(averages=True, limit_bytes=LIMIT_SMALL_BYTES, modify_weights=True),
-        Case(averages=True, touched=True, steps=6, prefetch_numel=1_000_000, family="qwen"),
+        Case(averages=True, touched=True, steps=7, prefetch_numel=1_000_000, family="qwen"),
     ]
 
 

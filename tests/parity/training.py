@@ -29,8 +29,9 @@ from .walks import watched
 
 SEED = 20_250
 PAUSE_TIMEOUT_S = 400.0
-#: DeepSpeed has a complete trace of the modules by then.
-TOUCHED_STEP = 3
+#: Of outputs that the head's weight is used for. DeepSpeed has a complete trace of the modules by
+#: then: before the second one it has traced anew.
+TOUCHED_STEPS = {"logits": 3, "last_hidden_state": 5}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Class attributes that one engine sets and the next would inherit.
 INIT_DEFAULTS = {
@@ -175,25 +176,37 @@ def build_model(case: Case, config: dict[str, Any], *, seed: int = SEED) -> nn.M
     if case.checkpointing != "off":
         enable_checkpointing(case, model, config)
     if case.touched:
-        touch_head(model)
+        touch_head(model, config)
     for name, module in model.named_modules():
         if any(word in name for word in case.cast):
             module.to(torch.float32)
     return model
 
 
-def touch_head(model: Any) -> None:
-    """Have the root's forward pass use the head's weight behind the head, once it `is_touching`."""
-    forward, model.is_touching = model.forward, False
+def touch_head(model: Any, config: dict[str, Any]) -> None:
+    """Have the root use the head's weight behind the head, and its model before it, while they
+    are `touching`.
 
+    DeepSpeed ends with an error where a weight is in flight as it is first used. That it is used
+    is said beforehand to CPU offload.
+    """
+    model.touching = set()
+    if "memascend" not in config:
+        deepspeed.zero.register_external_parameter(model.model, model.lm_head.weight)
+    for module, name in ((model, "logits"), (model.model, "last_hidden_state")):
+        module.forward = _touching(model, module.forward, name)
+
+
+def _touching(model: Any, forward: Any, name: str) -> Any:
     @functools.wraps(forward)
-    def touching(*arguments: Any, **keywords: Any) -> Any:
+    def touch(*arguments: Any, **keywords: Any) -> Any:
         output = forward(*arguments, **keywords)
-        if model.is_touching:
-            output.logits = output.logits * (1 + model.lm_head.weight.float().square().mean())
+        if name in model.touching:
+            factor = 1 + model.lm_head.weight.float().square().mean()
+            setattr(output, name, getattr(output, name) * factor)
         return output
 
-    model.forward = touching
+    return touch
 
 
 def enable_checkpointing(case: Case, model: Any, config: dict[str, Any]) -> None:
@@ -214,7 +227,8 @@ def train(case: Case, engine: Any, config: dict[str, Any], *, first: int = 0) ->
     micro_steps = itertools.count(first * case.accumulation)
     averages = Averages(case, config) if case.averages else None
     for step in range(first, case.steps):
-        engine.module.is_touching = case.touched and step >= TOUCHED_STEP
+        if case.touched:
+            engine.module.touching = {name for name, at in TOUCHED_STEPS.items() if step >= at}
         if step == case.steps - 1:
             disturb(case, engine.module)
             if case.second_model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,12 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _no_gather_coalesced
 
-from memascend.deepspeed.parameters.gather import wrap_all_gather, wrap_convert, wrap_fetch
-from memascend.deepspeed.parameters.late_gathers import GatherHandles
+from memascend.deepspeed.parameters.gather import (
+    wrap_all_gather,
+    wrap_convert,
+    wrap_fetch,
+    wrap_register,
+)
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.walk import Walk
@@ -26,6 +29,22 @@ ABSENT, FLYING, THERE = (
 )
 #: A coordinator that has traced nothing yet.
 TRACELESS = SimpleNamespace(is_complete_trace=lambda: False)
+
+
+class Registry(dict[Any, Any]):
+    """DeepSpeed's, by id: a parameter here is no key of a dict."""
+
+    def __contains__(self, param: Any) -> bool:
+        return super().__contains__(getattr(param, "ds_id", param))
+
+    def pop(self, param: Any) -> Any:  # type: ignore[override]
+        return super().pop(getattr(param, "ds_id", param))
+
+
+@wrap_register
+def register(registry: Any, param: Any, handle: Any) -> None:
+    assert param not in registry, "already in registry"
+    registry[param.ds_id] = handle
 
 
 class Bench:
@@ -54,7 +73,7 @@ class Bench:
             self.swapper.swap_out_and_release([param])
             wrap_convert(self._convert)(None, param)
         self.store.tickets.clear()
-        self.registry: dict[int, Any] = {}
+        self.registry = Registry()
 
     def _convert(self, init: Any, param: Any) -> None:
         def all_gather_coalesced(params: Any, **_: Any) -> Any:
@@ -69,7 +88,8 @@ class Bench:
                 _no_gather_coalesced(param_list).wait()
 
         param.all_gather_coalesced = all_gather_coalesced
-        param.all_gather = functools.partial(wrap_all_gather(all_gather), None)
+        gather = wrap_all_gather(all_gather)
+        param.all_gather = lambda param_list=None: gather(None, param_list or [param])
 
     def read_ahead(self, *indexes: int) -> None:
         self.swapper.swap_in([self.params[index] for index in indexes], async_op=True)
@@ -80,8 +100,7 @@ class Bench:
         handle = params[0].all_gather_coalesced(params, quantize=False)
         for param in params:
             assert param.ds_status is FLYING
-            own = handle.of(param) if isinstance(handle, GatherHandles) else handle
-            self.registry[param.ds_id] = own
+            register(self.registry, param, handle)
         return handle
 
     def wait(self, *indexes: int) -> None:

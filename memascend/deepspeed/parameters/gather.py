@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
+from memascend.deepspeed.parameters.device import stream_here
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.deepspeed.parameters.trace import forget_stale_trace
@@ -138,6 +139,7 @@ class _GatherHandle:
         shards: Sequence[Any],
     ) -> None:
         self.handle = handle
+        self.stream = stream_here()
         self._swapper = swapper
         self._params = params
         self._shards = shards
@@ -190,7 +192,7 @@ def wrap_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
                 if swapper is None:
                     gather(part)
                     continue
-                swapper.late_gathers.begin(part)
+                swapper.late_gathers.finish(part)
                 absent = _without_duplicates(filter(_is_absent, part))
                 for turn in swapper.turns(absent):
                     swapper.wait_for_updates(turn)
@@ -287,12 +289,18 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace InflightParamRegistry.__setitem__: who needs a parameter waits for that one alone."""
+    """Replace InflightParamRegistry.__setitem__: who needs a parameter waits for that one alone.
+
+    Late gathers learn where its handle is: who uses it sooner than its module waits, too.
+    """
 
     @functools.wraps(original)
     def register(registry: Any, param: Parameter, handle: Any) -> None:
         own = handle.of(param) if isinstance(handle, GatherHandles) else handle
         original(registry, param, own)
+        swapper = swapper_of(param)
+        if swapper is not None:
+            swapper.late_gathers.note_registry(param, registry)
 
     return register
 

@@ -5,7 +5,8 @@ parameter that is still being read, or that the optimizer has still to write, wo
 its gather is noted instead, and begins when the module is fetched that needs it. Until then
 DeepSpeed takes the parameter to be in flight, and its shard is like any other that was read ahead:
 it gives way to what is needed sooner, and is read again then. Where DeepSpeed waits without a
-module, it lets go of what it gathered ahead, and nothing is gathered.
+module, it lets go of what it gathered ahead, and nothing is gathered. Where a script uses a
+parameter sooner than its module does, or gathers it by hand, its gather begins and is waited for.
 
 The gathers of a rank that is alone are copies: those of what has arrived begin sooner, at the first
 gather or wait behind its arrival. Several ranks have to begin theirs in the same order and at the
@@ -125,6 +126,7 @@ class LateGathers:
         self._swapper = swapper
         self._is_alone = is_alone
         self._noted: dict[int, LateGather] = {}  # by ds_id, in the order in which they were noted
+        self._registries: dict[int, Any] = {}  # by ds_id: DeepSpeed's, with handles by parameter
         self.fetching = Fetching()
 
     def late(self, absent: Iterable[Parameter]) -> list[Parameter]:
@@ -143,6 +145,10 @@ class LateGathers:
                 self._noted[one.param.ds_id] = one
                 one.param.ds_status = ZeroParamStatus.INFLIGHT
         return gathers
+
+    def note_registry(self, param: Parameter, registry: Any) -> None:
+        """Remember where DeepSpeed has the handle of a parameter until it waits for it."""
+        self._registries[param.ds_id] = registry
 
     def withdraw(self, params: Iterable[Parameter]) -> None:
         """Have parameters absent again whose gathers have not begun."""
@@ -165,6 +171,25 @@ class LateGathers:
             StoreError: A read failed, or the walk did.
         """
         self._begin_of({param.ds_id for param in needed})
+
+    def is_ahead(self, param: Parameter) -> bool:
+        """Check if DeepSpeed has gathered a parameter ahead, and not waited for it yet."""
+        return param in self._registries.get(param.ds_id, ())
+
+    def finish(self, params: Iterable[Parameter]) -> None:
+        """Have those here now that DeepSpeed gathers ahead; it does not wait for them any more.
+
+        Raises:
+            StoreError: A read failed, or the walk did.
+        """
+        listed, here = list(params), stream_here()
+        self.begin(listed)
+        for param in filter(self.is_ahead, listed):
+            handle = self._registries[param.ds_id].pop(param)
+            with on_stream(handle.stream):  # as DeepSpeed's coordinator does
+                handle.wait()
+            if here != handle.stream:
+                here.wait_stream(handle.stream)
 
     def begin_awaited(self, param: Parameter) -> None:
         """Begin the gather of a parameter that the coordinator waits for, and what goes with it.
@@ -193,7 +218,8 @@ class LateGathers:
             for one in self._due(needed_ids):
                 streams.setdefault(one.stream, []).append(one)
             for stream, gathers in streams.items():
-                self._begin_on(stream, gathers)
+                with on_stream(stream):
+                    self._begin(gathers)
 
     def _due(self, needed_ids: AbstractSet[int]) -> list[LateGather]:
         """Return what is noted and needed and, on a rank that is alone, what is here."""
@@ -202,13 +228,6 @@ class LateGathers:
         late = self._swapper.late(waiting) if self._is_alone else waiting
         late_ids = {param.ds_id for param in late}
         return [one for one in noted if one.param.ds_id not in late_ids]
-
-    def _begin_on(self, stream: Any, gathers: Sequence[LateGather]) -> None:
-        here = stream_here()
-        with on_stream(stream):
-            self._begin(gathers)
-        if here != stream:
-            here.wait_stream(stream)  # the caller may use them as soon as they are gathered
 
     def _begin(self, gathers: Sequence[LateGather]) -> None:
         params = [one.param for one in gathers]

@@ -39,6 +39,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.engine.DeepSpeedEngine._backward_post_hook": ("e6c8fb68e30dec06",),
     "deepspeed.runtime.engine.DeepSpeedEngine._backward_prologue": ("726e339fe1ebfbbe",),
     "deepspeed.runtime.engine.DeepSpeedEngine._config": ("970e5d1ff9381162",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._forward_epilogue": ("803438c04e9ae2bf",),
+    "deepspeed.runtime.engine.DeepSpeedEngine._forward_prologue": ("1692bebff1acff81",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_all_ckpt_names": ("a24ccada572b829e",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_ckpt_name": ("dde27c9c2babb90c",),
     "deepspeed.runtime.engine.DeepSpeedEngine._get_rank_zero_ckpt_name": ("1746fb3d2d0d245f",),
@@ -106,6 +108,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "612afc3f66acf0bf",
     ),
     "deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK": ("3e356582d76bd3d0",),
+    "deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict.__getitem__": ("979f838175199f10",),
+    "deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict._in_forward": ("29a124f5484a3674",),
+    "deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict._parent_module": (
+        "cb85e3a74ec02d9f",
+    ),
     "deepspeed.runtime.zero.partition_parameters.AsyncPartitionedParameterSwapper": (
         "2197a87e2d1f602b",
     ),
@@ -134,6 +141,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": ("db72b5e887e0dac3",),
     "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus": ("28133cd0e09c419c",),
     "deepspeed.runtime.zero.partition_parameters._no_gather_coalesced": ("da965731e274a8a6",),
+    "deepspeed.runtime.zero.partition_parameters.register_external_parameter": (
+        "7ff1edb738d8b2ec",
+    ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.InflightParamRegistry.__setitem__": (
         "918a728f4b4b3f1c",
     ),

@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
-from memascend.deepspeed.parameters import late_gathers
+from memascend.deepspeed.parameters import gather, late_gathers
 from memascend.deepspeed.parameters.gather import wrap_register
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
 from tests.support.gather_bench import ABSENT, FLYING, THERE, Bench
@@ -79,7 +79,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         yield
         current.pop()
 
-    monkeypatch.setattr(late_gathers, "stream_here", lambda: current[-1])
+    for module in (gather, late_gathers):
+        monkeypatch.setattr(module, "stream_here", lambda: current[-1])
     monkeypatch.setattr(late_gathers, "on_stream", on_stream)
     return current
 
@@ -97,7 +98,7 @@ def test_a_gather_begins_on_the_stream_it_was_asked_for_on(
     bench.params[0].all_gather(param_list=bench.params[:1])
     assert (begun_on, main.waited_for) == (["DeepSpeed's"], ["DeepSpeed's"])
     with late_gathers.on_stream(own):
-        bench.wait(0, 1)
+        bench.wait(1)
     assert begun_on == ["DeepSpeed's"] * 2
     assert own.waited_for == []
     assert bench.is_whole(0)
@@ -112,10 +113,24 @@ def test_gathers_asked_for_on_several_streams_begin_on_each(streams: list[Stream
     for stream, indexes in ((one, (0,)), (other, (1,)), (one, (2,))):
         with late_gathers.on_stream(stream):
             bench.gather(*indexes)
-    bench.wait(0, 1, 2)
+    bench.params[0].all_gather(param_list=bench.params)
     assert begun_on == ["one", "other"]
     assert bench.gathered == [[0, 2], [1]]
-    assert streams[0].waited_for == ["one", "other"]
+    assert streams[0].waited_for == ["one", "other", "one"]
+
+
+def test_who_gathers_by_hand_waits_on_the_stream_of_what_has_begun(
+    bench: Bench, streams: list[Stream]
+) -> None:
+    own = Stream("DeepSpeed's")
+    bench.read_ahead(0)
+    bench.finish_read(0)
+    with late_gathers.on_stream(own):
+        bench.gather(0)
+    assert bench.statuses()[0] is FLYING
+    bench.params[0].all_gather(param_list=bench.params[:1])
+    assert streams[0].waited_for == ["DeepSpeed's"]
+    assert bench.statuses()[0] is THERE
 
 
 def test_what_is_here_is_gathered_at_once(bench: Bench) -> None:
@@ -127,6 +142,7 @@ def test_what_is_here_is_gathered_at_once(bench: Bench) -> None:
     handle.wait()  # all of it
     assert bench.statuses()[:2] == [THERE] * 2
     bench.swapper.drop_unused()
+    bench.registry.clear()
     for param in bench.params[:2]:
         param.ds_status = ABSENT
     bench.read_ahead(0, 1)
@@ -188,13 +204,35 @@ class Key:
 # -- what looks at a parameter in between ----------------------------------------------------------
 
 
-def test_a_blocking_gather_begins_what_is_late_as_if_it_had_never_been(bench: Bench) -> None:
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_blocking_gather_has_what_was_gathered_ahead_and_deepspeed_may_do_so_again(
+    is_alone: bool, has_begun: bool
+) -> None:
+    bench = Bench(is_alone=is_alone)
     bench.read_ahead(0, 1)
+    if has_begun:
+        bench.finish_read(0)
     bench.gather(0, 1)
     bench.params[0].all_gather(param_list=bench.params[:1])
     assert bench.is_whole(0)
-    assert bench.statuses()[:2] == [FLYING] * 2  # as one that DeepSpeed gathered ahead
-    assert bench.pending() == ["param.1"]
+    assert bench.statuses()[:2] == [THERE, FLYING]
+    assert list(bench.registry) == [1]
+    bench.params[0].ds_status = ABSENT  # let go where GatheredParameters ends
+    bench.gather(0)
+    bench.wait(0, 1)
+    assert bench.is_whole(0)
+
+
+def test_one_that_came_with_its_list_is_not_waited_for_again(bench: Bench) -> None:
+    bench.read_ahead(0, 1)
+    bench.finish_read(0)
+    bench.finish_read(1)
+    bench.gather(0, 1)
+    bench.wait(1)
+    assert bench.statuses()[:2] == [THERE] * 2
+    bench.params[0].all_gather(param_list=bench.params[:1])
+    assert list(bench.registry) == []
 
 
 def test_what_gave_way_meanwhile_is_read_again(bench: Bench) -> None:

@@ -35,7 +35,7 @@ def test_a_blocking_gather_of_several_ranks_begins_what_it_needs() -> None:
     bench.gather(1)
     bench.params[1].all_gather(param_list=bench.params[1:2])
     assert bench.gathered == [[1]]
-    assert bench.statuses() == [FLYING, FLYING, ABSENT]
+    assert bench.statuses() == [FLYING, THERE, ABSENT]
 
 
 def fetch(bench: Bench, module: list[int], ahead: list[int], chance: random.Random) -> None:
