@@ -79,6 +79,7 @@ lint: environment ## style of Python, C++ and shell, and spelling
 	git ls-files '*.cpp' '*.hpp' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/shellcheck scripts/*.sh scripts/*/*.sh deploy/*.sh .ci/run
 	git ls-files | xargs --no-run-if-empty $(BIN)/codespell
+	$(BIN)/python scripts/check_commits.py
 
 type: environment ## types of the package
 	$(BIN)/mypy
