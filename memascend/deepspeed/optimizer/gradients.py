@@ -8,6 +8,7 @@ that the spool finds in passing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,17 +54,29 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     offload_optimizer_pin_memory: bool
     grad_partitions_flat_buffer: torch.Tensor | None
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
+    #: Modes until the end of `_setup_for_real_optimizer`.
+    _setting_up: ExitStack
 
     def _setup_for_real_optimizer(self) -> None:
         """Set up as upstream; the flat buffer and its pinned copy take no memory."""
         pin_memory = self.offload_optimizer_pin_memory
-        numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
-        with AbsentBuffers(torch.zeros, {numel}):
+        with ExitStack() as self._setting_up:
             self.offload_optimizer_pin_memory = pin_memory and not self.streams_optimizer
             super()._setup_for_real_optimizer()
+        del self._setting_up
         self.offload_optimizer_pin_memory = pin_memory
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
+
+    def initialize_optimizer_states(self) -> None:
+        """Initialize as upstream; after this it makes no zeros but those of the flat buffer.
+
+        In here it makes the gradients of sub-groups in memory. The gradient of a single sub-group
+        is as large as the flat buffer, but it is used.
+        """
+        super().initialize_optimizer_states()
+        numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
+        self._setting_up.enter_context(AbsentBuffers(torch.zeros, {numel}))
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
         """Take the reduced gradients of a bucket; the last step has used those before."""

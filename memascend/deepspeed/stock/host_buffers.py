@@ -98,7 +98,9 @@ class AbsentBuffers(TorchFunctionMode):
     """Serves a factory function for host memory of given sizes with tensors that take no memory.
 
     For buffers that DeepSpeed makes and nobody will use: one element stands for all of them. Its
-    pin_memory gives it back as it is.
+    pin_memory gives it back as it is. A size says nothing about the use of a buffer: the mode is to
+    be entered only where DeepSpeed makes no other buffer of that size. Buffers of ours are let
+    through, since only DeepSpeed names host memory by its OffloadDeviceEnum.
     """
 
     def __init__(self, factory: Any, numels: set[int]) -> None:
@@ -117,7 +119,8 @@ class AbsentBuffers(TorchFunctionMode):
         if function is torch.Tensor.pin_memory and arguments[0].stride() == (0,):
             return arguments[0]
         numel = _numel(arguments)
-        if function is self._factory and numel in self._numels and numel > 0:
+        is_deepspeeds = keywords.get("device") is OffloadDeviceEnum.cpu
+        if function is self._factory and is_deepspeeds and numel in self._numels and numel > 0:
             return function(1, **keywords).expand(numel)
         return function(*arguments, **keywords)
 

@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stock
 
 from memascend.deepspeed.optimizer.gradients import FlatGradients
 from tests.support.streamed_gradients import BF16, NUMELS, PLACES, Optimizer, Param
@@ -173,13 +174,15 @@ def test_the_flat_buffer_takes_no_memory_and_is_pinned_only_for_whole_steps(
     found: dict[str, Any] = {}
 
     def set_up(self: Any) -> None:
-        buffer = torch.zeros(sum(NUMELS), dtype=BF16)
+        self.initialize_optimizer_states()
+        buffer = torch.zeros(sum(NUMELS), dtype=BF16, device=OffloadDeviceEnum.cpu)
         found.update(nbytes=buffer.untyped_storage().nbytes(), numel=buffer.numel())
         found["pins"] = self.offload_optimizer_pin_memory
         self.grad_partitions_flat_buffer = buffer
         setattr(self, GRAD_PARTITIONS, {0: buffer})
 
-    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "_setup_for_real_optimizer", set_up)
+    monkeypatch.setattr(Stock, "_setup_for_real_optimizer", set_up)
+    monkeypatch.setattr(Stock, "initialize_optimizer_states", lambda self: None)
     optimizer = Optimizer(streams_optimizer=streams_optimizer)
     optimizer.offload_optimizer_pin_memory = True
     optimizer._setup_for_real_optimizer()
@@ -187,6 +190,27 @@ def test_the_flat_buffer_takes_no_memory_and_is_pinned_only_for_whole_steps(
     assert optimizer.offload_optimizer_pin_memory
     assert optimizer.grad_partitions_flat_buffer is None
     assert getattr(optimizer, GRAD_PARTITIONS) == {}
+
+
+def test_the_gradient_of_a_single_sub_group_in_memory_is_as_large_and_takes_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep_zeros(self: Any) -> None:
+        kept.append(torch.zeros(sum(NUMELS), device=OffloadDeviceEnum.cpu))
+
+    def set_up(self: Any) -> None:
+        self._create_fp32_partitions()
+        self.initialize_optimizer_states()
+
+    monkeypatch.setattr(Stock, "_setup_for_real_optimizer", set_up)
+    monkeypatch.setattr(Stock, "_create_fp32_partitions", keep_zeros)
+    monkeypatch.setattr(Stock, "initialize_optimizer_states", keep_zeros)
+    optimizer = Optimizer(streams_optimizer=False, on_drive=False)
+    optimizer.offload_optimizer_pin_memory = False
+    optimizer._setup_for_real_optimizer()
+    assert [tensor.untyped_storage().nbytes() for tensor in kept] == [4 * sum(NUMELS)] * 2
 
 
 # -- flat ----------------------------------------------------------------------------------------
@@ -223,8 +247,7 @@ def test_the_flat_buffer_lies_in_the_arena(monkeypatch: pytest.MonkeyPatch) -> N
         yield
         entered.append("end")
 
-    stock = DeepSpeedZeroOptimizer_Stage3
-    monkeypatch.setattr(stock, "_setup_for_real_optimizer", lambda self: entered.append("stock"))
+    monkeypatch.setattr(Stock, "_setup_for_real_optimizer", lambda self: entered.append("stock"))
     made = flat(None, None)
     made.attachment = SimpleNamespace(host_buffers=host_buffers)
     made._setup_for_real_optimizer()

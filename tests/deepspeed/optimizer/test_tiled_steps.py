@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stock
 
 from memascend.checkpoint.source import LoadedTensor
@@ -73,9 +74,11 @@ def test_buffers_of_whole_sub_groups_take_no_memory(
 ) -> None:
     made, sizes = list[torch.Tensor](), [*SIZES.values(), 77]
     monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(
-        Stock, "_create_fp32_partitions", lambda _: made.extend(map(torch.empty, sizes))
-    )
+
+    def make(_self: Any) -> None:
+        made.extend(torch.empty(size, device=OffloadDeviceEnum.cpu) for size in sizes)
+
+    monkeypatch.setattr(Stock, "_create_fp32_partitions", make)
     optimizer._create_fp32_partitions()
     assert [tensor.untyped_storage().nbytes() // 4 for tensor in made] == [1, 1, 1, 77]
 

@@ -11,7 +11,12 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from memascend.deepspeed.stock.host_buffers import CHUNK_BYTES, SHARED_BYTES_MAX, HostBuffers
+from memascend.deepspeed.stock.host_buffers import (
+    CHUNK_BYTES,
+    SHARED_BYTES_MAX,
+    AbsentBuffers,
+    HostBuffers,
+)
 
 LARGE_NUMEL = SHARED_BYTES_MAX  # of float32: four times too large to share
 HOST = OffloadDeviceEnum.cpu
@@ -202,3 +207,27 @@ def test_the_limit_of_sharing_is_inclusive(
         torch.empty(SHARED_BYTES_MAX + more, dtype=torch.uint8)
     expected = CHUNK_BYTES if shares else SHARED_BYTES_MAX + more
     assert memory.requests == [(expected, "small")]
+
+
+# -- absent buffers ------------------------------------------------------------------------------
+
+
+def test_an_absent_buffer_is_one_element_seen_many_times() -> None:
+    with AbsentBuffers(torch.empty, {1000}):
+        tensor = torch.empty(1000, dtype=torch.bfloat16, device=HOST)
+        assert tensor.pin_memory() is tensor
+    assert (tensor.shape, tensor.dtype) == ((1000,), torch.bfloat16)
+    assert tensor.untyped_storage().nbytes() == 2
+
+
+def test_other_sizes_other_functions_and_memory_of_ours_are_real() -> None:
+    """Memory of ours may have any size, also that of a buffer of DeepSpeed."""
+    with AbsentBuffers(torch.empty, {1000}):
+        tensors = [
+            torch.empty(999, device=HOST),
+            torch.zeros(1000, device=HOST),
+            torch.empty(1000),
+            torch.empty(1000, device="cpu"),
+        ]
+    nbytes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+    assert nbytes == [999 * 4, 4000, 4000, 4000]
