@@ -327,6 +327,7 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
         )
     if args.config is None:
         notes.insert(0, DEFAULT_NOTE)
+    notes += _note_of_packed(accounts.shapes)
     notes += _notes_of_block(accounts.block, accounts.settings)
     notes += [
         f"besides memascend's: {name}: {format_nbytes(n)}" for name, n in plan.not_ours.items()
@@ -352,6 +353,18 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
             f"limit: {format_nbytes(plan.limit_bytes)} per rank ({plan.limit_bytes} bytes)"
         )
     return [note for note in notes if note]
+
+
+def _note_of_packed(shapes: ModelShapes) -> list[str]:
+    """Return a note where some tensors are no floats, as only the files of a checkpoint show it."""
+    packed = [tensor for tensor in shapes.tensors if tensor.itemsize is not None]
+    if not packed:
+        return []
+    nbytes = sum(tensor.shard_bytes(1, 0) for tensor in packed)
+    return [
+        f"{len(packed)} tensor(s) that are no floats ({format_nbytes(nbytes)}) are taken to be "
+        "frozen, all others to be trained"
+    ]
 
 
 def _note_of_files(drive_bytes: int, volume_count: int) -> list[str]:

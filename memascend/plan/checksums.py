@@ -68,8 +68,8 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
     values = 2 if request.during_backward else 1
     if request.parameters_device == "nvme":
         itemsize = request.param_itemsize
-        sizes += [(tensor.shard_numel(world) * itemsize, 1) for tensor in shapes.tensors]
-        sizes += [(tensor.shard_numel(world) * itemsize, values - 1) for tensor in shapes.trainable]
+        sizes += [(tensor.shard_bytes(world, itemsize), 1) for tensor in shapes.tensors]
+        sizes += [(tensor.shard_bytes(world, itemsize), values - 1) for tensor in shapes.trainable]
     if request.optimizer_device == "nvme":
         window = request.window
         for tensor in shapes.trainable:

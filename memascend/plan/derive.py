@@ -172,15 +172,19 @@ def _in_cpu_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
     return min(request.max_in_cpu, learning) * request.param_itemsize
 
 
+def _shards_bytes(shapes: ModelShapes, request: PlanRequest) -> list[int]:
+    """Return the bytes of one rank's part of each parameter."""
+    return [one.shard_bytes(request.world, request.param_itemsize) for one in shapes.tensors]
+
+
 def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
     """Return the bytes of one rank's part of everything that lives on the drive, each once."""
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
-    every = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
     has_parameters = request.parameters_device == "nvme"
     if request.optimizer_device != "nvme":
         learning = 0
     return {
-        PARAMETERS: every * request.param_itemsize if has_parameters else 0,
+        PARAMETERS: sum(_shards_bytes(shapes, request)) if has_parameters else 0,
         GRADIENTS: learning * request.gradient_itemsize,
         MASTER: learning * request.master_itemsize,
         STATE: learning * request.states_bytes,
@@ -266,7 +270,7 @@ def _pass_bytes(
     """
     held_bytes = 0
     if knobs.prefetch_bytes >= knobs.slot_bytes:
-        shards = (t.shard_numel(request.world) * request.param_itemsize for t in shapes.tensors)
+        shards = _shards_bytes(shapes, request)
         slotted_bytes = sum(size for size in shards if size <= knobs.slot_bytes)
         held_bytes = min(nbytes, slotted_bytes, knobs.layer_bytes + knobs.prefetch_bytes)
     # On the device is what forward used last, too.
@@ -276,14 +280,13 @@ def _pass_bytes(
 
 def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[str, int]:
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
-    every = sum(tensor.shard_numel(request.world) for tensor in shapes.tensors)
     master = request.master_itemsize
     found = {}
     if knobs.tile_numel and not request.has_known_start:
         nbytes = knobs.tile_numel * request.states_bytes
         found["torch: optimizer state of one tile, first step"] = nbytes
     if request.parameters_device == "cpu":
-        found["DeepSpeed: parameters on the CPU"] = every * request.param_itemsize
+        found["DeepSpeed: parameters on the CPU"] = sum(_shards_bytes(shapes, request))
     if request.optimizer_device == "cpu":
         # Master weights, states, their fp32 gradients, and the flat buffer they come from.
         per_element = 2 * master + request.states_bytes + request.gradient_itemsize

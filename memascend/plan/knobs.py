@@ -32,7 +32,7 @@ from memascend.errors import ConfigError
 from memascend.memory.pool import SLOT_PARTS
 from memascend.plan.checksums import checksum_bytes
 from memascend.plan.request import PlanRequest
-from memascend.plan.shapes import ModelShapes
+from memascend.plan.shapes import ModelShapes, TensorShape
 
 BOUNCE_BYTES = 4 * MIB  # enough to keep a device busy
 STAGING_SLOT_COUNT, STAGING_SLOT_COUNT_MIN = 4, 2
@@ -228,8 +228,9 @@ def _staging_slot_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
     """
     if request.has_activations:
         return STAGING_SLOT_BYTES
-    itemsize = max(request.param_itemsize, request.gradient_itemsize)
-    all_bytes = _numel(shapes, request) * itemsize // (STAGING_SLOT_COUNT - 1)
+    widest = max(request.param_itemsize, request.gradient_itemsize)
+    passing = (tensor.shard_bytes(request.world, widest) for tensor in shapes.tensors)
+    all_bytes = sum(passing) // (STAGING_SLOT_COUNT - 1)
     return page_up(max(STAGING_SLOT_BYTES_MIN, min(STAGING_SLOT_BYTES, all_bytes)))
 
 
@@ -262,15 +263,14 @@ def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, in
     if request.parameters_device != "nvme":
         return 0, 0, 0
 
-    def nbytes(shape_numel: int) -> int:
-        return page_up(shape_numel * request.param_itemsize)
+    def nbytes(tensor: TensorShape) -> int:
+        return page_up(tensor.shard_bytes(request.world, request.param_itemsize))
 
-    world = request.world
-    counts = Counter(nbytes(tensor.shard_numel(world)) for tensor in shapes.tensors)
+    counts = Counter(nbytes(tensor) for tensor in shapes.tensors)
     fitting = {size: count for size, count in counts.items() if size <= SLOT_BYTES_MAX}
     repeated = [size for size, count in fitting.items() if count >= REPEATED_COUNT_MIN]
     slot_bytes = max(repeated or fitting, default=SLOT_BYTES_MAX)
-    layers = ([nbytes(tensor.shard_numel(world)) for tensor in layer] for layer in shapes.layers())
+    layers = ([nbytes(tensor) for tensor in layer] for layer in shapes.layers())
     in_use_bytes = max(sum(size for size in layer if size <= slot_bytes) for layer in layers)
     layer_bytes = max(PARAMETER_SLOTS_BYTES_MIN, in_use_bytes + slot_bytes)
     if request.prefetch_bytes is not None:

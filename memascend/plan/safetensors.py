@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,31 @@ from memascend.errors import ConfigError
 #: What the safetensors library itself accepts.
 HEADER_BYTES_MAX = 100_000_000
 DIMENSION_COUNT_MAX = 64
-#: Bytes of one element of what can be a parameter; masks and counters are not.
+#: Bytes of one element.
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+PACKED_BYTES = {"U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4}
+#: Masks and counters, which are no parameters.
+NO_PARAMETERS = {"BOOL": 1, "U64": 8, "I64": 8}
+_ITEMSIZES = FLOAT_BYTES | PACKED_BYTES | NO_PARAMETERS
 
 
-def read_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of the floating-point tensors of a file, an index's or a folder's files.
+@dataclass(frozen=True, slots=True)
+class StoredShape:
+    """One tensor of a file.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape; of a dtype that is not known here its bytes, in one dimension.
+        itemsize: Bytes of an element that is no float; None: a float, whatever its width.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int | None
+
+
+def read_shapes(path: Path) -> Iterator[StoredShape]:
+    """Yield what may be a parameter of a file, of an index's files or of a folder's.
 
     Raises:
         ConfigError: Missing, not safetensors, or damaged.
@@ -36,7 +56,7 @@ def read_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
                 "Likely cause: files of different checkpoints in one folder. Download them again"
             )
         kept = wanted or set(found)
-        yield from ((key, shape) for key, shape in found.items() if key in kept)
+        yield from (one for key, one in found.items() if key in kept and one is not None)
 
 
 def _files(path: Path) -> list[tuple[Path, set[str]]]:
@@ -65,8 +85,8 @@ def _files(path: Path) -> list[tuple[Path, set[str]]]:
     return [(path.parent / file_name, names) for file_name, names in sorted(names_of.items())]
 
 
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a file's floating-point tensors."""
+def _read_header(path: Path) -> dict[str, StoredShape | None]:
+    """Return the shapes of a file's tensors; None for what is no parameter."""
     try:
         with path.open("rb") as file:
             file_bytes = file.seek(0, 2)
@@ -88,17 +108,14 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
     if not isinstance(header, dict):
         raise ConfigError(f"{path}: the safetensors header must be a JSON object")
     room_bytes = file_bytes - 8 - header_bytes
-    found = {}
-    for key, entry in header.items():
-        if key == "__metadata__":
-            continue
-        shape = _entry_shape(path, key, entry, room_bytes)
-        if entry["dtype"] in FLOAT_BYTES:
-            found[key] = shape
-    return found
+    return {
+        key: _entry_shape(path, key, entry, room_bytes)
+        for key, entry in header.items()
+        if key != "__metadata__"
+    }
 
 
-def _entry_shape(path: Path, key: str, entry: Any, room_bytes: int) -> tuple[int, ...]:
+def _entry_shape(path: Path, key: str, entry: Any, room_bytes: int) -> StoredShape | None:
     is_sound = (
         isinstance(entry, dict)
         and isinstance(entry.get("dtype"), str)
@@ -108,7 +125,7 @@ def _entry_shape(path: Path, key: str, entry: Any, room_bytes: int) -> tuple[int
     )
     if is_sound:
         begin, end = entry["data_offsets"]
-        itemsize = FLOAT_BYTES.get(entry["dtype"])
+        itemsize = _ITEMSIZES.get(entry["dtype"])
         is_sound = begin <= end and (
             itemsize is None or end - begin == itemsize * math.prod(entry["shape"])
         )
@@ -121,7 +138,12 @@ def _entry_shape(path: Path, key: str, entry: Any, room_bytes: int) -> tuple[int
             f"{path}: {show_json(key)} ends at byte {entry['data_offsets'][1]} of {room_bytes}. "
             "Likely cause: a download that broke off"
         )
-    return tuple(entry["shape"])
+    dtype = entry["dtype"]
+    if dtype in NO_PARAMETERS:
+        return None
+    if dtype in _ITEMSIZES:
+        return StoredShape(key, tuple(entry["shape"]), PACKED_BYTES.get(dtype))
+    return StoredShape(key, (end - begin,), 1)  # such as two numbers in each byte
 
 
 def _is_counts(value: Any) -> bool:

@@ -26,11 +26,19 @@ from memascend.plan.safetensors import read_shapes
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One parameter: its name, its whole shape (before partitioning), and whether it learns."""
+    """One parameter, before it is partitioned.
+
+    Attributes:
+        name: Its name in the module.
+        shape: Its whole shape.
+        trainable: Whether it learns.
+        itemsize: Bytes of an element; None: those of the dtype that the model is trained in.
+    """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    itemsize: int | None = None
 
     @property
     def numel(self) -> int:
@@ -40,6 +48,10 @@ class TensorShape:
     def shard_numel(self, world: int) -> int:
         """Return the elements of one rank's part: ZeRO pads to a multiple of the ranks."""
         return -(-self.numel // world)
+
+    def shard_bytes(self, world: int, itemsize: int) -> int:
+        """Return the bytes of that part; `itemsize` is that of the dtype of training."""
+        return self.shard_numel(world) * (itemsize if self.itemsize is None else self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +145,12 @@ def from_module(module: Any, name: str | None = None) -> ModelShapes:
             continue
         names[id(parameter)] = parameter_name
         # A partitioned parameter itself is empty; ZeRO keeps the shape it had.
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        tensors.append(
-            TensorShape(parameter_name, tuple(int(n) for n in shape), parameter.requires_grad)
-        )
+        shape = tuple(int(n) for n in getattr(parameter, "ds_shape", parameter.shape))
+        # All that learn are stored in one dtype, which is not that of each of them; each of the
+        # others is stored in its own, as packed weights or norms in fp32 are.
+        stored = None if parameter.requires_grad else getattr(parameter, "ds_tensor", parameter)
+        itemsize = None if stored is None else stored.dtype.itemsize
+        tensors.append(TensorShape(parameter_name, shape, parameter.requires_grad, itemsize))
     return _checked(name or type(module).__name__, tensors, tied)
 
 
@@ -166,11 +180,17 @@ def from_safetensors(source: Path | str, name: str | None = None) -> ModelShapes
     names are put in natural order, which comes close. A config.json is exact. Experts are counted
     as they are stored, one by one in older checkpoints. Tied weights count once, as stored.
 
+    Floats of any width are taken to be trained, in the dtype that DeepSpeed gives the model; what
+    weights are packed into, such as bytes, to be frozen as it is.
+
     Raises:
         ConfigError: Missing, not safetensors, or damaged.
     """
     path = Path(source)
-    tensors = [TensorShape(key, shape) for key, shape in read_shapes(path)]
+    tensors = [
+        TensorShape(one.name, one.shape, one.itemsize is None, one.itemsize)
+        for one in read_shapes(path)
+    ]
     tensors.sort(key=lambda tensor: _natural(tensor.name))
     return _checked(name or path.stem, tensors, {})
 

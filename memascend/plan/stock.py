@@ -155,7 +155,10 @@ class _StockAccount:
         return is_resident
 
     def _nbytes(self, tensor: TensorShape) -> int:
-        """Return the bytes of this rank's part of a parameter."""
+        """Return the bytes of this rank's part of a parameter on the drive.
+
+        Whatever its dtype is: stock's swapper takes all to be of the model's.
+        """
         return tensor.shard_numel(self._request.world) * self._request.param_itemsize
 
     def _is_swappable(self, tensor: TensorShape) -> bool:
@@ -186,7 +189,11 @@ class _StockAccount:
         small = [tensor for tensor in self._shapes.tensors if not self._is_swappable(tensor)]
         if not self._has_param_drive:
             small = []
-        small_bytes = [self._nbytes(t) for t in small if t.name not in self._resident_names]
+        small_bytes = [
+            tensor.shard_bytes(request.world, request.param_itemsize)
+            for tensor in small
+            if tensor.name not in self._resident_names
+        ]
         flat_bytes = request.gradient_itemsize * self._learning if self._has_optimizer else 0
         buffer_bytes = self._aligned(self._group_numel_max, request.master_itemsize)
         is_pinned = self._optimizer.pin_memory

@@ -48,6 +48,18 @@ def test_the_json_has_every_byte_by_name(capsys: pytest.CaptureFixture[str]) -> 
     assert found["memascend"]["request"]["precision"] == "bf16"
 
 
+def test_a_checkpoint_of_packed_weights_alone_has_a_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [4096], "data_offsets": [0, 4096]}}).encode()
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4096))
+    assert as_json(capsys, str(weights))["memascend"]["drive"]["parameters"] == 4096
+    assert main(["plan", str(weights)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 tensor(s) that are no floats (4.00 KiB) are taken to be frozen" in printed
+
+
 def test_a_model_may_be_a_config_a_folder_or_safetensors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

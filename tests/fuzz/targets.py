@@ -317,9 +317,11 @@ def safetensors_seeds() -> list[bytes]:
         "layers.2.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
         "layers.10.mask": {"dtype": "BOOL", "shape": [4], "data_offsets": [24, 28]},
         "norm": {"dtype": "BF16", "shape": [], "data_offsets": [28, 30]},
+        "packed": {"dtype": "U8", "shape": [2, 1], "data_offsets": [30, 32]},
+        "halves": {"dtype": "F4", "shape": [4], "data_offsets": [32, 34]},
     }
     text = json.dumps(header).encode()
-    return [struct.pack("<Q", len(text)) + text + bytes(30)]
+    return [struct.pack("<Q", len(text)) + text + bytes(34)]
 
 
 def check_index(data: bytes) -> None:

@@ -78,6 +78,11 @@ def test_a_frozen_tensor_has_no_other_keys_than_its_own() -> None:
     assert rounding_bytes(model(1, trainable=False), request()) == GRAIN_BYTES - 2
 
 
+def test_its_bytes_are_those_of_its_own_dtype() -> None:
+    grain = TensorShape("packed", (GRAIN_BYTES,), trainable=False, itemsize=1)
+    assert rounding_bytes(ModelShapes("m", (grain,)), request()) == 0
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 

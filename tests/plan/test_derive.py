@@ -248,6 +248,29 @@ def test_frozen_tensors_are_only_read() -> None:
     assert plan.written_bytes["gradients"] == 2 * learning
 
 
+@pytest.mark.parametrize("itemsize", [1, 4])
+def test_frozen_tensors_of_another_dtype_have_their_own_bytes(itemsize: int) -> None:
+    """Packed weights, norms in fp32: on the drive, as they are read, and in the slots."""
+    shapes, request = decoder(), PlanRequest(reuse_numel=0, prefetch_bytes=0, world=2)
+    layer = [tensor for tensor in shapes.tensors if tensor.name.startswith("layers")]
+    tensors = tuple(
+        dataclasses.replace(tensor, trainable=False, itemsize=itemsize)
+        if tensor in layer
+        else tensor
+        for tensor in shapes.tensors
+    )
+    mixed = dataclasses.replace(shapes, tensors=tensors)
+    others = shapes.numel - sum(tensor.numel for tensor in layer)
+    nbytes = (others * 2 + (shapes.numel - others) * itemsize) // 2
+    plan = derive(mixed, request=request)
+    assert plan.drive["parameters"] == nbytes
+    assert plan.read_bytes["parameters"] == 2 * nbytes
+    assert plan.written_bytes["parameters"] == others * 2 // 2
+    assert plan.slot_bytes_max == 512 * 512 * itemsize // 2
+    on_cpu = derive(mixed, request=dataclasses.replace(request, parameters_device="cpu"))
+    assert on_cpu.not_ours == {"DeepSpeed: parameters on the CPU": nbytes}
+
+
 # -- as a value ------------------------------------------------------------------------------------
 
 

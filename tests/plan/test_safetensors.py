@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memascend.errors import ConfigError
-from memascend.plan.shapes import ModelShapes, from_config, from_safetensors
+from memascend.plan.shapes import ModelShapes, TensorShape, from_config, from_safetensors
 
 
 def named(shapes: ModelShapes) -> list[tuple[str, tuple[int, ...]]]:
@@ -20,7 +20,7 @@ def entry(shape: list[int], begin: int = 0, dtype: str = "BF16") -> dict[str, An
     numel = 1
     for size in shape:
         numel *= size
-    itemsize = {"BF16": 2, "F32": 4, "U8": 1}[dtype]
+    itemsize = {"BF16": 2, "F32": 4, "U8": 1, "BOOL": 1, "I32": 4, "I64": 8}[dtype]
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + numel * itemsize]}
 
 
@@ -30,15 +30,41 @@ def write(path: Path, header: object, data_bytes: int = 4096) -> Path:
     return path
 
 
-def test_a_safetensors_file_gives_its_floating_point_tensors(tmp_path: Path) -> None:
+def test_a_safetensors_file_gives_what_may_be_a_parameter(tmp_path: Path) -> None:
     header = {
         "__metadata__": {"format": "pt"},
         "layers.10.w": entry([4, 8]),
         "layers.2.w": entry([3]),
-        "mask": entry([8, 8], dtype="U8"),
+        "mask": entry([8, 8], dtype="BOOL"),
+        "steps": entry([1], dtype="I64"),
     }
     shapes = from_safetensors(write(tmp_path / "m.safetensors", header))
     assert named(shapes) == [("layers.2.w", (3,)), ("layers.10.w", (4, 8))]
+
+
+def test_what_is_no_float_is_frozen_in_its_own_bytes(tmp_path: Path) -> None:
+    """Four bits each as bitsandbytes packs them, eight weights in a number, and two in a byte."""
+    header = {
+        "a": entry([64, 1], dtype="U8"),
+        "b": entry([4, 8], dtype="I32"),
+        "c": {"dtype": "F4", "shape": [4, 8], "data_offsets": [0, 16]},
+        "d": entry([5], dtype="F32"),
+    }
+    shapes = from_safetensors(write(tmp_path / "m.safetensors", header))
+    assert shapes.tensors == (
+        TensorShape("a", (64, 1), trainable=False, itemsize=1),
+        TensorShape("b", (4, 8), trainable=False, itemsize=4),
+        TensorShape("c", (16,), trainable=False, itemsize=1),
+        TensorShape("d", (5,)),  # whatever its width: it is trained in the model's dtype
+    )
+
+
+def test_an_index_may_list_tensors_that_are_no_floats(tmp_path: Path) -> None:
+    write(tmp_path / "1.safetensors", {"a": entry([2], dtype="U8"), "b": entry([1], dtype="BOOL")})
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = {"a": "1.safetensors", "b": "1.safetensors"}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert named(from_safetensors(index)) == [("a", (2,))]
 
 
 def test_what_safetensors_itself_writes_can_be_read(tmp_path: Path) -> None:
@@ -101,6 +127,7 @@ def test_what_is_not_safetensors_is_an_error(tmp_path: Path, content: bytes, mes
         {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
         {"dtype": "U8", "shape": [2], "data_offsets": [4, 2]},
+        {"dtype": "U8", "shape": [2], "data_offsets": [0, 4]},
         {"dtype": 3, "shape": [2], "data_offsets": [0, 8]},
     ],
 )

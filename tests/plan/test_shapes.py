@@ -39,6 +39,10 @@ def test_a_config_that_transformers_saved_reads_the_same(tmp_path: Path) -> None
 # -- modules ---------------------------------------------------------------------------------------
 
 
+def dtype(itemsize: int) -> Any:
+    return SimpleNamespace(itemsize=itemsize)
+
+
 class FakeModule:
     def __init__(self, *named_parameters: tuple[str, Any]) -> None:
         self._named = named_parameters
@@ -56,12 +60,29 @@ def test_shapes_of_a_config_keep_it_and_others_have_none() -> None:
 
 def test_a_partitioned_module_gives_the_shapes_before_partitioning() -> None:
     empty = SimpleNamespace(shape=(0,), ds_shape=(4, 8), requires_grad=True)
-    frozen = SimpleNamespace(shape=(3,), requires_grad=False)
+    frozen = SimpleNamespace(shape=(3,), requires_grad=False, dtype=dtype(4))
     shapes = from_module(FakeModule(("a", empty), ("b", frozen), ("c", empty)))
-    assert shapes.tensors == (TensorShape("a", (4, 8)), TensorShape("b", (3,), trainable=False))
+    assert shapes.tensors == (
+        TensorShape("a", (4, 8)),
+        TensorShape("b", (3,), trainable=False, itemsize=4),
+    )
     assert shapes.tied == {"c": "a"}
     assert shapes.numel == 35
     assert [tensor.name for tensor in shapes.trainable] == ["a"]
+
+
+def test_a_frozen_shard_has_a_dtype_of_its_own_whatever_stands_for_the_parameter() -> None:
+    """A module that is cast after zero.Init casts only what stands for an absent parameter."""
+    frozen = SimpleNamespace(
+        shape=(0,),
+        ds_shape=(4, 8),
+        requires_grad=False,
+        dtype=dtype(2),
+        ds_tensor=SimpleNamespace(dtype=dtype(1)),
+    )
+    (tensor,) = from_module(FakeModule(("a", frozen))).tensors
+    assert tensor.shard_bytes(3, 2) == 11
+    assert TensorShape("b", (4, 8)).shard_bytes(3, 2) == 22
 
 
 def test_a_module_without_parameters_is_an_error() -> None:

@@ -97,6 +97,18 @@ def test_the_terms_agree_with_the_benchmarks_to_the_byte(path: Path) -> None:
     assert {name[0]: plan.host[name] for name in plan.host if name[1] == " "} == expected
 
 
+def test_small_tensors_of_another_dtype_stay_as_they_are_and_large_ones_do_not() -> None:
+    """Stock's swapper takes all that is on the drive to be of the model's dtype."""
+    tensors = [TensorShape("w", (1 << 20, 1))]
+    tensors += [
+        TensorShape(f"frozen{n}", (n,), trainable=False, itemsize=4) for n in (100, 1 << 20)
+    ]
+    settings = StockSettings(rounds_pinned=False)
+    plan = stock(ModelShapes("m", tuple(tensors)), request=PlanRequest(), settings=settings)
+    assert plan.host["F small parameters"] == 4 * 100
+    assert plan.drive["parameters"] == 2 * 2 * (1 << 20)
+
+
 def small_llama() -> ModelShapes:
     config = {
         "model_type": "llama",
