@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from memascend.base.components import (
     ACTIVATION_SLOTS,
@@ -133,9 +134,20 @@ def slot_sets(request: PlanRequest) -> tuple[str, ...]:
     return (STAGING_SLOTS, ACTIVATION_SLOTS) if request.has_activations else (STAGING_SLOTS,)
 
 
+def casts(dtype: Any, master_dtype: Any) -> bool:
+    """Return whether what has a dtype on the drive takes memory beside master weights' dtype.
+
+    A tile has a block more for parameters of another dtype than that of master weights, and all
+    tiles together one into which gradients of another dtype are cast. Asked with names of dtypes
+    for the plan, and with torch's for the tiles: fp16 and bf16 are as large, and not the same.
+    """
+    return bool(dtype != master_dtype)
+
+
 def tile_element_bytes(request: PlanRequest) -> int:
     """Return host bytes per element of a tile: weight, states, gradient, 16-bit result."""
-    output = request.param_itemsize if request.param_itemsize != request.master_itemsize else 0
+    is_cast = casts(request.precision, request.master_dtype)
+    output = request.param_itemsize if is_cast else 0
     return request.master_itemsize + request.states_bytes + request.gradient_itemsize + output
 
 
@@ -152,7 +164,8 @@ def spare_count(request: PlanRequest) -> int:
 
 def scratch_element_bytes(request: PlanRequest) -> int:
     """Return host bytes per element of what gradients are cast into; 0 if they are not."""
-    return request.master_itemsize if request.gradient_itemsize != request.master_itemsize else 0
+    is_cast = casts(request.gradient_dtype, request.master_dtype)
+    return request.master_itemsize if is_cast else 0
 
 
 def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | None) -> Knobs:

@@ -12,7 +12,7 @@ from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 from memascend.plan.states import keeps_bf16
 
-FP32_BYTES, NARROW_BYTES = 4, 2
+FP32, BF16, FP16 = "fp32", "bf16", "fp16"
 #: By the section that has it.
 _KEYS = {
     **dict.fromkeys(("bf16", "bfloat16"), "bf16_master_weights_and_grads"),
@@ -26,18 +26,21 @@ def narrow_key(settings: DeepSpeedSettings) -> str:
     return next(found, "")
 
 
-def master_itemsize(settings: DeepSpeedSettings) -> int:
-    """Return the bytes of a master weight."""
-    return NARROW_BYTES if narrow_key(settings) else FP32_BYTES
+def master_dtype(settings: DeepSpeedSettings) -> str:
+    """Return the dtype of master weights."""
+    key = narrow_key(settings)
+    if not key:
+        return FP32
+    return FP16 if key.startswith(FP16) else BF16
 
 
-def state_itemsize(block: MemAscendConfig, settings: DeepSpeedSettings) -> int:
-    """Return the bytes of an element of each state: fp32, but for what asks for another dtype."""
+def state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
+    """Return the dtype of each state: fp32, but for what asks for another one."""
     if keeps_bf16(block):
-        return NARROW_BYTES
+        return BF16
     asked = any(half.bf16_optimizer_states for half in settings.halves.values())
     follows = asked or not settings.adam.fp32_optimizer_states
-    return master_itemsize(settings) if follows else FP32_BYTES
+    return master_dtype(settings) if follows else FP32
 
 
 def refusal_of_masters(key: str, found: str, remedy: str) -> ConfigError:

@@ -19,12 +19,13 @@ from memascend.config.deepspeed import (
     parse_deepspeed,
 )
 from memascend.errors import ConfigError
-from memascend.plan.masters import FP32_BYTES, master_itemsize, narrow_key, state_itemsize
+from memascend.plan.masters import FP32, master_dtype, narrow_key, state_dtype
 from memascend.plan.optimizers import kind_of, state_count_of
 from memascend.plan.states import why_not_cpu_adam
 from memascend.plan.window import WindowBytes
 
-ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+#: Bytes of an element, by the names of dtypes. Only a live model is in fp64.
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 #: Why an optimizer is stepped in whole sub-groups, in DeepSpeed's own buffers.
 NEEDS_WHOLE_GRADIENTS = "Muon works on whole gradients of its own"
 LEAVES_A_PART = "offload_optimizer.ratio leaves a part of it on the device"
@@ -36,14 +37,16 @@ _ZERO = ZeroOptimization()
 class PlanRequest:
     """Everything but the model that decides how many bytes there are.
 
+    Dtypes have the names of ITEMSIZES.
+
     Attributes:
         world: Ranks that share the model.
         gradient_accumulation_steps: Micro-steps of one optimizer step.
-        precision: "bf16", "fp16" or "fp32": the parameters on the device.
-        arriving_itemsize: Bytes of a gradient as it is reduced; None: those of a parameter.
-        accumulation_itemsize: Bytes of an accumulated gradient; None: those of a parameter.
-        master_itemsize: Bytes of a master weight.
-        state_itemsize: Bytes of an element of each state.
+        precision: The dtype of parameters.
+        arriving_dtype: That of a gradient as it is reduced; None: that of parameters.
+        accumulation_dtype: That of an accumulated gradient; None: that of parameters.
+        master_dtype: That of master weights.
+        state_dtype: That of each state.
         optimizer: Name, as in the DeepSpeed JSON or as the class is called.
         state_count: Tensors of state per parameter; None: from the table, by name.
         is_elementwise: Whether a sub-group may be stepped in tiles; None: from the table, by name.
@@ -69,10 +72,10 @@ class PlanRequest:
     world: int = 1
     gradient_accumulation_steps: int = 1
     precision: str = "bf16"
-    arriving_itemsize: int | None = None
-    accumulation_itemsize: int | None = None
-    master_itemsize: int = FP32_BYTES
-    state_itemsize: int = FP32_BYTES
+    arriving_dtype: str | None = None
+    accumulation_dtype: str | None = None
+    master_dtype: str = FP32
+    state_dtype: str = FP32
     optimizer: str = Optimizer().type
     state_count: int | None = None
     is_elementwise: bool | None = None
@@ -99,12 +102,12 @@ class PlanRequest:
         for name in ("sub_group_size", "state_count", "tile_bytes", "prefetch_bytes"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
-        if self.precision not in ITEMSIZES:
-            raise ConfigError(f"precision must be one of {', '.join(ITEMSIZES)}: {self.precision}")
-        itemsizes = ("arriving", "accumulation", "master", "state")
-        for name in (f"{what}_itemsize" for what in itemsizes):
-            if getattr(self, name) not in (None, 2, 4):
-                raise ConfigError(f"{name} must be 2 or 4, got {getattr(self, name)}")
+        dtypes = ("arriving", "accumulation", "master", "state")
+        for name in ("precision", *(f"{kind}_dtype" for kind in dtypes)):
+            if (getattr(self, name) or self.precision) not in ITEMSIZES:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(ITEMSIZES)}, got {getattr(self, name)!r}"
+                )
         for name in ("parameters_device", "optimizer_device"):
             if getattr(self, name) not in DEVICES:
                 raise ConfigError(
@@ -113,20 +116,35 @@ class PlanRequest:
 
     @property
     def param_itemsize(self) -> int:
-        """Bytes of a parameter on the device."""
+        """Bytes of a parameter."""
         return ITEMSIZES[self.precision]
+
+    @property
+    def gradient_dtype(self) -> str:
+        """The dtype of an accumulated gradient."""
+        return self.accumulation_dtype or self.precision
 
     @property
     def gradient_itemsize(self) -> int:
         """Bytes of an accumulated gradient."""
-        return self.accumulation_itemsize or self.param_itemsize
+        return ITEMSIZES[self.gradient_dtype]
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of a master weight."""
+        return ITEMSIZES[self.master_dtype]
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of an element of each state."""
+        return ITEMSIZES[self.state_dtype]
 
     @property
     def window(self) -> WindowBytes:
         """What the micro-steps of one optimizer step keep and move."""
         return WindowBytes(
             steps=self.gradient_accumulation_steps,
-            arriving_itemsize=self.arriving_itemsize or self.param_itemsize,
+            arriving_itemsize=ITEMSIZES[self.arriving_dtype or self.precision],
             sum_itemsize=self.gradient_itemsize,
         )
 
@@ -194,15 +212,13 @@ class PlanRequest:
             raise ConfigError(
                 f"zero_optimization.stage is {zero.stage}: offload to a drive needs stage 3"
             )
-        arriving = settings.communication_data_type or settings.precision
-        accumulated = settings.data_types.grad_accum_dtype or settings.precision
         optimizer, steps = settings.optimizer, block.streaming.optimizer
         return cls(
             world=world,
             gradient_accumulation_steps=settings.accumulation_steps(world),
             precision=settings.precision,
-            arriving_itemsize=ITEMSIZES[arriving],
-            accumulation_itemsize=ITEMSIZES[accumulated],
+            arriving_dtype=settings.communication_data_type or settings.precision,
+            accumulation_dtype=settings.data_types.grad_accum_dtype or settings.precision,
             optimizer=optimizer.type,
             state_count=state_count_of(optimizer.type, optimizer.params),
             sub_group_size=zero.sub_group_size,
@@ -211,8 +227,8 @@ class PlanRequest:
             max_in_cpu=_stated_max_in_cpu(block, zero),
             optimizer_device=zero.offload_optimizer.device,
             reuse_numel=zero.stage3_max_reuse_distance,
-            master_itemsize=master_itemsize(settings),
-            state_itemsize=state_itemsize(block, settings),
+            master_dtype=master_dtype(settings),
+            state_dtype=state_dtype(block, settings),
             tile_bytes=steps.tile_bytes,
             prefetch_bytes=block.buffer_pool.prefetch_bytes,
             verify=block.verify,

@@ -15,6 +15,7 @@ import torch
 from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.waiting import CopyTicket, event_here, wait_all
+from memascend.plan.knobs import casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,12 @@ class Tiles:
         self._memory = memory
         self.shape = shape
         self.nbytes = 0  # host memory of all tiles
-        same_dtype = shape.parameter_dtype == shape.master_dtype
+        has_output = casts(shape.parameter_dtype, shape.master_dtype)
         self._idle: deque[Tile] = deque(
             Tile(
                 master=self._block(shape.master_dtype),
                 raw=self._block(shape.gradient_dtype),
-                cast=None if same_dtype else self._block(shape.parameter_dtype),
+                cast=self._block(shape.parameter_dtype) if has_output else None,
                 states=[self._block(shape.state_dtype) for _ in range(shape.state_count)],
             )
             for _ in range(shape.count)
@@ -106,7 +107,7 @@ class Tiles:
         self._retired: deque[Tile] = deque()
         self._spare = deque(self._block(shape.gradient_dtype) for _ in range(shape.spare_count))
         self._scratch: torch.Tensor | None = None
-        if shape.gradient_dtype != shape.master_dtype:
+        if casts(shape.gradient_dtype, shape.master_dtype):
             self._scratch = self._block(shape.master_dtype, OPTIMIZER_SCRATCH)
 
     def begins(self, numel: int) -> range:

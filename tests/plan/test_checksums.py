@@ -48,20 +48,20 @@ def request(**changes: Any) -> PlanRequest:
         (1, {"parameters_device": "cpu"}, 4 * GRAIN_BYTES - 2 - 3 * 4),
         (1, {"parameters_device": "cpu", "state_count": 0}, 2 * GRAIN_BYTES - 2 - 4),
         (1, {"parameters_device": "cpu", "gradient_accumulation_steps": 2}, 5 * GRAIN_BYTES - 16),
-        (1, {"parameters_device": "cpu", "accumulation_itemsize": 4}, 4 * GRAIN_BYTES - 16),
+        (1, {"parameters_device": "cpu", "accumulation_dtype": "fp32"}, 4 * GRAIN_BYTES - 16),
         # With micro-steps two gradients in bf16 that wait.
         (
             1,
             {
                 "parameters_device": "cpu",
-                "accumulation_itemsize": 4,
+                "accumulation_dtype": "fp32",
                 "gradient_accumulation_steps": 3,
             },
             6 * GRAIN_BYTES - 16 - 2 * 2,
         ),
         # A grain has 16384 elements of a master weight, and 32768 of a state in bf16.
-        (32768, {"parameters_device": "cpu", "state_itemsize": 2}, 0),
-        (1, {"parameters_device": "cpu", "state_itemsize": 2}, 4 * GRAIN_BYTES - 2 - 4 - 2 * 2),
+        (32768, {"parameters_device": "cpu", "state_dtype": "bf16"}, 0),
+        (1, {"parameters_device": "cpu", "state_dtype": "bf16"}, 4 * GRAIN_BYTES - 2 - 4 - 2 * 2),
         # All of them.
         (1, {}, 5 * GRAIN_BYTES - 16),
         # And once more what a step changes: all but the gradient.

@@ -60,9 +60,9 @@ def test_fused_experts_go_in_chunks() -> None:
     ("changes", "element_bytes"),
     [
         ({}, 16),
-        ({"accumulation_itemsize": 4}, 18),
+        ({"accumulation_dtype": "fp32"}, 18),
         ({"precision": "fp32"}, 16),
-        ({"state_itemsize": 2}, 12),
+        ({"state_dtype": "bf16"}, 12),
         ({"optimizer": "Lion"}, 16),
         ({"optimizer": "Adagrad"}, 12),
         ({"optimizer": "SGD"}, 8),
@@ -126,7 +126,7 @@ def test_the_drive_holds_parameters_master_weights_states_and_gradients() -> Non
     assert plan.drive == expected
     accumulating = derive(decoder(), request=PlanRequest(gradient_accumulation_steps=3))
     assert accumulating.drive == expected | {"gradients": 2 * 2 * numel}
-    request = PlanRequest(gradient_accumulation_steps=3, accumulation_itemsize=4)
+    request = PlanRequest(gradient_accumulation_steps=3, accumulation_dtype="fp32")
     waiting = derive(decoder(), request=request)
     assert waiting.drive == expected | {"gradients": (4 + 2 * 2) * numel}
 
@@ -135,7 +135,7 @@ def test_states_in_bf16_lie_and_move_in_half_of_the_bytes() -> None:
     numel = decoder().numel
     request = PlanRequest(reuse_numel=0, prefetch_bytes=0)
     wide = derive(decoder(), request=request)
-    narrow = derive(decoder(), request=dataclasses.replace(request, state_itemsize=2))
+    narrow = derive(decoder(), request=dataclasses.replace(request, state_dtype="bf16"))
     assert wide.drive_bytes - narrow.drive_bytes == 4 * numel
     assert narrow.drive["optimizer state"] == 4 * numel
     moved = [sum(p.read_bytes.values()) + sum(p.written_bytes.values()) for p in (wide, narrow)]
@@ -159,7 +159,7 @@ def test_a_step_during_backward_has_second_values_beside_those_on_the_drive() ->
     assert plan.host["optimizer tiles"] - other.host["optimizer tiles"] == waiting_bytes
     assert plan.host_bytes - other.host_bytes == waiting_bytes
     assert (plan.read_bytes["gradients"], plan.written_bytes["gradients"]) == (0, 0)
-    summed = dataclasses.replace(early, gradient_accumulation_steps=4, accumulation_itemsize=4)
+    summed = dataclasses.replace(early, gradient_accumulation_steps=4, accumulation_dtype="fp32")
     after = dataclasses.replace(summed, during_backward=False)
     steps = [derive(shapes, request=one) for one in (summed, after)]
     for moved in ("read_bytes", "written_bytes"):
@@ -194,13 +194,13 @@ def test_a_step_reads_and_writes_what_each_stream_needs() -> None:
     assert plan.passes_read_bytes == (3 * 2 * 2 + 2 * 2) * numel
     assert plan.passes_written_bytes == 3 * 2 * numel
     # In fp32 two of three wait to be added, and the step reads the sum.
-    request = dataclasses.replace(request, accumulation_itemsize=4)
+    request = dataclasses.replace(request, accumulation_dtype="fp32")
     plan = derive(decoder(), request=request)
     assert plan.read_bytes["gradients"] == (2 * 2 + 4) * numel
     assert plan.passes_read_bytes == (3 * 2 * 2 + 2 * 2) * numel
     assert plan.written_bytes["gradients"] == plan.passes_written_bytes == (2 * 2 + 4) * numel
     # None does where it is reduced in fp32.
-    plan = derive(decoder(), request=dataclasses.replace(request, arriving_itemsize=4))
+    plan = derive(decoder(), request=dataclasses.replace(request, arriving_dtype="fp32"))
     assert plan.written_bytes["gradients"] == 3 * 4 * numel
 
 

@@ -44,7 +44,8 @@ requests = st.builds(
     world=st.integers(1, 9),
     gradient_accumulation_steps=st.integers(1, 3),
     precision=st.sampled_from(["bf16", "fp16", "fp32"]),
-    accumulation_itemsize=st.sampled_from([None, 4]),
+    accumulation_dtype=st.sampled_from([None, "fp16", "fp32"]),
+    master_dtype=st.sampled_from(["fp32", "bf16"]),
     optimizer=st.sampled_from(["AdamW", "Lion", "SGD", "Lamb", "Unheard"]),
     sub_group_size=st.integers(0, 10**7),
     has_decay_groups=st.booleans(),
@@ -205,7 +206,7 @@ def test_the_cache_takes_parameters_first_and_gradients_when_accumulating() -> N
     assert plan.drive["gradients"] == 2 * 2 * shapes.numel - 3 * MIB
     assert plan.written_bytes["gradients"] == 2 * (2 * shapes.numel - 3 * MIB) + 3 * MIB
     # In fp32 most gradients wait as they arrive: what memory saves is less than with parameters.
-    accumulating = PlanRequest(gradient_accumulation_steps=2, accumulation_itemsize=4)
+    accumulating = PlanRequest(gradient_accumulation_steps=2, accumulation_dtype="fp32")
     limit = derive(shapes, request=accumulating).host_bytes + 3 * MIB
     plan = derive(shapes, request=accumulating, limit_bytes=limit)
     assert (plan.resident["parameters"], plan.resident["gradients"]) == (3 * MIB, 0)

@@ -11,9 +11,9 @@ from memascend.config.deepspeed import DeepSpeedSettings, parse_deepspeed
 from memascend.errors import ConfigError
 from memascend.plan.masters import (
     check_masters,
-    master_itemsize,
+    master_dtype,
     narrow_key,
-    state_itemsize,
+    state_dtype,
 )
 from memascend.plan.request import PlanRequest
 
@@ -26,32 +26,32 @@ ZERO = {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}
 
 
 @pytest.mark.parametrize(
-    ("keys", "key", "itemsizes"),
+    ("keys", "key", "dtypes"),
     [
-        ({}, "", (4, 4)),
-        ({"bf16": {"enabled": True}}, "", (4, 4)),
-        ({"optimizer": {"params": {"fp32_optimizer_states": False}}}, "", (4, 4)),
-        (NARROW, "bf16.bf16_master_weights_and_grads", (2, 4)),
-        (BF16_STATES, "bf16.bf16_master_weights_and_grads", (2, 2)),
-        ({"bfloat16": NARROW["bf16"]}, "bfloat16.bf16_master_weights_and_grads", (2, 4)),
-        (FP16, "fp16.fp16_master_weights_and_grads", (2, 4)),
-        (FP16_STATES, "fp16.fp16_master_weights_and_grads", (2, 2)),
+        ({}, "", ("fp32", "fp32")),
+        ({"bf16": {"enabled": True}}, "", ("fp32", "fp32")),
+        ({"optimizer": {"params": {"fp32_optimizer_states": False}}}, "", ("fp32", "fp32")),
+        (NARROW, "bf16.bf16_master_weights_and_grads", ("bf16", "fp32")),
+        (BF16_STATES, "bf16.bf16_master_weights_and_grads", ("bf16", "bf16")),
+        ({"bfloat16": NARROW["bf16"]}, "bfloat16.bf16_master_weights_and_grads", ("bf16", "fp32")),
+        (FP16, "fp16.fp16_master_weights_and_grads", ("fp16", "fp32")),
+        (FP16_STATES, "fp16.fp16_master_weights_and_grads", ("fp16", "fp16")),
     ],
 )
 def test_the_json_says_what_master_weights_and_states_take(
-    keys: dict[str, Any], key: str, itemsizes: tuple[int, int]
+    keys: dict[str, Any], key: str, dtypes: tuple[str, str]
 ) -> None:
     settings = parse_deepspeed(keys)
     assert narrow_key(settings) == key
-    assert (master_itemsize(settings), state_itemsize(parse_block({}), settings)) == itemsizes
+    assert (master_dtype(settings), state_dtype(parse_block({}), settings)) == dtypes
     request = PlanRequest.from_deepspeed({"zero_optimization": ZERO, **keys})
-    assert (request.master_itemsize, request.state_itemsize) == itemsizes
+    assert (request.master_dtype, request.state_dtype) == dtypes
     assert request.overlaps == (not key)  # there is no pass over a tile in one for them
 
 
 def test_the_blocks_own_states_are_in_bf16_whatever_master_weights_are() -> None:
     block = parse_block({"streaming": {"optimizer": {"state_dtype": "bf16"}}})
-    assert state_itemsize(block, DeepSpeedSettings()) == 2
+    assert state_dtype(block, DeepSpeedSettings()) == "bf16"
 
 
 @pytest.mark.parametrize(

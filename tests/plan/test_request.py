@@ -29,7 +29,7 @@ def test_the_gpu_configuration_reads_as_the_defaults() -> None:
     request = PlanRequest.from_deepspeed(ds_config)
     # Besides what the file says for stock's sake, as the tutorials do.
     expected = PlanRequest(
-        arriving_itemsize=2, accumulation_itemsize=2, state_count=2, max_in_cpu=10**9
+        arriving_dtype="bf16", accumulation_dtype="bf16", state_count=2, max_in_cpu=10**9
     )
     assert request == expected
 
@@ -52,8 +52,8 @@ def test_states_have_the_dtype_of_the_block() -> None:
     assert PlanRequest.from_deepspeed(nvme()).states_bytes == 8
     block = {"streaming": {"optimizer": {"state_dtype": "bf16"}}}
     request = PlanRequest.from_deepspeed(nvme(memascend=block))
-    assert (request.state_itemsize, request.states_bytes) == (2, 4)
-    assert PlanRequest(master_itemsize=2).states_bytes == 8  # not those of the master weights
+    assert (request.state_dtype, request.states_bytes) == ("bf16", 4)
+    assert PlanRequest(master_dtype="bf16").states_bytes == 8  # not those of the master weights
 
 
 def test_activations_go_to_the_drive_where_the_block_says_so() -> None:
@@ -236,7 +236,8 @@ def test_a_configuration_that_cannot_be_is_an_error(
         {"world": 0},
         {"gradient_accumulation_steps": 0},
         {"precision": "int8"},
-        {"accumulation_itemsize": 8},
+        {"accumulation_dtype": "int8"},
+        {"master_dtype": "int8"},
         {"optimizer_device": "gpu"},
         {"sub_group_size": -1},
     ],

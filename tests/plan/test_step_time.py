@@ -62,7 +62,7 @@ def drive_time(ranks: int = 1, **changes: object) -> DriveTime:
 
 @pytest.mark.parametrize("steps", [1, 8])
 def test_the_parts_of_a_plan_are_all_that_it_moves(steps: int) -> None:
-    plan = plan_of(gradient_accumulation_steps=steps, accumulation_itemsize=4)
+    plan = plan_of(gradient_accumulation_steps=steps, accumulation_dtype="fp32")
     # A drive that reads alone, and one that writes alone, have to take all of it.
     for speeds, nbytes in (
         ({"read_gb_s": 1.0, "write_gb_s": 1e9}, sum(plan.read_bytes.values())),

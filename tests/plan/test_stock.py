@@ -65,7 +65,7 @@ def test_stock_on_real_models(model: str) -> None:
 
 @pytest.mark.parametrize("model", TABLE_FP32)
 def test_stock_with_fp32_accumulation(model: str) -> None:
-    request = PlanRequest(precision="fp16", accumulation_itemsize=4)
+    request = PlanRequest(precision="fp16", accumulation_dtype="fp32")
     plan = stock(builtin(model), request=request)
     found = [plan.host["E flat gradients"], plan.host_step["J overflow check"], plan.step_bytes]
     assert all(close(*pair) for pair in zip(found, TABLE_FP32[model], strict=True)), found
@@ -147,7 +147,7 @@ def test_a_small_model_that_was_measured() -> None:
 
 
 def test_fp32_gradients_of_the_small_model() -> None:
-    plan = measured_run(accumulation_itemsize=4)
+    plan = measured_run(accumulation_dtype="fp32")
     assert round(plan.host["E flat gradients"] / 1e6, 1) == 176.2
 
 

@@ -36,6 +36,13 @@ PARAMETER_SHARE = 1 / 4
 STAGING_SHARE = 1 / 32
 PARAMETER_BYTES_RANGE = (PARAMETER_SLOTS_BYTES_MIN, PARAMETER_BUDGET_BYTES)
 STAGING_SLOT_BYTES_RANGE = (STAGING_SLOT_BYTES_MIN, STAGING_SLOT_BYTES)
+#: Dtypes as a plan names them.
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
 #: Elements of a tensor that no size is smaller for.
 _ANY_NUMEL = 1 << 32
 
@@ -129,11 +136,11 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     master = optimizer.master_weights_and_grads_dtype
     return dataclasses.replace(
         request,
-        precision=_precision(optimizer.stored_dtype),
-        arriving_itemsize=optimizer.communication_data_type.itemsize,
-        accumulation_itemsize=optimizer.gradient_accumulation_dtype.itemsize,
-        master_itemsize=master.itemsize,
-        state_itemsize=state_dtype(base, master, in_bf16=keeps_bf16(config)).itemsize,
+        precision=_NAMES[optimizer.stored_dtype],
+        arriving_dtype=_NAMES[optimizer.communication_data_type],
+        accumulation_dtype=_NAMES[optimizer.gradient_accumulation_dtype],
+        master_dtype=_NAMES[master],
+        state_dtype=_NAMES[state_dtype(base, master, in_bf16=keeps_bf16(config))],
         # With its module where a message names it: it may be called as a known one.
         optimizer=kind.__name__ if elementwise else f"{kind.__module__}.{kind.__name__}",
         is_elementwise=elementwise,
@@ -142,11 +149,6 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         during_backward=request.during_backward and is_cpu_adam and not optimizer.clip_grad,
         overlaps=request.overlaps and is_cpu_adam,
     )
-
-
-def _precision(dtype: torch.dtype) -> str:
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return names.get(dtype, "fp32")
 
 
 def _least_of_ranks(nbytes: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +14,20 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
 from memascend.base.units import GIB, KIB, MIB
 from memascend.config.block import parse_block
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach import attach as activation
 from memascend.deepspeed.plan import live as planning
+from memascend.deepspeed.plan.optimizers import state_dtype
 from memascend.errors import ConfigError
+from memascend.plan.derive import derive
 from memascend.plan.knobs import LimitTooSmallError
+from memascend.plan.shapes import ModelShapes, TensorShape
 from memascend.runtime import BOUNCE_BYTES, STAGING_SLOT_COUNT
+from memascend.streaming.tiles import Tiles, TileShape
+from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 ON_DRIVE = {"device": "nvme", "nvme_path": "/drive"}
 CONFIG: dict[str, Any] = {
@@ -28,6 +36,7 @@ CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "offload_param": ON_DRIVE, "offload_optimizer": ON_DRIVE},
 }
 BLOCK = parse_block({})
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +265,47 @@ def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
     assert request.is_tiled == (kind is torch.optim.AdamW)
     assert (request.states, request.largest_sub_group_numel) == (2, 7)
     assert request.optimizer.endswith("AdamW")
-    assert (request.arriving_itemsize, request.gradient_itemsize) == (2, 4)
+    assert (request.arriving_dtype, request.gradient_dtype) == ("bf16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("stored", "master", "sums"),
+    [
+        *itertools.product((BF16, FP16, FP32), (BF16, FP16, FP32), (BF16, FP16, FP32)),
+        (torch.float64, FP32, FP32),
+    ],
+)
+def test_the_plan_has_every_byte_of_the_tiles_whatever_the_dtypes(
+    stored: torch.dtype, master: torch.dtype, sums: torch.dtype
+) -> None:
+    """Of the same size are fp16 and bf16, and one is still cast into the other."""
+    base = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    optimizer = SimpleNamespace(
+        optimizer=base,
+        stored_dtype=stored,
+        communication_data_type=sums,
+        gradient_accumulation_dtype=sums,
+        master_weights_and_grads_dtype=master,
+        fp16_partitioned_groups_flat_numel=[1 << 20],
+    )
+    request = planning._request(optimizer, BLOCK, CONFIG)
+    plan = derive(ModelShapes("m", (TensorShape("w", (1 << 20,)),)), request=request)
+    memory = FakeMemory()
+    shape = TileShape(
+        numel=plan.tile_numel,
+        count=plan.tile_count,
+        state_count=request.states,
+        master_dtype=master,
+        state_dtype=state_dtype(base, master, in_bf16=False),
+        gradient_dtype=sums,
+        parameter_dtype=stored,
+    )
+    Tiles(store=FakeRangeStore(), memory=memory, shape=shape)
+    taken = Counter[str]()
+    for component, nbytes in memory.taken:
+        taken[component] += nbytes
+    planned = {name: plan.host[name] for name in (OPTIMIZER_TILES, OPTIMIZER_SCRATCH)}
+    assert planned == {name: taken[name] for name in planned}
 
 
 def test_a_limit_that_nobody_set_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
