@@ -80,7 +80,7 @@ def one_pass(tile: Tile) -> Callable[[], None]:
     width = find_tail_width(tile.optimizer, tile.shape)
     if width is None:
         raise SystemExit("DeepSpeed's operator on this machine gives other bits: nothing is fused")
-    fused = FusedAdam(tile.optimizer, width)
+    fused = FusedAdam(tile.optimizer, width, is_needed=False)
     numel = tile.shape.numel
     values: dict[str, Any] = {
         "step": 0,

@@ -124,12 +124,23 @@ class FusedAdam:
         tail_width: int,
         state_dtype: torch.dtype = torch.float32,
         rank: int = 0,
+        *,
+        is_needed: bool,
     ) -> None:
-        """Begin where the optimizer is, which has not made a step yet."""
+        """Begin where the optimizer is, which has not made a step yet.
+
+        Args:
+            optimizer: DeepSpeedCPUAdam.
+            tail_width: As `find_tail_width` has found it.
+            state_dtype: Of its moments.
+            rank: Of this process.
+            is_needed: Whether a step that the optimizer must do itself is an error.
+        """
         self._optimizer = optimizer
         self._tail_width = tail_width
         self._state_dtype = state_dtype
         self._rank = rank
+        self._is_needed = is_needed
         self._powers = BetaPowers.at_start(optimizer.defaults["betas"])
         self._nothing = [torch.empty(0) for _ in range(4)]
         self._helpers = KernelHelpers()  # joined when this goes
@@ -154,12 +165,12 @@ class FusedAdam:
             sub_group: Its number; with moments in bf16 others are rounded with other random bits.
 
         Raises:
-            ConfigError: Moments are in bf16, which the optimizer itself cannot step.
+            ConfigError: The optimizer must, and cannot.
         """
         reason = self.why_not(group, values, states)
         if not reason:
             return partial(self._update, dict(group), sub_group)
-        if self._state_dtype == torch.bfloat16:
+        if self._is_needed:
             raise refusal(reason, "Change that")
         return None
 
@@ -251,7 +262,7 @@ def fused_adam(
     if not reason:
         tail_width = find_tail_width(optimizer, shape)
         if tail_width is not None:
-            return FusedAdam(optimizer, tail_width, shape.state_dtype, rank)
+            return FusedAdam(optimizer, tail_width, shape.state_dtype, rank, is_needed=is_needed)
         reason = "on this machine DeepSpeed's operator gives other bits"
     if is_needed:
         raise refusal(reason, "Change that")

@@ -153,3 +153,15 @@ def test_what_shows_later_is_refused_at_the_step(optimizer: DeepSpeedCPUAdam) ->
     with pytest.raises(ConfigError) as caught:
         fused.of(group, {"step": 1}, dict.fromkeys(MOMENTS, torch.float32))
     assert "torch.float32" in message_of(caught)
+
+
+def test_moments_in_bf16_that_the_block_did_not_ask_for_are_left_to_the_optimizer(
+    optimizer: DeepSpeedCPUAdam,
+) -> None:
+    """As DeepSpeed keeps them, in a step that it makes itself."""
+    fused = fused_adam(optimizer, shape())
+    assert fused is not None
+    group = optimizer.param_groups[0]
+    assert fused.of(group, {"step": 1}, STATES) is not None
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert fused.of(group, {"step": 1}, STATES) is None
