@@ -12,9 +12,10 @@ from memascend.base.units import MIB
 
 #: The limit on small devices: the two largest matrices of a model with 8 billion parameters.
 RELEASED_BYTES_MIN = 256 * MIB
-#: Enough for a device while the host is held up for 5 ms. A 32nd of the device is spent for it.
-RELEASED_BYTES_ENOUGH = 768 * MIB
-ENOUGH_DIVISOR = 32
+#: These keep a device busy while the host is held up for 5 ms; no more of its memory than a part in
+#: so many is spent for that.
+HELD_UP_BYTES = 768 * MIB
+HELD_UP_DIVISOR = 32
 #: A larger device is faster, too, and may have more: 1.25 GiB of 80 GiB, ten such matrices.
 RELEASED_DIVISOR = 64
 
@@ -29,5 +30,5 @@ def released_bytes_max(device_bytes: int) -> int:
     Args:
         device_bytes: All memory of the device.
     """
-    enough = min(RELEASED_BYTES_ENOUGH, device_bytes // ENOUGH_DIVISOR)
-    return max(RELEASED_BYTES_MIN, enough, device_bytes // RELEASED_DIVISOR)
+    held_up_bytes = min(HELD_UP_BYTES, device_bytes // HELD_UP_DIVISOR)
+    return max(RELEASED_BYTES_MIN, held_up_bytes, device_bytes // RELEASED_DIVISOR)
