@@ -15,7 +15,7 @@ from typing import Any
 from deepspeed.runtime.zero import parameter_offload
 
 from memascend.deepspeed.parameters.gather import swapper_of
-from memascend.deepspeed.parameters.trace import released_params_cache
+from memascend.deepspeed.parameters.module_order import released_params_cache
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:

@@ -24,8 +24,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
 from memascend.deepspeed.parameters.device import stream_here
 from memascend.deepspeed.parameters.late_gathers import GatherHandles
+from memascend.deepspeed.parameters.module_order import forget_stale_order
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.deepspeed.parameters.trace import forget_stale_trace
 from memascend.errors import ConfigError
 
 Parameter = Any
@@ -272,7 +272,7 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
         params = list(iter_params(module, recurse=is_leaf))
         parts = [(swapper, part) for swapper, part in by_swapper(params) if swapper is not None]
         if parts:
-            forget_stale_trace(coordinator, params)
+            forget_stale_order(coordinator, params)
         needed = [
             (swapper.late_gathers, frozenset(param.ds_id for param in part))
             for swapper, part in parts

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 Parameter = Any
 
 
-def forget_stale_trace(coordinator: Any, params: Iterable[Parameter]) -> None:
+def forget_stale_order(coordinator: Any, params: Iterable[Parameter]) -> None:
     """Have DeepSpeed trace anew where it would raise "tracing error" for a module.
 
     As it does itself where another module comes than the trace has: without a trace it gathers

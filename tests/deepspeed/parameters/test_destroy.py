@@ -16,8 +16,8 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero import parameter_offload
 
 from memascend.deepspeed.parameters.destroy import wrap_destroy
+from memascend.deepspeed.parameters.module_order import released_params_cache
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.deepspeed.parameters.trace import released_params_cache
 
 
 def module_of(swapper: object) -> torch.nn.Module:
