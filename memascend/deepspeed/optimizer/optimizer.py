@@ -269,16 +269,22 @@ class ZeroOptimizer(CheckpointedOptimizer):
             IncompleteGradientError: A pass inside this one has failed, and the script went on.
         """
         with self.passes.ending():
+            if self.passes.is_inner:
+                self._keep_gradients()
+                return
             super().independent_gradient_partition_epilogue()
-        if self.passes.is_inner:
-            self._epilogue_ran_this_backward = False
-        else:
-            # Each graph inside was counted, and only this one is left.
-            self._backward_active_depth = min(self._backward_active_depth, 1)
+        # Each graph inside was counted, and only this one is left.
+        self._backward_active_depth = min(self._backward_active_depth, 1)
+
+    def _keep_gradients(self) -> None:
+        """Reduce what buckets hold, for later passes of the same micro-step to add to."""
+        super().independent_gradient_partition_epilogue()
+        self._epilogue_ran_this_backward = False  # the micro-step is not over
+        self.passes.keep()
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
         """Take the gradients of a bucket; of parameters that earlier passes had, add them."""
-        adding = [param.ds_id in self.passes.earlier for param in params_to_release]
+        adding = [self.passes.adds(param.ds_id) for param in params_to_release]
         taken = []
         for adds in sorted(set(adding)):
             chosen = [number for number, one in enumerate(adding) if one == adds]
@@ -293,12 +299,6 @@ class ZeroOptimizer(CheckpointedOptimizer):
                 self.micro_step_id = micro_step_id
         self.passes.note_reduced(param.ds_id for param in params_to_release)
         return taken
-
-    def _keep_gradients(self) -> None:
-        """Reduce what buckets hold, for later passes of the same micro-step to add to."""
-        super().independent_gradient_partition_epilogue()
-        self._epilogue_ran_this_backward = False  # the micro-step is not over
-        self.passes.keep()
 
     # -- a step ----------------------------------------------------------------------------------
 

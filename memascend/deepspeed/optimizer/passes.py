@@ -38,8 +38,7 @@ class BackwardPasses:
         self._has_failed = False
         self._is_open = False  # a pass began, and not all of its gradients are reduced
         self._reduced: set[int] = set()
-        #: Parameters, by ds_id, with a gradient of an earlier pass of the same outer call.
-        self.earlier: set[int] = set()
+        self._earlier: set[int] = set()  # with a gradient of an earlier pass of the outer call
 
     def enter(self) -> bool:
         """Note that a pass begins, on the thread that runs its graph.
@@ -75,7 +74,7 @@ class BackwardPasses:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Stand around the reduction at the end of a pass.
+        """Stand around the reduction at the end of a pass; an inner one calls `keep`.
 
         Raises:
             IncompleteGradientError: A pass inside this one has failed, and the script went on.
@@ -86,9 +85,7 @@ class BackwardPasses:
         except BaseException:
             self._has_failed = True
             raise
-        if self.is_inner:
-            self.keep()
-        else:
+        if not self.is_inner:
             self.forget()
 
     @property
@@ -117,15 +114,19 @@ class BackwardPasses:
         """Note parameters of which a gradient was stored."""
         self._reduced.update(ds_ids)
 
+    def adds(self, ds_id: int) -> bool:
+        """Return whether a parameter's gradient is added to that of an earlier pass."""
+        return ds_id in self._earlier
+
     def keep(self) -> None:
         """Have later passes of the same outer call add to the gradients that were stored."""
-        self.earlier |= self._reduced
+        self._earlier |= self._reduced
         self._reduced.clear()
 
     def forget(self) -> None:
         """Reset the notes: all gradients are reduced, or dropped."""
         self._graph, self._has_failed, self._is_open = None, False, False
-        self.earlier.clear()
+        self._earlier.clear()
         self._reduced.clear()
 
     def is_under_way(self) -> bool:

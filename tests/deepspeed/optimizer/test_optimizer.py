@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -266,6 +267,28 @@ def test_a_forward_pass_inside_a_backward_pass_keeps_its_gradients(
     assert (reduced, optimizer.micro_step_id) == ([True], 0)
 
 
+@pytest.mark.parametrize(("calls", "depth", "is_over"), [(2, 3, False), (1, 1, True)])
+def test_the_end_of_a_call_inside_another_keeps_its_gradients_and_is_no_end(
+    calls: int, depth: int, is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = in_backward()
+    stock = zero_optimizer.DeepSpeedZeroOptimizer_Stage3
+
+    def reduce(self: Any) -> None:
+        self.passes.note_reduced([1])
+        self._epilogue_ran_this_backward = True
+
+    monkeypatch.setattr(stock, "independent_gradient_partition_epilogue", reduce)
+    optimizer._backward_active_depth = 3
+    with contextlib.ExitStack() as stack:
+        for _ in range(calls):
+            stack.enter_context(optimizer.passes.calling())
+        optimizer.independent_gradient_partition_epilogue()
+    state = optimizer._backward_hook_state
+    assert (optimizer._backward_active_depth, state.epilogue_ran_this_backward) == (depth, is_over)
+    assert optimizer.passes.adds(1) == (not is_over)
+
+
 def test_parameters_of_earlier_passes_are_added_to_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,8 +302,9 @@ def test_parameters_of_earlier_passes_are_added_to_and_others_are_not(
 
     monkeypatch.setattr(StreamedGradients, "partition_grads", store)
     params = [SimpleNamespace(ds_id=number) for number in range(3)]
-    optimizer.passes.earlier = {1}
+    optimizer.passes.note_reduced([1])
+    optimizer.passes.keep()
     optimizer.partition_grads(params, ["zero", "one", "two"])
     assert stored == [([0, 2], ["zero", "two"], 0), ([1], ["one"], 1)]
     optimizer.passes.keep()
-    assert optimizer.passes.earlier == {0, 1, 2}
+    assert [optimizer.passes.adds(number) for number in range(4)] == [True, True, True, False]

@@ -88,14 +88,14 @@ def test_passes_inside_a_call_are_kept_until_it_ends() -> None:
         if passes.continues():
             passes.keep()
         run_pass(passes, lambda: passes.note_reduced([number]))
-        found.append(set(passes.earlier))
+        found.append([passes.adds(1), passes.adds(2)])
 
     with passes.calling():
         loss_with(lambda: one(1), lambda: one(2)).backward()
         with passes.ending():
             assert not passes.is_inner
-    assert found == [False, set(), True, {1}]
-    assert passes.earlier == set()
+    assert found == [False, [False, False], True, [True, False]]
+    assert not passes.adds(1)
 
 
 def test_a_call_inside_a_call_ends_nothing() -> None:
@@ -105,10 +105,11 @@ def test_a_call_inside_a_call_ends_nothing() -> None:
             run_pass(passes, lambda: passes.note_reduced([1]))
             with passes.ending():
                 assert passes.is_inner
-        assert passes.earlier == {1}
+                passes.keep()
+        assert passes.adds(1)
         with passes.ending():
             pass
-    assert passes.earlier == set()
+    assert not passes.adds(1)
 
 
 @pytest.mark.parametrize("again", [True, False])
