@@ -394,14 +394,9 @@ void Store::discard_space() {
     const auto now = std::chrono::steady_clock::now();
     if (done < all && now - reported_at >= kDiscardReport) {
       reported_at = now;
-      const std::string line =
-          join("closing ", path, ": the drive is told to forget what was stored, ", done >> 30,
-               " of ", all >> 30, " GiB so far; Ctrl-C leaves the rest undone, which is harmless");
-      if (report_) {
-        report_(line);
-      } else {
-        std::fprintf(stderr, "memascend: %s\n", line.c_str());
-      }
+      report_(join("closing ", path, ": the drive is told to forget what was stored, ", done >> 30,
+                   " of ", all >> 30,
+                   " GiB so far; Ctrl-C leaves the rest undone, which is harmless"));
     }
     if (while_waiting_) while_waiting_();
   });

@@ -121,7 +121,7 @@ class Store {
   /// answer.
   std::uint64_t available_bytes();
 
-  /// Takes `nbytes` of host memory for checksums ahead, where any are kept; it grows with the keys.
+  /// Takes `nbytes` of host memory for checksums ahead, where any are kept; others go on meanwhile.
   void provide_checksums(std::uint64_t nbytes);
   /// Sets what to do about corrupted data, for the messages of errors.
   void set_recovery(const std::string& recovery);

@@ -93,8 +93,8 @@ class Store::LockedCall {
 };
 
 /// A call about space. Takes for a key, and gives back what belongs to no key in the end. Others go
-/// on while the file system is asked; close() waits for that, and for no more of this: a signal's
-/// handler may close the store on a thread that waits in here.
+/// on while the file system, or the owner of memory, is asked; close() waits for that, and for no
+/// more of this: a signal's handler may close the store on a thread that waits in here.
 class Store::SpaceCall {
  public:
   SpaceCall(Store& store, LockedCall& call) : store_(store), call_(call) {}
@@ -116,6 +116,10 @@ class Store::SpaceCall {
     std::uint64_t nbytes = 0;
     with_space([&](Space& space) { nbytes = space.available_bytes(); });
     return nbytes;
+  }
+  /// Pre: the store keeps checksums.
+  void provide_checksums(std::uint64_t nbytes) {
+    with_space([&](Space&) { store_.checksums_->provide(nbytes); });
   }
   /// Gives an entry what is spare, and takes what it had.
   void exchange(std::vector<Extent>& extents) { spare_.swap(extents); }

@@ -69,9 +69,11 @@ std::uint64_t Store::available_bytes() {
 }
 
 void Store::provide_checksums(std::uint64_t nbytes) {
-  const LockedCall call(*this);
+  LockedCall call(*this);
   call.expect_open();
-  if (checksums_ != nullptr) checksums_->provide(nbytes);
+  if (checksums_ == nullptr) return;
+  SpaceCall space(*this, call);
+  space.provide_checksums(nbytes);
 }
 
 void Store::set_recovery(const std::string& recovery) {

@@ -10,15 +10,15 @@
 namespace memascend {
 namespace {
 
-void report_on_stderr(const std::string& message) {
-  std::fprintf(stderr, "memascend: %s\n", message.c_str());
-}
-
 std::vector<double> weights_of(const TransferOptions& options, std::size_t volume_count) {
   return options.weights.empty() ? std::vector<double>(volume_count, 1.0) : options.weights;
 }
 
 }  // namespace
+
+void report_on_stderr(const std::string& message) {
+  std::fprintf(stderr, "memascend: %s\n", message.c_str());
+}
 
 TransferQueue::TransferQueue(std::vector<std::unique_ptr<Engine>> engines,
                              std::span<const Volume> volumes, const Alignment& alignment,
@@ -40,7 +40,6 @@ TransferQueue::TransferQueue(std::vector<std::unique_ptr<Engine>> engines,
   const std::uint64_t share_bytes = align_down(known.bounce.size() / volumes.size(), block);
   MA_EXPECT(share_bytes > 0, "the bounce buffers need at least ", block, " bytes for each of ",
             volumes.size(), " volumes, got ", known.bounce.size());
-  if (!shared_.options.report) shared_.options.report = report_on_stderr;
   for (std::size_t index = 0; index < volumes.size(); ++index) {
     lanes_.push_back(std::make_unique<Lane>(std::move(engines[index]), index,
                                             known.bounce.subspan(index * share_bytes, share_bytes),

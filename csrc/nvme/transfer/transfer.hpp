@@ -44,6 +44,9 @@ struct Transfer {
   std::atomic<bool> needed = false;         // somebody waits for it
 };
 
+/// Writes a line on stderr.
+void report_on_stderr(const std::string& message);
+
 struct TransferOptions {
   std::uint64_t chunk_bytes = std::uint64_t{2} << 20;  // of one request; a multiple of the block
   std::span<std::byte> bounce;                         // a block per volume or more; aligned
@@ -54,7 +57,7 @@ struct TransferOptions {
   std::vector<std::vector<int>> cpus = {};        // near each volume, of its threads; or empty
   std::vector<double> weights;                    // what is expected of each volume; empty: alike
   Pace::Options pace;
-  std::function<void(const std::string&)> report;  // default: a line on stderr
+  std::function<void(const std::string&)> report = report_on_stderr;
   Checksums* checksums = nullptr;  // of all that is moved; the blocks are then its grains
   bool read_back = false;          // compare writes with them, too
 };

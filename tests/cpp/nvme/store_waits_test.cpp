@@ -59,6 +59,7 @@ class Gate {
 Gate before_fallocate;
 Gate before_statvfs;
 Gate before_ftruncate;
+Gate before_memory;  // of checksums
 std::atomic<int> statvfs_error = 0;
 
 }  // namespace
@@ -118,6 +119,32 @@ void counters_do_not_wait_for_a_reservation() {
   EXPECT(store->stats().counts.at("used_bytes") == 65 * kMib);
   EXPECT(store->discard("large"));
   EXPECT(store->stats().counts.at("used_bytes") == kMib);
+}
+
+/// Finding memory may take long, and may take another lock (Python's) that a caller here holds.
+void nothing_is_locked_while_memory_for_checksums_is_found() {
+  StoreOptions options;
+  options.volumes = {{"."}};
+  options.engine = "threads";
+  options.grow_bytes = kMib;
+  options.transfer.chunk_bytes = 64 * 1024;
+  options.transfer.bounce = bounce;
+  options.verify = Verify::kReads;
+  options.checksum_memory = [](std::uint64_t nbytes) {
+    before_memory.pass();
+    return std::shared_ptr<std::byte>(new std::byte[nbytes], std::default_delete<std::byte[]>());
+  };
+  const std::shared_ptr<Store> store = Store::open(std::move(options));
+  store->reserve("k", kMib);
+  before_memory.close();
+  std::thread other([&] { store->provide_checksums(kMib); });
+  before_memory.wait_for_one();
+  store->wait(*store->write("k", sizeof(source), {source, 0, nullptr}, 0));
+  EXPECT(store->stats().counts.at("checksum_bytes") < kMib);
+  std::thread closing([&] { store->close(); });  // waits for that
+  before_memory.open();
+  other.join();
+  closing.join();
 }
 
 template <typename Call>
@@ -219,6 +246,7 @@ int main() {
   using namespace memascend;
   ::alarm(kHangsSeconds);
   counters_do_not_wait_for_a_reservation();
+  nothing_is_locked_while_memory_for_checksums_is_found();
   a_file_system_that_does_not_answer_is_an_error_of_the_store_and_no_counters();
   a_reservation_gets_the_room_that_is_being_given_back();
   a_second_close_returns_when_the_first_has_closed();
