@@ -1,7 +1,7 @@
 """Makes engines one after the other, and destroys each: for training, and for inference.
 
-Started by test_trials.py. Prints one line of JSON: behind each trial the descriptors, threads and
-bytes of unnamed files of the process, and how many objects of ours are alive.
+Started by test_trials.py. Prints one line of JSON: behind each trial the descriptors, threads,
+memory and bytes of unnamed files of the process, and how many objects of ours are alive.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ def kept() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "blocks": deleted,
         "ours": ours,
+        "anonymous_bytes": anonymous_bytes(),
     }
+
+
+def anonymous_bytes() -> int:
+    """The resident memory of the process that is no file's."""
+    with open("/proc/self/status") as lines:
+        (kib,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
+    return int(kib) << 10
 
 
 def model() -> torch.nn.Module:
