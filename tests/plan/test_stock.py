@@ -103,8 +103,7 @@ def test_small_tensors_of_another_dtype_stay_as_they_are_and_large_ones_do_not()
     tensors += [
         TensorShape(f"frozen{n}", (n,), trainable=False, itemsize=4) for n in (100, 1 << 20)
     ]
-    settings = StockSettings(rounds_pinned=False)
-    plan = stock(ModelShapes("m", tuple(tensors)), request=PlanRequest(), settings=settings)
+    plan = stock(ModelShapes("m", tuple(tensors)), request=PlanRequest(), rounds_pinned=False)
     assert plan.host["F small parameters"] == 4 * 100
     assert plan.drive["parameters"] == 2 * 2 * (1 << 20)
 
