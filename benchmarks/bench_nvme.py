@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import harness
 import torch
 
+from memascend.base.sizes import BOUNCE_BYTES
 from memascend.base.units import KIB, MIB, format_nbytes
 from memascend.errors import EngineUnavailableError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import TensorStore
-from memascend.plan.knobs import BOUNCE_BYTES
 
 QUESTION = "NVMe: throughput and CPU against DeepSpeed's aio_handle"
 # (bytes of a tensor, tensors)

@@ -33,7 +33,7 @@ from drive_rate import drive_rate
 from trainee import Sleeping, Trainee, side_by_side
 from transfers import READ, WRITTEN, Transfers
 
-from memascend.plan.knobs import LEFT_ONE_OF
+from memascend.base.sizes import LEFT_ONE_OF
 from memascend.plan.step_time import DriveTime
 
 QUESTION = "Overlap: phases of a step beside compute and drive"

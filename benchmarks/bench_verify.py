@@ -18,10 +18,10 @@ import harness
 import torch
 
 from memascend import _core
+from memascend.base.sizes import BOUNCE_BYTES
 from memascend.base.units import KIB, MIB, format_nbytes, page_up
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import TensorStore
-from memascend.plan.knobs import BOUNCE_BYTES
 
 QUESTION = "verify: the cost of checksums, and of reading back"
 WAYS = ("off", "reads", "full")

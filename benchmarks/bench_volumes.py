@@ -24,10 +24,10 @@ from typing import Any
 import harness
 import torch
 
+from memascend.base.sizes import BOUNCE_BYTES
 from memascend.base.units import MIB
 from memascend.config.block import parse_block
 from memascend.nvme.store import TensorStore
-from memascend.plan.knobs import BOUNCE_BYTES
 from memascend.volumes.device import claimed, format_device
 from memascend.volumes.prepare import prepared
 

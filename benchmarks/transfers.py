@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from memascend.base.sizes import BOUNCE_BYTES
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import TensorStore, Ticket
-from memascend.plan.knobs import BOUNCE_BYTES, TILE_COUNT, TILE_NUMEL
+from memascend.plan.knobs import TILE_COUNT, TILE_NUMEL
 
 #: Bytes of each element, by key.
 READ = {"master": 4, "exp_avg": 4, "exp_avg_sq": 4, "gradient": 2}

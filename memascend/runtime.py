@@ -25,6 +25,8 @@ from memascend.base.components import (
     STAGING_SLOTS,
 )
 from memascend.base.interfaces import Event, HostMemory, NewStream, Registrar, TensorIO
+from memascend.base.sizes import BOUNCE_BYTES, STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
+from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.config.block import MemAscendConfig
 from memascend.config.environment import local_world_size
@@ -37,8 +39,6 @@ from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import TensorStore, describe_recovery
 from memascend.plan.derive import Plan
-from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
-from memascend.plan.knobs import BOUNCE_BYTES, STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.streaming.activations import ActivationStream
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.walk import Walk

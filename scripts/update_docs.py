@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from memascend.base import sizes
 from memascend.base.units import GIB, PAGE_BYTES
 from memascend.cli.main import main as run_memascend
 from memascend.config.block import ActivationConfig, MemAscendConfig
@@ -90,10 +91,10 @@ def calculator() -> str:
         "stream_itemsizes": [request.param_itemsize, request.gradient_itemsize, master, states],
         "sub_group_size": request.sub_group_size,
         "reuse_numel": request.reuse_numel,
-        "bounce_bytes": knobs.BOUNCE_BYTES,
+        "bounce_bytes": sizes.BOUNCE_BYTES,
         "small_numel": knobs.SMALL_NUMEL,
-        "staging_slot_count": knobs.STAGING_SLOT_COUNT,
-        "staging_slot_bytes": knobs.STAGING_SLOT_BYTES,
+        "staging_slot_count": sizes.STAGING_SLOT_COUNT,
+        "staging_slot_bytes": sizes.STAGING_SLOT_BYTES,
         "staging_slot_bytes_min": knobs.STAGING_SLOT_BYTES_MIN,
         "staging_bytes_min": knobs.STAGING_SLOT_COUNT_MIN * knobs.STAGING_SLOT_BYTES_MIN,
         "tile_count": knobs.TILE_COUNT,
@@ -103,8 +104,8 @@ def calculator() -> str:
         "tiles_element_bytes": element_bytes + knobs.scratch_element_bytes(request),
         "parameter_slots_bytes_min": knobs.PARAMETER_SLOTS_BYTES_MIN,
         "slot_bytes_max": knobs.SLOT_BYTES_MAX,
-        "prefetch_bytes_min": knobs.PREFETCH_BYTES_MIN,
-        "repeated_count_min": knobs.REPEATED_COUNT_MIN,
+        "prefetch_bytes_min": sizes.PREFETCH_BYTES_MIN,
+        "repeated_count_min": sizes.REPEATED_COUNT_MIN,
         "activation_bytes_min": limits.min_bytes,
         "host_reserve_bytes": HOST_RESERVE_BYTES,
         "aligned_bytes": stock.ALIGNED_BYTES,

@@ -39,6 +39,7 @@ WITHOUT_TESTS = {
     "csrc/kernels/overflow_avx2.cpp": "overflow_test.cpp compares all with the scalar one",
     "csrc/kernels/overflow_avx512.cpp": "overflow_test.cpp compares all with the scalar one",
     "csrc/kernels/overflow_scalar.cpp": "overflow_test.cpp compares all with the scalar one",
+    "memascend/base/streams.py": "names alone",
     "csrc/nvme/engine/errors.cpp": "its texts are asserted where they are raised, in tests/nvme",
     "csrc/nvme/engine/factory.cpp": "engine_test.cpp runs one suite on every engine it makes",
     "csrc/nvme/engine/memory.cpp": "engine_test.cpp runs one suite on every engine",
@@ -70,6 +71,13 @@ def test_every_folder_has_one_row() -> None:
 @pytest.mark.parametrize("file", PYTHON, ids=as_text)
 def test_imports_point_down(file: Path) -> None:
     assert [as_text(other) for other in IMPORTS[file] if climbs(file, other, ROWS)] == []
+
+
+def test_data_paths_import_nothing_of_the_plan() -> None:
+    """Sizes that both need are in memascend/base/sizes.py."""
+    paths = [file for file in PYTHON if as_text(file).startswith("memascend/streaming/")]
+    found = {as_text(other) for file in paths for other in IMPORTS[file]}
+    assert [other for other in sorted(found) if other.startswith("memascend/plan/")] == []
 
 
 @pytest.mark.parametrize("file", NATIVE, ids=as_text)

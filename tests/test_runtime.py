@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import memascend.runtime
+from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
+from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.plan.derive import Plan, PlanRequest, derive
-from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
-from memascend.plan.knobs import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.runtime import Runtime, StockParts, stream_of
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import SubGroup

@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memascend.base.json_text import read_json_object
+from memascend.base.streams import PARAMETERS
 from memascend.base.units import GIB, TIB, format_nbytes
 from memascend.cli.plan_context import (
     add_context_options,
@@ -49,7 +50,7 @@ from memascend.errors import ConfigError
 from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
-from memascend.plan.footprint import PARAMETERS, Footprint
+from memascend.plan.footprint import Footprint
 from memascend.plan.masters import check_masters
 from memascend.plan.request import (
     check_limit_can_be_kept,

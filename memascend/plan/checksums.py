@@ -6,8 +6,8 @@ cache: what is resident later has been on the drive before.
 
 from __future__ import annotations
 
-from memascend.base.units import PAGE_BYTES, format_nbytes
-from memascend.errors import HostMemoryError
+from memascend.base.sizes import ACTIVATIONS_BYTES
+from memascend.base.units import PAGE_BYTES
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
@@ -23,8 +23,6 @@ SLAB_BYTES = 64 << 10
 PAGES_BESIDE = 2
 #: Besides the sums: what a program sets by hand.
 GRADIENTS_SET = 1
-#: What forward saves for backward depends on the batch, which no plan knows: so much may lie there.
-ACTIVATIONS_BYTES = 256 << 30
 
 
 def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
@@ -35,22 +33,6 @@ def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
     rounded += ACTIVATIONS_BYTES * request.has_activations
     pages = -(-rounded // PAGE_SPAN_BYTES) + PAGES_BESIDE * request.volume_count
     return -(-pages * PAGE_BYTES // SLAB_BYTES) * SLAB_BYTES
-
-
-def too_many_activations(nbytes: int, refusal: str) -> HostMemoryError:
-    """Return the error of activations of which no more checksums can be kept.
-
-    Args:
-        nbytes: Of those that are on the drive.
-        refusal: Why there is no more memory.
-    """
-    return HostMemoryError(
-        f"cannot keep checksums of more activations: {format_nbytes(nbytes)} of them are on the "
-        f"drive, memascend.verify is on and its plan is made for {format_nbytes(ACTIVATIONS_BYTES)}"
-        f". cause: {refusal}. fix: a larger memascend.host_memory_limit (4 bytes for each 64 KiB "
-        "of activations), memascend.verify=off, a larger memascend.activations.device_bytes, or "
-        "fewer tokens a step"
-    )
 
 
 def rounding_bytes(shapes: ModelShapes, request: PlanRequest) -> int:

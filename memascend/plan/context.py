@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memascend.base.device_memory import RELEASED_COUNT_MIN, released_bytes_max
+from memascend.base.sizes import IN_FLIGHT_COUNT
 from memascend.base.units import GIB, power_of_two_up
 from memascend.config.block import ActivationConfig
 from memascend.config.deepspeed import DeepSpeedSettings, ZeroOptimization
@@ -43,8 +44,6 @@ DEVICE_RESERVE_BYTES = 3 * GIB // 2
 HOST_RESERVE_BYTES = 3 * GIB
 #: Stock squares a gradient's norm in fp64, so many elements at once (_constant_buffered_norm2).
 NORM_NUMEL, FP64_BYTES = 250_000_000, 8
-#: Of the largest that is saved, so many are on their way between device and drive, or host.
-IN_FLIGHT_COUNT = 2
 
 # Components of device memory.
 GATHERED = "parameters gathered (estimate)"

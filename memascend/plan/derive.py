@@ -19,13 +19,13 @@ from memascend.base.components import (
     PARAMETERS_IN_CPU,
     RESIDENT_CACHE,
 )
+from memascend.base.sizes import BOUNCE_BYTES, LEFT_ONE_OF
+from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.base.units import page_down, page_up
 from memascend.errors import ConfigError
 from memascend.plan.checksums import rounding_bytes
-from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
+from memascend.plan.footprint import Footprint
 from memascend.plan.knobs import (
-    BOUNCE_BYTES,
-    LEFT_ONE_OF,
     Knobs,
     LimitTooSmallError,
     choose_knobs,

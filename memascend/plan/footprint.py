@@ -10,10 +10,6 @@ from dataclasses import dataclass, field
 
 from memascend.errors import ConfigError
 
-# What streams between the drive and the host.
-PARAMETERS, GRADIENTS = "parameters", "gradients"
-MASTER, STATE = "master weights", "optimizer state"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:

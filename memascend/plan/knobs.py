@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from memascend.base.components import (
     ACTIVATION_SLOTS,
@@ -28,6 +27,14 @@ from memascend.base.components import (
     PARAMETER_SLOTS,
     STAGING_SLOTS,
 )
+from memascend.base.sizes import (
+    BOUNCE_BYTES,
+    PREFETCH_BYTES_MIN,
+    REPEATED_COUNT_MIN,
+    STAGING_SLOT_BYTES,
+    STAGING_SLOT_COUNT,
+    casts,
+)
 from memascend.base.units import KIB, MIB, PAGE_BYTES, format_nbytes, page_down, page_up
 from memascend.errors import ConfigError
 from memascend.memory.pool import SLOT_PARTS
@@ -35,20 +42,13 @@ from memascend.plan.checksums import checksum_bytes
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape
 
-BOUNCE_BYTES = 4 * MIB  # enough to keep a device busy
-STAGING_SLOT_COUNT, STAGING_SLOT_COUNT_MIN = 4, 2
-STAGING_SLOT_BYTES, STAGING_SLOT_BYTES_MIN = 8 * MIB, 256 * KIB
+STAGING_SLOT_COUNT_MIN, STAGING_SLOT_BYTES_MIN = 2, 256 * KIB
 TILE_NUMEL, TILE_NUMEL_MIN = 1 << 20, 16 << 10
 TILE_NUMEL_STEP = PAGE_BYTES  # elements: keeps every block of a tile a multiple of the page
 TILE_COUNT = 3  # one is read, one computed, one written
 #: Gradients of so many tiles wait in memory where the step begins during backward: some for a
 #: neighbour in another layer, or of another sub-group, one that comes now, and those that are read.
 SPARE_COUNT = 8
-#: Where the step begins during backward one of so many tiles is left to the next forward pass, so
-#: that the drive's work divides as compute does: an element that is not left moves 28 bytes in
-#: backward and 2 in forward, one that is 4 and 30. A part of 0.30 would be right for a backward
-#: pass twice as long as forward, and 0.20 for one of three times, with checkpoints.
-LEFT_ONE_OF = 4
 GRADIENT_FP32_BYTES = 4
 #: Below these what the host does for each outweighs the drive: `bench_step.py --vary tile`.
 TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE = 256 << 10, MIB
@@ -60,8 +60,6 @@ PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
 SMALL_NUMEL = 64 << 20
 #: Larger shards (fused experts) go in chunks by default: two of them would outweigh all the rest.
 SLOT_BYTES_MAX = 512 * MIB
-PREFETCH_BYTES_MIN = 32 * MIB
-REPEATED_COUNT_MIN = 3
 
 
 class LimitTooSmallError(ConfigError):
@@ -132,16 +130,6 @@ class Knobs:
 def slot_sets(request: PlanRequest) -> tuple[str, ...]:
     """Return the components that are slots of one size and number."""
     return (STAGING_SLOTS, ACTIVATION_SLOTS) if request.has_activations else (STAGING_SLOTS,)
-
-
-def casts(dtype: Any, master_dtype: Any) -> bool:
-    """Return whether what has a dtype on the drive takes memory beside master weights' dtype.
-
-    A tile has a block more for parameters of another dtype than that of master weights, and all
-    tiles together one into which gradients of another dtype are cast. Asked with names of dtypes
-    for the plan, and with torch's for the tiles: fp16 and bf16 are as large, and not the same.
-    """
-    return bool(dtype != master_dtype)
 
 
 def tile_element_bytes(request: PlanRequest) -> int:

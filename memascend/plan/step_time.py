@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from memascend.base.sizes import LEFT_ONE_OF
+from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.plan.derive import SECOND_VALUES, Plan
-from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE
-from memascend.plan.knobs import LEFT_ONE_OF
 
 
 class _Moved(NamedTuple):

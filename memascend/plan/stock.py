@@ -15,10 +15,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from memascend.base.sizes import REPEATED_COUNT_MIN
+from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.base.units import MIB, power_of_two_up
 from memascend.config.deepspeed import DeepSpeedSettings
-from memascend.plan.footprint import GRADIENTS, MASTER, PARAMETERS, STATE, Footprint
-from memascend.plan.knobs import REPEATED_COUNT_MIN
+from memascend.plan.footprint import Footprint
 from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes, TensorShape
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Gradients that may wait to be added. With the one at hand eight make a sum: most windows are
-#: powers of two. They take 14 bytes beside the 4 or 8 of the sums. Fewer save less: of the 8 bytes
-#: that a micro-step moves in a long window 4.5 are left with seven, 4.8 with four, 6 with one.
-APPENDED_COUNT_MAX = 7
+from memascend.base.sizes import APPENDED_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from contextlib import nullcontext
 import torch
 
 from memascend.base.interfaces import Event, OnStream
+from memascend.base.sizes import ACTIVATIONS_BYTES, IN_FLIGHT_COUNT
+from memascend.base.units import format_nbytes
 from memascend.base.waiting import event_here
 from memascend.errors import HostMemoryError
 from memascend.ledger.traffic import ActivationTraffic
-from memascend.plan.checksums import too_many_activations
-from memascend.plan.context import IN_FLIGHT_COUNT
 from memascend.streaming.activation_records import Activation, Record, State
 from memascend.streaming.read_ahead import ReadAhead
 from memascend.streaming.saved_sizes import SavedSizes
@@ -366,7 +366,7 @@ class ActivationStream:
             self.slots.store.reserve(key=record.key, nbytes=record.nbytes)
         except HostMemoryError as error:
             stored = [one for one in [*self._records.values()] if one.state is State.STORED]
-            raise too_many_activations(sum(one.nbytes for one in stored), str(error)) from None
+            raise _too_many_activations(sum(one.nbytes for one in stored), str(error)) from None
         self.slots.write(key=record.key, source=data)
         self.slots.submit_all(record.key)  # the copies are over then, and it may be discarded
         with self._changed:
@@ -410,3 +410,19 @@ class ActivationStream:
                 record.state = State.WAITING
                 self._errors[record.key] = error
                 self._garbage.append(record.key)
+
+
+def _too_many_activations(nbytes: int, refusal: str) -> HostMemoryError:
+    """Return the error of activations of which no more checksums can be kept.
+
+    Args:
+        nbytes: Of those that are on the drive.
+        refusal: Why there is no more memory.
+    """
+    return HostMemoryError(
+        f"cannot keep checksums of more activations: {format_nbytes(nbytes)} of them are on the "
+        f"drive, memascend.verify is on and its plan is made for {format_nbytes(ACTIVATIONS_BYTES)}"
+        f". cause: {refusal}. fix: a larger memascend.host_memory_limit (4 bytes for each 64 KiB "
+        "of activations), memascend.verify=off, a larger memascend.activations.device_bytes, or "
+        "fewer tokens a step"
+    )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from memascend.base.interfaces import Event, Ticket
+from memascend.base.sizes import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 from memascend.memory.pool import Lease
-from memascend.plan.knobs import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 
 
 class ShardState(Enum):

@@ -14,8 +14,8 @@ import torch
 
 from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
+from memascend.base.sizes import casts
 from memascend.base.waiting import CopyTicket, event_here, wait_all
-from memascend.plan.knobs import casts
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memascend.plan.window import APPENDED_COUNT_MAX
+from memascend.base.sizes import APPENDED_COUNT_MAX
 from memascend.streaming.staging import StagingSlots
 
 Factor = float | torch.Tensor

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from memascend.base import waiting
+from memascend.base.sizes import BOUNCE_BYTES
 from memascend.base.units import MIB
 from memascend.memory.allocator import HostAllocator
 from memascend.memory.pool import Pool
 from memascend.nvme.store import TensorStore
-from memascend.plan.knobs import BOUNCE_BYTES
 from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.tiles import Tiles, TileShape

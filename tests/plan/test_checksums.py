@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from memascend.base.components import CHECKSUMS
+from memascend.base.sizes import ACTIVATIONS_BYTES
 from memascend.plan.checksums import (
-    ACTIVATIONS_BYTES,
     CHECKSUM_BYTES,
     GRAIN_BYTES,
     PAGE_SPAN_BYTES,

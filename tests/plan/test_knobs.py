@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memascend.base.sizes import STAGING_SLOT_BYTES
 from memascend.base.units import GIB, KIB, MIB
 from memascend.plan.derive import LimitTooSmallError, Plan, PlanRequest, derive
 from memascend.plan.knobs import (
     SMALL_NUMEL,
-    STAGING_SLOT_BYTES,
     STAGING_SLOT_BYTES_KNEE,
     TILE_NUMEL,
     TILE_NUMEL_KNEE,

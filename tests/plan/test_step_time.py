@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from memascend.base.sizes import LEFT_ONE_OF
+from memascend.base.streams import MASTER, PARAMETERS, STATE
 from memascend.plan.derive import SECOND_VALUES, Plan, PlanRequest, derive
-from memascend.plan.footprint import MASTER, PARAMETERS, STATE
-from memascend.plan.knobs import LEFT_ONE_OF
 from memascend.plan.shapes import builtin
 from memascend.plan.step_time import DriveTime
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memascend.plan.window import APPENDED_COUNT_MAX, WindowBytes
+from memascend.base.sizes import APPENDED_COUNT_MAX
+from memascend.plan.window import WindowBytes
 
 
 @pytest.mark.parametrize(

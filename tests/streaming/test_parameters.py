@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memascend.base.sizes import PREFETCH_BYTES_MIN
 from memascend.base.units import PAGE_BYTES
 from memascend.errors import StoreError
-from memascend.plan.knobs import PREFETCH_BYTES_MIN
 from memascend.streaming.parameters import WRITE_BACK_COUNT_MAX, ParameterStream
 from memascend.streaming.shards import Shard, ShardState
 from tests.support.streaming_fakes import CountedPool, FakeEvent, FakeStore

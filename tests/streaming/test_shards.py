@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memascend.plan.knobs import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
+from memascend.base.sizes import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 from memascend.streaming.shards import Shard, Shards, ShardState
 
 

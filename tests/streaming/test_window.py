@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memascend.base.sizes import APPENDED_COUNT_MAX
 from memascend.base.units import PAGE_BYTES
 from memascend.errors import StoreError, StoreFullError
 from memascend.nvme.store import MemoryFaults
-from memascend.plan.window import APPENDED_COUNT_MAX, WindowBytes
+from memascend.plan.window import WindowBytes
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.window import StoredGradient, Window

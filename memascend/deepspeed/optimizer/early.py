@@ -21,11 +21,11 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from memascend.base.sizes import LEFT_ONE_OF
 from memascend.deepspeed.optimizer.behind import StepsBehind
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
-from memascend.plan.knobs import LEFT_ONE_OF
 from memascend.streaming.early import Begins, EarlyPart, EarlySteps, leave_some
 from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import Member, SubGroups, make_anew

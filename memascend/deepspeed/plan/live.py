@@ -13,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from memascend.base.sizes import STAGING_SLOT_BYTES
 from memascend.base.units import page_down
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
@@ -22,7 +23,6 @@ from memascend.deepspeed.plan.optimizers import is_elementwise, state_count, sta
 from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
 from memascend.plan.knobs import (
     PARAMETER_SLOTS_BYTES_MIN,
-    STAGING_SLOT_BYTES,
     STAGING_SLOT_BYTES_MIN,
     LimitTooSmallError,
 )
