@@ -24,10 +24,11 @@ from memascend.base.components import (
     RESIDENT_CACHE,
     STAGING_SLOTS,
 )
-from memascend.base.interfaces import Event, HostMemory, NewStream, Registrar, TensorIO
+from memascend.base.interfaces import Device, HostMemory, TensorIO
 from memascend.base.sizes import BOUNCE_BYTES, STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.base.units import MIB, format_nbytes, page_up
+from memascend.base.waiting import EventPool
 from memascend.config.block import MemAscendConfig
 from memascend.config.environment import local_world_size
 from memascend.kernels.overflow import KernelHelpers, scan
@@ -91,14 +92,8 @@ class Runtime:
         config: MemAscendConfig,
         directory: str,
         page_lock: bool,
-        register_device: bool,
-        pci_address: str | None,
         stock: StockParts,
-        registrar: Registrar | None = None,
-        new_event: Callable[[], Event] | None = None,
-        wait_idle: Callable[[], object] | None = None,
-        new_stream: NewStream | None = None,
-        use_device: Callable[[], object] = int,
+        device: Device | None = None,
         parameter_budget_bytes: int | None = None,
         staging_slot_bytes: int | None = None,
         limit_bytes: int | None = None,
@@ -109,20 +104,16 @@ class Runtime:
             config: The validated block.
             directory: On the drive; for a block without `volumes`.
             page_lock: Whether host memory is locked where the block does not say.
-            register_device: Whether it is registered with the device.
-            pci_address: Of the device, for the choice of a NUMA node.
             stock: For the sections that are off.
-            registrar: Who registers it; None for CUDA's driver.
-            new_event: Makes an event of the device; None when it is the CPU.
-            wait_idle: Waits until the device has nothing to do; None when it is the CPU.
-            new_stream: Makes a stream of the device; None when it is the CPU.
-            use_device: Makes the device the current one of the calling thread; first on ours.
+            device: The rank's accelerator; None for the CPU.
             parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
             staging_slot_bytes: None: STAGING_SLOT_BYTES.
             limit_bytes: Most host memory of all components together; None: no limit.
         """
         self.config, self.directory, self.limit_bytes = config, directory, limit_bytes
+        self._device = device = device or Device()
+        self.new_event = None if device.new_event is None else EventPool(device.new_event)
         self.walk = Walk(self._prepare_step)  # of the optimizer, behind its caller
         self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
         self.helpers = KernelHelpers()  # of checks of gradients; joined when this goes
@@ -132,9 +123,7 @@ class Runtime:
                 config,
                 directory,
                 page_lock,
-                register_device=register_device,
-                registrar=registrar,
-                pci_address=pci_address,
+                device=self._device,
                 limit_bytes=limit_bytes,
             )
         memory = self.arena or stock.memory
@@ -144,8 +133,6 @@ class Runtime:
         has_store = config.direct_nvme.enabled
         self.store = _make_store(config, directory, memory, self.arena) if has_store else None
         self._io = self.store or stock.store
-        self.new_event = new_event
-        self._wait_idle, self._new_stream, self._use_device = wait_idle, new_stream, use_device
         self._staging: StagingSlots | None = None
         self._activations: ActivationStream | None = None
         self._slot_count = STAGING_SLOT_COUNT
@@ -156,7 +143,7 @@ class Runtime:
 
     def _prepare_step(self) -> None:
         """Make the device current on the thread of optimizer steps, whose reads give way."""
-        self._use_device()
+        self._device.use_here()
         _core.wait_behind()
 
     @property
@@ -177,12 +164,13 @@ class Runtime:
     def activations(self) -> ActivationStream:
         """The stream of what forward saves for backward, with slots of its own."""
         if self._activations is None:
+            new_stream = self._device.new_stream
             self._activations = ActivationStream(
                 slots=self._new_slots(ACTIVATION_SLOTS),
                 device_bytes=self.config.activations.device_bytes,
                 new_event=self.new_event,
-                on_copy_stream=self._new_stream() if self._new_stream is not None else nullcontext,
-                use_device=self._use_device,
+                on_copy_stream=nullcontext if new_stream is None else new_stream(),
+                use_device=self._device.use_here,
             )
         return self._activations
 
@@ -194,7 +182,7 @@ class Runtime:
             slot_count=self._slot_count,
             component=component,
             new_event=self.new_event,
-            wait_idle=self._wait_idle,
+            wait_idle=self._device.wait_idle,
         )
 
     def _exchange_slots(self, slot_bytes: int, slot_count: int) -> None:
@@ -342,20 +330,18 @@ def _make_arena(
     directory: str,
     page_lock: bool,
     *,
-    register_device: bool,
-    registrar: Registrar | None,
-    pci_address: str | None,
+    device: Device,
     limit_bytes: int | None,
 ) -> HostAllocator:
     section = config.allocator
     return HostAllocator(
         huge_pages=section.huge_pages or "auto",
         lock=page_lock if section.page_lock is None else section.page_lock,
-        register_device=register_device,
-        registrar=registrar,
+        register_device=device.registers and page_lock,
+        registrar=device.registrar,
         numa_node=preferred_node(
             [path for path in volume_paths(config, directory) if os.path.exists(path)],
-            pci_address=pci_address,
+            pci_address=device.pci_address,
         ),
         limit_bytes=limit_bytes or 0,
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import memascend.runtime
+from memascend.base.interfaces import Device
 from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.errors import StoreError
@@ -69,7 +70,7 @@ def test_threads_of_ours_make_the_device_their_own_before_anything_else(tmp_path
     runtime = build(
         tmp_path,
         block={"activations": {"enabled": True, "device_bytes": 0}},
-        use_device=lambda: calls.append(threading.current_thread().name),
+        device=Device(use_here=lambda: calls.append(threading.current_thread().name)),
     )
     runtime.walk.run(lambda: calls.append("a step")).result()
     saved = [runtime.activations.put(torch.zeros(1 << 10)) for _ in range(2)]

@@ -30,8 +30,6 @@ def build(
         config=parse_block(merged),
         directory=str(folder),
         page_lock=False,
-        register_device=False,
-        pci_address=None,
         stock=stock or StockParts(),
         **options,
     )

@@ -125,8 +125,6 @@ def test_a_runtime_stripes_over_the_volumes_of_its_block(tmp_path):
         ),
         directory=str(tmp_path / "unused"),
         page_lock=False,
-        register_device=False,
-        pci_address=None,
         stock=StockParts(),
     )
     assert runtime.store is not None

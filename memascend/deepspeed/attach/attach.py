@@ -19,7 +19,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from memascend.base.units import format_nbytes
-from memascend.base.waiting import EventPool
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.environment import local_world_size, malloc_settings, trace_folder
@@ -88,35 +87,27 @@ def _build(
     _show_log_lines()
     _warn_of_memory(config, limit_bytes)
     heap = _set_heap(config)
-    device = device_of(get_accelerator())
     folder = trace_folder() if dist.get_rank() == 0 else None
-    events = None if device.new_event is None else EventPool(device.new_event)
     runtime = Runtime(
         config=config,
         directory=directory,
         page_lock=_wants_pinning(settings),
-        register_device=device.registers and _wants_pinning(settings),
-        registrar=device.registrar,
-        pci_address=device.pci_address,
         stock=_stock_parts(config, settings, directory),
-        new_event=events,
-        wait_idle=device.wait_idle,
-        new_stream=device.new_stream,
-        use_device=device.use_here,
+        device=device_of(get_accelerator()),
         limit_bytes=limit_bytes,
         **sizes,
     )
     _log_armed(config, settings, runtime, heap)
     drives = _watch_drives(config, directory) if speaks_for_machine(dist.get_rank()) else None
-    trace = None if folder is None else Trace(folder, partial(_measure, runtime, events))
+    trace = None if folder is None else Trace(folder, partial(_measure, runtime))
     return runtime, drives, heap, trace
 
 
-def _measure(runtime: Runtime, events: EventPool | None) -> Measures:
+def _measure(runtime: Runtime) -> Measures:
     return measures_of(
         allocator=runtime.arena.core if runtime.arena is not None else None,
         store=runtime.store.core if runtime.store is not None else None,
-        device_wait_s=0.0 if events is None else events.waited_s,
+        device_wait_s=0.0 if runtime.new_event is None else runtime.new_event.waited_s,
         optimizer_wait_s=runtime.walk.waited_s,
     )
 

@@ -8,38 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, NewStream, Registrar
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One device as host memory sees it.
-
-    Attributes:
-        registers: Whether memory should be registered with it: it copies by itself.
-        registrar: Who registers memory; None for CUDA's driver.
-        pci_address: For the choice of a NUMA node; None where it is not known.
-        new_event: Makes an event of it; None where copies are over on return.
-        wait_idle: Waits until it has nothing to do; None where copies are over on return.
-        new_stream: Makes a stream, and returns what makes it the current one of a block; None where
-            there are none.
-        use_here: Makes it the current device of the calling thread. A new thread has device 0, and
-            a rank with another one would get a second context there, of half a GiB.
-    """
-
-    registers: bool = False
-    registrar: Registrar | None = None
-    pci_address: str | None = None
-    new_event: Callable[[], Event] | None = None
-    wait_idle: Callable[[], object] | None = None
-    new_stream: NewStream | None = None
-    use_here: Callable[[], object] = int
+from memascend.base.interfaces import Device
 
 
 def device_of(accelerator: Any) -> Device:

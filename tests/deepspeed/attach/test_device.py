@@ -12,8 +12,9 @@ pytest.importorskip("deepspeed")
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
+from memascend.base.interfaces import Device
 from memascend.base.units import MIB
-from memascend.deepspeed.attach.device import AcceleratorRegistrar, Device, device_of
+from memascend.deepspeed.attach.device import AcceleratorRegistrar, device_of
 from memascend.memory.allocator import HostAllocator
 from tests.support.fake_accelerator import FakeAccelerator
 
