@@ -120,6 +120,7 @@ def _run_watched(case: Case, config: dict[str, Any], save_to: str | None) -> dic
         swappers = swappers_of(engine.module)
         engine.destroy()
         release_stock_pools(swappers)
+        forget_tensors(engine)
         del engine, model, swappers
         gc.collect()
 
@@ -405,3 +406,15 @@ def release_stock_pools(swappers: set[Any]) -> None:
     for swapper in swappers:
         if type(swapper).__module__.startswith("deepspeed."):
             swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
+
+
+def forget_tensors(engine: Any) -> None:
+    """A circle through autograd keeps stock's destroyed engines; it must not keep their tensors."""
+    if engine.optimizer is None or not qualified_name(engine.optimizer).startswith("deepspeed."):
+        return
+    for parameter in engine.module.parameters():
+        vars(parameter).clear()
+        parameter.data = torch.empty(0)
+    if hasattr(engine.optimizer, "optimizer"):
+        engine.optimizer.optimizer.state.clear()
+    vars(engine.optimizer).clear()
