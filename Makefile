@@ -59,10 +59,11 @@ test: environment device ## the Python tests of every feature, in ten minutes
 	$(PYTEST) -m "not full" $(PYTEST_ARGS)
 
 test-all: environment device ## all Python tests but most of the emulated device's
-	$(PYTEST) -m "not matrix" --hypothesis-profile=full $(PYTEST_ARGS)
+	$(PYTEST) -m "not matrix and not coarse" --hypothesis-profile=full $(PYTEST_ARGS)
 
 test-device: environment device ## everything on the emulated device, with every seed, for hours
 	$(PYTEST) --device-seeds $(DEVICE_SEEDS) tests/device $(PYTEST_ARGS)
+	$(PYTEST) -m matrix --ignore tests/device $(PYTEST_ARGS)
 
 test-root: environment ## the tests that need root: loop devices, mounts, control groups
 	$(BIN)/python -m pytest -m root --some-must-run $(PYTEST_ARGS)

@@ -11,7 +11,7 @@ import torch
 from memascend.streaming.activation_records import Activation
 from memascend.streaming.activations import ActivationStream
 from tests.support.activation_streams import WAIT_S, activation_stream, keys, numbers
-from tests.support.ctrl_c import interruptions
+from tests.support.ctrl_c import each_stride, interruptions
 
 COUNT = 4
 
@@ -40,7 +40,7 @@ class Work:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # no object yet
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.full)])
+@each_stride(7)
 def test_ctrl_c_leaves_nothing_behind_and_the_rest_can_still_be_taken(stride: int) -> None:
     stream = activation_stream()
     works: list[Work] = []

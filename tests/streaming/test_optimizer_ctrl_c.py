@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memascend.errors import TornStepError
-from tests.support.ctrl_c import interruptions
+from tests.support.ctrl_c import each_stride, interruptions
 from tests.support.tiled_training import SIZES, Training, gradients
 
 GRADIENTS = gradients(0, torch.bfloat16)
@@ -41,7 +41,7 @@ def expected() -> list[torch.Tensor]:
     return [before, masters(made)]
 
 
-@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.full)])
+@each_stride(29)
 def test_after_ctrl_c_in_a_step_it_was_made_or_not_or_a_load_is_asked_for(
     stride: int, expected: list[torch.Tensor]
 ) -> None:

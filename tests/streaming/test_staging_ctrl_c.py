@@ -12,7 +12,7 @@ import torch
 from memascend.errors import StoreError
 from memascend.streaming.staging import StagingSlots
 from tests.streaming.test_staging_shared import share_small_slots
-from tests.support.ctrl_c import interruptions
+from tests.support.ctrl_c import each_stride, interruptions
 from tests.support.staging_slots import SLOT_BYTES, SLOT_COUNT, make_staging
 from tests.support.streaming_fakes import (
     FakeRangeStore,
@@ -96,7 +96,7 @@ def interrupt_each_line(work_on: Callable[[FakeRangeStore], Work], stride: int) 
     return count
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])
+@each_stride(9)
 @pytest.mark.parametrize("late", [False, True], ids=["host", "device, slots are shared"])
 def test_after_ctrl_c_at_any_line_all_slots_serve_again(
     late: bool, stride: int, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memascend.errors import StoreError
-from tests.support.ctrl_c import interruptions
+from tests.support.ctrl_c import each_stride, interruptions
 from tests.support.tiled_training import SIZES, Training, gradients
 
 BF16 = torch.bfloat16
@@ -224,7 +224,7 @@ def begin(made: Training) -> Callable[[], None]:
     return functools.partial(made.stream.begin, NAMES)
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.full)])
+@each_stride(7)
 @pytest.mark.parametrize("tile_count", [1, 2])
 @pytest.mark.parametrize("call", [read_ahead, begin])
 def test_after_ctrl_c_the_step_is_right(

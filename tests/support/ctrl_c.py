@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import linecache
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pytest
 
 import memascend
 
@@ -19,6 +22,20 @@ LOCKED = "with self._changed:"
 BLOCK = "with "
 #: Python swallows it there.
 FINALIZING = "__del__"
+#: Of lines, in each full run: it begins with another one each time.
+FINE = 3
+
+
+def each_stride(coarse: int) -> pytest.MarkDecorator:
+    """Have a test run with the stride of a quick run, of a full one, and with each line."""
+    return pytest.mark.parametrize(
+        "stride",
+        [
+            pytest.param(coarse, marks=pytest.mark.coarse),
+            pytest.param(FINE, marks=pytest.mark.full, id=f"{FINE}, by chance"),
+            pytest.param(1, marks=[pytest.mark.full, pytest.mark.matrix]),
+        ],
+    )
 
 
 class _Interrupt:
@@ -90,10 +107,11 @@ def interruptions(make: Callable[[], Callable[[], object]], stride: int = 1) -> 
 
     Args:
         make: Makes the work anew.
-        stride: Of lines, only one in so many.
+        stride: Of lines, only one in so many. By FINE it begins with one of the first, by chance:
+            in a few runs each line has been interrupted.
     """
     seen: set[str] = set()
-    at_line = 0
+    at_line = random.randrange(stride) if stride == FINE else 0
     while True:
         first = _run(at_line, make(), None)
         yield first.places

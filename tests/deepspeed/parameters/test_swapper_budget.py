@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.parameters import swapper as param_swapper
-from tests.support.ctrl_c import interruptions
+from tests.support.ctrl_c import each_stride, interruptions
 from tests.support.partitioned_parameters import BUDGET_BYTES, Rank, content_of
 from tests.support.swapped_parameters import on_device
 
@@ -242,7 +242,7 @@ def test_a_large_parameter_is_not_read_ahead_and_stops_nothing() -> None:
     assert [p.ds_tensor.status for p in (small, large, last)] == [inflight, ABSENT, inflight]
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.full)])
+@each_stride(7)
 def test_after_ctrl_c_at_any_line_large_parameters_are_whole_and_all_slots_serve(
     stride: int,
 ) -> None:
