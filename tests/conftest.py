@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     items.sort(key=lambda item: _place_of(_group_of(item)))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all that they import stay: no later collection looks through them."""
+    gc.collect()
+    gc.freeze()
 
 
 def _group_of(item: pytest.Item) -> str:
