@@ -35,6 +35,8 @@ STEPS = ("--steps", "3")
 OF_A_STEP = {f"memascend_{name}" for name in TRAINER_NAMES}
 #: Their Trainer is made before DeepSpeed has seen the block: docs/monitor.md.
 MADE_BEFORE = {"qlora"}
+#: Started by DeepSpeed's launcher, which imports DeepSpeed twice more and knows no example.
+LAUNCHED = "trainer"
 #: Models of an example, where there is more than one: the reference of DPO.
 MODEL_COUNT = {"dpo": 2}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -57,17 +59,15 @@ def train(name: str, folder: Path, toys: Path, *arguments: str, is_stock: bool =
     if not (folder / "toy").exists():
         (folder / "toy").symlink_to(toys)
     script = [str(FOLDER / name / "train.py"), "--output", "out", *arguments]
-    launcher = [
-        *("-m", "deepspeed.launcher.runner"),
-        *("--num_gpus", "1", "--master_port", str(free_port())),
-    ]
-    environment = dict(ONE_THREAD)
+    launcher: list[str] = []
+    environment = ONE_THREAD | alone()
     if is_stock:
         (folder / "cpu.json").write_text(json.dumps(on_cpu_offload(name)))
         script += ["--deepspeed_config", "cpu.json"]
-        # The launcher imports DeepSpeed twice more.
-        launcher = []
-        environment |= alone()
+    elif name == LAUNCHED:
+        launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
+        launcher += ["--master_port", str(free_port())]
+        environment = dict(ONE_THREAD)
     done = run([*launcher, *script], cwd=folder, environment=environment)
     assert done.returncode == 0, done.stdout[-8000:]
     model_count = 0 if is_stock else MODEL_COUNT.get(name, 1)
