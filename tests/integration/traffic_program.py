@@ -1,12 +1,13 @@
-"""Trains a stack of layers and prints what a step moved beside what the plan says, as JSON.
+"""Trains stacks of layers and prints what a step of each moved beside what the plan says, as JSON.
 
-Started by test_traffic.py.
+Started by test_traffic.py, with the options of every training.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from typing import Any
 
@@ -83,7 +84,7 @@ def train(engine: Any, steps: int, accumulation: int) -> None:
     engine.optimizer.finish_walk()
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recomputes", action="store_true")
     parser.add_argument("--accumulation", type=int, default=1)
@@ -92,9 +93,11 @@ def main() -> None:
     parser.add_argument("--state-dtype", default="fp32")
     parser.add_argument("--during-backward", action="store_true")
     parser.add_argument("--no-limit", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo")
+    return parser
+
+
+def moved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Train, and return what was planned and measured in each direction."""
     with tempfile.TemporaryDirectory(dir=".") as drive:
         settings = config(drive, options)
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
@@ -116,6 +119,14 @@ def main() -> None:
             )
         }
         engine.destroy()
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    trainings = json.loads(sys.argv[1])
+    found = [moved(parser().parse_args(options)) for options in trainings]
     print(json.dumps(found))
     leave()
 

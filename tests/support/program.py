@@ -25,7 +25,7 @@ RunProgram = Callable[..., Any]
 def run_program() -> RunProgram:
     """Runs `python FILE ARGUMENTS...` as CPU ranks; the last line of output is JSON."""
 
-    def run(program: str, *arguments: str, ranks: int = 1) -> Any:
+    def run(program: str, *arguments: str, ranks: int = 1, timeout_s: float = TIMEOUT_S) -> Any:
         programs = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         defaults = {
             "DS_ACCELERATOR": "cpu",
@@ -49,7 +49,7 @@ def run_program() -> RunProgram:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
         if done.returncode == EXIT_SKIPPED:
