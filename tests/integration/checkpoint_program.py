@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("drive", type=Path)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("action", choices=["save", "killed", "load", "weights", "refused"])
+    parser.add_argument("--also", type=Path, nargs="*", default=[], help="to refuse as well")
     parser.add_argument("--meet", type=Path, help="save when two runs are in this folder")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -122,12 +123,13 @@ def main() -> None:
         engine.save_checkpoint(str(arguments.checkpoint), tag="here")
         print_masters(engine, "saved")
     elif arguments.action == "refused":
-        print_masters(engine, "before")
-        try:
-            engine.load_checkpoint(str(arguments.checkpoint), tag="here")
-        except memascend.errors.CheckpointError as error:
-            say(f"refused by rank {deepspeed.comm.get_rank()}: {error}")
-        print_masters(engine, "after")
+        for checkpoint in (arguments.checkpoint, *arguments.also):
+            print_masters(engine, "before")
+            try:
+                engine.load_checkpoint(str(checkpoint), tag="here")
+            except memascend.errors.CheckpointError as error:
+                say(f"refused by rank {deepspeed.comm.get_rank()}: {error}")
+            print_masters(engine, "after")
     else:
         print_drive(arguments.drive, "before")
         has_states = arguments.action == "load"

@@ -253,18 +253,28 @@ def remove(path: Path) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("damage", [truncate, flip, remove])
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(
-    backends: Backends, tmp_path: Path, damage: Callable[[Path], str]
+    backends: Backends, tmp_path: Path
 ) -> None:
+    """By one run, one after the other."""
     ours, saved, _, _ = backends(2)
-    checkpoint, path = damaged_copy(ours, tmp_path)  # of the second rank
-    expected = damage(path)
-    output = ours.run("refused", checkpoint=checkpoint)
-    assert re.search(f"refused by rank 1: .*{expected}", output), output[-3000:]
-    assert re.search("refused by rank 0: .*failed on another rank", output)
+    checkpoints, expected = [], []
+    for damage in (truncate, flip, remove):
+        folder = tmp_path / damage.__name__
+        folder.mkdir()
+        checkpoint, path = damaged_copy(ours, folder)  # of the second rank
+        checkpoints.append(checkpoint)
+        expected.append(damage(path))
+    first, *others = checkpoints
+    output = ours.run("refused", "--also", *map(str, others), checkpoint=first)
+    refusals = [re.findall(rf"refused by rank {rank}: .*", output) for rank in range(2)]
+    for by_first, by_second, words in zip(*refusals, expected, strict=True):
+        assert "failed on another rank" in by_first
+        assert re.search(words, by_second)
+    count = len(masters(saved, "saved"))
     before, after = masters(output, "before"), masters(output, "after")
-    assert before == after != masters(saved, "saved")
+    assert before == after == before[:count] * len(checkpoints)
+    assert before[:count] != masters(saved, "saved")
 
 
 @pytest.mark.full
