@@ -60,18 +60,23 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}"
 }
 
-install_python_packages() {
+# shellcheck disable=SC2086  # PIP_ARGS is a list of words
+pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} "$@"; }
+
+make_virtual_environment() {
   if [ ! -x "$VENV/bin/python" ]; then
     say "creating the virtual environment $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV"
   fi
-  # shellcheck disable=SC2086  # PIP_ARGS is a list of words
-  pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} "$@"; }
+  # Of what the core is built with; a later step must not exchange it beside the compiler.
+  pip_install --quiet "setuptools>=77" wheel ninja "pybind11>=3.0,<4"
+}
+
+install_python_packages() {
   say "installing $TORCH_SPEC (some 200 MB for CPU, some GB for CUDA)"
   pip_install --progress-bar on "$TORCH_SPEC"
   say "installing DeepSpeed, transformers and the tools"
   # DeepSpeed's source package imports torch while it is built.
-  DS_BUILD_OPS=0 pip_install --quiet setuptools wheel ninja
   DS_BUILD_OPS=0 pip_install --quiet --no-build-isolation -r "$REQUIREMENTS"
 }
 
@@ -119,8 +124,12 @@ if [ ! -L "$VENV" ]; then
   wanted="$(fingerprint)"
   if [ "$(cat "$stamp" 2> /dev/null || true)" != "$wanted" ]; then
     install_system_packages
+    make_virtual_environment
+    # The core needs neither torch nor DeepSpeed: compiled while these are downloaded and unpacked.
+    install_memascend &
+    core=$!
     install_python_packages
-    install_memascend
+    wait "$core"
     mend_scripts
     compile_operators
     echo "$wanted" > "$stamp"
