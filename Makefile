@@ -30,6 +30,8 @@ DOCS_REQUIREMENTS := scripts/requirements-docs.txt
 # by name alone.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Hundreds of processes import the package and what tests them: each would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
 ifeq ($(shell nvidia-smi -L 2>/dev/null),)
 export DS_ACCELERATOR ?= cpu
 # The Triton kernel is tested in Triton's interpreter where there is no device.
