@@ -59,8 +59,10 @@ def handle_signals() -> None:
 def prepare_deepspeed() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import nvtx
 
     torch.set_num_threads(1)
+    nvtx.enable_nvtx = False  # marks for a profiler around each of its functions
     # fp16 is emulated on most CPUs; DeepSpeed then refuses it although it works.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     KERNELS.append(torch.library.Library("aten", "IMPL"))
