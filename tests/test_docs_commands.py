@@ -16,6 +16,7 @@ from memascend.cli.compare import run as running
 from memascend.cli.compare.warm_up import WarmUp
 from memascend.cli.main import main
 from memascend.config.block import active_config, parse_block
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.plan.shapes import builtin_names
 from tests.support.documents import (
@@ -159,7 +160,7 @@ def test_the_first_page_can_be_followed(
     Path("ds.json").write_text(block.replace("/mnt/ssd", str(tmp_path)))
     config = json.loads(Path("ds.json").read_text())
     assert active_config(config) is not None
-    check_config(config)
+    check_config(parse_deepspeed(config))
     launcher = tmp_path / "bin" / "deepspeed"
     launcher.parent.mkdir()
     launcher.write_text('#!/bin/sh\necho "memascend 0 armed: $*"\necho "step 0 loss 2.5"\n')

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memascend.config.block import active_config
+from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.refusals import check_config
 from memascend.plan.request import PlanRequest
 from tests.integration.programs import REPOSITORY
@@ -69,7 +70,7 @@ def test_a_json_of_the_recipes_is_accepted_with_everything_on_the_drive(path: Pa
     config = json.loads(path.read_text(encoding="utf-8"))
     assert config["memascend"] == {}
     assert active_config(config) is not None
-    check_config(config)
+    check_config(parse_deepspeed(config))
     request = PlanRequest.from_deepspeed(config)
     assert (request.parameters_device, request.optimizer_device) == ("nvme", "nvme")
 
