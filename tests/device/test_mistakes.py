@@ -30,6 +30,8 @@ CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
     "slot_taken_before_copied_out": CHUNKS,
     "tile_stepped_before_copied": WEIGHTS,
     **{name: SAVING for name in MISTAKES if name.startswith("activation")},
+    # Which gathers begin late depends on the drive: on a busy machine one step may show nothing.
+    "gather_event_on_default_stream": replace(FEW_SLOTS, steps=4),
     "steps_on_device_0": EARLY,
     "late_gather_on_any_stream": TRAINING,
 }
@@ -53,7 +55,8 @@ SEEDS = {"tile_stepped_before_copied": 2, "event_used_again_while_it_is_held": 2
 
 
 def on_ranks(case: Case, world: int) -> Case:
-    limit_bytes = FEW_SLOTS_BYTES[world] if case == FEW_SLOTS else case.limit_bytes
+    has_few_slots = replace(case, steps=FEW_SLOTS.steps) == FEW_SLOTS
+    limit_bytes = FEW_SLOTS_BYTES[world] if has_few_slots else case.limit_bytes
     return replace(case, world=world, limit_bytes=limit_bytes)
 
 
