@@ -1,1 +1,1 @@
-"""Planned and measured bytes side by side, and what is written against what drives endure."""
+"""The ledger: planned and measured memory, drive traffic, SSD wear, and the trace of a run."""

@@ -1,7 +1,7 @@
 """The wear of drives from their own SMART data, read with smartctl where it is installed.
 
-Knows one program and its JSON; nothing of runs. Nothing here raises or takes long: for a drive
-without SMART data there is a text with the reason. For any thread, never within a training step.
+Knows one program and its JSON; nothing of runs. Nothing here raises, and each call has a timeout: a
+drive without SMART data gets a text with the reason. For any thread, never within a training step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from memascend.base.units import format_nbytes
 from memascend.system.mounts import drives_below
 
 SMARTCTL_TIMEOUT_S = 5.0
-#: Least time for the answer of each, also when the others took all of the time.
+#: Each smartctl gets at least this long, even after the others have used up the timeout.
 _ANSWER_TIMEOUT_S = 0.1
 DRIVES_MAX = 16
-#: SMART gives whole percents: below this an estimate of what is left would be too coarse.
+#: SMART gives whole percents: below this an estimate of the remaining endurance is too coarse.
 USED_PERCENT_MIN = 2
 #: A shorter run gives no rate.
 RUN_SECONDS_MIN = 60.0
-#: From here on a warning: plan for a new drive.
+#: Warn from this percentage on: plan for a new drive.
 USED_PERCENT_HIGH = 80
 NO_SMARTCTL = "smartctl (smartmontools) is not installed"
 
@@ -36,7 +36,7 @@ _NVME_UNIT_BYTES = 512_000  # "in thousands of 512-byte units", NVMe specificati
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 #: Bits of smartctl's exit status: the command line, opening the device, the SMART command.
 _FAILED_STATUS = 0b111
-#: Bytes of one unit of what ATA drives count under these names; None: a logical sector.
+#: ATA attributes that count written data, with the bytes of one unit; None: a logical sector.
 _WRITTEN_UNITS = {
     "Total_LBAs_Written": None,
     "Host_Writes_32MiB": 32 << 20,
@@ -44,7 +44,7 @@ _WRITTEN_UNITS = {
     "Total_Writes_GiB": 1 << 30,
     "Host_Writes_GiB": 1 << 30,
 }
-#: What ATA drives normalize from 100 (new) down to what is left.
+#: ATA attributes whose normalized value is the remaining endurance: from 100 (new) down to 0.
 _LEFT_NAMES = (
     "Percent_Lifetime_Remain",
     "Wear_Leveling_Count",
@@ -58,12 +58,12 @@ class DriveWear:
     """The wear of one drive, from its own SMART data.
 
     Attributes:
-        name: The kernel's, such as "nvme0n1".
-        model: The maker's.
-        used_percent: Share of its endurance that it estimates as used up; may exceed 100.
-        life_written_bytes: Written since it was made, by all programs.
-        run_written_bytes: Of that between two reports; None before the second.
-        run_seconds: Between them.
+        name: The kernel's name, such as "nvme0n1".
+        model: The maker's name of the model.
+        used_percent: The drive's own estimate of the endurance used up; may exceed 100.
+        life_written_bytes: Bytes written over the drive's life, by all programs.
+        run_written_bytes: Bytes written between two reports; None before the second.
+        run_seconds: Seconds between the two reports.
     """
 
     name: str
@@ -75,7 +75,7 @@ class DriveWear:
 
     @property
     def left_bytes(self) -> int | None:
-        """Bytes that may still be written, estimated from the share that is used up."""
+        """Bytes that may still be written, estimated from `used_percent`; None if unknown."""
         used, written = self.used_percent, self.life_written_bytes
         if used is None or written is None or used < USED_PERCENT_MIN:
             return None
@@ -83,7 +83,10 @@ class DriveWear:
 
     @property
     def days_left(self) -> float | None:
-        """Days until then at the rate of this run, and of others meanwhile; None if unknown."""
+        """Days until the endurance is used up at the rate of this run; None if unknown.
+
+        The rate includes the writes of other programs during the run.
+        """
         if self.left_bytes is None or not self.run_written_bytes:
             return None
         if self.run_seconds is None or self.run_seconds < RUN_SECONDS_MIN:
@@ -91,7 +94,7 @@ class DriveWear:
         return self.left_bytes / self.run_written_bytes * self.run_seconds / _SECONDS_PER_DAY
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the fields and both estimates, for JSON."""
         return asdict(self) | {"left_bytes": self.left_bytes, "days_left": self.days_left}
 
     def describe(self) -> str:
@@ -113,13 +116,13 @@ class DriveWear:
 
 @dataclass(frozen=True, slots=True)
 class DriveReport:
-    """The wear of several drives, and for those without SMART data the reason, by name."""
+    """The wear of several drives; `silent` maps each drive without SMART data to the reason."""
 
     drives: tuple[DriveWear, ...] = ()
     silent: Mapping[str, str] = field(default_factory=dict)
 
     def why_silent(self) -> str:
-        """Return the reasons in one line; empty when every drive answered."""
+        """Return the reasons in one line; empty if every drive has SMART data."""
         return "; ".join(f"{name}: {reason}" for name, reason in self.silent.items())
 
 
@@ -133,12 +136,12 @@ class DriveWatch:
         read: Callable[[list[str]], DriveReport] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Read them for the first time.
+        """Read the drives for the first time.
 
         Args:
             paths: Directories and block devices.
-            read: Instead of `read_drives`, for tests.
-            clock: Gives seconds.
+            read: Replaces `read_drives` in tests.
+            clock: Returns seconds.
         """
         self._paths = [os.fspath(path) for path in paths]
         self._read, self._clock = read or read_drives, clock
@@ -147,7 +150,7 @@ class DriveWatch:
         self._began = clock()
 
     def end(self) -> None:
-        """Read them again; `drives` then has what was written in between."""
+        """Read the drives again; `drives` then has the bytes written since the start."""
         if not self.start.drives:
             return
         before = {drive.name: drive for drive in self.start.drives}
@@ -158,7 +161,7 @@ class DriveWatch:
 
 
 def read_drives(paths: Iterable[str | os.PathLike[str]]) -> DriveReport:
-    """Ask every drive below some directories and block devices."""
+    """Return the wear of the drives below some directories and block devices."""
     names = sorted({name for path in paths for name in drives_below(path)})[:DRIVES_MAX]
     if not names:
         return DriveReport(silent={"drives": "none was found below the volumes"})
@@ -194,7 +197,7 @@ def _answer(name: str, process: subprocess.Popen[bytes], seconds: float) -> Driv
     try:
         text, _ = process.communicate(timeout=max(_ANSWER_TIMEOUT_S, seconds))
     except subprocess.TimeoutExpired:
-        process.kill()  # not waited for: what hangs in the kernel cannot be killed
+        process.kill()  # without wait(): a process that hangs in the kernel does not end
         if process.stdout is not None:
             process.stdout.close()
         return f"smartctl gave no answer within {SMARTCTL_TIMEOUT_S:g} s"
@@ -208,12 +211,12 @@ def _answer(name: str, process: subprocess.Popen[bytes], seconds: float) -> Driv
 
 
 def parse(name: str, answer: Mapping[str, Any], *, status: int = 0) -> DriveWear | str:
-    """Take what matters from smartctl's JSON, or return the reason why there is nothing.
+    """Return the wear found in smartctl's JSON, or the reason why there is none.
 
     Args:
-        name: Of the drive.
-        answer: Of `smartctl -j -a`.
-        status: With which smartctl ended.
+        name: The drive's name.
+        answer: Output of `smartctl -j -a`.
+        status: Exit status of smartctl.
     """
     used, written = _nvme(answer)
     if used is None and written is None:
@@ -255,7 +258,7 @@ def _ata(answer: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _reason(answer: Mapping[str, Any], status: int) -> str:
-    """Return why smartctl's answer has nothing to use."""
+    """Return why smartctl's output has no wear."""
     messages = _at(answer, "smartctl", "messages")
     listed = messages if isinstance(messages, list) else []
     texts = [_at(message, "string") for message in listed]
@@ -273,6 +276,6 @@ def _at(answer: object, *keys: str) -> Any:
 
 
 def _whole(value: object) -> int | None:
-    """Return a count; None for anything else, which a damaged answer may hold."""
+    """Return a count; None for any other value, as damaged output may hold."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 128
     return value if is_count and isinstance(value, int) else None

@@ -1,4 +1,4 @@
-"""The ledger: every host byte of ours by component, planned and measured, and what moved.
+"""The ledger: every host byte of ours by component, planned and measured, and the drive traffic.
 
 Plan and allocator use the same component names, so the two columns stand side by side. What the
 process holds beyond them (Python, torch, DeepSpeed) is a line of its own.
@@ -23,7 +23,7 @@ from memascend.system.files import is_replaceable, replace_durably
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """One component. `planned_bytes` is None for what no plan was made for."""
+    """One component; `planned_bytes` is None if the plan does not have it."""
 
     component: str
     planned_bytes: int | None
@@ -38,19 +38,19 @@ class Ledger:
     Attributes:
         rows: Components, the largest first.
         limit_bytes: The stated limit, None without one.
-        held_bytes: What the arena holds for the components, tails of pages included.
-        held_bytes_peak: The most it ever held.
+        held_bytes: Memory that the arena holds for the components, tails of pages included.
+        held_bytes_peak: Peak of `held_bytes`.
         resident_bytes: The process's resident memory now.
-        resident_bytes_peak: The most it ever was.
+        resident_bytes_peak: Peak of the resident memory.
         drive: Counters of the store; empty without one.
-        unregistered_bytes: Of what is held, what the device should know of and does not.
-        wear: What was written by all ranks here; None without a store.
-        volumes: What each volume moved, and how fast; empty without a store.
+        unregistered_bytes: Held memory that should be registered with the device and is not.
+        wear: Bytes that all ranks of this machine wrote; None without a store.
+        volumes: Traffic and latency of each volume; empty without a store.
         drives: The wear of the drives below the volumes, from their SMART data; empty without any.
-        heap: What serves malloc, and what was set; empty where nobody looked.
-        device_bytes_peak: The most that torch had of the device at once; None where it is the CPU.
-        activations: What forward saved for backward; None where that stays on the device.
-        machine: The rank's, by name.
+        heap: The allocator behind malloc and its settings; empty if it was not examined.
+        device_bytes_peak: Peak device memory allocated by torch; None if the device is the CPU.
+        activations: Saved activations; None if they stay on the device.
+        machine: Name of the rank's machine.
     """
 
     rows: Sequence[LedgerRow]
@@ -71,12 +71,12 @@ class Ledger:
 
     @property
     def planned_bytes(self) -> int:
-        """All components as planned."""
+        """Planned bytes of all components."""
         return sum(row.planned_bytes or 0 for row in self.rows)
 
     @property
     def live_bytes(self) -> int:
-        """All components now."""
+        """Live bytes of all components."""
         return sum(row.live_bytes for row in self.rows)
 
     @property
@@ -85,7 +85,7 @@ class Ledger:
         return max(0, self.resident_bytes_peak - self.held_bytes_peak)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the account for JSON."""
         return asdict(self) | {
             "planned_bytes": self.planned_bytes,
             "live_bytes": self.live_bytes,
@@ -95,10 +95,10 @@ class Ledger:
         }
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON, in the place of an older file.
+        """Write the account as JSON; an older file is replaced.
 
         Raises:
-            OSError: It cannot be written, or a device or link has the name.
+            OSError: The file cannot be written, or the path is a device or a link.
         """
         path = Path(path)
         if not is_replaceable(path):
@@ -172,7 +172,7 @@ class Ledger:
         return f"{text}; {mismatches} mismatched, {corruptions} of them again on a second read"
 
 
-#: What a drive did wrong and the run survived, by counters of the store.
+#: Faults of drives that the run survived, by counters of the store.
 _FAULTS = {
     "eio_retries": "tried again after an I/O error",
     "retries": "tried again after EAGAIN, ENOMEM or EINTR",
@@ -189,7 +189,7 @@ def describe_faults(drive: Mapping[str, int | float]) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Return what is planned, as a table for the log."""
+    """Return the plan as a table for the log."""
     rows = [(name, nbytes) for name, nbytes in plan.host.items() if nbytes]
     rows.sort(key=lambda row: -row[1])
     limit = "no limit" if plan.limit_bytes is None else f"limit {format_nbytes(plan.limit_bytes)}"

@@ -1,10 +1,10 @@
-"""The trace of a run: how long each phase of each step took, and what stood in memory then.
+"""The trace of a run: the end of each phase of each step, with the counters at that moment.
 
-One line of JSON for the end of each phase, in a file of its own for each model of rank 0, written
-where MEMASCEND_TRACE names a folder: `memascend compare` does, and reads it. Writing one costs some
-system calls for each phase; without the variable nothing is asked and nothing written.
+Each model of rank 0 has a file in the folder that MEMASCEND_TRACE names, with one line of JSON for
+each phase. `memascend compare` sets the variable and reads the files. A line costs a few system
+calls; without the variable nothing is read or written.
 
-Writer and reader are here together, so that nobody else knows the form. Used by one thread.
+Only this module knows the format. Used by one thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memascend.base.json_text import parse_json
 from memascend.system.files import open_new
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other"
-#: The phases of a step, in their order; what the program does between two steps is the last.
+#: The phases of a step, in their order; OTHER is the time between two steps.
 PHASES = (FORWARD, BACKWARD, OPTIMIZER, OTHER)
 #: While the model is built.
 SETUP = "setup"
@@ -41,11 +41,11 @@ class Measures:
 
     Attributes:
         components: Live host bytes by component.
-        read_bytes: That the drives read.
-        written_bytes: That they wrote.
-        drive_wait_s: Seconds in which training waited for them.
-        device_wait_s: Seconds in which some thread of ours waited for the device.
-        optimizer_wait_s: Seconds in which training waited for steps that go on behind it.
+        read_bytes: Bytes that the drives read.
+        written_bytes: Bytes that the drives wrote.
+        drive_wait_s: Seconds that training waited for the drives.
+        device_wait_s: Seconds that threads of ours waited for the device.
+        optimizer_wait_s: Seconds that training waited for background optimizer steps.
     """
 
     components: Mapping[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def measures_of(
     device_wait_s: float,
     optimizer_wait_s: float,
 ) -> Measures:
-    """Return the counters of what a rank has; without an allocator or a store theirs are zero."""
+    """Return the counters of a rank; those of a missing allocator or store are zero."""
     components = allocator.components() if allocator is not None else {}
     drive = store.stats() if store is not None else {}
     return Measures(
@@ -81,8 +81,9 @@ class Mark:
     """The end of a phase.
 
     Attributes:
-        time_s: On the clock that all processes of a machine share.
-        phase: Which one ended: one of PHASES, or SETUP.
+        time_s: Seconds on the clock that all processes of a machine share.
+        phase: The phase that ended: one of PHASES, or SETUP.
+        measures: The counters at that moment.
     """
 
     time_s: float
@@ -92,11 +93,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a run has left of itself.
+    """The trace of one model, as read from its file.
 
     Attributes:
-        marks: In their order.
-        ledger: The account at its end, as the ledger writes it; empty where it did not get there.
+        marks: The ends of phases, in their order.
+        ledger: The account at the end of the run, as `Ledger.as_dict`; empty if the run was killed.
     """
 
     marks: Sequence[Mark] = ()
@@ -104,35 +105,35 @@ class Recording:
 
     @property
     def step_count(self) -> int:
-        """Optimizer steps that were ended."""
+        """Optimizer steps that ended."""
         return sum(mark.phase == OPTIMIZER for mark in self.marks)
 
 
 class Trace:
-    """The file that one model's marks go to. A drive that refuses them ends it, not the run."""
+    """The trace file of one model. If a write fails, the trace ends and the run continues."""
 
     def __init__(
         self, folder: Path, read: Callable[[], Measures], clock: Callable[[], float] = monotonic
     ) -> None:
-        """Begin a file, and note the start.
+        """Create the file and write the first mark.
 
         Args:
-            folder: Where; it is there already.
-            read: Gives the counters.
-            clock: Gives seconds.
+            folder: Folder of the file; it exists already.
+            read: Returns the counters.
+            clock: Returns seconds.
         """
         self._read, self._clock = read, clock
-        self._rest = SETUP  # the phase that whatever comes before the next one belongs to
+        self._rest = SETUP  # the phase that the next mark ends
         self._components: Mapping[str, int] | None = None
         self._file: TextIO | None = _open(folder)
         self.mark()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Stand around a forward pass or an optimizer step.
+        """Mark the begin and the end of a forward pass or an optimizer step.
 
-        Backward is what lies between a forward pass and what follows it: autograd has no end that
-        a program without hooks could know.
+        The time from the end of a forward pass to the next phase counts as backward: without hooks
+        a program cannot know when autograd ends.
         """
         self.mark()
         self._rest = name
@@ -143,7 +144,7 @@ class Trace:
             self._rest = BACKWARD if name == FORWARD else OTHER
 
     def mark(self) -> None:
-        """Note the end of what went on until now."""
+        """Write the end of the current phase."""
         measures = self._read()
         line = {"time_s": self._clock(), "phase": self._rest, **asdict(measures)}
         if measures.components == self._components:
@@ -152,7 +153,7 @@ class Trace:
         self._write(line)
 
     def end(self, ledger: Mapping[str, Any]) -> None:
-        """Note the account at the end of the run; nothing is noted after it."""
+        """Write the account at the end of the run, and close the file."""
         self.mark()
         self._write({"ledger": ledger})
         self._close()
@@ -174,9 +175,9 @@ class Trace:
 
 
 def read_recording(folder: Path) -> Recording:
-    """Return what the run with this folder has left; of several models the one with most steps.
+    """Return the trace of a run; if it has several models, the one with the most steps.
 
-    Lines that a killed process left half-written are passed over.
+    Incomplete lines of a killed process are skipped.
     """
     found = [_read(path) for path in sorted(folder.glob(f"*{_SUFFIX}"))[:FILES_MAX]]
     return max(found, key=lambda recording: recording.step_count, default=Recording())

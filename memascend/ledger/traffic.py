@@ -1,4 +1,4 @@
-"""What each volume moved, how long it was busy with it, and how long its requests took."""
+"""Traffic, busy time and request latency of each volume, and the traffic of activations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from memascend.base.units import format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Of requests, from their issue to their completion.
+    """Latency of requests, from their issue to their completion, in seconds.
 
     Attributes:
-        count: How many.
-        p50_s: Half of them took no longer; this and the next two are at most a quarter too large.
-        p99_s: 99 % took no longer.
-        p999_s: 99.9 % took no longer.
-        longest_s: The longest.
+        count: Number of requests.
+        p50_s: Median; this and the next two are at most a quarter too large.
+        p99_s: 99th percentile.
+        p999_s: 99.9th percentile.
+        longest_s: Maximum.
     """
 
     count: int
@@ -29,20 +29,20 @@ class Latency:
     longest_s: float
 
     def describe(self) -> str:
-        """Return the figures that a reader of the log wants."""
+        """Return the 99th percentile and the maximum, for the log."""
         return f"99 % within {1e3 * self.p99_s:.3g} ms, longest {1e3 * self.longest_s:.3g} ms"
 
 
 @dataclass(slots=True)
 class ActivationTraffic:
-    """What forward has saved for backward, since the start.
+    """Saved activations, since the start.
 
     Attributes:
-        count: Storages.
-        saved_bytes: Of all of them.
-        written_bytes: Of those that went to the drive.
-        read_bytes: Of those that came back.
-        device_bytes_peak: The most that was on the device at once: waiting, read ahead, or in use.
+        count: Number of storages.
+        saved_bytes: Bytes of all of them.
+        written_bytes: Bytes written to the drive.
+        read_bytes: Bytes read from the drive.
+        device_bytes_peak: Peak of their bytes on the device: waiting, prefetched, or in use.
     """
 
     count: int = 0
@@ -67,12 +67,12 @@ class VolumeTraffic:
 
     Attributes:
         path: Its directory or device.
-        bytes_read: As the drive moved them: whole blocks.
-        bytes_written: As the drive moved them.
+        bytes_read: Bytes that the drive read, in whole blocks.
+        bytes_written: Bytes that the drive wrote, in whole blocks.
         busy_s: Seconds with requests in flight.
-        reads: All that were read.
-        writes: All that were written.
-        needed: Of both, what training waited for.
+        reads: Latency of read requests.
+        writes: Latency of write requests.
+        needed: Latency of the requests that training waited for.
     """
 
     path: str

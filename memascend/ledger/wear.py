@@ -1,7 +1,7 @@
-"""The bytes that a run writes to its drives, against their endurance and the user's budget.
+"""SSD wear: the bytes that a run writes, against the drives' endurance and the user's budget.
 
-Flash wears out by writing. A step of full fine-tuning writes 14 bytes and more for each
-parameter, so a long run on a consumer drive is worth counting. Pure; the caller gives the clock.
+Writing wears flash out, and a step of full fine-tuning writes 14 bytes or more per parameter: a
+long run can use up a consumer drive. Pure; the caller gives the clock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Wear:
     """The account at one moment.
 
     Attributes:
-        written_bytes: By all ranks of this machine, taken to be alike.
-        step_bytes: Of that, one optimizer step's on average; the model's first writing is left out.
+        written_bytes: Bytes written by all ranks of this machine, which are taken to be alike.
+        step_bytes: Mean of the bytes of one optimizer step; excludes writing the initial model.
         steps: Optimizer steps so far.
-        seconds: Since the first of them ended.
-        endurance_bytes: What the drives may still be written; None when nobody stated it.
-        budget_bytes: What this run may write; None without a budget.
+        seconds: Seconds since the first step ended.
+        endurance_bytes: Stated bytes that the drives may still be written; None if not stated.
+        budget_bytes: Bytes that this run may write; None without a budget.
     """
 
     written_bytes: int
@@ -37,7 +37,7 @@ class Wear:
 
     @property
     def endurance_share(self) -> float | None:
-        """Part of the stated endurance that this run has used."""
+        """Part of the stated endurance that this run has used; None if none was stated."""
         return None if self.endurance_bytes is None else self.written_bytes / self.endurance_bytes
 
     @property
@@ -51,7 +51,7 @@ class Wear:
 
     @property
     def is_over_budget(self) -> bool:
-        """True when more was written than the user allows."""
+        """True if the run has written more than its budget."""
         return self.budget_bytes is not None and self.written_bytes > self.budget_bytes
 
     def describe(self) -> str:
@@ -80,19 +80,19 @@ class WearMeter:
         ranks: int = 1,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Begin with nothing written.
+        """Begin with no steps.
 
         Args:
-            endurance_bytes: What the drives may still be written.
-            budget_bytes: What this run may write.
-            ranks: That write to the same drives.
-            clock: Gives seconds.
+            endurance_bytes: Bytes that the drives may still be written.
+            budget_bytes: Bytes that this run may write.
+            ranks: Number of ranks that write to the same drives.
+            clock: Returns seconds.
         """
         self._endurance_bytes, self._budget_bytes = endurance_bytes, budget_bytes
         self._ranks, self._clock = ranks, clock
         self._steps = 0
-        # When the first step ended and what was written by then. The last writes of a step may
-        # still be in flight, so the end of a step is only compared with the end of another.
+        # Time and bytes written at the end of the first step. The last writes of a step may still
+        # be in flight then, so only ends of steps are compared with each other.
         self._first_ended: tuple[float, int] = (0.0, 0)
         self._last_ended_bytes = 0
         self._is_reported = False
@@ -101,10 +101,10 @@ class WearMeter:
         """Count an optimizer step.
 
         Args:
-            written_bytes: By this rank, since it began.
+            written_bytes: Bytes written by this rank since it began.
 
         Returns:
-            The account, once: when the budget is first exceeded.
+            The account when the budget is first exceeded, else None.
         """
         self._steps += 1
         if self._steps == 1:
@@ -117,7 +117,7 @@ class WearMeter:
         return found if found.is_over_budget else None
 
     def read(self, written_bytes: int) -> Wear:
-        """Return the account, when this rank has written so much."""
+        """Return the account for a rank that has written so many bytes."""
         began, before_bytes = self._first_ended
         between_bytes = self._last_ended_bytes - before_bytes
         later = self._steps - 1
