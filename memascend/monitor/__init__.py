@@ -1,1 +1,1 @@
-"""The status of a running job: what each rank writes, where it lies, and how it is read."""
+"""The status of a running job: its contents, its files, and their readers."""

@@ -1,4 +1,4 @@
-"""Whether the drive holds training up, and by how much: one line for the log. Pure."""
+"""One log line: how long training waits for the drives, and if a drive is the bottleneck. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from memascend.monitor.clock import StepTimes
 from memascend.monitor.status import VolumeRate
 
-#: From this part of the time on a drive that is busy decides how long a step takes.
+#: A drive that is busy for this part of the time or more determines the step time.
 BUSY_SHARE_HIGH = 0.8
 
 
 def describe_bottleneck(times: StepTimes, rates: Sequence[VolumeRate], *, step_count: int) -> str:
-    """Return what was measured, and what it means.
+    """Return the measurements and their meaning, as one line.
 
     Args:
-        times: Of a step on average.
-        rates: Of each volume over the same steps, at least one.
-        step_count: Number of them.
+        times: Mean times of a step.
+        rates: The rates of each volume over the same steps, at least one.
+        step_count: Number of these steps.
     """
     busiest = max(rates, key=lambda rate: rate.busy)
     text = (

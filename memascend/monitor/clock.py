@@ -1,7 +1,7 @@
-"""Where the time of a step goes: forward, backward, optimizer, and what lies between.
+"""The time of a step by phase: forward, backward, optimizer, and the rest.
 
-Pure; the caller says when each begins, and gives the clock. Times are those of the host, which on
-a device runs ahead of it. For the thread that trains alone.
+Pure; the caller notes the begin of each phase, and gives the clock. Times are the host's, which
+runs ahead of a device. Used by the training thread alone.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from time import monotonic
 
 from memascend.ledger.trace import BACKWARD, FORWARD, OPTIMIZER, OTHER, PHASES
 
-#: Steps that a mean is taken over.
+#: Number of steps that `StepClock.mean` averages.
 STEPS_AVERAGED = 20
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The seconds of one step, or of one on average.
+    """The seconds of one step, or the mean over several.
 
     Attributes:
-        forward: In the model's forward passes.
-        backward: From their ends until the engine steps.
-        optimizer: In the engine's step.
-        other: All else, from the end of the step before: data, logs, evaluation, checkpoints.
-        waited: Of training and of the thread of activations, for the drives; not of the
-            optimizer's, which goes on beside it.
+        forward: Time in the model's forward passes.
+        backward: Time from the end of a forward pass to the engine's step.
+        optimizer: Time in the engine's step.
+        other: Remaining time since the end of the last step: data, logs, evaluation, checkpoints.
+        waited: Time that training and the activation thread waited for the drives. Excludes a
+            background optimizer step.
     """
 
     forward: float = 0.0
@@ -38,12 +38,12 @@ class StepTimes:
 
     @property
     def total(self) -> float:
-        """From the end of the step before to the end of this one."""
+        """Time from the end of the last step to the end of this one."""
         return self.forward + self.backward + self.optimizer + self.other
 
 
 class StepClock:
-    """Tells phases apart, and adds up what each took of a step."""
+    """Adds up the time that each phase takes in a step."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         """Begin outside of every phase."""
@@ -57,17 +57,17 @@ class StepClock:
 
     @property
     def phase_seconds(self) -> float:
-        """Since the phase began."""
+        """Seconds since the phase began."""
         return self._clock() - self._since
 
     @property
     def last(self) -> StepTimes | None:
-        """The last step; None before the first has ended."""
+        """The times of the last step; None before the first has ended."""
         return self._recent[-1] if self._recent else None
 
     @property
     def mean(self) -> StepTimes | None:
-        """The last steps on average; None before the first has ended."""
+        """The mean times of the last steps; None before the first has ended."""
         count = len(self._recent)
         if not count:
             return None
@@ -83,16 +83,17 @@ class StepClock:
         """Note that a forward pass begins.
 
         Args:
-            after_backward: Whether a backward pass came since the last one.
+            after_backward: True if a backward pass has run since the last forward pass. If not, the
+                time since then counts as other.
             waited: Seconds so far that training waited for the drives.
         """
-        if not self._has_begun:  # what came before the first step is no part of it
+        if not self._has_begun:  # exclude the time before the first step
             self._has_begun = True
             self._since, self._waited_before = self._clock(), waited
         self._enter(FORWARD, spent_as=None if after_backward else OTHER)
 
     def end_forward(self) -> None:
-        """Note that it has ended; what follows is backward, unless another forward pass comes."""
+        """Note the end of a forward pass; backward follows, unless another forward pass begins."""
         self._enter(BACKWARD)
 
     def begin_step(self) -> None:
@@ -100,10 +101,10 @@ class StepClock:
         self._enter(OPTIMIZER)
 
     def end_step(self, *, is_boundary: bool, waited: float) -> None:
-        """Note that it has ended.
+        """Note the end of the engine's step.
 
         Args:
-            is_boundary: Whether it was the optimizer's, not that of one micro-batch among others.
+            is_boundary: True if the optimizer stepped, False between micro-batches.
             waited: Seconds so far that training waited for the drives.
         """
         self._enter(OTHER)
@@ -115,7 +116,7 @@ class StepClock:
             self._spent[phase] = 0.0
 
     def _enter(self, phase: str, *, spent_as: str | None = None) -> None:
-        """Begin a phase; the one that ends may turn out to have been another."""
+        """Begin a phase; the time since the last change counts as `spent_as`, or as the old one."""
         now = self._clock()
         self._spent[spent_as or self.phase] += now - self._since
         self.phase, self._since = phase, now

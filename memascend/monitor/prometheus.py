@@ -1,6 +1,6 @@
 """The status of a run in Prometheus' text format, for node_exporter's textfile collector.
 
-Base units, a name for each measure with its HELP and TYPE, labels for what it is counted by. Pure.
+Base units; each metric has a HELP, a TYPE and labels. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Samples = Iterator[tuple[dict[str, object], float | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """One name: what it says, its type, and its samples of one rank (None: it has none)."""
+    """One metric: its name, type, help text, and samples of one rank (None: no sample)."""
 
     name: str
     kind: str
@@ -26,7 +26,7 @@ class _Measure:
 
 
 def as_prometheus(ranks: Sequence[RankFile]) -> str:
-    """Return the samples of all ranks; of one whose status cannot be read there are none."""
+    """Return the samples of all ranks whose status can be read."""
     known = [(rank.status, not rank.has_ended) for rank in ranks if rank.status is not None]
     lines = []
     for measure in _MEASURES:
@@ -109,7 +109,7 @@ _MEASURES = tuple(
         (
             "status_timestamp_seconds",
             "gauge",
-            "When the rank last said something, since 1970.",
+            "Time of the rank's last status, in seconds since 1970.",
             _one(lambda status: status.written_at),
         ),
         ("steps_total", "counter", "Optimizer steps so far.", _one(lambda status: status.step)),
@@ -122,26 +122,26 @@ _MEASURES = tuple(
         (
             "time_left_seconds",
             "gauge",
-            "Until the last step of the schedule.",
+            "Seconds until the last step of the schedule.",
             _one(lambda status: status.seconds_left),
         ),
-        ("step_seconds", "gauge", "Of the last steps on average, by phase.", _phases),
+        ("step_seconds", "gauge", "Mean time of the last steps, by phase.", _phases),
         (
             "step_waited_seconds",
             "gauge",
-            "Of it, what training waited for the drives.",
+            "Mean time of a step in which training waited for the drives.",
             _one(lambda status: status.mean.waited if status.mean is not None else None),
         ),
         (
             "tokens_per_second",
             "gauge",
-            "Of this rank, padding included.",
+            "Tokens per second of this rank, padding included.",
             _one(lambda status: status.tokens_per_second),
         ),
         (
             "samples_per_second",
             "gauge",
-            "Of this rank.",
+            "Samples per second of this rank.",
             _one(lambda status: status.samples_per_second),
         ),
         (
@@ -153,67 +153,67 @@ _MEASURES = tuple(
         (
             "host_memory_peak_bytes",
             "gauge",
-            "The most that it ever was.",
+            "Peak host memory by component.",
             _of_components("peak_bytes"),
         ),
         (
             "host_memory_planned_bytes",
             "gauge",
-            "As planned.",
+            "Planned host memory by component.",
             _of_components("planned_bytes"),
         ),
         (
             "host_memory_limit_bytes",
             "gauge",
-            "Of all components together.",
+            "Limit on the host memory of all components together.",
             _one(lambda status: status.ledger.limit_bytes),
         ),
         (
             "host_memory_held_bytes",
             "gauge",
-            "What the components hold together.",
+            "Host memory that the components hold together.",
             _one(lambda status: status.ledger.held_bytes),
         ),
         (
             "resident_memory_bytes",
             "gauge",
-            "Of the process, Python and torch included.",
+            "Resident memory of the process, Python and torch included.",
             _one(lambda status: status.ledger.resident_bytes),
         ),
         (
             "volume_read_bytes_total",
             "counter",
-            "Read from the volume by this rank.",
+            "Bytes that this rank read from the volume.",
             _of_volumes("bytes_read"),
         ),
         (
             "volume_written_bytes_total",
             "counter",
-            "Written to the volume by this rank.",
+            "Bytes that this rank wrote to the volume.",
             _of_volumes("bytes_written"),
         ),
         (
             "volume_busy_seconds_total",
             "counter",
-            "With requests of this rank in flight.",
+            "Time with requests of this rank in flight.",
             _of_volumes("busy_s"),
         ),
         (
             "volume_latency_seconds",
             "gauge",
-            "Of requests since the start; quantile 1 is the longest.",
+            "Latency of requests since the start; quantile 1 is the longest.",
             _latencies,
         ),
         (
             "waited_seconds_total",
             "counter",
-            "What training waited for the drives.",
+            "Time that training waited for the drives.",
             _one(lambda status: status.ledger.drive.get("wait_seconds")),
         ),
         (
             "endurance_used_ratio",
             "gauge",
-            "Part of the stated endurance of the drives that this machine's ranks have used.",
+            "Part of the drives' stated endurance that the ranks of this machine have used.",
             _one(
                 lambda status: (
                     status.ledger.wear.endurance_share if status.ledger.wear is not None else None

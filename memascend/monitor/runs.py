@@ -1,7 +1,7 @@
-"""Where runs of this machine lie: a folder for each, in it a file for each rank.
+"""The folders of this machine's runs; a run's folder has one file for each rank.
 
-Without a word in the block all runs of a user are in one folder below /tmp: it is there on every
-machine, and stays when the user logs out and the run goes on, as $XDG_RUNTIME_DIR does not.
+By default all runs of a user are in one folder in /tmp. It exists on every machine and, unlike
+$XDG_RUNTIME_DIR, stays when the user logs out and the run continues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from memascend.errors import ConfigError
 from memascend.monitor.status import Status, read_status
 
-#: Runs that have ended and are kept; older ones go when a new one begins.
+#: Number of ended runs to keep; older ones are removed when a new run begins.
 ENDED_RUNS_KEPT = 8
 
 _RUN_NAME = re.compile(r"\d{8}T\d{6}\.\d{3}-\d+")
@@ -27,13 +27,13 @@ _RANK_FILE = re.compile(r"rank-\d+\.json")
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What is known of one rank: its status, or the reason why there is none.
+    """The status of one rank, or the reason why there is none.
 
     Attributes:
-        path: Of the file.
-        status: None where it cannot be read.
-        is_alive: Whether its process runs; None where this machine cannot know.
-        problem: Why there is no status.
+        path: The rank's file.
+        status: None if it cannot be read.
+        is_alive: True if the rank's process runs; None if this machine cannot know.
+        problem: The reason why there is no status.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class RankFile:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come of it."""
+        """True if the rank is finished, or its process has ended."""
         return self.status is not None and (self.status.is_finished or self.is_alive is False)
 
 
@@ -53,11 +53,11 @@ def default_root() -> Path:
 
 
 def run_name(milliseconds: int, pid: int) -> str:
-    """Return the name of a run; the later it began, the later in the alphabet.
+    """Return the name of a run; names sort by the time at which the runs began.
 
     Args:
-        milliseconds: Since 1970, when it began.
-        pid: Of rank 0.
+        milliseconds: Time at which the run began, since 1970.
+        pid: Process number of rank 0.
     """
     began = datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
     return f"{began:%Y%m%dT%H%M%S}.{milliseconds % 1000:03d}-{pid}"
@@ -69,16 +69,16 @@ def rank_path(root: Path, run: str, rank: int) -> Path:
 
 
 def make_run(root: Path, run: str, *, is_shared: bool) -> None:
-    """Make the folder of a run, and remove what is left of old ones.
+    """Create the folder of a run, and remove old runs.
 
     Args:
-        root: Of runs.
-        run: Its name.
-        is_shared: Whether others may read it: a root that the user named. /tmp is everybody's to
-            write to, and so the root there is its owner's alone.
+        root: Folder of runs.
+        run: Name of the run.
+        is_shared: True if the user named the root: other users may read it. The default root in
+            /tmp belongs to this user alone, since every user can write to /tmp.
 
     Raises:
-        OSError: It cannot be made, or another user made it first.
+        OSError: The folder cannot be created, or another user created it first.
     """
     if is_shared:
         root.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def check_own(folder: Path) -> None:
     """Refuse a folder in /tmp that another user may have prepared.
 
     Raises:
-        PermissionError: It is a link, somebody else's, or for others to write to.
+        PermissionError: The folder is a link, belongs to another user, or others can write to it.
     """
     state = folder.lstat()
     is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
@@ -109,7 +109,7 @@ def runs_in(root: Path) -> list[Path]:
 
 
 def ranks_of(run: Path) -> list[RankFile]:
-    """Return what is known of each rank of a run, by rank; empty for what is no run."""
+    """Return the file of each rank of a run, by rank; empty if the folder is not a run."""
     found = []
     for path in _listed(run):
         if not _RANK_FILE.fullmatch(path.name):
@@ -117,7 +117,7 @@ def ranks_of(run: Path) -> list[RankFile]:
         try:
             status = read_status(path)
         except ConfigError as error:
-            if path.exists():  # or it was removed meanwhile
+            if path.exists():  # else the run was removed meanwhile
                 found.append(RankFile(path, None, None, str(error)))
         else:
             found.append(RankFile(path, status, status.process.is_alive()))
@@ -128,13 +128,13 @@ def find_run(name: str | None, root: Path | None = None) -> Path:
     """Return the folder of a run.
 
     Args:
-        name: Its name, or a path: of it, of a folder of runs, of one rank's file. None: the latest
-            that runs, else the latest.
-        root: Of runs; left out: this user's.
+        name: Name of the run; or the path of a run, of a folder of runs, or of one rank's file.
+            None: the latest run with a running rank, else the latest run.
+        root: Folder of runs; None: this user's.
 
     Raises:
-        ConfigError: There is none; says what was looked for and where, and what there is. Or the
-            folder of runs is another user's.
+        ConfigError: No such run; the message names the places searched and the runs that exist. Or
+            the folder of runs belongs to another user.
     """
     if root is None:
         root = default_root()
@@ -166,7 +166,7 @@ def _latest(root: Path) -> Path:
 
 
 def _is_running(run: Path) -> bool:
-    """Return whether a rank of it runs, as far as known; one that cannot be read says nothing."""
+    """Return whether a rank of the run is known to run; an unreadable one is not."""
     return any(rank.status is not None and not rank.has_ended for rank in ranks_of(run))
 
 
@@ -177,7 +177,7 @@ def _check_trusted(root: Path) -> None:
         return
     except OSError as error:
         raise ConfigError(
-            f"cannot look for runs: {error}. likely cause: somebody else made it. Remove it, or "
+            f"cannot look for runs: {error}. likely cause: another user made it. Remove it, or "
             'name a folder in the block: "status": "/path"'
         ) from error
 
@@ -187,7 +187,7 @@ def _looks_like_run(folder: Path) -> bool:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return what is in a folder; nothing where it is none, or another rank has just removed it."""
+    """Return the entries of a folder; empty if it is none, or another rank has just removed it."""
     try:
         return list(folder.iterdir())
     except OSError:
@@ -200,7 +200,7 @@ def _what_there_is(root: Path) -> str:
 
 
 def _remove_old(root: Path) -> None:
-    """Remove runs that have ended, but for the latest; what is not ours to remove stays."""
+    """Remove runs that have ended, but for the latest; files of other users stay."""
     ended = (run for run in runs_in(root) if all(rank.has_ended for rank in ranks_of(run)))
     for run in list(ended)[ENDED_RUNS_KEPT:]:
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""What a rank says of itself while it trains, as one JSON document.
+"""The status that a rank writes while it trains, as one JSON document.
 
-Knows the account and times, not who measures them. Written and read by the same classes: what a
-reader does not know it leaves out, what is missing or of another kind is an error.
+Knows the ledger and the times, not how they are measured. The same classes write and read it. A
+reader ignores fields that it does not know; a missing field, or one of a wrong type, is an error.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from memascend.ledger.traffic import VolumeTraffic
 from memascend.monitor.clock import StepTimes
 from memascend.system.identity import ProcessIdentity
 
-#: What a rank is doing, besides the phases of a step.
+#: Value of `phase` besides the phases of a step.
 FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeRate:
-    """What one volume moved of late.
+    """The recent traffic of one volume.
 
     Attributes:
         path: Its directory or device.
-        read: Bytes per second.
-        written: Bytes per second.
+        read: Bytes read per second.
+        written: Bytes written per second.
         busy: Part of the time with requests in flight.
     """
 
@@ -45,24 +45,24 @@ class Status:
     """One rank at one moment.
 
     Attributes:
-        program: What it runs.
+        program: Name of the training program.
         run: Name of the run, the same on every rank.
-        rank: Its number.
+        rank: Number of the rank.
         world_size: Number of ranks.
-        process: Who wrote this.
-        started_at: When the rank was ready to train, in seconds since 1970.
-        written_at: When this was written.
-        phase: Of the step, or "finished".
-        phase_seconds: For how long.
+        process: The process that wrote this.
+        started_at: Time at which the rank was ready to train, in seconds since 1970.
+        written_at: Time of this status, in seconds since 1970.
+        phase: Phase of the step, or "finished".
+        phase_seconds: Seconds since the phase began.
         step: Optimizer steps so far, those before a resume included.
-        steps_total: As the learning-rate schedule has them; None where it has no end.
+        steps_total: Steps of the learning-rate schedule; None if it has no end.
         last: Times of the last step; None before the first.
-        mean: Of the last steps.
-        samples_per_second: Of this rank; sums over the ranks are those of the run.
-        tokens_per_second: Likewise, padding included; None where the model gets no tokens.
-        rates: Of each volume, since the document before this.
+        mean: Mean times of the last steps.
+        samples_per_second: Rate of this rank; the sum over the ranks is the rate of the run.
+        tokens_per_second: The same in tokens, padding included; None if the model gets no tokens.
+        rates: Rates of each volume since the last status.
         ledger: The account of memory and traffic.
-        version: Of the document; another one is not read.
+        version: Version of the document; other versions are refused.
     """
 
     program: str
@@ -86,12 +86,12 @@ class Status:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the rank came to its end."""
+        """True if the rank has finished."""
         return self.phase == FINISHED
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the schedule's last step; None while unknown."""
+        """Seconds until the schedule's last step; None if unknown."""
         if self.steps_total is None or self.mean is None or self.is_finished:
             return None
         return max(0, self.steps_total - self.step) * self.mean.total
@@ -101,15 +101,15 @@ _ADAPTER = TypeAdapter(Status)
 
 
 def as_json(status: Status) -> str:
-    """Return the document."""
+    """Return the status as a JSON document."""
     return _ADAPTER.dump_json(status).decode()
 
 
 def read_status(path: Path) -> Status:
-    """Read a document.
+    """Read a status.
 
     Raises:
-        ConfigError: It cannot be read, or is something else.
+        ConfigError: The file cannot be read, or is not a status of this version.
     """
     try:
         return _ADAPTER.validate_json(path.read_bytes())
@@ -127,7 +127,7 @@ def read_status(path: Path) -> Status:
 def rates_between(
     before: Sequence[VolumeTraffic], now: Sequence[VolumeTraffic], seconds: float
 ) -> list[VolumeRate]:
-    """Return what each volume moved between two accounts."""
+    """Return the rates of each volume between two accounts."""
     found = []
     for old, new in zip(before, now, strict=True):
         found.append(

@@ -1,7 +1,7 @@
-"""Writes the status of one rank now and then, from the thread that trains.
+"""Writes the status of one rank at intervals, from the thread that trains.
 
-Holds no history but that of the last steps, and writes at most once a second, whenever a phase of a
-step begins. Nothing here ends a training: what fails is said once.
+Keeps the times of the last steps only. Writes when a phase of a step begins, at most once a second.
+An error here never stops training; the first one is logged.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where the status of a rank goes, and whose it is.
+    """The place of a rank's status.
 
     Attributes:
-        root: Of runs.
-        is_shared: Whether the user named it.
+        root: Folder of runs.
+        is_shared: True if the user named the root.
         run: Name of the run.
         rank: Number of the rank.
         world_size: Number of ranks.
-        program: What it runs.
+        program: Name of the training program.
     """
 
     root: Path
@@ -50,18 +50,18 @@ class RankPlace:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the rank's file."""
         return rank_path(self.root, self.run, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the training is.
+    """The progress of training.
 
     Attributes:
         step: Optimizer steps so far.
-        steps_total: Of the schedule; None where it has no end.
-        samples: Of the last step, this rank's part.
+        steps_total: Steps of the learning-rate schedule; None if it has no end.
+        samples: Samples of this rank in one step.
     """
 
     step: int = 0
@@ -70,7 +70,7 @@ class Progress:
 
 
 class StatusFile:
-    """The file of one rank, made when it is first written. No method raises."""
+    """The status file of one rank, created at the first write. No method raises."""
 
     def __init__(
         self,
@@ -83,23 +83,23 @@ class StatusFile:
         """Begin without a file.
 
         Args:
-            place: Where it goes.
-            read_ledger: Gives the account.
-            read_drive: Gives the counters of the store; empty without one.
-            clock: Gives seconds.
+            place: The place of the file.
+            read_ledger: Returns the account.
+            read_drive: Returns the counters of the store; empty without one.
+            clock: Returns seconds.
         """
         self.place, self._read_ledger, self._read_drive = place, read_ledger, read_drive
         self._clock, self._steps = clock, StepClock(clock)
         self._progress = Progress()
         self._tokens = self._tokens_of_step = 0
-        self._drive: Mapping[str, int | float] = {}  # when the last step ended
-        self._moved: dict[str, float] = {}  # in the last step
+        self._drive: Mapping[str, int | float] = {}  # counters at the end of the last step
+        self._moved: dict[str, float] = {}  # bytes of the last step
         self._process = identify(os.getpid())
         self._started_at = time()
-        self._written = 0.0  # by the clock
+        self._written = 0.0  # time of the last write, on the clock
         self._traffic: tuple[VolumeTraffic, ...] = ()
         self._rates: list[VolumeRate] = []
-        self._count = 0  # of the steps that this process made
+        self._count = 0  # steps of this process
         self._window: tuple[float, Sequence[VolumeTraffic]] = (0.0, ())
         self._is_begun = self._has_folder = self._has_failed = False
 
@@ -107,8 +107,8 @@ class StatusFile:
         """Note that a forward pass begins.
 
         Args:
-            after_backward: Whether a backward pass came since the last one.
-            count_tokens: Gives the tokens that it is about.
+            after_backward: True if a backward pass has run since the last forward pass.
+            count_tokens: Returns the number of tokens of this forward pass.
         """
 
         def note() -> None:
@@ -122,7 +122,7 @@ class StatusFile:
         self._write_if_due()
 
     def end_forward(self) -> None:
-        """Note that it has ended."""
+        """Note the end of a forward pass."""
         self._steps.end_forward()
         self._write_if_due()
 
@@ -132,10 +132,10 @@ class StatusFile:
         self._write_if_due()
 
     def end_step(self, read_progress: Callable[[], Progress] | None) -> None:
-        """Note that it has ended.
+        """Note the end of the engine's step.
 
         Args:
-            read_progress: Says how far the training is; None after one micro-batch among others.
+            read_progress: Returns the progress of training; None between micro-batches.
         """
 
         def note() -> None:
@@ -157,7 +157,7 @@ class StatusFile:
         self._write_if_due()
 
     def last_step(self) -> dict[str, float]:
-        """Return the last step in numbers, for logs; empty before the first."""
+        """Return the measurements of the last step, for logs; empty before the first."""
         times = self._steps.last
         if times is None:
             return {}
@@ -173,12 +173,12 @@ class StatusFile:
         }
 
     def finish(self) -> None:
-        """Say that the rank is through, where anything was said at all."""
+        """Write that the rank has finished, if it has a file."""
         if self._has_folder and os.getpid() == self._process.pid:
             self.attempt(lambda: self._write(self._clock(), FINISHED))
 
     def _note_bottleneck(self) -> None:
-        """Log once, on rank 0, what the drives have to do with the time of a step."""
+        """Log once, on rank 0, if a drive is the bottleneck."""
         self._count += 1
         begins, ends = self._count == 1, self._count == 1 + STEPS_AVERAGED
         if self.place.rank != 0 or not (begins or ends):
@@ -199,7 +199,7 @@ class StatusFile:
             self.attempt(lambda: self._write(now, self._steps.phase))
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Do what is of no use to training itself, and log once why it failed."""
+        """Run an action that training does not depend on; log its first error."""
         try:
             action()
         except Exception as error:
@@ -208,7 +208,7 @@ class StatusFile:
             self._has_failed = True
             log.warning(
                 "memascend: rank %d: no status for `memascend monitor` in %s or for logs: %s. "
-                'Training goes on; "status" in the block names another folder, or false for none',
+                'Training continues; "status" in the block names another folder, or false for none',
                 self.place.rank,
                 self.place.path.parent,
                 error,
@@ -223,7 +223,7 @@ class StatusFile:
             self._rates = rates_between(self._traffic, ledger.volumes, seconds)
         self._traffic, self._written = tuple(ledger.volumes), now
         if not self._is_begun:
-            # Tried once: one that was refused may be somebody else's, and leads anywhere.
+            # Tried once: a folder that was refused may be another user's, and a link to anywhere.
             self._is_begun = True
             make_run(self.place.root, self.place.run, is_shared=self.place.is_shared)
             self._has_folder = True
