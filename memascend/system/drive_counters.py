@@ -1,7 +1,7 @@
-"""What drives have moved since the machine started, from the kernel's own counters.
+"""The traffic of drives since the machine started, from the kernel's own counters.
 
-Reads sysfs, below a folder that tests replace. The counters are of all programs together, and of
-what reached the drive: a read that the page cache answers is in none of them.
+Reads sysfs, below a folder that tests replace. The counters are sums over all programs, and count
+only traffic that reached the drive: not reads that the page cache served.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 
 from memascend.system.mounts import SYSFS, drives_below, read_line
 
-#: Unit of the counters, whatever the drive's sectors are (Documentation/block/stat.rst).
+#: Unit of the counters, independent of the drive's sectors (Documentation/block/stat.rst).
 _SECTOR_BYTES = 512
 _FIELD_COUNT_MIN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DriveCounters:
-    """One drive, since the machine started.
+    """The counters of one drive since the machine started.
 
     Attributes:
-        read_bytes: That it read.
-        written_bytes: That it wrote.
+        read_bytes: Bytes that it read.
+        written_bytes: Bytes that it wrote.
         busy_s: Seconds with requests in flight.
     """
 
@@ -34,7 +34,7 @@ class DriveCounters:
 
 
 def read_counters(name: str, sysfs: Path = SYSFS) -> DriveCounters | None:
-    """Return the counters of a drive by the kernel's name; None where it has none."""
+    """Return the counters of a drive, given its kernel name; None if it has none."""
     fields = read_line(sysfs / "class/block" / name / "stat").split()
     if len(fields) < _FIELD_COUNT_MIN or not all(field.isdigit() for field in fields):
         return None
@@ -46,7 +46,7 @@ def read_counters(name: str, sysfs: Path = SYSFS) -> DriveCounters | None:
 
 
 def drives_of(paths: Iterable[Path]) -> list[str]:
-    """Return the drives below some paths, which need not be there yet."""
+    """Return the drives below some paths, which need not exist yet."""
     found = set()
     for path in paths:
         real = Path(os.path.abspath(path))

@@ -1,4 +1,4 @@
-"""Files that are made anew, appear whole, and never lead through a link that somebody planted."""
+"""Creates and replaces files in one step, and never writes through a link planted by others."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 
 
 def open_new(path: Path, mode: int = 0o666) -> int:
-    """Return a descriptor of a file that was not there, open for writing.
+    """Create a file and return its descriptor, open for writing.
 
     Args:
-        path: Of the file; nothing may have the name, not even a link to nowhere.
-        mode: Of the file, less what the umask takes.
+        path: Path of the file; no entry may have the name, not even a dangling link.
+        mode: Mode of the file, before the umask.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, mode)
 
 
 def open_anew(path: Path) -> int:
-    """Return a descriptor of a new file in the place of the file or link that had the name."""
+    """Return a descriptor of a new file; an existing file or link of that name is removed."""
     path.unlink(missing_ok=True)
     return open_new(path)
 
 
 def write_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Make a file of text, where none is, that is on the drive on return."""
+    """Create a file with a text; on return it is on the drive."""
     with open(open_new(path, mode), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -37,18 +37,18 @@ def write_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def replace_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Put a file of text in the place of the file or link that has the name, in one step.
+    """Replace the file or link at a path, or create a file, in one step.
 
-    It is written beside that under a name that nobody can foresee. What killed processes left of
-    this is removed: let one at a time replace a path.
+    The text is first written to a file beside it with a random name. Such files that killed
+    processes left behind are removed, so one process at a time may replace a path.
 
     Args:
-        path: Of the file.
-        text: What it holds.
-        mode: Of the new file, less what the umask takes.
+        path: Path of the file.
+        text: Content of the file.
+        mode: Mode of the new file, before the umask.
 
     Raises:
-        OSError: The file system refused; what was there before still is.
+        OSError: The file system refused; the old file is unchanged.
     """
     beginning = f".memascend-{path.name}."
     for left in path.parent.glob(f"{glob.escape(beginning)}*.new"):
@@ -66,13 +66,13 @@ def replace_durably(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def replace_whole(path: Path, text: str) -> None:
-    """Put a file of text in the place of the one that has the name, in one step.
+    """Replace the file at a path, or create it, in one step, without waiting for the drive.
 
-    As `replace_durably`, but for what is written again and again, and need not survive the machine:
-    nothing waits for the drive. One process at a time writes a path.
+    For files that are written often and need not survive a crash of the machine. One process at a
+    time may write a path.
 
     Raises:
-        OSError: The file system refused; what was there before still is.
+        OSError: The file system refused; the old file is unchanged.
     """
     staged = path.with_name(f".memascend-{path.name}.new")
     try:
@@ -86,7 +86,7 @@ def replace_whole(path: Path, text: str) -> None:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Tell if nothing or a plain file has a name: no link, folder or device."""
+    """Return True if a path is a plain file or does not exist; False for a link, folder, device."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no fsync of a folder.
+        # Some network file systems do not support fsync of a folder.
         if error.errno != errno.EINVAL:
             raise
     finally:

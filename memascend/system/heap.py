@@ -1,11 +1,11 @@
-"""The heap: what serves malloc in this process, and how it is made to give freed memory back.
+"""The heap: finds the allocator behind malloc, and makes glibc's give freed memory back.
 
-glibc keeps what is freed for the next who asks. Where tensors of many sizes come and go, as layers
-do on a device that is the CPU, it keeps pieces of all of them. An allocation that is mapped by
-itself goes back to the system when it is freed, so glibc is told to map from a smaller size on.
-What lies free in its heap by then is still used first. The settings are the process's, cannot be
-asked for, and stay until it ends. A `malloc_trim` between phases would find next to nothing: what
-is large is back by then, and what is small is in use.
+glibc keeps freed memory for the next allocation. If tensors of many sizes are allocated and freed,
+as layers do if the device is the CPU, it keeps pieces of all of them. An allocation with a mapping
+of its own goes back to the system when it is freed, so glibc is told to map from a smaller size on.
+Memory that is free in the heap at that time is still used first. The settings belong to the
+process, cannot be read back, and stay until it ends. A `malloc_trim` between phases would find
+almost nothing: large memory has gone back by then, and small memory is in use.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from memascend.base.units import MIB, format_nbytes
 from memascend.system.mounts import PROC, read_line
 
-# Of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
 _GLIBC = "glibc"
-#: A process may have so many mappings unless the system says otherwise; and glibc as many.
+#: Default maximum of mappings of a process (vm.max_map_count); glibc's own limit is the same.
 _MAP_COUNT_MAX = 65530
-#: Of those, what the heap may take: one quarter. Beyond it glibc takes memory as before.
+#: The heap may use one of so many mappings. Beyond that glibc allocates as before.
 _HEAP_SHARE = 4
 _PROBE_BYTES = MIB
 _PROBE_TRIES = 3
@@ -35,12 +35,12 @@ _PROBE_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Heap:
-    """What serves malloc in this process.
+    """The allocator behind malloc in this process, and its settings.
 
     Attributes:
-        allocator: Such as "glibc 2.36"; of others the file's name.
-        why_left: Why it is left as it is; empty where glibc's may be set.
-        mapped_bytes_min: Allocations are mapped from this size on; None before it was set.
+        allocator: Name and version, such as "glibc 2.36"; of another allocator its file's name.
+        why_left: Reason why it is not set; empty if glibc's may be set.
+        mapped_bytes_min: Smallest allocation with a mapping of its own; None before it is set.
     """
 
     allocator: str
@@ -49,22 +49,22 @@ class Heap:
 
     @property
     def is_glibc(self) -> bool:
-        """Whether glibc's malloc serves."""
+        """True if malloc is glibc's."""
         return self.allocator.startswith(_GLIBC)
 
     def describe(self) -> str:
-        """Return who serves and what was set, for the log."""
+        """Return the allocator and its settings, for the log."""
         if self.mapped_bytes_min is not None:
             nbytes = format_nbytes(self.mapped_bytes_min)
-            return f"heap of {self.allocator}: what is freed goes back at once from {nbytes} on"
+            return f"heap of {self.allocator}: freed memory goes back at once from {nbytes} on"
         return f"heap of {self.allocator}" + (self.why_left and f", left alone: {self.why_left}")
 
 
 def examine_heap(settings: Sequence[str] = ()) -> Heap:
-    """Return what serves malloc, and whether it may be set.
+    """Return the allocator behind malloc, and the reason why it is not set, if there is one.
 
     Args:
-        settings: Variables with which the user has set it.
+        settings: Names of environment variables with which the user has set malloc.
     """
     libc = _glibc()
     if libc is None or not _is_serving(libc):
@@ -75,23 +75,23 @@ def examine_heap(settings: Sequence[str] = ()) -> Heap:
 def give_back_freed(
     *, mapped_bytes_min: int, settings: Sequence[str] = (), proc: Path = PROC
 ) -> Heap:
-    """Have glibc map allocations from a size on; leave another's heap, and the user's, alone.
+    """Make glibc map allocations from a size on; skip other allocators and the user's settings.
 
     Args:
-        mapped_bytes_min: The size.
-        settings: Variables with which the user has set it.
-        proc: Where procfs is; tests give a folder of their own.
+        mapped_bytes_min: The smallest size to map.
+        settings: Names of environment variables with which the user has set malloc.
+        proc: Root of procfs, for tests.
     """
     heap = examine_heap(settings)
     libc = _glibc()
     if heap.why_left or libc is None:
         return heap
     values = {
-        # Every mapping of the heap counts for the kernel, unless it happens to merge it with its
-        # neighbour. At the kernel's maximum nobody can map, nor unmap a part, any more.
+        # Each mapping counts against the process's maximum, unless the kernel merges it with its
+        # neighbour. At the maximum no thread can map memory, nor unmap a part of a mapping.
         _M_MMAP_MAX: _map_count_max(proc) // _HEAP_SHARE,
         _M_MMAP_THRESHOLD: mapped_bytes_min,
-        # The end of the heap: any of the three settings ends glibc's habit of adapting it.
+        # The end of the heap. Setting any of the three stops glibc from adapting its thresholds.
         _M_TRIM_THRESHOLD: mapped_bytes_min,
     }
     if not all([libc.mallopt(setting, value) for setting, value in values.items()]):
@@ -106,13 +106,13 @@ _ACCOUNT = (
 
 
 class _Account(ctypes.Structure):
-    """The whole numbers of glibc's `struct mallinfo2`."""
+    """The fields of glibc's `struct mallinfo2`."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _ACCOUNT]
 
 
 class _OldAccount(ctypes.Structure):
-    """The same before glibc 2.33, modulo two to the power of 32."""
+    """The same as 32-bit numbers, before glibc 2.33."""
 
     _fields_ = [(name, ctypes.c_uint) for name in _ACCOUNT]
 
@@ -130,15 +130,15 @@ def _glibc_version() -> str:
 
 
 def _is_serving(libc: ctypes.CDLL) -> bool:
-    """Take memory from malloc and look if glibc has it in its account.
+    """Allocate memory, and check that glibc's counters grow.
 
-    Where malloc is defined does not tell: in a program at a fixed address, as some Pythons are, it
-    seems to be the program's own.
+    The address of the symbol malloc is no proof: in a program at a fixed address, as some builds of
+    Python are, it appears to be the program's own.
     """
     process = ctypes.CDLL(None)
     process.malloc.restype, process.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     process.free.argtypes = [ctypes.c_void_p]
-    for _ in range(_PROBE_TRIES):  # other threads free memory meanwhile
+    for _ in range(_PROBE_TRIES):  # again, since other threads may free memory meanwhile
         before = _in_use(libc)
         address = process.malloc(_PROBE_BYTES)
         grown = (_in_use(libc) - before) % (1 << 32)
@@ -179,15 +179,16 @@ _NOTE_LOADED = ctypes.CFUNCTYPE(
 
 
 def _file_of_malloc(libc: ctypes.CDLL | None) -> str:
-    """Return the name of the first library that defines it, as the loader looks, or the program's.
+    """Return the file name of the first library in the loader's order that defines malloc.
 
-    The address alone does not tell: in a program at a fixed address it is the program's.
+    Without such a library it is the program's own. The address of malloc alone is no proof: in a
+    program at a fixed address it appears to be the program's.
     """
     glibc = None if libc is None else _file_defining_malloc(libc)
     for file in _loaded_files():
         if file == glibc:
-            break  # the program's own comes before it
-        with suppress(OSError, AttributeError):  # the kernel's, or without malloc
+            break  # a library before glibc replaces its malloc, none behind it does
+        with suppress(OSError, AttributeError):  # the vDSO, or a library without malloc
             library = ctypes.CDLL(os.fsdecode(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
             if _file_defining_malloc(library) == file:
                 return os.path.basename(os.fsdecode(file))
@@ -196,7 +197,7 @@ def _file_of_malloc(libc: ctypes.CDLL | None) -> str:
 
 
 def _loaded_files() -> list[bytes]:
-    """Return the libraries of this process, in the order in which the loader looks."""
+    """Return the libraries of this process, in the loader's order."""
     files: list[bytes] = []
 
     def note(loaded: Any, size: int, data: object) -> int:

@@ -1,7 +1,7 @@
-"""Which process wrote something, so that a reader knows later whether it still runs.
+"""Identifies the process that wrote a file, so that a reader can tell if it still runs.
 
-A process number is given again, so the moment of its start belongs to it; and it means something
-only on the machine, since the boot and in the container that gave it.
+Process numbers are reused, so the start time belongs to the identity. A number is valid only on one
+machine, for one boot, and in one PID namespace.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class ProcessIdentity:
 
     Attributes:
         host: Name of the machine.
-        boot: The kernel's name of the time since it was booted.
-        namespace: In which the number counts; another one in each container.
-        pid: Its number there.
-        started: When it was started, in ticks since the boot.
+        boot: The kernel's random id of the boot.
+        namespace: PID namespace of the number; containers have their own.
+        pid: Process number in that namespace.
+        started: Start time, in clock ticks since the boot.
     """
 
     host: str
@@ -35,7 +35,7 @@ class ProcessIdentity:
     started: int
 
     def is_alive(self, proc: Path = PROC) -> bool | None:
-        """Return whether it runs; None where this process cannot know, as on another machine."""
+        """Return whether it runs; None if this process cannot know, as on another machine."""
         here = identify(os.getpid(), proc)
         if self.host != here.host:
             return None
@@ -47,7 +47,7 @@ class ProcessIdentity:
 
 
 def identify(pid: int, proc: Path = PROC) -> ProcessIdentity:
-    """Return the identity of a process of this machine; `started` is 0 where it does not run."""
+    """Return the identity of a process of this machine; `started` is 0 if it does not run."""
     try:
         namespace = os.readlink(proc / "self/ns/pid")
     except OSError:
@@ -62,7 +62,7 @@ def identify(pid: int, proc: Path = PROC) -> ProcessIdentity:
 
 
 def _start_time(text: str) -> int:
-    # The program's name comes second, in parentheses, and may hold anything, these included.
+    # The second field is the program's name, in parentheses; the name may contain parentheses.
     state, *fields = text.rpartition(")")[2].split() or [""]
     if state in ("", "Z", "X"):  # gone, or waiting to be reaped
         return 0

@@ -1,7 +1,7 @@
-"""Locks between processes; the kernel takes them back from one that has ended.
+"""Locks between processes, which the kernel releases when a process ends.
 
-Whoever may read a file can lock it, and whoever may read a folder can lock that. So a lock that
-others of the machine must not hold is on a file which this user alone can open.
+Read permission on a file or folder is enough to lock it. So a lock that must not be held by other
+users is on a file that only this user can open.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _POLL_S = 0.02
 
 
 def lock_within(descriptor: int, seconds: float) -> bool:
-    """Take the lock for this process alone; return False where another has it for so long.
+    """Take the exclusive lock; return False if another process holds it for so many seconds.
 
     Raises:
-        OSError: The file system knows no locks.
+        OSError: The file system does not support locks.
     """
     end = monotonic() + seconds
     while True:
@@ -36,13 +36,13 @@ def lock_within(descriptor: int, seconds: float) -> bool:
 
 
 def take_lock_file(path: Path, seconds: float) -> int | None:
-    """Take the lock of a file that is there only while somebody has the lock, or was killed.
+    """Take the lock of a file that exists only while a process holds the lock, or was killed.
 
     Returns:
-        A descriptor for `release_lock_file`; None where another process has it for so long.
+        A descriptor for `release_lock_file`; None if another process holds it for so many seconds.
 
     Raises:
-        OSError: The file system knows no locks, or what has the name is not this user's own file.
+        OSError: The file system does not support locks, or the path is not this user's own file.
     """
     end = monotonic() + seconds
     while True:
@@ -54,25 +54,25 @@ def take_lock_file(path: Path, seconds: float) -> int | None:
 
 
 def release_lock_file(descriptor: int, path: Path) -> None:
-    """Remove the file, then give the lock back: whoever waits for it makes a new file."""
+    """Remove the file, then release the lock; a waiting process then creates a new file."""
     with suppress(OSError):
         if _is_named(descriptor, path):
             path.unlink()
-    # A child that another thread forked meanwhile has the descriptor, and would keep the lock.
+    # A child that another thread forked may have the descriptor, and would keep the lock.
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _open_own(path: Path) -> int | None:
-    """Open a file for this user alone, made where it is missing; None if it was removed meanwhile.
+    """Open the lock file, or create it for this user alone; None if it was removed meanwhile.
 
     Raises:
-        OSError: What has the name is a link, no file, or somebody else's.
+        OSError: The path is a link, not a plain file, or belongs to another user.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        # Ours, whoever a network share says that it belongs to.
+        # A file that we create is ours, even if a network share reports another owner.
         return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         pass
@@ -86,17 +86,17 @@ def _open_own(path: Path) -> int | None:
         os.close(descriptor)
         raise PermissionError(errno.EPERM, "it is not this user's own lock file", str(path))
     with suppress(OSError):  # a file system without modes
-        os.fchmod(descriptor, 0o600)  # after somebody's chmod of all that is in the folder
+        os.fchmod(descriptor, 0o600)  # undoes a chmod of all files in the folder
     return descriptor
 
 
 def _lock_or_close(descriptor: int, path: Path, seconds: float) -> bool:
-    """Lock a file that still has its name: who had the lock before has removed that file."""
+    """Lock the file; False if it has lost its name, as the last holder removes it."""
     is_taken = False
     try:
         is_taken = lock_within(descriptor, seconds) and _is_named(descriptor, path)
     except OSError:
-        path.unlink(missing_ok=True)  # of no use to anybody where there are no locks
+        path.unlink(missing_ok=True)  # useless on a file system without locks
         raise
     finally:
         if not is_taken:

@@ -1,8 +1,8 @@
 """Memory of this machine and of its processes, as the kernel counts it.
 
-Reads procfs and the files of control groups below a folder that tests replace. Ranks ask at
-different moments, so whoever builds something that must be the same on every rank agrees on the
-smallest answer first.
+Reads procfs and the files of control groups below a folder that tests replace. Ranks read at
+different moments, so a caller that needs the same size on every rank takes the smallest value of
+all ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ROOT, PROC = Path("/"), Path("/proc")
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """Return the bytes this process can have: the least of what is free and allowed.
+    """Return the bytes this process can use: the minimum of available memory and limits.
 
     Counts the machine's MemTotal and MemAvailable, and the memory limit of this process's control
-    group and of every group above it (cgroup v2 and v1). What other processes of the same group
-    use is not subtracted.
+    group and of every group above it (cgroup v2 and v1). The usage of other processes in the same
+    group is not subtracted.
 
     Args:
-        root: Where `proc` and `sys` are; tests give a folder of their own.
+        root: Folder with `proc` and `sys`, for tests.
 
     Raises:
         ConfigError: The kernel's files are missing; set the limit in bytes instead.
@@ -35,10 +35,10 @@ def memory_available(root: Path = ROOT) -> int:
 
 
 def memory_total(root: Path = ROOT) -> int:
-    """Return the bytes there are, in use or not: the least of the machine's and its groups' limits.
+    """Return the bytes in total, used or not: the minimum of the machine's memory and its limits.
 
-    A limit that is a fraction is a fraction of this, so that the same configuration means the same
-    on every day.
+    A limit given as a fraction is a fraction of this, so that the same configuration gives the same
+    limit on every run.
 
     Raises:
         ConfigError: As in `memory_available`.
@@ -47,12 +47,12 @@ def memory_total(root: Path = ROOT) -> int:
 
 
 def group_limit(root: Path = ROOT) -> int | None:
-    """Return the tightest memory limit of our control group and all above it, None without one."""
+    """Return the tightest memory limit of our control group and its parents, None without one."""
     return min(_groups(root), default=None)
 
 
 def resident_memory(proc: Path = PROC) -> tuple[int, int]:
-    """Return the resident bytes of this process, now and at most; zeros where they are unknown."""
+    """Return the resident bytes of this process (now, peak); zeros if they are unknown."""
     found = process_status("self", proc)
     now = found.get("VmRSS", 0)
     return now, max(now, found.get("VmHWM", 0))
@@ -87,7 +87,7 @@ def _machine(root: Path, *names: str) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """Yield every limit from our group upwards. "max", or a file that is not there, is none."""
+    """Yield every limit from our group upwards; "max" and a missing file are no limit."""
     for mount, group, file in _memberships(root):
         folder = mount / group
         # Seen from within a container the group's own path may not exist below the mount; the

@@ -1,4 +1,4 @@
-"""From a path to what holds it: the mount, the block device, the drives below.
+"""From a path to its mount, its block device and its drives.
 
 Reads procfs and sysfs, below folders that tests replace. Nothing here opens a device.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
-#: What to do on a file system that copies what is overwritten.
+#: Advice for a file system that copies data on overwrite.
 COPY_ON_WRITE_FIX = (
     "ext4 or XFS, a raw device, or on btrfs a directory without snapshots and compression "
     "(chattr -R +C, btrfs property set <directory> compression none)"
@@ -28,10 +28,10 @@ class Mount:
     """One line of /proc/self/mountinfo.
 
     Attributes:
-        number: Of the file system's device, such as "259:1".
-        point: The folder it is mounted on.
-        kind: Such as "ext4".
-        source: What was mounted, such as "/dev/nvme0n1p1".
+        number: Number of the file system's device, such as "259:1".
+        point: Folder of the mount point.
+        kind: Type of the file system, such as "ext4".
+        source: The mounted device or share, such as "/dev/nvme0n1p1".
     """
 
     number: str
@@ -41,7 +41,7 @@ class Mount:
 
 
 def read_mounts(proc: Path = PROC) -> list[Mount]:
-    """Return what is mounted, in the order of mounting; empty where that cannot be read."""
+    """Return the mounts, in the order of mounting; empty if they cannot be read."""
     found = []
     for line in read_lines(proc / "self/mountinfo"):
         mount, _, origin = line.partition(" - ")
@@ -53,10 +53,10 @@ def read_mounts(proc: Path = PROC) -> list[Mount]:
 
 
 def mount_of(path: str | os.PathLike[str], proc: Path = PROC) -> Mount | None:
-    """Return the mount that holds a path, None where it cannot be found.
+    """Return the mount that holds a path, None if it cannot be found.
 
     Raises:
-        OSError: The path is not there.
+        OSError: The path does not exist.
     """
     mounts, number = read_mounts(proc), device_number(path)
     for mount in mounts:
@@ -69,20 +69,20 @@ def mount_of(path: str | os.PathLike[str], proc: Path = PROC) -> Mount | None:
 
 
 def filesystem_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of the file system that holds a path, such as "ext4".
+    """Return the type of the file system that holds a path, such as "ext4".
 
     Raises:
-        OSError: The path is not there.
+        OSError: The path does not exist.
     """
     mount = mount_of(path)
     return "unknown file system" if mount is None else mount.kind
 
 
 def device_number(path: str | os.PathLike[str]) -> str:
-    """Return the number, such as "259:1", of a block device or of what holds a directory.
+    """Return the number, such as "259:1", of a block device, or of the device of a directory.
 
     Raises:
-        OSError: The path is not there.
+        OSError: The path does not exist.
     """
     state = os.stat(path)
     device = state.st_rdev if stat.S_ISBLK(state.st_mode) else state.st_dev
@@ -92,13 +92,13 @@ def device_number(path: str | os.PathLike[str]) -> str:
 def block_folder(
     path: str | os.PathLike[str], sysfs: Path = SYSFS, proc: Path = PROC
 ) -> Path | None:
-    """Return the folder in sysfs of a block device, or of the one below a directory.
+    """Return the sysfs folder of a block device, or of the device below a directory.
 
-    None for what is on no block device of this machine: tmpfs, a network share. Of a btrfs over
-    several devices only the one it was mounted by is known.
+    None for a path on no block device of this machine: tmpfs, a network share. For a btrfs over
+    several devices it is the device that was mounted.
 
     Raises:
-        OSError: The path is not there.
+        OSError: The path does not exist.
     """
     link = sysfs / "dev/block" / device_number(path)
     if not link.exists():
@@ -109,10 +109,10 @@ def block_folder(
 
 
 def drives_below(path: str | os.PathLike[str], sysfs: Path = SYSFS, proc: Path = PROC) -> list[str]:
-    """Return the kernel's names of the drives that a block device or a directory lies on.
+    """Return the kernel's names of the drives below a block device or a directory.
 
-    Partitions lead to their disk; device-mapper and md volumes to all of their parts. Empty for
-    what is on no drive of this machine.
+    Partitions lead to their disk; device-mapper and md volumes to all of their parts. Empty for a
+    path on no drive of this machine, or one that does not exist.
     """
     try:
         folder = block_folder(path, sysfs, proc)
@@ -127,12 +127,12 @@ def device_name(source: str) -> str:
 
 
 def unescaped(text: str) -> str:
-    """Replace the octal numbers in which the kernel writes blanks, line ends and backslashes."""
+    """Replace the octal escapes that the kernel writes for blanks, line ends and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of one of the kernel's files; none where it cannot be read."""
+    """Return the lines of a procfs or sysfs file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -140,7 +140,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_line(path: Path) -> str:
-    """Return the first line of one of the kernel's files, stripped; "" where there is none."""
+    """Return the first line of a procfs or sysfs file, stripped; "" if there is none."""
     return "".join(read_lines(path)[:1]).strip()
 
 

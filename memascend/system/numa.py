@@ -1,7 +1,7 @@
 """NUMA topology: which nodes there are, and which one a device or a path is attached to.
 
-Asks libnuma through py-libnuma when that optional extra is installed and works, else sysfs. Never
-moves memory: binding is done by the native core. Every function takes the sysfs root, for tests.
+Uses libnuma through py-libnuma if that optional extra is installed and works, else sysfs. Never
+moves memory: the native core binds it. Every function takes the sysfs root, for tests.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def node_of_path(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> int | Non
 
 
 def processors_near(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> list[int]:
-    """Return the processors on a drive's node; none where all are as near, or it is unknown."""
+    """Return the processors on a drive's node; empty with one node, or if the node is unknown."""
     node = node_of_path(path, sysfs)
     if node is None or len(online_nodes(sysfs)) < 2:
         return []

@@ -8,10 +8,10 @@ _MADV_PAGEOUT = 21  # since Linux 5.4; not in Python's mmap
 
 
 def page_out(begin: int, nbytes: int) -> None:
-    """Ask the kernel to take mapped pages out of memory; where it refuses they stay.
+    """Ask the kernel to move mapped pages out of memory; a refusal is ignored.
 
     Args:
-        begin: First address, at the start of a page.
-        nbytes: From there on.
+        begin: Address of the first byte, at the start of a page.
+        nbytes: Number of bytes.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _MADV_PAGEOUT)

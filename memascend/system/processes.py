@@ -1,14 +1,14 @@
-"""Watches the memory, disk and I/O of a process and all its descendants from outside.
+"""Measures the memory, disk and I/O of a process and all its descendants from outside.
 
-Reads what the kernel tells and knows nothing of what the processes do. One sampler watches one tree
-from one thread of its own; read `samples` after `stop()`.
+Reads procfs and sysfs only, so the processes need not cooperate. One sampler watches one tree from
+one thread of its own; read `samples` after `stop()`.
 
-Two facts of Linux decide how things are counted here:
-- Explicit huge pages are in no process's RSS or PSS. They are added, or memory would vanish from
-  the account by being backed differently.
-- When a parent waits for a child, the child's I/O counters are added to the parent's own. So the
-  bytes a finished tree moved are the growth of *our* counters (`IoCounter`), exactly, with nothing
-  lost between the last sample and the exit, and nothing counted twice.
+Two facts of Linux determine how things are counted here:
+- Explicit huge pages are not in the RSS or PSS of a process. They are added, so that the total does
+  not depend on the kind of pages.
+- When a parent waits for a child, the kernel adds the child's I/O counters to the parent's. So the
+  traffic of a finished tree is the growth of *our* counters (`IoCounter`): exact, complete to the
+  last byte, and counted once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from memascend.system.drive_counters import DriveCounters, drives_of, read_count
 from memascend.system.memory import process_status
 from memascend.system.mounts import PROC, read_lines
 
-# Finding the processes walks all of /proc, the others page tables and folders: less often.
+# Process discovery walks all of /proc, PSS page tables, disk use folders: sampled less often.
 TREE_INTERVAL_S = 0.25
 DRIVE_INTERVAL_S = 0.25
 PSS_INTERVAL_S = 0.5
 DISK_INTERVAL_S = 1.0
 
-_SECTOR_BYTES = 512  # unit of st_blocks, whatever the device's sectors are
+_SECTOR_BYTES = 512  # unit of st_blocks, independent of the device's sectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +55,25 @@ class Sample:
 
     @property
     def total_rss_bytes(self) -> int:
-        """Sum over the processes; pages they share count once for each."""
+        """Sum over the processes; a shared page counts once per process."""
         return sum(self.rss_bytes.values())
 
     def above(self, baseline_bytes: int) -> int:
-        """Return the sum of what each process holds beyond `baseline_bytes`.
+        """Return the sum over the processes of the bytes that each holds beyond `baseline_bytes`.
 
-        A launcher that has only imported torch counts for nothing, a training process for what it
-        allocated itself.
+        With the size of `import torch` as the baseline a launcher counts as zero, and a training
+        process only counts its own allocations.
         """
         return sum(max(0, rss - baseline_bytes) for rss in self.rss_bytes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class DriveSample:
-    """The drives at one moment: their counters by name, of all programs of the machine.
+    """The counters of the drives at one moment, by drive name; sums over all programs.
 
     Attributes:
         time_s: Seconds since the sampler started.
+        counters: The counters by drive name.
     """
 
     time_s: float
@@ -81,7 +82,7 @@ class DriveSample:
 
 @dataclass(slots=True)
 class Peaks:
-    """Largest values seen so far, of what is not kept sample by sample."""
+    """Largest values of the quantities that are not kept in samples."""
 
     pss_bytes: int = 0
     disk_bytes: int = 0
@@ -94,8 +95,8 @@ class TreeSampler:
     Args:
         pid: Root of the tree.
         interval_s: Seconds between samples of the resident memory.
-        folders: Folders whose newly written files count as disk used, and whose drives are watched.
-        since: Files changed at this time of the clock or later are new; None: from now on.
+        folders: Folders whose new files count as disk use, and whose drives are sampled.
+        since: Files changed at this Unix time or later are new; None: from now on.
     """
 
     def __init__(
@@ -175,13 +176,13 @@ class TreeSampler:
 
 
 class IoCounter:
-    """Bytes moved to and from storage by the children waited for since it was made."""
+    """Storage traffic of this process, and of children it has waited for, since it was made."""
 
     def __init__(self) -> None:
         self._start = _own_io()
 
     def read_and_written_bytes(self) -> tuple[int, int] | None:
-        """Return (read, written), or None where the kernel keeps no such account."""
+        """Return (read, written) in bytes, or None if the kernel keeps no such counters."""
         now = _own_io()
         if self._start is None or now is None:
             return None
@@ -217,7 +218,7 @@ def disk_bytes(folder: Path, *, since: float) -> int:
 
 
 def nameless_disk_bytes(pids: Sequence[int], folders: Sequence[Path]) -> int:
-    """Return the bytes of files without a name that the processes keep open in `folders`."""
+    """Return the bytes of unlinked files that the processes keep open in `folders`."""
     below = tuple(f"{folder.resolve()}/" for folder in folders)
     found: dict[tuple[int, int], int] = {}
     for pid in pids:
