@@ -23,7 +23,7 @@ BLOCK_KEY = "memascend"
 
 
 class AllocatorConfig(Section):
-    """Where pinned host memory comes from: exact-size blocks of huge-page arenas."""
+    """The source of pinned host memory: exact-size blocks from huge-page arenas."""
 
     enabled: bool = Field(True, description="off: torch's pinned memory, as stock uses it")
     huge_pages: Literal["explicit", "transparent", "off"] | None = Field(
@@ -35,7 +35,7 @@ class AllocatorConfig(Section):
 
 
 class BufferPoolConfig(Section):
-    """Staging buffers for parameters: size classes from the model's own shapes."""
+    """Staging buffers for parameters, in size classes of the model's own shapes."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's uniform buffers")
     prefetch_bytes: Nbytes | None = Field(
@@ -47,7 +47,7 @@ class BufferPoolConfig(Section):
 
 
 class DirectNvmeConfig(Section):
-    """How bytes reach the drive: extents of one file, O_DIRECT, io_uring."""
+    """The I/O path to the drives: extents of one file, O_DIRECT, io_uring."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's libaio engine, a file per tensor")
     engine: Literal["uring", "libaio", "threads"] | None = Field(
@@ -69,22 +69,22 @@ class OverflowCheckConfig(Section):
 
 
 class GradientStreamConfig(Section):
-    """Gradients go from the device to the drive through fixed slots; no flat host buffer."""
+    """Gradients go from the device to the drive through fixed slots, without a flat host buffer."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's flat gradient buffer")
 
 
 class OptimizerStreamConfig(Section):
-    """The optimizer step walks each sub-group in tiles; no whole-sub-group buffers."""
+    """The optimizer step processes each sub-group in tiles, without whole-sub-group buffers."""
 
     enabled: bool = Field(True, description="off: DeepSpeed's whole-sub-group buffers")
     overlap: bool = Field(
-        True, description="the step goes on behind the next forward pass; off: it is over first"
+        True, description="the step overlaps the next forward pass; off: it ends before that pass"
     )
     during_backward: bool = Field(
         False,
         description="without clipping the step begins during backward and uses gradients up; takes "
-        "drive space for second values of all it changes",
+        "drive space for a second copy of all values that the step changes",
     )
     tile_bytes: Nbytes | None = Field(
         None,
@@ -97,8 +97,8 @@ class OptimizerStreamConfig(Section):
     )
     state_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="of Adam's two moments on the drive; bf16: 8 bytes less to move for each "
-        "parameter in a step, and other losses than in fp32",
+        description="dtype of Adam's two moments on the drive; bf16: 8 bytes less traffic per "
+        "parameter in a step, and losses that differ from fp32",
     )
 
 
@@ -117,15 +117,15 @@ class StreamingConfig(Section):
 
 
 class ActivationConfig(Section):
-    """What forward saves for backward goes to the drive, and comes back before it is needed."""
+    """Saved activations go to the drive, and are read back before backward needs them."""
 
-    enabled: bool = Field(False, description="off: it stays on the device")
+    enabled: bool = Field(False, description="off: activations stay on the device")
     device_bytes: Nbytes = Field(
         0,
         ge=0,
         le=1 << 60,
-        description="of it, what stays on the device: what backward needs first. The more, the "
-        "less is written to the drive",
+        description="saved activations that stay on the device: those that backward needs first. "
+        "More means less traffic",
     )
     min_bytes: Nbytes = Field(
         1 << 20, ge=1, le=1 << 60, description="smaller tensors stay on the device"
@@ -133,25 +133,25 @@ class ActivationConfig(Section):
 
 
 class HeapConfig(Section):
-    """Tensors that torch and DeepSpeed have freed: with glibc's malloc their memory goes back."""
+    """With glibc's malloc the memory of tensors that torch and DeepSpeed have freed goes back."""
 
-    enabled: bool = Field(True, description="off: malloc keeps what it is used to keep")
+    enabled: bool = Field(True, description="off: malloc keeps freed memory as usual")
     mapped_bytes_min: Nbytes = Field(
         256 << 10,
         ge=16 << 10,
         le=32 << 20,
-        description="allocations from this size on go back to the system when they are freed",
+        description="allocations of this size or larger go back to the system when they are freed",
     )
 
 
 class WearConfig(Section):
-    """Limits on what all ranks of this machine together write to the drives."""
+    """Limits on the bytes that all ranks of this machine together write to the drives."""
 
     endurance: Nbytes | None = Field(
         None,
         ge=1,
         le=1 << 60,
-        description="bytes they may still be written; the report then shows what is left",
+        description="bytes that the drives may still be written; the report shows the rest",
     )
     write_budget: Nbytes | None = Field(
         None, ge=1, le=1 << 60, description="bytes this run may write"
@@ -162,12 +162,12 @@ class WearConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Content of a checkpoint beside stock's files."""
+    """Contents of a checkpoint beside stock's files."""
 
     portable: bool = Field(
         True,
-        description="optimizer states in `*_optim_states.pt` too, where `ds_to_universal.py` and "
-        "CPU offload look for them; with Adam 8 more bytes per parameter",
+        description="optimizer states in `*_optim_states.pt` too, as `ds_to_universal.py` and CPU "
+        "offload expect; with Adam 8 more bytes per parameter",
     )
 
 
@@ -177,18 +177,18 @@ class MemAscendConfig(Section):
     enabled: bool = Field(True, description="off: stock DeepSpeed, untouched")
     host_memory_limit: int | float | str | None = Field(
         None,
-        description='per rank: bytes, "6GiB", or a fraction of what there is; left out: what the '
-        "plan needs, at most half of what is free",
+        description='per rank: bytes, "6GiB", or a fraction of the total memory; left out: as much '
+        "as the plan needs, at most half of the free memory",
     )
     report: PathText | None = Field(
         None,
         description="file for the ledger as JSON, written by rank 0 at the end; the first rank of "
-        "every other machine writes its own beside that name, such as `report.rank8.json`",
+        "every other machine writes one beside it, such as `report.rank8.json`",
     )
     status: bool | Annotated[PathText, Field(min_length=1)] = Field(
         True,
-        description="what `memascend monitor` shows of each rank: the folder of runs; true: "
-        "`/tmp/memascend-UID`; false: none",
+        description="folder of the status that `memascend monitor` shows; true: "
+        "`/tmp/memascend-UID`; false: no status",
     )
     allocator: AllocatorConfig = AllocatorConfig()
     buffer_pool: BufferPoolConfig = BufferPoolConfig()
@@ -204,14 +204,14 @@ class MemAscendConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     verify: Literal["off", "reads", "full"] = Field(
         "off",
-        description="compare with checksums what the drives give back: all that is read; `full`: "
-        "every write, too, at once",
+        description="compare checksums of all data read; `full`: also read back and compare every "
+        "write at once",
     )
 
     @field_validator("host_memory_limit", mode="before")
     @classmethod
     def _check_limit(cls, value: object) -> object:
-        parse_limit(value, available=1)  # what it is a fraction of is not known here
+        parse_limit(value, available=1)  # checks the value; the memory is not known here
         return value
 
     @model_validator(mode="after")
@@ -289,7 +289,7 @@ def parse_block(block: Mapping[str, Any]) -> MemAscendConfig:
     """Return the validated block.
 
     Raises:
-        ConfigError: Names every wrong key with its value, what is allowed and the nearest key.
+        ConfigError: Names every wrong key with its value, the allowed values and the nearest key.
     """
     try:
         return MemAscendConfig.model_validate(dict(block))

@@ -1,8 +1,8 @@
 """The DeepSpeed JSON, parsed once: the settings that memascend and its plan depend on.
 
-Without DeepSpeed. Names and defaults are DeepSpeed's own. A dict from Python may hold DeepSpeed's
-enums, its configuration objects, torch's dtypes and paths where JSON has text, and text where JSON
-has a number. A key that is left out, or left to the trainer ("auto"), has its default.
+Does not import DeepSpeed; names and defaults are DeepSpeed's. A dict from Python may hold
+DeepSpeed's enums and configuration objects, torch's dtypes and paths instead of text, and text
+instead of a number. A key that is missing, or left to the trainer ("auto"), has its default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PRECISIONS = {
 
 
 def _read_count(value: object) -> object:
-    """Make a number of text such as "1e9"; refuse true and false, which pydantic counts."""
+    """Convert text such as "1e9" to a number; refuse true and false, which pydantic would take."""
     if isinstance(value, bool):
         raise ValueError("it is no number")
     if isinstance(value, str) and not value.isdigit():
@@ -37,7 +37,7 @@ def _read_count(value: object) -> object:
 
 
 def _read_precision(value: object) -> object:
-    """Find the name of a dtype, which may be torch's, or have any of its names."""
+    """Return the short name of a dtype, given a torch dtype or any of its names."""
     return _PRECISIONS.get(str(value).lower().removeprefix("torch."), value)
 
 
@@ -47,11 +47,11 @@ Precision = Annotated[Literal["bf16", "fp16", "fp32"], BeforeValidator(_read_pre
 
 
 class _Part(BaseModel):
-    """An object of the JSON; keys that nothing here depends on are passed over."""
+    """An object of the JSON; unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    #: The keys whose values the trainer fills in ("auto"); those written out are `stated`.
+    #: Keys that the trainer fills in ("auto"); `stated` has the others.
     left_to_trainer: frozenset[str] = frozenset()
 
     @model_validator(mode="before")
@@ -105,7 +105,7 @@ class OffloadOptimizer(_Part):
 
 
 class ZeroOptimization(_Part):
-    """`zero_optimization`: how states are divided among ranks, and where they are kept."""
+    """`zero_optimization`: sharding of the states among ranks, and their offload."""
 
     stage: Count = 0
     sub_group_size: Count = 10**9
@@ -140,7 +140,7 @@ class HalfPrecision(_Part):
 
 
 class Switch(_Part):
-    """A section of which only the switches count."""
+    """A section of which only the switches are used."""
 
     enabled: bool = False
     deepcompile: bool = False
@@ -161,7 +161,7 @@ class Optimizer(_Part):
 
 
 class AdamSwitches(_Part):
-    """The switches in `optimizer.params` that decide which Adam it is, and what it keeps."""
+    """The switches in `optimizer.params` that select the kind of Adam and its states."""
 
     torch_adam: bool = False
     fp32_optimizer_states: bool = True
@@ -199,18 +199,18 @@ class DeepSpeedSettings(_Part):
 
     @property
     def halves(self) -> Mapping[str, HalfPrecision]:
-        """The sections of 16-bit precisions, by name, in the order in which they count."""
+        """The sections of 16-bit precisions by name, in order of precedence."""
         return {"bf16": self.bf16, "bfloat16": self.bfloat16, "fp16": self.fp16}
 
     @property
     def precision(self) -> str:
-        """What is switched on; else the first that is left to the trainer; else "fp32"."""
+        """The enabled precision; else the first that is left to the trainer; else "fp32"."""
         on = [name for name, half in self.halves.items() if half.enabled]
         auto = [name for name, half in self.halves.items() if "enabled" in half.left_to_trainer]
         return next((_PRECISIONS[name] for name in (*on, *auto)), "fp32")
 
     def accumulation_steps(self, world: int) -> int:
-        """Return the micro-steps of a step, from the batch sizes where they are not stated."""
+        """Return the micro-steps of a step, from the batch sizes if they are not stated."""
         if self.gradient_accumulation_steps:
             return self.gradient_accumulation_steps
         batch, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
@@ -218,7 +218,7 @@ class DeepSpeedSettings(_Part):
 
 
 def parse_deepspeed(ds_config: object) -> DeepSpeedSettings:
-    """Return the settings of a DeepSpeed configuration; anything but a mapping has none.
+    """Return the settings of a DeepSpeed configuration; defaults if it is not a mapping.
 
     Raises:
         ConfigError: Names every wrong key with its value, the allowed values and the nearest one.

@@ -12,7 +12,7 @@ DISABLE_VARIABLE = "MEMASCEND_DISABLE"
 CONFIG_VARIABLE = "MEMASCEND_CONFIG"
 TRACE_VARIABLE = "MEMASCEND_TRACE"
 
-#: With which glibc is told what malloc gives back; each is also a tunable, by the other name.
+#: Variables that set how glibc gives memory back, with the names of the same settings as tunables.
 _MALLOC_VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": "glibc.malloc.mmap_threshold",
     "MALLOC_MMAP_MAX_": "glibc.malloc.mmap_max",
@@ -23,23 +23,23 @@ _TUNABLES = (*_MALLOC_VARIABLES.values(), "glibc.malloc.hugetlb")
 
 
 def is_disabled() -> bool:
-    """Check if MEMASCEND_DISABLE asks for stock DeepSpeed, whatever the configuration says."""
+    """Return True if MEMASCEND_DISABLE asks for stock DeepSpeed, even with a block."""
     return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no")
 
 
 def block_text() -> str:
-    """Return the block that MEMASCEND_CONFIG holds, as text; empty when it holds none."""
+    """Return the text of MEMASCEND_CONFIG; empty if it is not set."""
     return os.environ.get(CONFIG_VARIABLE, "").strip()
 
 
 def trace_folder() -> Path | None:
-    """Return the folder that traces of runs go to; None where nobody asks for one."""
+    """Return the folder for traces of runs, from MEMASCEND_TRACE; None if it is not set."""
     folder = os.environ.get(TRACE_VARIABLE, "").strip()
     return Path(folder) if folder else None
 
 
 def malloc_settings() -> list[str]:
-    """Return the variables and tunables with which the user says what malloc gives back."""
+    """Return the names of variables and tunables by which the user has set glibc's malloc."""
     found = [name for name in _MALLOC_VARIABLES if os.environ.get(name)]
     names = (part.partition("=")[0] for part in os.environ.get(_TUNABLES_VARIABLE, "").split(":"))
     return found + [f"{_TUNABLES_VARIABLE} ({name})" for name in names if name in _TUNABLES]
@@ -61,11 +61,11 @@ def local_world_size() -> int:
 
 
 def cache_directory() -> Path:
-    """Return where measurements of this machine are kept between runs; it may not exist."""
+    """Return the folder of cached measurements of this machine; it may not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
         return Path(base, "memascend")
     try:
         return Path.home() / ".cache" / "memascend"
-    except RuntimeError:  # a user without a home; a folder that others can write would not do
+    except RuntimeError:  # a user without a home; others could write to a shared folder
         return Path(os.devnull, "memascend")

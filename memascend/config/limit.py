@@ -1,4 +1,4 @@
-"""The limit of host memory, as the user wrote it. Pure."""
+"""The limit of host memory, as the user states it. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def parse_limit(value: object, *, available: int) -> int | None:
 
     Args:
         value: None for no stated limit; a number of bytes; text such as "6GiB"; or a fraction of
-            `available`, above 0 and up to 1. A bare 1 is the fraction: nobody means one byte.
-        available: Bytes there are, from `memory_total`.
+            `available`, above 0 and up to 1. A bare 1 is the fraction, since a limit of one byte
+            makes no sense.
+        available: Total bytes of the machine, from `memory_total`.
 
     Raises:
-        ConfigError: Anything else; names the key, the value and what is allowed.
+        ConfigError: Any other value; the message names the key, the value and the allowed values.
     """
     if value is None:
         return None
@@ -49,6 +50,6 @@ def parse_limit(value: object, *, available: int) -> int | None:
 def _refused(value: object, reason: str) -> ConfigError:
     return ConfigError(
         f"{KEY}: {value!r:.100} is not allowed: {reason}. Allowed: bytes as a whole number, text "
-        'such as "6GiB" or "500 MB", or a fraction of the memory there is, above 0 and up to 1. '
-        "Leave it out for the default: what the plan needs, at most half of what is free"
+        'such as "6GiB" or "500 MB", or a fraction of the total memory, above 0 and up to 1. '
+        "Leave it out for the default: as much as the plan needs, at most half of the free memory"
     )

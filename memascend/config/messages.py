@@ -1,7 +1,7 @@
-"""Messages about wrong keys of the block: the value, what is allowed, the nearest known key.
+"""Messages about wrong keys of the block: the value, the allowed values, the nearest known key.
 
-Everything comes from the pydantic models themselves, so that it cannot go stale, and is written as
-the user writes it, in JSON.
+All names and bounds come from the pydantic models, so that they cannot go stale, and are written as
+JSON, like the user's file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 from memascend.base.json_text import show_json
 from memascend.config.section import read_nbytes
 
-#: More is read by nobody.
+#: Further lines of a message are dropped.
 LINE_COUNT_MAX = 40
-#: Of a key, as shown and compared with known ones.
+#: Characters of a key that are shown, and compared with known keys.
 NAME_LENGTH_MAX = 100
 
 Path = tuple[str | int, ...]
@@ -31,11 +31,11 @@ def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str
     """Return a line for each wrong key.
 
     Args:
-        error: What pydantic found.
-        model: The model of all that was read.
-        root: The model's own key; empty for the whole of a file.
+        error: The error that pydantic raised.
+        model: The model of the whole input.
+        root: The model's own key; empty for a whole file.
     """
-    lines: dict[str, None] = {}  # each once: a key of several types is wrong for each of them
+    lines: dict[str, None] = {}  # each once: pydantic reports a key for each of its types
     for entry in error.errors():
         if len(lines) == LINE_COUNT_MAX:
             lines["and more of that kind"] = None
@@ -45,7 +45,7 @@ def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str
 
 
 def section_in(annotation: object) -> type[BaseModel] | None:
-    """Return the model that a key's type is, or has a list of; None for a plain value."""
+    """Return the model in a key's type, or in its elements' type; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     found = (section_in(part) for part in typing.get_args(annotation))
@@ -66,7 +66,7 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
         return f"{dotted} is missing in {show_json(entry['input'])}. {_allowed(section, name)}."
     reason = str(entry["msg"]).removeprefix("Value error, ")
     if reason.startswith(dotted):
-        return reason  # complete already
+        return reason  # the message is complete
     text = f"{dotted}: {show_json(entry['input'])} is not allowed"
     if path and isinstance(path[-1], int):
         return f"{text}. Allowed: a path, or an object with one."
@@ -79,7 +79,7 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
 
 
 def _key_path(location: Sequence[str | int], model: type[BaseModel]) -> Path:
-    """Drop what pydantic adds to a key that takes several types: the type it tried."""
+    """Drop the names of types, which pydantic appends to a key that takes several types."""
     path = tuple(location)
     while len(path) > 1 and isinstance(path[-1], str):
         parent = _section_at(path[:-2], model).model_fields.get(str(path[-2]))
@@ -93,7 +93,7 @@ def _section_at(path: Path, model: type[BaseModel]) -> type[BaseModel]:
     section = model
     for name in path:
         if isinstance(name, int):
-            continue  # the place in a list, whose elements are what the key before it takes
+            continue  # an index; the key before it has the type of the elements
         field = section.model_fields.get(name)
         inner = section_in(field.annotation) if field else None
         if inner is None:
@@ -164,9 +164,9 @@ def _words(annotation: object) -> str:
 
 
 def takes_units(section: type[BaseModel], name: str) -> bool:
-    """Check if a key is a size, which may be text with a unit."""
+    """Return True if a key is a size, which may be text with a unit."""
     field = section.model_fields[name]
-    # `Nbytes` keeps its rule in the field; in `Nbytes | None` it stays with the part.
+    # `Nbytes` has its rule in the field's metadata; `Nbytes | None` has it in the type's arguments.
     parts = (field.metadata, *map(typing.get_args, typing.get_args(field.annotation)))
     return any(getattr(rule, "func", None) is read_nbytes for part in parts for rule in part)
 

@@ -1,4 +1,4 @@
-"""Shared by the sections of the block: strictness, and the types of sizes and of paths."""
+"""Shared by the sections of the block: strict parsing, and the types of sizes and paths."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from memascend.base.units import parse_nbytes
 
 
 class Section(BaseModel):
-    """A part of the block: unknown keys and values of another type are refused."""
+    """A part of the block: unknown keys and values of a wrong type are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def read_nbytes(value: object) -> object:
-    """Make a whole number of text such as "64MiB", and of 1e9; leave the rest to the check."""
+    """Convert text such as "64MiB", and a whole float such as 1e9, to an int; keep other values."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return parse_nbytes(value) if isinstance(value, str) else value
 
 
 def check_path(value: str) -> str:
-    """Return a path that a file can have.
+    """Return the path if a file can have it.
 
     Raises:
-        ValueError: It has a null byte, or half of a character.
+        ValueError: It has a null byte, or half of a surrogate pair.
     """
     if "\0" in value:
         raise ValueError("a path has no null byte")

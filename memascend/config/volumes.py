@@ -1,6 +1,6 @@
-"""The `volumes` key of the block: what a user may state about each drive.
+"""The `volumes` key of the block: the settings of each drive.
 
-Values and refusals only; memascend/volumes/ finds out if a drive is there.
+Values and refusals only; memascend/volumes/ checks the drives themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VOLUME_COUNT_MAX = 64
 
 
 class VolumeConfig(Section):
-    """One drive of several; a path alone does, too."""
+    """One drive of several; a path alone is enough."""
 
     path: PathText = Field(
         min_length=1, description="directory on the drive; with `raw` its device"
@@ -29,20 +29,20 @@ class VolumeConfig(Section):
         le=1000,
         description="share of the bytes, against the other drives'; left out: measured at start",
     )
-    raw: bool = Field(False, description="`path` is a block device that memascend has to itself")
+    raw: bool = Field(False, description="`path` is a block device for memascend alone")
     capacity: Nbytes | None = Field(
         None,
         ge=1 << 20,
         le=1 << 60,
-        description="use at most so much of it; left out: all there is",
+        description="maximum to use of the drive; left out: all of it",
     )
 
 
 def accept_paths(value: object) -> object:
-    """Make an object of each path.
+    """Convert each path of a list to an object.
 
     Raises:
-        ValueError: Not a list with something in it, or with too much.
+        ValueError: The value is no list, is empty, or is too long.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
@@ -58,10 +58,10 @@ def accept_paths(value: object) -> object:
 
 
 def check_together(volumes: tuple[VolumeConfig, ...]) -> tuple[VolumeConfig, ...]:
-    """Compare the volumes with each other.
+    """Check that the volumes agree with each other.
 
     Raises:
-        ValueError: A path is there twice, or some weights are stated and others not.
+        ValueError: A path is stated twice, or only some of the weights are stated.
     """
     paths = [os.path.abspath(volume.path) for volume in volumes]
     for index, path in enumerate(paths):
