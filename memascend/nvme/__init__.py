@@ -1,1 +1,1 @@
-"""The store: tensors by key on one or several drives, and the part of them kept in memory."""
+"""The store: tensors by key on one or several drives, and the resident cache in front of it."""

@@ -1,20 +1,21 @@
-"""The resident cache: a fixed part of what the store keeps stays in host memory instead.
+"""The resident cache: keeps a fixed part of the store's keys in host memory instead of on SSD.
 
-`ResidentStore` stands in front of a `TensorStore`, with the same surface, from the start; without a
-grant it only passes calls on. Once a plan has granted bytes to a stream, a key of that stream may
-lie in memory whole, or with its first pages, and on the drive from there on. A transfer over the
-border is split, and its ticket stands for both parts. Space on the drive is reserved for all of a
-key that lies there in part, at most one of each stream as a rule, so that it can move without help.
+`ResidentStore` has the interface of `TensorStore` and stands in front of one from the start;
+without a grant it only forwards calls. Once the plan has granted bytes to a stream, a key of that
+stream may be in memory as a whole, or with its first pages (its head) and the rest on the drive. A
+transfer over that border is split, and its ticket is that of the drive's part. A key that is partly
+in memory, as a rule at most one per stream, has space for all of it reserved on the drive, so that
+its head can be moved out without new space.
 
-Policy: every tensor is touched once a step, or once a pass, in a fixed cyclic order. Replacement by
-recency would always give up what is needed soonest. What serves most bytes per byte of memory is a
-part that never moves: the first keys that come get memory, and keep it until they are discarded, or
-until whoever uses them says that another is needed more (`give_memory_to`).
+Policy: every tensor is used once per step, or once per pass, in a fixed cyclic order. An LRU cache
+would always evict the tensor that is needed soonest. A fixed part saves most traffic per byte of
+memory: the first keys get memory and keep it until they are discarded, or until the caller says
+that another key needs it more (`give_memory_to`).
 
 Knows keys, bytes and the store; the caller names the stream of a key. Keys without memory may be
-used by any thread. Of the others each may be used by one thread at a time; one thread alone makes
-and discards them, which nobody notices who reads another one. Bytes are counted without a lock:
-where two threads read one stream some may be missing.
+used by any thread. Resident keys: one thread per key at a time. One thread creates and discards
+them, while others may read other keys. Bytes are counted without a lock: if two threads read one
+stream, some may not be counted.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ if TYPE_CHECKING:
 
 
 class ResidentStore:
-    """A store of which a part is in host memory. See the module's head.
+    """A store with a part of its keys in host memory. See the module's docstring.
 
-    The store's rules hold. Two things differ where a key has a part in memory: copies to and from
-    it are made before the call returns, and after a failed write that part is still read, since
-    its bytes are known; reads of the part on the drive raise until the key is written as a whole.
+    The store's rules hold, with two differences for a key with a part in memory: that part is
+    copied before the call returns, and it can still be read after a failed write, since its bytes
+    are known. Reads of the part on the drive raise until the key is written as a whole.
     """
 
     def __init__(self, store: TensorStore, *, stream_of: Callable[[str], str | None]) -> None:
         """Take no memory yet.
 
         Args:
-            store: What holds everything else. Belongs to this object.
-            stream_of: The stream of a key, None for a key that never stays in memory.
+            store: The store for everything else. Belongs to this object.
+            stream_of: Returns the stream of a key, None for a key that never stays in memory.
         """
         self._store = store
         self._stream_of = stream_of
@@ -60,29 +61,29 @@ class ResidentStore:
 
     @property
     def core(self) -> _core.Store:
-        """The store below; it knows only what is on the drive."""
+        """The native store below; it knows only the keys on the drive."""
         return self._store.core
 
     # -- memory ----------------------------------------------------------------------------------
 
     @property
     def granted(self) -> dict[str, int]:
-        """Bytes of memory that each stream has, in whole pages; streams without are left out."""
+        """Bytes of memory by stream, in whole pages; streams without memory are left out."""
         return {stream: block.memory.numel() for stream, block in self._blocks.items()}
 
     def grant(self, nbytes: Mapping[str, int], *, memory: HostMemory, component: str) -> None:
-        """Take memory for each stream, and move keys that are on the drive already into it.
+        """Take memory for each stream, and move keys that are already on the drive into it.
 
-        Nothing may be in flight on keys of these streams. What an earlier grant gave is revoked.
+        Nothing may be in flight on keys of these streams. An earlier grant is revoked.
 
         Args:
-            nbytes: Of each stream, rounded up to whole pages.
-            memory: Where one block per stream comes from.
+            nbytes: Bytes by stream, rounded up to whole pages.
+            memory: Source of one block per stream.
             component: Name in the ledger.
 
         Raises:
             HostMemoryError: There is not enough memory.
-            StoreError: A key could not be read; it and those after it stay on the drive.
+            StoreError: A key could not be read; it and the later keys stay on the drive.
         """
         import torch
 
@@ -95,10 +96,10 @@ class ResidentStore:
         self._move_in()
 
     def revoke(self) -> None:
-        """Move everything to the drive and give all memory back.
+        """Move all resident keys to the drive and free all memory.
 
         Raises:
-            StoreError: The drive failed or is full; what has not been moved stays where it is.
+            StoreError: The drive failed or is full; keys not yet moved stay in memory.
             ValueError: A key is lent; nothing was moved.
         """
         for key, entry in self._entries.items():
@@ -110,11 +111,18 @@ class ResidentStore:
     def give_memory_to(
         self, *, key: str, nbytes: int, over: str, before: Callable[[], object] = lambda: None
     ) -> None:
-        """Give a key that is about to be written the memory of one that is needed less from now.
+        """Give the memory of `over`, which is needed less, to a key that is about to be written.
 
-        What `key` held is given up. `over` keeps its contents, on the drive if there is no memory
-        for both; where it has none nothing happens. Else `before` is called first: nothing may be
-        on its way to either key that the store does not know of.
+        The old contents of `key` are discarded. `over` keeps its contents; it moves to the drive if
+        the memory is too small for both. Does nothing if `over` has no memory, or no more of it
+        than `key`.
+
+        Args:
+            key: Key to give memory to.
+            nbytes: Size of `key`.
+            over: Key to take the memory from.
+            before: Called before any change. After it the store must know of every transfer on both
+                keys.
 
         Raises:
             StoreError: The drive failed.
@@ -124,7 +132,7 @@ class ResidentStore:
             return
         other.refuse_if_lent(over)
         before()
-        # First, so that the drive never needs room for more than it had.
+        # Discard first, so that the drive never needs more room than before.
         self.discard(key=key)
         free = self._blocks[other.stream].free
         if not any(end - begin >= nbytes for begin, end in free):
@@ -132,14 +140,14 @@ class ResidentStore:
         self.reserve(key=key, nbytes=nbytes)
 
     def lends(self, *, key: str, dtype: torch.dtype) -> bool:
-        """Return whether all of a key is in memory, where elements of this type may be."""
+        """Return whether a key is in memory as a whole, aligned for elements of this type."""
         entry = self._entries.get(key)
         return entry is not None and entry.holds(dtype)
 
     def lend(self, *, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory itself of a key that is all in it, to be read.
+        """Return the memory of a key that is in memory as a whole, for reading.
 
-        Until it is taken back nothing may write, move or discard the key: each is a ValueError.
+        Until `take_back` a write, move or discard of the key is a ValueError.
         """
         entry = self._entries[key]
         entry.is_lent = True
@@ -153,7 +161,7 @@ class ResidentStore:
             entry.is_lent = False
 
     def trim(self) -> None:
-        """Return back the memory of streams that have no key in it."""
+        """Free the memory of streams that have no key in memory."""
         for stream, block in list(self._blocks.items()):
             if block.idle:
                 del self._blocks[stream]
@@ -161,10 +169,10 @@ class ResidentStore:
     # -- the store's surface ---------------------------------------------------------------------
 
     def reserve(self, *, key: str, nbytes: int) -> None:
-        """Do as TensorStore.reserve, in memory as far as there is any left for the key.
+        """As TensorStore.reserve, in memory as far as the key's stream has memory left.
 
         Raises:
-            StoreFullError: There is not enough; nothing was changed.
+            StoreFullError: There is not enough space; nothing was changed.
         """
         entry = self._entries.get(key)
         if entry is not None and entry.nbytes == nbytes:
@@ -172,7 +180,7 @@ class ResidentStore:
         if entry is not None:
             entry.refuse_if_lent(key)
         block = self._block_of(key)
-        # What is on the drive stays there: memory is for the keys that come first.
+        # A key on the drive stays there: memory goes to the keys that come first.
         if block is None or (entry is None and self._store.contains(key=key)):
             self._store.reserve(key=key, nbytes=nbytes)
             return
@@ -201,7 +209,7 @@ class ResidentStore:
         hold: object | None = None,
         capacity_bytes: int = 0,
     ) -> Ticket:
-        """Do as TensorStore.write; what goes into memory is there on return.
+        """As TensorStore.write; the part in memory is copied on return.
 
         Raises:
             StoreFullError: No room for the key.
@@ -222,7 +230,7 @@ class ResidentStore:
         ticket: Ticket = Ended()
         data = _as_bytes(source)
         offset, count = offset_bytes or 0, entry.head_bytes
-        # The drive first: when it refuses, nothing has changed.
+        # The drive first: if it refuses, nothing has changed.
         if offset_bytes is not None:
             count = entry.count_in_head(key, offset, data.numel())
             if count < data.numel():
@@ -233,7 +241,7 @@ class ResidentStore:
                     hold=(source, hold),
                 )
         elif entry.is_on_drive:
-            # The head too: only as a whole is a key sound again after a failed write.
+            # With the head: after a failed write only a write of the whole key makes it valid.
             ticket = self._store.write(key=key, source=source, hold=hold)
         if count:
             entry.head[offset : offset + count].copy_(data[:count])
@@ -249,7 +257,7 @@ class ResidentStore:
         hold: object | None = None,
         capacity_bytes: int = 0,
     ) -> Ticket:
-        """Do as TensorStore.read; what comes from memory is there on return.
+        """As TensorStore.read; the part from memory is copied on return.
 
         Raises:
             StoreError: No such key, or an earlier write of it failed.
@@ -280,7 +288,7 @@ class ResidentStore:
         return ticket
 
     def discard(self, *, key: str) -> bool:
-        """Forget a key once its I/O is over; its memory is for the next. False without one."""
+        """Remove a key once its I/O has finished, and free its memory; False if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return self._store.discard(key=key)
@@ -295,9 +303,9 @@ class ResidentStore:
         self._store.wait_all()
 
     def take_over(self, *, key: str, other: str) -> None:
-        """Give a key what another one of its size holds, whose contents are undefined then.
+        """Move the contents of `other`, a key of the same size, into `key`.
 
-        Memory is for the key; the other one must have none.
+        Afterwards the contents of `other` are undefined. `other` must have no part in memory.
 
         Raises:
             StoreError: The drive failed.
@@ -316,11 +324,11 @@ class ResidentStore:
         return 0 if entry is None else entry.head_bytes
 
     def contains(self, *, key: str) -> bool:
-        """Check that the key is reserved or written, wherever it lies."""
+        """Return whether the key is reserved or written, in memory or on the drive."""
         return key in self._entries or self._store.contains(key=key)
 
     def nbytes(self, *, key: str) -> int:
-        """Return the size of a key, both parts together."""
+        """Return the size of a key, including its part in memory."""
         entry = self._entries.get(key)
         return self._store.nbytes(key=key) if entry is None else entry.nbytes
 
@@ -329,7 +337,7 @@ class ResidentStore:
         return sorted({*self._store.keys(), *self._entries})
 
     def stats(self) -> dict[str, int | float]:
-        """Return the drive's counters, and the bytes that memory served instead."""
+        """Return the drive's counters, and the bytes served from memory."""
         counters = self._store.stats()
         for verb, by_stream in (("read", self._bytes_read), ("written", self._bytes_written)):
             counters[f"resident_bytes_{verb}"] = sum(by_stream.values())
@@ -338,7 +346,7 @@ class ResidentStore:
         return counters
 
     def close(self) -> None:
-        """Wait for everything in flight and give space and memory back."""
+        """Wait for everything in flight, then free space and memory."""
         self._store.close()
         self._entries.clear()
         self._blocks.clear()
@@ -352,7 +360,7 @@ class ResidentStore:
         return None if stream is None else self._blocks.get(stream)
 
     def _allot(self, key: str, nbytes: int) -> ResidentKey | None:
-        """Take memory for a key or its head, not known under its name yet; None without any."""
+        """Allocate memory for a new key or its head; None if its stream has none left."""
         stream, block = self._stream_of(key), self._block_of(key)
         run = take_run(block, nbytes) if block is not None and nbytes > 0 else None
         if stream is None or block is None or run is None:
@@ -361,7 +369,7 @@ class ResidentStore:
         return ResidentKey(stream, nbytes, begin, block.memory[begin:end])
 
     def _move_in(self) -> None:
-        """Read the heads of keys that are on the drive; those that fit whole leave it."""
+        """Read the heads of keys on the drive; keys that fit as a whole leave the drive."""
         moving: list[tuple[str, ResidentKey, Ticket]] = []
         try:
             for key in self._store.keys():  # noqa: SIM118  a store is no dict
@@ -377,13 +385,13 @@ class ResidentStore:
                 del moving[0]
         except BaseException:
             for _, entry, ticket in moving:
-                with suppress(Exception):  # the first error is on its way up
+                with suppress(Exception):  # the first error is raised below
                     ticket.wait()
                 self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
             raise
 
     def _move_out(self, key: str, entry: ResidentKey) -> None:
-        """Put the head on the drive and give its memory back."""
+        """Write the head to the drive and free its memory."""
         begin = 0 if entry.is_on_drive else None
         self._store.write(key=key, source=entry.head, offset_bytes=begin).wait()
         self._forget(key, entry)
@@ -394,7 +402,7 @@ class ResidentStore:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous CPU tensor, in its own memory."""
+    """Return the bytes of a contiguous CPU tensor, sharing its memory."""
     import torch
 
     return contiguous_cpu(tensor).detach().view(-1).view(torch.uint8)

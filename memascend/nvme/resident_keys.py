@@ -1,4 +1,4 @@
-"""A key that is in host memory, all of it or its first pages, and where room is found for it.
+"""A key that is in host memory, as a whole or with its first pages, and the choice of its place.
 
 Knows bytes and runs of a block; neither stores nor which key is worth the memory.
 """
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class ResidentKey:
-    """A key whose head is in memory; one that is all in memory has no place on the drive.
+    """A key whose head is in memory; a key that is in memory as a whole is not on the drive.
 
     Attributes:
-        stream: The one whose block it is in.
-        nbytes: Of all of it.
-        begin: Of its head in that block.
-        head: Its bytes in memory, as uint8.
-        is_lent: Whether somebody else reads the head, so that nobody may write it.
+        stream: The stream whose block it is in.
+        nbytes: Size of the key.
+        begin: Offset of the head in that block.
+        head: The bytes in memory, as uint8.
+        is_lent: True while the head is read in place, so that it must not be written.
     """
 
     stream: str
@@ -35,20 +35,20 @@ class ResidentKey:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes in memory."""
+        """Number of bytes in memory."""
         return self.head.numel()
 
     @property
     def is_on_drive(self) -> bool:
-        """Whether a part of it is not in memory."""
+        """True if a part of it is on the drive."""
         return self.head_bytes < self.nbytes
 
     def holds(self, dtype: torch.dtype) -> bool:
-        """Return whether all of it is in memory, where elements of this type may be."""
+        """Return whether it is in memory as a whole, aligned for elements of this type."""
         return not self.is_on_drive and self.head.storage_offset() % dtype.itemsize == 0
 
     def refuse_if_lent(self, name: str) -> None:
-        """Refuse to change it while its memory is read.
+        """Refuse to change the key while its memory is lent.
 
         Raises:
             ValueError: It is lent.
@@ -61,10 +61,10 @@ class ResidentKey:
             )
 
     def count_in_head(self, name: str, offset: int, nbytes: int) -> int:
-        """Return how many bytes of a transfer lie in memory.
+        """Return how many bytes of a transfer are in memory.
 
         Raises:
-            ValueError: It is not all in the key, which is called `name`.
+            ValueError: The transfer is not within the key, which is called `name`.
         """
         if not 0 <= offset <= self.nbytes - nbytes:
             raise ValueError(
@@ -75,13 +75,13 @@ class ResidentKey:
 
 
 def take_run(block: Segment, nbytes: int) -> tuple[int, int] | None:
-    """Take a run for all of a key, else for as much of its head as one run has, else None."""
+    """Take a run for the whole key, else the largest one for its head; None without a free page."""
     sizes = [(end - begin, index) for index, (begin, end) in enumerate(block.free)]
     fitting = [size for size in sizes if size[0] >= nbytes]
     run_bytes, index = min(fitting) if fitting else max(sizes, default=(0, 0))
     count = nbytes if fitting else page_down(run_bytes)
     if count == 0:
         return None
-    # Odd sizes gather at the ends: what is left stays aligned for the drive.
+    # Odd sizes go to the ends, so that the rest stays aligned for the drive.
     begin = block.take(index, count, from_end=count % PAGE_BYTES != 0)
     return begin, begin + count

@@ -9,7 +9,7 @@ or DeepSpeed.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  what it registers is called behind what we do
+import concurrent.futures.thread  # noqa: F401  imported first: its exit hook then runs after ours
 import errno
 import logging
 import os
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Errors of a drive itself, whatever the directory.
+# Errors of the drive itself, independent of the directory.
 DRIVE_CODES = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
 _EXCHANGED = "a symbolic link took its place, or that of a folder above it, since it was looked at"
 
-#: Has something called before the interpreter waits for threads, which may wait for a drive; where
-#: there is no such thing, behind that.
+#: Registers a function to run before the interpreter joins threads, which may wait for a drive; on
+#: a Python without that hook it runs at exit, after the join.
 _BEFORE_THREADS_END = getattr(threading, "_register_atexit", atexit.register)
 
 Ticket = _core.Ticket
@@ -46,8 +46,8 @@ MemoryFaults = _core.MemoryFaults
 class TensorStore:
     """Named tensors on SSD.
 
-    Thread-safe. Space is found when a key is reserved or first written, never later. Whatever the
-    process leaves behind, it leaves no file: the volumes have no names.
+    Thread-safe. Space is found when a key is reserved or first written, never later. No file
+    remains, even of a killed process: the volumes are anonymous files.
     """
 
     def __init__(
@@ -67,19 +67,19 @@ class TensorStore:
         """Open one anonymous file in each volume's directory, and the engine.
 
         Args:
-            volumes: Directories to keep the data in, or what `volumes.prepare` made of them. Over
-                several, tensors are striped by their weights.
+            volumes: Directories to keep the data in, or the result of `volumes.prepare`. Tensors
+                are striped over several by their weights.
             bounce: Page-aligned host memory for unaligned heads and tails, best a few mebibytes;
                 belongs to the store until it is closed.
             engine: "auto", "uring", "libaio" or "threads" ("memory" in tests).
             queue_depth: Requests in flight at once on each volume.
             chunk_bytes: Bytes of one request.
-            watchdog_seconds: Silence of the device before it is reported on stderr.
-            eio_retries: Tries after EIO of the device; no other error is tried again.
-            verify: "off"; "reads": compare what is read with checksums; "full": writes, too.
-            checksum_memory: Arena of the checksums, 4 bytes for each 64 KiB under
-                keys; None: memory of the process.
-            faults: What goes wrong on the memory engine.
+            watchdog_seconds: Seconds without a completion before a drive is reported on stderr.
+            eio_retries: Retries after EIO of the device; no other error is retried.
+            verify: "off"; "reads": compare data read with checksums; "full": writes, too.
+            checksum_memory: Arena of the checksums, 4 bytes for each 64 KiB under keys; None:
+                memory of the process.
+            faults: Faults to inject, on the memory engine.
 
         Raises:
             StoreError: A directory is missing or cannot be written.
@@ -124,8 +124,8 @@ class TensorStore:
         for volume in self._core.volume_stats():
             if volume.copies_on_write:
                 logger.warning(
-                    "%s is on a file system that copies what is overwritten: a step may meet a "
-                    "full disk though its space was reserved, and I/O goes through the page cache\n"
+                    "%s is on a file system that copies what is overwritten: a step may find the "
+                    "disk full though its space was reserved, and I/O goes through the page cache\n"
                     "fix: %s",
                     volume.path,
                     COPY_ON_WRITE_FIX,
@@ -133,14 +133,14 @@ class TensorStore:
 
     @property
     def core(self) -> _core.Store:
-        """The store below, for callers that have addresses instead of tensors."""
+        """The native store below, for callers that have addresses instead of tensors."""
         return self._core
 
     def reserve(self, *, key: str, nbytes: int) -> None:
-        """Find room now, so that no later write can meet a full disk.
+        """Reserve space for a key, so that no later write can find the disk full.
 
         Raises:
-            StoreFullError: There is not enough; nothing was changed.
+            StoreFullError: There is not enough space; nothing was changed.
         """
         self._core.reserve(key=key, nbytes=nbytes)
 
@@ -153,20 +153,20 @@ class TensorStore:
         hold: object | None = None,
         capacity_bytes: int = 0,
     ) -> Ticket:
-        """Start writing a tensor; as the whole key, or into a key from `offset_bytes` on.
+        """Start writing a tensor, as the whole key or into a key from `offset_bytes` on.
 
-        The tensor's bytes must not change, and are kept alive, until the ticket is done.
+        The tensor's bytes are kept alive, and must not change, until the ticket is done.
 
         Args:
             key: Name in the store.
             source: Contiguous CPU tensor.
-            offset_bytes: Where in the key; None for the whole key, which is reserved if need be.
-            hold: Kept alive until the I/O is over, besides the tensor.
-            capacity_bytes: What may be read from the tensor's first byte on, where that is more
-                than the tensor: its odd tail then needs no bounce buffer.
+            offset_bytes: Offset in the key; None for the whole key, which is reserved if need be.
+            hold: Object to keep alive until the I/O is over, besides the tensor.
+            capacity_bytes: Readable bytes from the tensor's first byte on, if more than the tensor:
+                its odd tail then needs no bounce buffer.
 
         Raises:
-            StoreFullError: No room for the key.
+            StoreFullError: No space for the key.
             ValueError: Not a contiguous CPU tensor, or outside the key.
         """
         address, nbytes = _span(source)
@@ -190,8 +190,9 @@ class TensorStore:
     ) -> Ticket:
         """Start reading into a tensor, from `offset_bytes` of the key on.
 
-        The tensor must not be used until the ticket is done. It sees every write started before.
-        With `capacity_bytes` what follows the tensor in memory, up to there, may be overwritten.
+        The tensor must not be used until the ticket is done. It gets the bytes of every write
+        started before. With `capacity_bytes`, memory behind the tensor, up to so many bytes from
+        its first one, may be overwritten.
 
         Raises:
             StoreError: No such key, or an earlier write of it failed.
@@ -208,7 +209,7 @@ class TensorStore:
         )
 
     def discard(self, *, key: str) -> bool:
-        """Forget a key once its I/O is over; False when there is none."""
+        """Remove a key once its I/O has finished; False if there is none."""
         return self._core.discard(key=key)
 
     def wait_all(self) -> None:
@@ -216,16 +217,16 @@ class TensorStore:
         self._core.wait_all()
 
     def exchange(self, *, key: str, other: str) -> None:
-        """Have two keys change places, with what is in flight on either; waits for nothing.
+        """Exchange the contents of two keys, with their transfers in flight, without waiting.
 
         Raises:
-            StoreError: One of them is not there; nothing was changed.
-            ValueError: They are not of one size.
+            StoreError: One of the keys does not exist; nothing was changed.
+            ValueError: The keys differ in size.
         """
         self._core.exchange(key=key, other=other)
 
     def contains(self, *, key: str) -> bool:
-        """Check that the key is reserved or written."""
+        """Return whether the key is reserved or written."""
         return self._core.contains(key=key)
 
     def nbytes(self, *, key: str) -> int:
@@ -241,10 +242,10 @@ class TensorStore:
         return self._core.stats()
 
     def close(self) -> None:
-        """Wait for everything in flight and give the space back. Also done at exit.
+        """Wait for everything in flight, then free the space. Also called at exit.
 
         Raises:
-            StoreError: A drive is silent for too long, at exit.
+            StoreError: At exit, a drive was silent for too long.
         """
         self._finalizer()
 
@@ -256,7 +257,7 @@ class TensorStore:
 
 
 def _end_with_program(core: _core.Store) -> None:
-    """Have the program end though a drive does not answer."""
+    """Make the program end even if a drive does not complete its requests."""
     try:
         _BEFORE_THREADS_END(partial(_end_patience, weakref.ref(core)))
     except RuntimeError:  # it is ending already
@@ -275,7 +276,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself.
+    """Return the tensor unchanged if the store can use it.
 
     Raises:
         ValueError: It is not a contiguous CPU tensor.
@@ -289,10 +290,10 @@ def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe_recovery(folder: str | None) -> str:
-    """Return what to do once data on a drive turned out to be wrong, for a message.
+    """Return advice for a message about wrong data on a drive.
 
     Args:
-        folder: Of the last complete checkpoint; None while there is none.
+        folder: Folder of the last complete checkpoint; None if there is none.
     """
     if folder is None:
         return (
@@ -311,11 +312,11 @@ def volume_error(path: str, verb: str, code: int, *, cause: str = "", fix: str =
     """Return the error for a volume that cannot be used.
 
     Args:
-        path: Of the volume.
-        verb: What was tried.
+        path: Path of the volume.
+        verb: The attempted action, as a verb.
         code: The errno.
-        cause: The likely one; left out: by the errno.
-        fix: What to do; left out: by the errno.
+        cause: Likely cause; empty: derived from the errno.
+        fix: Remedy; empty: derived from the errno.
     """
     advice = _core.describe_cause(code=code)
     if cause or code not in DRIVE_CODES:
@@ -329,7 +330,7 @@ def volume_error(path: str, verb: str, code: int, *, cause: str = "", fix: str =
 
 @contextmanager
 def _naming(paths: Sequence[str]) -> Iterator[None]:
-    """Make an error of the system one about the volumes, with what to do."""
+    """Convert a system error to a StoreError that names the volumes and the remedy."""
     try:
         yield
     except OSError as error:
