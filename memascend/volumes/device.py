@@ -1,8 +1,8 @@
 """Raw block devices as volumes: inspected, claimed, formatted and wiped.
 
-Nothing here writes to a device that carries anything but our own header, or that anybody uses. They
-are inspected through the descriptor that then stays open: O_EXCL keeps mounts, RAID, LVM and other
-claims away from then on, flock other runs of memascend.
+Nothing here writes to a device that carries any data but our own header, or that is in use. A
+device is inspected through a descriptor that then stays open: its O_EXCL keeps mounts, RAID, LVM
+and other claims away from then on, and its flock other runs of memascend.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from memascend.volumes.header import (
 from memascend.volumes.signatures import ask_blkid, find_signatures
 
 _BLKROGET, _BLKSSZGET, _BLKDISCARD = 0x125E, 0x1268, 0x1277
-_LOCK_SECONDS = 2.0  # udev looks at a device for a moment whenever it was closed
+_LOCK_SECONDS = 2.0  # udev opens a device for a moment each time it was closed
 _SECTOR_BYTES_MAX = 4096
-#: Discarded at once, so that the time a large device takes can be shown.
+#: Bytes of one discard, so that the progress on a large device can be shown.
 DISCARD_BYTES = 4 << 30
 
 
@@ -55,9 +55,9 @@ class Device:
     """An opened block device.
 
     Attributes:
-        path: With symbolic links resolved.
-        descriptor: Open while the context that gave it lasts.
-        size_bytes: Of the device.
+        path: Path, with symbolic links resolved.
+        descriptor: Open until the context manager that gave the device ends.
+        size_bytes: Size of the device.
     """
 
     path: str
@@ -76,10 +76,10 @@ class Device:
             raise _failed(self.path, "read", error) from error
 
     def header(self) -> Header | None:
-        """Return our header, None where there is none.
+        """Return our header, None if the device has none.
 
         Raises:
-            StoreError: There is one, and something in it is wrong.
+            StoreError: The header is damaged.
         """
         try:
             return parse(self.read(0, HEADER_BYTES), device_bytes=self.size_bytes)
@@ -93,7 +93,7 @@ class Device:
             ) from error
 
     def discard(self, advance: Advance | None = None) -> bool:
-        """Tell the device that nothing on it is needed; return False where it cannot discard.
+        """Discard all data of the device; return False if it does not support discard.
 
         Args:
             advance: Called with the bytes of each part.
@@ -109,7 +109,7 @@ class Device:
         return True
 
     def erase(self, header: bytes) -> None:
-        """Put zeros where other programs would look for a signature, then write the header.
+        """Overwrite the start and the end, where signatures are, then write the header.
 
         Raises:
             StoreError: The device failed.
@@ -133,7 +133,7 @@ def claimed(path: str) -> Iterator[Device]:
     """Open a device for this process alone.
 
     Raises:
-        StoreError: It is no block device, in use, read-only, too small, or somebody else's.
+        StoreError: Not a block device, in use, read-only, too small, or its sectors are too large.
     """
     path = os.path.realpath(path)
     users = find_users(path)
@@ -169,8 +169,8 @@ def formatted(path: str, *, needed_bytes: int = 0) -> Iterator[tuple[Device, Hea
     """Open a device with our header, for a run of this process alone.
 
     Args:
-        path: Of the device.
-        needed_bytes: What it has to hold.
+        path: Path of the device.
+        needed_bytes: Capacity that the volume must have.
 
     Raises:
         StoreError: As `claimed`; or it has no header of ours, is another user's, or too small.
@@ -202,15 +202,15 @@ def formatted(path: str, *, needed_bytes: int = 0) -> Iterator[tuple[Device, Hea
 
 
 def format_device(device: Device, *, owner_uid: int, advance: Advance | None = None) -> Header:
-    """Make a volume of a claimed device that carries nothing, or our own header.
+    """Write our header to a claimed device that is empty, or has our own header.
 
     Args:
-        device: Claimed.
+        device: A claimed device.
         owner_uid: User whose runs may use it.
-        advance: Called with the bytes that are discarded.
+        advance: Called with the bytes of each discarded part.
 
     Raises:
-        StoreError: It carries something else; nothing was changed.
+        StoreError: The device carries other data; nothing was changed.
     """
     if device.header() is None and (found := signatures(device)):
         raise refusal(
@@ -226,17 +226,17 @@ def format_device(device: Device, *, owner_uid: int, advance: Advance | None = N
 
 
 def wipe_device(device: Device, advance: Advance | None = None) -> bool:
-    """Remove our header from a claimed device, and all data where the device can discard.
+    """Remove our header from a claimed device, and all data if the device can discard.
 
     Args:
-        device: Claimed.
-        advance: Called with the bytes that are discarded.
+        device: A claimed device.
+        advance: Called with the bytes of each discarded part.
 
     Returns:
-        False where the data is still there, to be overwritten.
+        False if the data is still on the device and has to be overwritten.
 
     Raises:
-        StoreError: It has no header of ours; nothing was changed.
+        StoreError: The device has no header of ours; nothing was changed.
     """
     if device.header() is None:
         raise refusal(
@@ -249,10 +249,10 @@ def wipe_device(device: Device, advance: Advance | None = None) -> bool:
 
 @contextlib.contextmanager
 def looked_at(path: str) -> Iterator[Device]:
-    """Open a device for reading, whoever uses it.
+    """Open a device for reading, even while other programs use it.
 
     Raises:
-        StoreError: It is no block device or cannot be read.
+        StoreError: Not a block device, or it cannot be read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with _opened(os.path.realpath(path), flags) as device:
@@ -260,15 +260,15 @@ def looked_at(path: str) -> Iterator[Device]:
 
 
 def signatures(device: Device) -> list[str]:
-    """Return what else is on the device."""
+    """Return the signatures of other data on the device."""
     return find_signatures(device.read, device.size_bytes) + ask_blkid(device.path)
 
 
 def find_users(path: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> list[str]:
-    """Return who uses a device or a partition of it: mounts, swap, and devices built on them.
+    """Return the users of a device and its partitions: mounts, swap, and devices built on them.
 
     Args:
-        path: Of the device.
+        path: Path of the device.
         sysfs: Root of sysfs, for tests.
         proc: Root of procfs, for tests.
     """
@@ -276,7 +276,7 @@ def find_users(path: str, *, sysfs: Path = SYSFS, proc: Path = PROC) -> list[str
         is_device = stat.S_ISBLK(os.stat(path).st_mode)
         return users_of(device_number(path), sysfs=sysfs, proc=proc) if is_device else []
     except OSError:
-        return []  # opening it will raise
+        return []  # opening the device will raise
 
 
 def users_of(number: str, *, sysfs: Path, proc: Path) -> list[str]:
@@ -288,7 +288,7 @@ def users_of(number: str, *, sysfs: Path, proc: Path) -> list[str]:
     names = {part.name for part in folders}
     users = []
     for mount in read_mounts(proc):
-        # Some file systems (btrfs) have a device number of their own, but name their source.
+        # Some file systems (btrfs) have a device number of their own, but give their source.
         name = numbers.get(mount.number) or device_name(mount.source)
         if name in names:
             users.append(f"{name} is mounted on {mount.point}")
@@ -304,7 +304,7 @@ def users_of(number: str, *, sysfs: Path, proc: Path) -> list[str]:
 
 
 def refusal(path: str, code: int, cause: str, fix: str) -> StoreError:
-    """Return the error for a device that is left alone."""
+    """Return the error for a device that is left untouched."""
     error = StoreError(code, f"cannot use {path} as a raw volume: {cause}\nfix: {fix}")
     error.volume = path
     return error
@@ -313,7 +313,7 @@ def refusal(path: str, code: int, cause: str, fix: str) -> StoreError:
 @contextlib.contextmanager
 def _opened(path: str, flags: int) -> Iterator[Device]:
     try:
-        # Checked first: opening something else, such as a tape, may change it.
+        # Checked first: opening another kind of device, such as a tape, may change it.
         if not stat.S_ISBLK(os.stat(path, follow_symlinks=False).st_mode):
             raise _no_device(path)
         descriptor = os.open(path, flags)
@@ -353,7 +353,7 @@ def _not_opened(path: str, error: OSError) -> StoreError:
 
 
 def _busy(path: str, users: str) -> StoreError:
-    fix = "stop or unmount what uses it, or name another device; lsblk shows both"
+    fix = "stop or unmount its users, or name another device; lsblk shows both"
     return refusal(path, errno.EBUSY, f"it is in use ({users})", fix)
 
 

@@ -1,4 +1,4 @@
-"""Directories as volumes: made where they are missing, and looked at before they are used."""
+"""Directories as volumes: created if missing, and checked before use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def provide_directory(path: str | os.PathLike[str]) -> None:
-    """Make a directory and what is missing above it, for its owner alone; keep one that is there.
+    """Create a directory and its missing parents, for its owner alone; keep existing ones.
 
     Raises:
-        StoreError: It cannot be made.
+        StoreError: It cannot be created.
     """
     missing = []
     above = os.path.abspath(path)
@@ -37,16 +37,16 @@ def provide_directory(path: str | os.PathLike[str]) -> None:
 
 
 def provide_volume(volume: VolumeConfig) -> _core.VolumeOptions:
-    """Return a volume in a directory, which is made where it is missing.
+    """Return a volume in a directory, which is created if missing.
 
-    Symbolic links are followed here; the core follows none, at no step of the path, so that nobody
-    can redirect it between here and there.
+    Symbolic links are resolved here. The core follows none, in no component of the path, so that
+    the path cannot be redirected between this check and the open.
 
     Raises:
-        StoreError: It cannot be made or written.
+        StoreError: It cannot be created or written.
     """
     path = os.path.realpath(volume.path)
-    if path.startswith("/dev/") and not os.path.lexists(path):  # a folder there would be memory
+    if path.startswith("/dev/") and not os.path.lexists(path):  # a folder there would be in memory
         raise volume_error(volume.path, "use", errno.ENOENT, cause="a device that is not there")
     is_first = local_rank() == 0
     if not os.path.isdir(path) and is_first:
@@ -58,7 +58,7 @@ def provide_volume(volume: VolumeConfig) -> _core.VolumeOptions:
     provide_directory(path)
     if filesystem_of(path) in IN_MEMORY and is_first:
         log.warning(
-            "memascend: %s is in memory: what is offloaded there takes host memory beyond every "
+            "memascend: %s is in memory: data offloaded to it takes host memory beyond every "
             "limit. Name a folder on an SSD",
             path,
         )
@@ -87,7 +87,8 @@ def existing_volume(volume: VolumeConfig) -> _core.VolumeOptions:
         )
     if not stat.S_ISDIR(state.st_mode):
         raise volume_error(volume.path, "use", errno.ENOTDIR)
-    # With the identity that will open the files: a launcher may have changed user or capabilities.
+    # With the effective ids, which will open the files: a launcher may have changed user or
+    # capabilities.
     if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
         is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
         code = errno.EROFS if is_read_only else errno.EACCES

@@ -1,8 +1,8 @@
 """The header of a raw volume: one block at its start that marks it as memascend's.
 
-Pure: bytes to values and back. Whoever can write to the device may have written it, so nothing in
-it is believed before everything in it has been checked; and it decides nothing but whether the
-device may be used, and how much of it.
+Pure: bytes to values and back. Any program that can write to the device may have written it, so
+every field is checked before one is used. It only determines if the device may be used, by whose
+runs, and how much of it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import zlib
 from dataclasses import dataclass
 
 HEADER_BYTES = 4096
-#: Where data begins: behind whatever other programs look for at a device's start.
+#: Offset of the data: behind the signatures that other programs look for at a device's start.
 START_BYTES = 1 << 20
-#: The smallest device worth the name.
+#: The smallest device that is accepted.
 DEVICE_BYTES_MIN = 64 << 20
 VERSION = 1
-UID_MAX = (1 << 32) - 2  # the last number means "no user"
+UID_MAX = (1 << 32) - 2  # (1 << 32) - 1 means "no user"
 
 _MAGIC = b"memascend volume"
 _FIELDS = struct.Struct("<16sII16sQI")  # magic, version, header bytes, uuid, size, owner
@@ -27,7 +27,7 @@ _SIZE_MULTIPLE = 4096
 
 
 class HeaderError(ValueError):
-    """The block begins like a header of ours but is not a valid one; the message has the reason."""
+    """The block begins like our header but is invalid; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Header:
     """The content of a header.
 
     Attributes:
-        uuid: Made when the device was formatted.
-        size_bytes: Of the device that belong to memascend, header included.
+        uuid: Random, made when the device was formatted.
+        size_bytes: Bytes of the device that belong to memascend, header included.
         owner_uid: The user whose runs may use it; root may, too.
     """
 
@@ -45,7 +45,7 @@ class Header:
     owner_uid: int
 
     def pack(self) -> bytes:
-        """Return the block, as it is on the device."""
+        """Return the header block, as it is on the device."""
         fields = _FIELDS.pack(
             _MAGIC, VERSION, HEADER_BYTES, self.uuid.bytes, self.size_bytes, self.owner_uid
         )
@@ -60,14 +60,14 @@ def new_header(*, device_bytes: int, owner_uid: int) -> Header:
 
 
 def parse(block: bytes, *, device_bytes: int) -> Header | None:
-    """Read a header; return None for a block that does not even begin like one.
+    """Parse a header; return None if the block does not begin with our magic.
 
     Args:
         block: The first `HEADER_BYTES` of the device.
         device_bytes: Size of the device.
 
     Raises:
-        HeaderError: It begins like one, and something in it is wrong.
+        HeaderError: The block begins with our magic, but is invalid.
     """
     if not block.startswith(_MAGIC):
         return None

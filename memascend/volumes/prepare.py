@@ -1,4 +1,4 @@
-"""The volumes of a store, from the configuration: checked, weighed, ready to open.
+"""The volumes of a store, from the configuration: checked, weighted, ready to open.
 
 Knows directories, devices, the configuration and the core; nothing of tensors or DeepSpeed.
 """
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def volume_paths(config: MemAscendConfig, fallback: str) -> list[str]:
-    """Return the paths that will be used.
+    """Return the paths of the volumes.
 
     Args:
         config: The validated block.
@@ -40,19 +40,18 @@ def volume_paths(config: MemAscendConfig, fallback: str) -> list[str]:
 def prepared(
     config: MemAscendConfig, fallback: str, *, cache: Path | None = None
 ) -> Iterator[list[_core.VolumeOptions]]:
-    """Make the directories that are missing, claim raw devices, and weigh all volumes.
+    """Create missing directories, claim raw devices, and weight all volumes.
 
-    A device stays claimed for as long as the context lasts, and from then on by the store that was
-    opened on it.
+    A device is claimed while the context lasts; a store that was opened on it keeps the claim.
 
     Args:
         config: The validated block.
         fallback: DeepSpeed's nvme_path, for a block without `volumes`.
-        cache: Folder where measured weights are kept; None: the user's.
+        cache: Folder of measured weights; None: the user's.
 
     Raises:
-        ConfigError: Two paths are one directory or device, or no device is left for this rank.
-        StoreError: A directory cannot be made or written, or a device must be left alone.
+        ConfigError: Two paths are the same directory or device, or this rank gets no volume.
+        StoreError: A directory cannot be created or written, or a device cannot be used.
     """
     if not config.volumes:
         yield _near_drives([provide_volume(VolumeConfig(path=fallback))])
@@ -71,18 +70,18 @@ def prepared(
 def share_of_rank(
     volumes: Sequence[VolumeConfig], *, rank: int, rank_count: int
 ) -> list[VolumeConfig]:
-    """Return the volumes of one rank: every directory, and the raw devices of its own.
+    """Return the volumes of one rank: every directory, and its part of the raw devices.
 
-    Each rank has a store of its own. Files of several live beside each other; a device has one
-    user, so devices are given to the ranks in turn.
+    Each rank has its own store. A directory may hold files of several ranks; a raw device belongs
+    to one, so the devices are dealt to the ranks in turn.
 
     Args:
-        volumes: All of them.
-        rank: Of this process on this machine.
+        volumes: All volumes of the block.
+        rank: Number of this process on this machine.
         rank_count: Ranks on this machine.
 
     Raises:
-        ConfigError: Nothing is left for this rank.
+        ConfigError: This rank gets no volume.
     """
     devices = [volume for volume in volumes if volume.raw]
     own = devices[rank % rank_count :: rank_count]
@@ -129,7 +128,7 @@ def claimed_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
     """Open a raw device with our header, and claim it.
 
     Raises:
-        StoreError: It must be left alone.
+        StoreError: The device cannot be used.
     """
     with formatted(volume.path, needed_bytes=volume.capacity or 0) as (device, header):
         room_bytes = header.size_bytes - START_BYTES
@@ -143,7 +142,7 @@ def claimed_device(volume: VolumeConfig) -> Iterator[_core.VolumeOptions]:
 
 
 def check_apart(volumes: Sequence[VolumeConfig]) -> None:
-    """Refuse one directory or device under two names; warn of two directories on one drive."""
+    """Refuse two names of one directory or device; warn of two directories on one file system."""
     seen: dict[tuple[int, int], str] = {}
     drives: dict[int, str] = {}
     for volume in volumes:

@@ -1,7 +1,7 @@
 """Signatures on a block device: partition tables, file systems, LVM, RAID, swap, encryption.
 
-A device is left alone when either finds something: the magic numbers below, or `blkid` where it is
-installed, which knows many more.
+A device is left untouched if either finds a signature: the magic numbers below, or `blkid`, which
+knows many more, if it is installed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MAGICS = (
 
 
 def find_signatures(read: Read, device_bytes: int) -> list[str]:
-    """Return the names of all that is recognised, each once; none for a device without data.
+    """Return the names of the signatures found, each once; empty for a device without data.
 
     Args:
         read: Reads the device.
@@ -79,10 +79,10 @@ def find_signatures(read: Read, device_bytes: int) -> list[str]:
 
 
 def ask_blkid(path: str) -> list[str]:
-    """Return what blkid recognises; nothing where it is not installed or may not read.
+    """Return the signatures that blkid finds; empty if it is not installed or may not read.
 
     Args:
-        path: Of the device.
+        path: Path of the device.
     """
     program = shutil.which("blkid", path=_BLKID_PATH)
     if program is None:
@@ -107,12 +107,12 @@ def ask_blkid(path: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Replace what a terminal would not print as letters."""
+    """Replace characters that are not ASCII, and drop those that a terminal cannot print."""
     return "".join(letter if letter.isascii() else "?" for letter in text if letter.isprintable())
 
 
 def _raid_at_the_end(device_bytes: int) -> list[_Magic]:
-    """Return where versions 0.90 and 1.0 of md keep their superblock."""
+    """Return the places of the superblock of md versions 0.90 and 1.0."""
     magic = b"\xfc\x4e\x2b\xa9"
     sectors = device_bytes // 512
     places = {((sectors - 16) & ~7) * 512, (device_bytes & ~0xFFFF) - (64 << 10)}

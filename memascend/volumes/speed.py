@@ -1,11 +1,10 @@
-"""How fast volumes are, all of them at the same time, through the engine that training uses.
+"""The speed of volumes, all at the same time, through the engine that training uses.
 
 Every volume gets a store of its own and a thread that keeps it full of reads, writes or both, with
-the real size and number of requests. So what is measured is what the drives give beside each other:
-drives behind one switch share its PCIe lanes. The memory is two buffers for
-any number of drives.
+the request size and queue depth of training. All run at once, since drives behind one switch share
+its PCIe lanes. The memory is two buffers and a bounce buffer for any number of drives.
 
-Needs the native core and nothing else of ours; each call opens and closes all it uses.
+Needs only the native core; each call opens and closes all it uses.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from memascend.base.units import MIB
 
 Mode = Literal["read", "write", "mixed"]
 
-#: Least bytes of one ticket: several requests, so that Python is not what limits a fast drive.
+#: Minimum bytes of one ticket: several requests, so that Python does not limit a fast drive.
 TICKET_BYTES_MIN = 4 * MIB
 _KEY = "speed"
 _BOUNCE_BYTES = MIB
@@ -35,15 +34,15 @@ _BOUNCE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests that each volume gets.
+    """The load on each volume.
 
     Attributes:
-        chunk_bytes: Of one request.
+        chunk_bytes: Bytes of one request.
         queue_depth: Requests in flight on each volume.
         engine: "auto", "uring", "libaio" or "threads".
-        span_bytes: Of each volume that are written and read, over and over.
-        fill_seconds: Most time to write the span once before anything is measured; what has been
-            written by then is the span.
+        span_bytes: Bytes of each volume that are written and read, over and over.
+        fill_seconds: Maximum time to write the span before the first measurement; the part written
+            by then becomes the span.
     """
 
     chunk_bytes: int
@@ -54,7 +53,7 @@ class Load:
 
 
 class Bench:
-    """Volumes under one load; `run` as often as wanted. Belongs to one thread."""
+    """Volumes under one load; `run` may be called repeatedly. Used by one thread."""
 
     def __init__(
         self, volumes: Sequence[_core.VolumeOptions], load: Load, advance: Advance | None = None
@@ -63,8 +62,8 @@ class Bench:
 
         Args:
             volumes: At least one.
-            load: Of each.
-            advance: Called with what was moved, from threads of the volumes.
+            load: The load on each.
+            advance: Called with the bytes moved, from the threads of the volumes.
 
         Raises:
             OSError: A volume cannot be opened, written, or has less room than two tickets.
@@ -72,7 +71,7 @@ class Bench:
         """
         ticket_bytes = max(TICKET_BYTES_MIN, load.chunk_bytes)
         self._memory = [_Pages(ticket_bytes), _Pages(ticket_bytes), _Pages(_BOUNCE_BYTES)]
-        # What compresses would flatter drives that do.
+        # Random, since compressible data would flatter drives that compress.
         self._memory[0].map.write(os.urandom(ticket_bytes))
         self._volumes: list[_LoadedVolume] = []
         try:
@@ -85,15 +84,15 @@ class Bench:
 
     @property
     def engine(self) -> str:
-        """Name of the engine that runs."""
+        """Name of the engine in use."""
         return self._volumes[0].store.engine_name
 
     def run(self, mode: Mode, seconds: float) -> list[float]:
         """Return the bytes per second of each volume, all of them busy at the same time.
 
-        Counted from when the queues are full, which takes at most `seconds` more. A drive on which
-        one turn of a full queue takes longer than `seconds` is given up to five times as long:
-        what comes back from it within less comes in bursts.
+        Counts from the moment the queues are full, which takes at most `seconds` more. If a drive
+        needs longer than `seconds` for one turn of a full queue, it gets up to five times as long,
+        since completions within less come in bursts.
 
         Raises:
             StoreError: A transfer failed.
@@ -101,11 +100,11 @@ class Bench:
         return _together(self._volumes, lambda volume: volume.run(mode, seconds))
 
     def traffic(self) -> list[dict[str, Any]]:
-        """Return what each volume moved so far, and how long its requests took."""
+        """Return the traffic of each volume so far, with the latency of its requests."""
         return [volume.store.volume_stats()[0].traffic for volume in self._volumes]
 
     def close(self) -> None:
-        """End the I/O and give the space back."""
+        """End the I/O and free the space."""
         for volume in self._volumes:
             volume.store.close()
 
@@ -127,7 +126,7 @@ class _Pages:
 
 
 class _LoadedVolume:
-    """One volume: its store and the part of it that is written and read."""
+    """One volume: its store, and the span that is written and read."""
 
     def __init__(
         self,
@@ -160,9 +159,9 @@ class _LoadedVolume:
         self._in_flight_max = min(self._count, 2 + in_flight_bytes // source.nbytes)
 
     def fill(self, seconds: float) -> float:
-        """Write the span once; what is not written within the time is no longer part of it.
+        """Write the span once; the part not written in time is cut off.
 
-        Reads of what was only reserved would be answered without the drive.
+        A read of space that is only reserved would not reach the drive.
         """
         end = time.monotonic() + seconds
         tickets: deque[_core.Ticket] = deque()
@@ -191,7 +190,7 @@ class _LoadedVolume:
             not is_warm or now - start < seconds or self._is_short(done_count, now - start, seconds)
         ):
             while len(tickets) < self._in_flight_max:
-                # Never twice the same place in flight, where transfers would follow each other.
+                # Never two transfers in flight on one place: the second would wait for the first.
                 writes = mode == "write" or (mode == "mixed" and turn % 2 == 0)
                 tickets.append(self._start(turn % self._count, writes=writes))
                 turn += 1
@@ -201,14 +200,14 @@ class _LoadedVolume:
             done_count += 1
             now = time.monotonic()
             if not is_warm and (done_count >= self._in_flight_max or now - start >= seconds):
-                # The queue was empty at first: what completed until now is no rate.
+                # The queue was empty at first, so completions until now give no rate.
                 is_warm, start, done_bytes, done_count = True, now, 0, 0
-        for ticket in tickets:  # not counted: the other volumes may have ended before
+        for ticket in tickets:  # not counted: the other volumes may have ended already
             self._wait(ticket)
         return done_bytes / (now - start)
 
     def _is_short(self, done_count: int, elapsed: float, seconds: float) -> bool:
-        """Check that less than one turn of the queue has come back, and there is time for more."""
+        """Return whether less than one turn of the queue has completed and time is left."""
         return done_count < self._in_flight_max and elapsed < 5 * seconds
 
     def _wait(self, ticket: _core.Ticket) -> None:
@@ -227,7 +226,7 @@ class _LoadedVolume:
 def _together(
     volumes: Sequence[_LoadedVolume], action: Callable[[_LoadedVolume], float]
 ) -> list[float]:
-    """Run an action on all volumes at the same time; raise the first error among them."""
+    """Run an action on all volumes at the same time; raise the first error."""
     barrier = threading.Barrier(len(volumes))
 
     def work(volume: _LoadedVolume) -> float:
@@ -237,7 +236,7 @@ def _together(
     with ThreadPoolExecutor(len(volumes)) as threads:
         try:
             return list(threads.map(work, volumes))
-        except BaseException:  # Ctrl-C, too: the others are to end now
+        except BaseException:  # Ctrl-C, too: stop the other threads
             for volume in volumes:
                 volume.is_stopped = True
             raise

@@ -1,9 +1,9 @@
-"""The weights of several volumes: stated by the user, or measured once and remembered.
+"""The weights of several volumes: stated by the user, or measured once and cached.
 
-Measured means: about a second of mixed reads and writes on all volumes at the same time.
-What was measured is kept in a small file of the user's, by what identifies the drives, their sizes,
-the kernel and the size and number of requests. The weights decide where bytes lie and nothing else:
-whatever is in the file, results are the same, and ranks need not agree.
+A measurement is about a second of mixed reads and writes on all volumes at the same time. Its
+result is kept in a file in the user's cache folder, keyed by the identity and size of the drives,
+the kernel, and the size and number of requests. The weights only determine where bytes are stored:
+results of training do not depend on them, and ranks need not agree.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from memascend.volumes.speed import Bench, Load
 log = logging.getLogger(__name__)
 
 CACHE_FILE = "volume-weights.json"
-#: Most time for writing what is then read, and time of each of the measurements, of which the
-#: median counts: other programs may use a drive for a moment.
+#: Maximum time to write the span, and time of each measurement. The median of the measurements
+#: counts, since another program may use a drive for a moment.
 PROBE_SECONDS = 0.2
 PROBE_COUNT = 3
 PROBE_SPAN_BYTES = 256 * MIB
-#: Drives this close are alike: a short measurement on a busy machine shows no smaller difference.
+#: Drives closer than this count as equal: a short measurement does not resolve less.
 ALIKE_RATIO = 1.25
-#: How long a rank waits for another that is measuring.
+#: Maximum time that a rank waits for another rank's measurement.
 LOCK_SECONDS = 20.0
 _ENTRY_COUNT_MAX = 64
 _FILE_BYTES_MAX = 1 * MIB
@@ -48,13 +48,13 @@ def measured_weights(
 ) -> list[float]:
     """Return the weights of several volumes, from the cache or by measuring now; log them.
 
-    Where measuring fails, all volumes count alike, with a warning: opening the store will
-    raise what is wrong.
+    If the measurement fails, all volumes get the same weight, with a warning; opening the store
+    then raises the error.
 
     Args:
         volumes: As the store will open them.
-        load: Of the training: request size, depth, engine.
-        cache: Folder for the file; created (mode 0700) where missing.
+        load: The load of training: request size, queue depth, engine.
+        cache: Folder for the file; created (mode 0700) if missing.
     """
     identities = [identity(volume.path) for volume in volumes]
     if len(set(identities)) == 1:
@@ -103,7 +103,7 @@ def weights_of(rates: Sequence[float]) -> list[float]:
 
 
 def identity(path: str, sysfs: Path = SYSFS) -> str:
-    """Return what stays the same about a drive: its serial number if known, and its size.
+    """Return the identity of a drive: its serial number if known, and its size.
 
     Args:
         path: Directory, or block device.
@@ -133,7 +133,7 @@ def _text(volumes: Sequence[_core.VolumeOptions], weights: Sequence[float]) -> s
 
 
 def _checked(value: object, count: int) -> list[float] | None:
-    """Return the weights of an entry, None unless they are what this module writes."""
+    """Return the weights of an entry, None if they are not in this module's format."""
     if not isinstance(value, list) or len(value) != count:
         return None
     if any(isinstance(item, bool) or not isinstance(item, int | float) for item in value):
@@ -144,7 +144,7 @@ def _checked(value: object, count: int) -> list[float] | None:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the entries of the file that are lists of weights; none where it is damaged."""
+    """Return the entries of the file that are lists of weights; empty if it is damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -161,7 +161,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _write(path: Path, entries: dict[str, object]) -> None:
-    """Replace the file; go on without where it cannot be written."""
+    """Replace the file; if it cannot be written, the run continues without."""
     try:
         replace_durably(path, json.dumps(entries, indent=1), mode=0o600)
     except OSError as error:
@@ -170,7 +170,7 @@ def _write(path: Path, entries: dict[str, object]) -> None:
 
 @contextlib.contextmanager
 def _locked(cache: Path) -> Iterator[None]:
-    """Let one rank measure at a time; the others find what it wrote. Best effort."""
+    """Let one rank measure at a time, so that the others find its result. Best effort."""
     path = cache / f"{CACHE_FILE}.lock"
     descriptor = None
     try:
