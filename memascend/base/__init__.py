@@ -1,1 +1,1 @@
-"""Words, units and interfaces that every other folder uses; knows nothing of ours but errors."""
+"""Names, units and interfaces that every other folder uses; imports nothing of ours but errors."""

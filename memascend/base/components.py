@@ -1,28 +1,28 @@
-"""Names of the components by which host memory is planned, taken and reported, each once.
+"""Names of the components by which host memory is planned, allocated and reported.
 
-The plan and the allocator use the same names, so that the ledger can put them side by side.
+The plan and the allocator use the same names, so that the ledger can compare them.
 """
 
 from __future__ import annotations
 
-#: Through which unaligned heads and tails of transfers pass.
+#: For unaligned heads and tails of transfers.
 BOUNCE_BUFFERS = "bounce buffers"
-#: Through which gradients, large parameters and files of checkpoints pass.
+#: For gradients, large parameters and files of checkpoints on their way to or from a drive.
 STAGING_SLOTS = "staging slots"
-#: Through which what forward saves for backward passes (activations).
+#: For saved activations on their way to or from a drive.
 ACTIVATION_SLOTS = "activation slots"
 #: Master weights, states, gradient and 16-bit result of the tiles in flight.
 OPTIMIZER_TILES = "optimizer tiles"
-#: What 16-bit gradients are widened into.
+#: For 16-bit gradients, widened to fp32.
 OPTIMIZER_SCRATCH = "optimizer scratch"
 #: Parameters within a budget (streaming.parameters).
 PARAMETER_SLOTS = "parameter slots"
-#: What stays in host memory instead of on the drive.
+#: Keys of the store that stay in host memory instead of on the drive.
 RESIDENT_CACHE = "resident cache"
-#: Of what lies on the drives (verify).
+#: Checksums of the data on the drives (verify).
 CHECKSUMS = "checksums"
 
-# What DeepSpeed itself allocates while memascend serves its host memory.
+# Memory that DeepSpeed itself allocates, through memascend's allocator.
 PARAMETERS_IN_CPU = "parameters in cpu"
 SMALL_PARAMETERS = "small parameters"
 GRADIENTS = "gradients"

@@ -1,6 +1,6 @@
 """The interfaces between layers that pass tensors: memory, its registrar, transfers, events.
 
-A lower layer implements them, a higher one uses them, and neither imports the other for it.
+A lower layer implements them, a higher one uses them, and neither imports the other.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-#: Makes a block in which a stream of the device is the current one.
+#: Returns a context manager in which a stream of the device is the current stream.
 OnStream = Callable[[], AbstractContextManager[object]]
-#: Makes such a stream.
+#: Creates such a stream.
 NewStream = Callable[[], OnStream]
 
 
 class HostMemory(Protocol):
-    """Gives host tensors; the memory goes back when the last view of a tensor is gone."""
+    """Allocates host tensors; the memory is freed with the last view of a tensor."""
 
     def tensor(
         self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
@@ -28,34 +28,34 @@ class HostMemory(Protocol):
         """Return a 1-D CPU tensor of `numel` elements, contents undefined unless `zero`."""
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor's memory came from here."""
+        """Return whether the tensor's memory was allocated here."""
 
 
 class Registrar(Protocol):
     """Page-locks host memory for a device.
 
-    Called while an allocator grows or shrinks, by any thread, and may free memory of it but not
-    take any. Each call returns an empty text when it worked, else what failed.
+    Called while an allocator grows or shrinks, by any thread. A call may free memory of that
+    allocator but not allocate any. It returns an empty text on success, else the error.
     """
 
     def register(self, address: int, nbytes: int, /) -> str:
         """Register a range as a whole, or not at all."""
 
     def unregister(self, address: int, nbytes: int, /) -> str:
-        """Take back a range that was registered."""
+        """Unregister a registered range."""
 
     def unregister_when_idle(self, address: int, nbytes: int, /) -> str:
-        """Do so once the device is idle, as a copy may still be in flight."""
+        """Unregister once the device is idle, since a copy may still be in flight."""
 
 
 class Ticket(Protocol):
-    """A transfer in flight, to wait on."""
+    """A transfer in flight."""
 
     def wait(self) -> None:
-        """Return when the transfer has finished; raise StoreError when it failed."""
+        """Wait until the transfer has finished; raise StoreError if it failed."""
 
     def done(self) -> bool:
-        """Return whether it has finished."""
+        """Return whether the transfer has finished."""
 
 
 class Event(Protocol):
@@ -68,17 +68,17 @@ class Event(Protocol):
         """Return whether everything before the event has finished."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Block the host until everything before the event has finished."""
 
     def wait(self) -> None:
-        """Have what is issued on the current stream from now on wait until it has."""
+        """Make later work on the current stream wait until the event has passed."""
 
 
 class TensorIO(Protocol):
     """Reads and writes tensors by key, whole or in parts."""
 
     def reserve(self, *, key: str, nbytes: int) -> None:
-        """Find room for a key of this size; raise StoreFullError when there is none."""
+        """Reserve space for a key of this size; raise StoreFullError if there is none."""
 
     def read(
         self,
@@ -89,9 +89,10 @@ class TensorIO(Protocol):
         hold: object | None = None,
         capacity_bytes: int = 0,
     ) -> Ticket:
-        """Start filling `target` from `offset_bytes` of the key on.
+        """Start reading into `target`, from `offset_bytes` of the key on.
 
-        Of `capacity_bytes` from its first byte on all may be overwritten; 0: no more than itself.
+        With `capacity_bytes`, memory behind `target` may be overwritten: up to so many bytes from
+        its first byte on. 0: only `target` itself.
         """
 
     def write(
@@ -103,26 +104,27 @@ class TensorIO(Protocol):
         hold: object | None = None,
         capacity_bytes: int = 0,
     ) -> Ticket:
-        """Start storing `source` into the key from `offset_bytes` on; None: as the whole key.
+        """Start writing `source` into the key from `offset_bytes` on; None: as the whole key.
 
-        Of `capacity_bytes` from its first byte on all may be read; 0: no more than itself.
+        With `capacity_bytes`, memory behind `source` may be read: up to so many bytes from its
+        first byte on. 0: only `source` itself.
         """
 
     def discard(self, *, key: str) -> bool:
-        """Forget a key; False when there is none."""
+        """Remove a key; False if there is none."""
 
     def wait_all(self) -> None:
         """Return when nothing is in flight; tickets keep their errors."""
 
 
 class Lender(Protocol):
-    """Has the bytes of some keys in memory, and lends that memory to be read."""
+    """Lends the memory of keys that are in host memory, for reading."""
 
     def lends(self, *, key: str, dtype: torch.dtype) -> bool:
-        """Return whether all of a key is in memory, where elements of this type may be."""
+        """Return whether a key is in memory as a whole, aligned for elements of this type."""
 
     def lend(self, *, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return that memory; until it is taken back the key is neither written nor given up."""
+        """Return that memory; until `take_back` the key is neither written nor discarded."""
 
     def take_back(self, *, key: str) -> None:
         """End the loan of a key, if there is one."""

@@ -1,8 +1,7 @@
-"""JSON from elsewhere, read so that every mistake is one kind of error, and shown in messages.
+"""Reads JSON of unknown origin, with one kind of error for every defect, and shows it in messages.
 
-Whoever wrote it may mean harm, or have made a mistake: nesting ends the interpreter's recursion,
-numbers are too long to be converted, a value is too long to be printed. Imports nothing of ours but
-errors.
+The text may be malicious or damaged: nested deeper than the interpreter's recursion limit, with
+numbers too long to convert or values too long to print. Imports nothing of ours but errors.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _SHOWN_LETTERS_MAX = 200  # of a string or a number
 
 
 def parse_json(text: str | bytes) -> object:
-    """Read a document.
+    """Parse a JSON document.
 
     Raises:
-        ValueError: It is not JSON or not UTF-8, is nested too deeply, has a number of too many
-            digits, or names a key of one object twice.
+        ValueError: It is not JSON or not UTF-8, is nested too deeply, has a number with too many
+            digits, or has a key twice in one object.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -38,11 +37,11 @@ def read_json_object(path: Path, name: str = "") -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Args:
-        path: Of the file.
-        name: What it is called in messages; left out: the path alone.
+        path: Path of the file.
+        name: Name of the file in messages, before the path; empty: the path alone.
 
     Raises:
-        ConfigError: It cannot be read, or is something else.
+        ConfigError: It cannot be read, is not JSON, or is not an object.
     """
     name = f"{name} {path}".lstrip()
     try:
@@ -57,7 +56,7 @@ def read_json_object(path: Path, name: str = "") -> dict[str, Any]:
 
 
 def show_json(value: object) -> str:
-    """Return the value as JSON where it is of JSON's types, in a length fit for a message."""
+    """Return the value for a message, as JSON if its type allows, shortened if it is long."""
     return _show(value, _SHOWN_DEPTH_MAX)
 
 

@@ -1,4 +1,4 @@
-"""Acting on a module of others once it is imported, without importing it.
+"""Runs an action on a foreign module after its import, without importing it.
 
 Standard library only: torch itself may be half imported when this is used.
 """
@@ -16,7 +16,7 @@ Action = Callable[[types.ModuleType], None]
 
 
 def after_import(name: str, action: Action) -> None:
-    """Call `action` with a module: at once where it is imported, else when it is.
+    """Call `action` with a module: at once if it is imported, else after its import.
 
     A second call for a module that is not imported yet has no effect.
     """
@@ -28,7 +28,7 @@ def after_import(name: str, action: Action) -> None:
 
 
 def forget_import(name: str) -> None:
-    """Take back what `after_import` left for a module that is not imported yet."""
+    """Undo `after_import` for a module that is not imported yet."""
     for finder in _finders(name):
         sys.meta_path.remove(finder)
 
@@ -38,7 +38,7 @@ def _finders(name: str) -> list[_PostImportFinder]:
 
 
 class _PostImportFinder(importlib.abc.MetaPathFinder):
-    """A finder that asks the others, and has the action follow when the module is executed."""
+    """A finder that delegates to the others, and runs the action after the module's execution."""
 
     def __init__(self, name: str, action: Action) -> None:
         self.name = name
@@ -65,7 +65,7 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
 
 
 class _ObservingLoader(importlib.abc.Loader):
-    """A loader that delegates to the real one, then acts."""
+    """A loader that delegates to the real one, then runs the action."""
 
     def __init__(self, loader: importlib.abc.Loader, action: Action) -> None:
         self._loader = loader
@@ -79,5 +79,5 @@ class _ObservingLoader(importlib.abc.Loader):
         self._action(module)
 
     def __getattr__(self, name: str) -> object:
-        # get_source, get_code, is_package, ...: tools such as inspect and linecache ask the loader.
+        # get_source, get_code, is_package, ...: inspect and linecache use them.
         return getattr(self._loader, name)

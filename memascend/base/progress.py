@@ -1,7 +1,7 @@
-"""How far long work with many bytes is: a bar where somebody looks at it, else a log line after it.
+"""Progress of long transfers: a bar on a terminal, and a log line at the end.
 
-On a terminal rank 0 alone shows a bar. What is logged meanwhile goes above it, also by handlers
-that hold the terminal's streams, as DeepSpeed's does.
+Only rank 0 shows a bar. Log records are printed above it meanwhile, also by handlers that hold the
+terminal's streams, as DeepSpeed's does.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 log = logging.getLogger(__name__)
 
-#: Least time between two updates of a bar, however small the tensors are.
+#: Minimum time between two updates of a bar.
 UPDATE_INTERVAL_S = 0.1
 
 
-#: Called with the number of bytes that have been moved since the last call.
+#: Called with the number of bytes moved since the last call.
 Advance = Callable[[int], None]
 
 
 class Meter:
-    """Counts bytes, and shows them now and then. Any thread may call it."""
+    """Counts bytes, and updates the display at intervals. Any thread may call it."""
 
     def __init__(self, show: Callable[..., object]) -> None:
-        """Begin at nothing.
+        """Begin at zero.
 
         Args:
-            show: Is given `completed`, the bytes, or `description`, what is going on.
+            show: Called with `completed`, the bytes so far, or `description`, the current action.
         """
         self.moved_bytes = 0
         self._show, self._shown_s = show, 0.0
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """Count bytes that have been moved."""
+        """Add bytes that have been moved."""
         with self._lock:
             self.moved_bytes += nbytes
             now = time.monotonic()
@@ -52,25 +52,25 @@ class Meter:
         self.show()
 
     def describe(self, text: str) -> None:
-        """Say what goes on now, beside the bar."""
+        """Show the current action beside the bar."""
         self._show(description=text)
 
     def show(self) -> None:
-        """Bring the bar up to date."""
+        """Update the bar."""
         self._show(completed=self.moved_bytes)
 
 
 @contextmanager
 def byte_progress(title: str, nbytes: int | None, *, leads: bool) -> Iterator[Meter]:
-    """Show how far the block is, and log its speed after it.
+    """Show the progress of the `with` block, and log its speed at the end.
 
     Args:
-        title: Of the bar and of the log line.
-        nbytes: How many bytes the block is going to move, about; None where nobody knows.
-        leads: Whether this rank shows anything; the others only count.
+        title: Title of the bar and of the log line.
+        nbytes: Approximate bytes that the block will move; None if unknown.
+        leads: True if this rank shows the progress; other ranks only count.
 
     Yields:
-        To be called with the bytes that have been moved since the last call.
+        The meter, to be called with the bytes moved since the last call.
     """
     begin_s = time.monotonic()
     is_shown = leads and sys.stderr.isatty()
@@ -87,7 +87,7 @@ def byte_progress(title: str, nbytes: int | None, *, leads: bool) -> Iterator[Me
     meter = Meter(partial(bar.update, task))
     before = (sys.stdout, sys.stderr)
     with bar:
-        # What rich has put there writes above the bar.
+        # rich has replaced the streams; its own write above the bar.
         with _moved_logs(before, (sys.stdout, sys.stderr)):
             yield meter
         meter.show()
@@ -104,7 +104,7 @@ def byte_progress(title: str, nbytes: int | None, *, leads: bool) -> Iterator[Me
 
 @contextmanager
 def _moved_logs(before: tuple[TextIO, ...], now: tuple[TextIO, ...]) -> Iterator[None]:
-    """Have handlers of logs that write to one of some streams write to another meanwhile."""
+    """Redirect log handlers from the streams `before` to the streams `now` within the block."""
     moved = []
     others = list(logging.root.manager.loggerDict.values())
     for logger in (logging.root, *others):

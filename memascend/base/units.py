@@ -1,4 +1,4 @@
-"""Byte counts as text and back ("6GiB" <-> 6442450944), and in whole pages.
+"""Converts byte counts to text and back ("6GiB" <-> 6442450944), and to whole pages.
 
 Pure; imports nothing of ours but errors.
 """
@@ -13,9 +13,9 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
-#: Of host memory: what is planned, allocated and transferred is a multiple of it.
+#: Granule of host memory: planned, allocated and transferred sizes are multiples of it.
 PAGE_BYTES = 4 * KIB
-#: Beyond what a file or a memory can have.
+#: Larger than any file or memory.
 NBYTES_MAX = 1 << 63
 
 _FACTORS = {

@@ -1,4 +1,4 @@
-"""Waiting: for several transfers, with no memory in flight behind an exception; for a device."""
+"""Waits for several transfers, so that none is in flight behind an exception, and for a device."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from time import monotonic
 
 from memascend.base.interfaces import Event
 
-#: Events that are kept to be used again: about as many as slots, tiles and gathers need at once.
+#: Events kept for reuse: about as many as slots, tiles and gathers need at once.
 FREE_EVENTS_MAX = 512
 
 
 class Ended:
-    """The ticket of a transfer that was over before the call returned, or could not begin."""
+    """The ticket of a transfer that ended before the call returned, or could not begin."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error
 
     def wait(self) -> None:
-        """Return at once; raise what kept it from beginning."""
+        """Return at once; raise the error that kept the transfer from beginning."""
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        """Return true: nothing is in flight."""
+        """Return True."""
         return True
 
 
 class CopyTicket:
-    """The ticket of a copy that a device makes: over once an event behind it has passed."""
+    """The ticket of a copy by a device: done once the event behind it has passed."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """Return when the copy is over."""
+        """Wait until the copy has finished."""
         self._event.synchronize()
 
     def done(self) -> bool:
-        """Return whether it is."""
+        """Return whether the copy has finished."""
         return self._event.query()
 
 
 def wait_all(waits: Iterable[Callable[[], object]]) -> None:
-    """Call all, each of which returns when something is over; then raise the first error."""
+    """Call all functions, each of which waits for a transfer; then raise the first error."""
     first_error: Exception | None = None
     for wait in waits:
         try:
@@ -57,25 +57,25 @@ def wait_all(waits: Iterable[Callable[[], object]]) -> None:
 
 
 def new_event(make: Callable[..., Event]) -> Event:
-    """Return an event of a device, one whose `synchronize` lets the thread sleep where there is.
+    """Return an event of a device, whose `synchronize` sleeps instead of spinning if it can.
 
-    CUDA's and some others spin by default: the wait for a copy then takes a core from the threads
-    that feed the drive.
+    The events of CUDA and some other devices spin by default: waiting for a copy then takes a CPU
+    core from the threads that serve the drive.
 
     Args:
-        make: The accelerator's class of events.
+        make: The accelerator's event class.
     """
     try:
         return make(blocking=True)
-    except TypeError:  # this accelerator's events know no such thing
+    except TypeError:  # this accelerator's events have no such argument
         return make()
 
 
 def event_here(make: Callable[[], Event] | None) -> Event | None:
-    """Return an event behind what was issued on the current stream.
+    """Return an event, recorded on the current stream.
 
     Args:
-        make: Makes an event of the device; None when it is the CPU, which needs none.
+        make: Creates an event of the device; None for the CPU, which needs none.
     """
     if make is None:
         return None
@@ -85,22 +85,22 @@ def event_here(make: Callable[[], Event] | None) -> Event | None:
 
 
 class EventPool:
-    """Events of a device, used again; counts the time that threads wait for them.
+    """A pool of device events, which also counts the time that threads wait for them.
 
-    CUDA makes events under a lock of the driver, on which threads would meet in every step. An
-    event comes back when the last reference to it is gone, and only if it was seen to have passed:
-    so no host thread can ask an event that means something else by now, and no stream waits for it.
-    Any thread may call.
+    CUDA creates events under a lock of the driver, on which threads would contend in every step. An
+    event returns to the pool with its last reference, and only if it was seen to have passed: so no
+    host thread still queries it under its old meaning, and no stream waits for it. Any thread may
+    call.
     """
 
     def __init__(
         self, make: Callable[..., Event], *, free_count_max: int = FREE_EVENTS_MAX
     ) -> None:
-        """Begin with none.
+        """Begin with an empty pool.
 
         Args:
-            make: The accelerator's class of events.
-            free_count_max: Most events that are kept to be used again.
+            make: The accelerator's event class.
+            free_count_max: Maximum of events kept for reuse.
         """
         self._make = make
         self._free: deque[Event] = deque(maxlen=free_count_max)
@@ -108,26 +108,26 @@ class EventPool:
         self.waited_s = 0.0
 
     def __call__(self) -> Event:
-        """Return an event that nobody else has."""
+        """Return an event that no other caller uses."""
         try:
             return _PooledEvent(self._free.popleft(), self)
         except IndexError:
             return _PooledEvent(new_event(self._make), self)
 
     def take_back(self, event: Event) -> None:
-        """Keep an event for the next call; without a lock, as the garbage collector may call."""
+        """Keep an event for reuse; takes no lock, since the garbage collector may call this."""
         self._free.append(event)
 
     def count_wait(self, seconds: float) -> None:
-        """Count the time that a thread has waited."""
+        """Add the time that a thread has waited."""
         with self._lock:
             self.waited_s += seconds
 
 
 class _PooledEvent:
-    """The one reference to an event of the device."""
+    """The only reference to an event of the device."""
 
-    _has_passed = False  # of the class: Ctrl-C may come before there is an event
+    _has_passed = False  # on the class: Ctrl-C may interrupt __init__ before there is an event
 
     def __init__(self, event: Event, pool: EventPool) -> None:
         self._pool, self._event = pool, event
