@@ -1,7 +1,7 @@
 """The fused Adam step on host tensors: gradient, moments, weight and 16-bit weight in one pass.
 
-Knows neither optimizers nor tiles; the numbers of a step come from the caller. Callable from any
-thread; the interpreter's lock is released meanwhile.
+Knows neither optimizers nor tiles; the caller gives the hyperparameters of the step. Callable from
+any thread; releases the GIL.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AdamCoefficients", "KernelHelpers", "make_rounding_key", "update"]
 
-#: Of gradients; the same without the first, of outputs.
+#: Dtypes of gradients; without the first, of outputs.
 DTYPES = ("float32", "float16", "bfloat16")
-#: Of moments.
+#: Dtypes of moments.
 MOMENT_DTYPES = ("float32", "bfloat16")
 _MASK_64 = (1 << 64) - 1
 
@@ -37,30 +37,30 @@ def update(
     helpers: KernelHelpers | None = None,
     isa: str = "auto",
 ) -> None:
-    """Step every element once, in place; allocate nothing of their size.
+    """Step every element once, in place, without temporaries of the tensors' size.
 
-    The arithmetic is DeepSpeedCPUAdam's, each operation rounded as there. Bits depend neither on
-    threads nor on instruction set nor on alignment; the payload of a NaN may.
+    The arithmetic is DeepSpeedCPUAdam's, with each operation rounded as there. The bits do not
+    depend on threads, instruction set or alignment, except for the payload of a NaN.
 
-    Moments in bf16 are widened first, and rounded stochastically once the weight is stepped: up or
-    down at random, so that their mean is what it would be in fp32.
+    Moments in bf16 are widened first, and rounded stochastically after the step: up or down at
+    random, so that their expected value is the fp32 one.
 
     Args:
         gradient: fp32, fp16 or bf16; unchanged.
         weight: fp32; as long as the gradient, as are the moments.
         exp_avg: The first moment, in fp32 or bf16.
         exp_avg_sq: The second moment, in the same dtype.
-        output: fp16 or bf16; becomes the new weight, rounded to nearest even.
-        coefficients: Numbers of the step.
-        tail_numel: So many elements at the end are computed in the other order (`csrc/kernels/`).
-        rounding_key: Of moments in bf16; see `make_rounding_key`.
-        first_index: Of the same: number of the first element in its sub-group.
+        output: fp16 or bf16; set to the new weight, rounded to nearest even.
+        coefficients: Hyperparameters of the step.
+        tail_numel: Elements at the end that are computed in the other order (`csrc/kernels/`).
+        rounding_key: For moments in bf16; see `make_rounding_key`.
+        first_index: For moments in bf16: index of the first element in its sub-group.
         threads: None: as many as torch uses.
-        helpers: Threads that are kept between calls; None: they are started for this one.
+        helpers: Threads that are kept between calls; None: threads are started for this call.
         isa: One of `memascend._core.kernel_isas()`.
 
     Raises:
-        ValueError: A tensor is of another dtype or length, not contiguous, or not on the host.
+        ValueError: A tensor has a wrong dtype or length, is not contiguous, or not on the host.
     """
     import torch
 
@@ -92,9 +92,9 @@ def update(
 
 
 def make_rounding_key(*numbers: int) -> int:
-    """Return what the random bits of a step are made of: 64 bits that differ with every number.
+    """Return the 64-bit seed of a step's random bits; it depends on every number.
 
-    Each number is taken in by one step of SplitMix64 (Steele, Lea and Flood, 2014).
+    Each number is mixed in by one step of SplitMix64 (Steele, Lea and Flood, 2014).
     """
     key = 0
     for number in numbers:
@@ -106,7 +106,7 @@ def make_rounding_key(*numbers: int) -> int:
 
 
 def _check(name: str, tensor: torch.Tensor, numel: int, dtypes: tuple[str, ...]) -> None:
-    """Refuse what would be read or written at a wrong place: the core sees addresses alone."""
+    """Raise for a tensor that the core would misread: it gets only addresses."""
     if _name(tensor.dtype) not in dtypes:
         raise ValueError(
             f"cannot step with {name} of dtype {_name(tensor.dtype)}; known: {', '.join(dtypes)}"

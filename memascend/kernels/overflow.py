@@ -22,7 +22,7 @@ __all__ = ["KernelHelpers", "ScanResult", "scan", "sum_of_squares"]
 
 log = logging.getLogger(__name__)
 
-#: Elements that torch's own reductions are given at once: they make copies in fp64.
+#: Elements per call of torch's own reductions, which make copies in fp64.
 PIECE_NUMEL = 1 << 21
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -35,19 +35,19 @@ def scan(
     threads: int = 0,
     helpers: KernelHelpers | None = None,
 ) -> ScanResult:
-    """Read a contiguous fp32, fp16 or bf16 tensor once; allocate nothing of its size.
+    """Read a contiguous fp32, fp16 or bf16 tensor once, without temporaries of its size.
 
-    `sum_squares` of the result is NaN unless it was asked for and every element is finite. On the
-    host its bits depend on the values and their number alone, not on threads or instruction set.
+    The result's `sum_squares` is NaN unless it was requested and every element is finite. On the
+    host its bits depend only on the values and their number, not on threads or instruction set.
 
     Args:
         tensor: On the host or on any device. Another thread must not write to it meanwhile.
         sum_squares: Also add up the squares, in double. Costs no second pass.
         threads: Host only. 0 uses the CPUs this thread may run on, fewer for small tensors.
-        helpers: Host only. Threads that are kept between calls; None: started for this one.
+        helpers: Host only. Threads kept between calls; None: threads are started for this call.
 
     Raises:
-        ValueError: The tensor is not contiguous, or of a dtype that cannot be scanned.
+        ValueError: The tensor is not contiguous, or its dtype, layout or device is not supported.
     """
     dtype = _name(tensor.dtype)
     if dtype not in _DTYPES:
@@ -85,21 +85,21 @@ def sum_of_squares(
     helpers: KernelHelpers | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the sum of squares, added up in fp64; not finite exactly if an element is not.
+    """Return the sum of squares, added up in fp64; not finite if and only if an element is not.
 
-    The order of additions is not that of stock DeepSpeed, so neither are the last bits of the
-    double. Norms are made of it in fp32, where they are the same.
+    The order of additions differs from stock DeepSpeed's, so the last bits of the double differ.
+    Norms are computed from it in fp32, where they are the same.
 
     Args:
         tensor: 1-D.
         fused: Use `scan` on the host, and the Triton kernel on a device that can run it; else
-            torch's own reductions are used, on a piece at a time.
+            torch's own reductions, on a piece at a time.
         threads: As for `scan`.
         helpers: As for `scan`.
-        dtype: In which to add up on a device that has no fp64.
+        dtype: Dtype of the sum, for a device that has no fp64.
 
     Returns:
-        A 0-dim fp64 tensor on the tensor's device, or one of `dtype`; a device is not waited for.
+        A 0-dim tensor on the tensor's device, fp64 or `dtype`; does not wait for the device.
     """
     import torch
 
@@ -118,7 +118,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _scan_in_pieces(tensor: torch.Tensor, *, sum_squares: bool) -> ScanResult:
-    """Scan with torch's own reductions, and temporaries of the size of a piece."""
+    """Scan with torch's own reductions, with temporaries as large as a piece."""
     import torch
 
     finite = [torch.isfinite(piece).all() for piece in _pieces(tensor)]
@@ -130,7 +130,7 @@ def _scan_in_pieces(tensor: torch.Tensor, *, sum_squares: bool) -> ScanResult:
 
 
 def _sum_in_pieces(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add up as stock DeepSpeed does, whose pieces are larger: its copies in fp64 take 2 GB."""
+    """Add up as stock DeepSpeed does, but in smaller pieces: its copies in fp64 take 2 GB."""
     norms: list[torch.Tensor] = [piece.to(dtype).norm(2) for piece in _pieces(tensor)]
     total = norms[0].square()
     for norm in norms[1:]:
@@ -139,7 +139,7 @@ def _sum_in_pieces(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield parts of a tensor in order, an empty one where it is empty."""
+    """Yield the tensor's pieces in order; an empty one if the tensor is empty."""
     flat = tensor.reshape(-1)
     for begin in range(0, max(1, flat.numel()), PIECE_NUMEL):
         yield flat.narrow(0, begin, min(PIECE_NUMEL, flat.numel() - begin))
@@ -147,9 +147,9 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _device_kernel(device_type: str) -> ModuleType | None:
-    """Return the Triton kernel where it runs on the device and computes what it should.
+    """Return the Triton kernel if it runs on the device with correct results, else None.
 
-    Only trying it tells: Triton may be missing, know no such device, or have no compiler.
+    It has to be tried: Triton may be missing, not support the device, or find no compiler.
     """
     if device_type == "cpu":
         return None

@@ -6,7 +6,7 @@ run to run. Imports torch and triton: only `memascend.kernels.overflow` imports 
 only when it is given a device tensor.
 
 Squares are formed and added in double, as on the host: a gradient under loss scaling may be finite
-and its square beyond fp32. Devices with few double units pay for that where a sum is asked for.
+and its square beyond fp32. A sum is slower on devices with few fp64 units.
 """
 
 # Triton's decorator and the kernels it compiles carry no types.
@@ -56,11 +56,11 @@ def launch(tensor: torch.Tensor, *, sum_squares: bool = False) -> torch.Tensor:
 
 
 def try_on(device_type: str) -> None:
-    """Scan something small, and compare.
+    """Scan a small tensor, and compare the result.
 
     Raises:
-        RuntimeError: The result is wrong, or kernels are interpreted, which takes hours.
-        Exception: Whatever Triton says of a device that it does not know.
+        RuntimeError: The result is wrong, or Triton interprets the kernels, which takes hours.
+        Exception: Any error of Triton on a device that it does not support.
     """
     if not isinstance(_scan_kernel, triton.JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set")
@@ -73,7 +73,7 @@ def try_on(device_type: str) -> None:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which the device is the current one, where its type has several."""
+    """Return a context with the device as the current one, if its type has several."""
     choose = getattr(getattr(torch, device.type), "device", None)
     if choose is None or device.index is None:
         return nullcontext()
@@ -81,8 +81,8 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return current
 
 
-# Counts would be compiled for anew as 1, a multiple of 16, or neither: in the first backward, while
-# other ranks wait in a collective.
+# Without do_not_specialize, Triton would compile again for a count of 1, a multiple of 16, or any
+# other: in the first backward, while other ranks wait in a collective.
 @triton.jit(do_not_specialize=["numel", "blocks_each"])
 def _scan_kernel(
     source,
@@ -99,7 +99,7 @@ def _scan_kernel(
     lane = tl.arange(0, BLOCK)
     seen = tl.zeros([BLOCK], dtype=tl.int32)
     sums = tl.zeros([BLOCK], dtype=tl.float64)
-    # A mask keeps loads narrow where nobody knows what divides the count: whole blocks have none.
+    # A mask narrows the loads, since the count's divisors are unknown: whole blocks have none.
     whole_count = tl.maximum(end - first, 0) // BLOCK
     for block in range(whole_count):
         values = tl.load(source + first + block * BLOCK + lane)
