@@ -1,1 +1,1 @@
-"""Host memory of ours: the arena, and slots in it."""
+"""Host memory: the arena's allocator, and slots in its memory."""

@@ -1,7 +1,7 @@
-"""Host memory for tensors: a typed face of the native allocator, and the log lines about it.
+"""Host memory for tensors: a typed wrapper of the native allocator, and its log lines.
 
-Knows torch only where a tensor is made. Never knows what the memory is for beyond a component name.
-Thread-safe where the native allocator is; a missing thing may be logged twice by a race, no worse.
+Imports torch only to make a tensor. Knows the use of memory only as a component name. Thread-safe
+as the native allocator is; in a race a warning may be logged twice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ HugePages = Literal["auto", "explicit", "transparent", "off"]
 class HostAllocator:
     """Tensors in huge-page backed, page-locked host memory, without power-of-two rounding.
 
-    A tensor owns its block: the memory goes back when the last tensor that shares it is gone. What
-    the system refuses (huge pages, page lock, device registration) is done without and logged once
-    each at WARNING, with the way to get it.
+    A tensor owns its block: the memory is freed with the last tensor that shares it. If the system
+    refuses huge pages, page lock or device registration, allocation continues without it, and one
+    WARNING for each has the remedy.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class HostAllocator:
         numa_node: int | None = None,
         limit_bytes: int = 0,
     ) -> None:
-        """Reserve addresses; no memory yet.
+        """Reserve addresses, without memory.
 
         Args:
-            huge_pages: Which huge pages to ask for; "auto" takes explicit ones when enough are
-                free, else transparent ones.
-            lock: Keep the memory from being swapped out.
-            register_device: Register with the device, so that copies do not block. What cannot be
-                registered yet is tried again whenever more memory is taken.
-            registrar: Registers it; None asks CUDA's driver.
-            numa_node: Where memory should come from; None leaves it to the kernel.
-            limit_bytes: Most memory to hold; 0 for no limit.
+            huge_pages: Kind of huge pages; "auto" takes explicit ones if enough are free, else
+                transparent ones.
+            lock: Page-lock the memory, so that it is not swapped out.
+            register_device: Register with the device, so that copies do not block. A refused
+                registration is retried whenever more memory is taken.
+            registrar: Object that registers the memory; None: CUDA's driver.
+            numa_node: Node of the memory; None leaves it to the kernel.
+            limit_bytes: Maximum of memory to hold; 0 for no limit.
         """
         self.core = Allocator(
             huge_pages=huge_pages,
@@ -70,7 +70,7 @@ class HostAllocator:
         """Return a flat CPU tensor in a block of its own; its contents are arbitrary unless `zero`.
 
         Raises:
-            HostMemoryError: The limit or the system does not allow it.
+            HostMemoryError: The limit or the system refuses the memory.
         """
         import torch
 
@@ -104,7 +104,7 @@ class HostAllocator:
 
 
 def describe(report: ArenaReport) -> str:
-    """Return one phrase on what was really obtained, for the log and the doctor."""
+    """Return one phrase on the memory obtained, for the log and the doctor."""
     parts = [
         f"{format_nbytes(report.reserved_bytes)} held",
         f"{_share(report.huge_page_bytes, report.reserved_bytes)} in huge pages",

@@ -1,12 +1,12 @@
 """The pool: slots for tensors of any size, cut from segments of host memory.
 
-Within a budget all slots together never take more than a fixed number of bytes: memory is taken as
-slots are needed, in segments that double, and then segments that nothing uses give way to one that
-is large enough. Without a budget the pool grows when it is asked to, one slot at a time, so that
-its slots are those of the model's own shapes; a slot serves shapes of nearly its size again.
+With a budget, all segments together never exceed it. Memory is taken as slots are needed, in
+segments that double; at the budget, idle segments are freed to make room for a larger one. Without
+a budget the pool grows on request, by one slot at a time, so that its slots have the sizes of the
+model's own shapes; a free slot is reused for shapes of nearly its size.
 
-Knows host memory and byte counts; never what tensors mean, stores or when it is wise to wait. One
-thread at a time may call; leases and holds may be dropped by any.
+Knows host memory and byte counts; not the tensors, the store, or when to wait. One thread at a time
+may call; any thread may drop leases and holds.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
     from memascend.base.interfaces import HostMemory
 
-#: The largest slot is this part of the budget, so that as many fit at least.
+#: The largest slot is the budget divided by this, so that at least so many slots fit.
 SLOT_PARTS = 4
 #: First segment of a budget; each next one is as large as all before it.
 SEGMENT_BYTES_MIN = 4 * MIB
-#: Of a slot that was taken for one shape: what may be left over by another that it serves.
+#: Without a budget: the part of a slot that may stay unused when another shape reuses it.
 WASTE_MAX = 1 / 16
 
 
 class Pool:
-    """Slots of any size over any host memory. See the module's head."""
+    """Slots of any size over any host memory. See the module's docstring."""
 
     def __init__(
         self, *, memory: HostMemory, component: str, budget_bytes: int | None = None
     ) -> None:
-        """Take no memory yet.
+        """Begin without memory.
 
         Args:
-            memory: Where segments come from.
+            memory: Source of the segments.
             component: Name in the ledger.
-            budget_bytes: Most bytes of all segments together; None lets the pool grow.
+            budget_bytes: Maximum of all segments together; None lets the pool grow.
 
         Raises:
             ValueError: The budget has no room for SLOT_PARTS pages.
@@ -61,11 +61,11 @@ class Pool:
         self._returned: deque[tuple[Segment, int, int]] = deque()
 
     def resize(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
-        """Take another budget, all of it now and in one piece.
+        """Change the budget, and take all of it now, in one piece.
 
         Args:
-            budget_bytes: Whole pages.
-            slot_bytes_max: Largest slot from now on.
+            budget_bytes: New budget, in whole pages.
+            slot_bytes_max: New maximum size of a slot.
 
         Raises:
             ValueError: A slot is leased.
@@ -84,21 +84,21 @@ class Pool:
 
     @property
     def held_bytes(self) -> int:
-        """Memory taken so far."""
+        """Bytes of memory taken so far."""
         return sum(segment.memory.nbytes for segment in self._segments)
 
     @property
     def free_bytes(self) -> int:
-        """The part of the memory taken that no slot uses."""
+        """Bytes of that memory that no slot uses."""
         self._collect()
         return sum(end - begin for segment in self._segments for begin, end in segment.free)
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return what a tensor takes of the budget: nothing when it is too large for a slot."""
+        """Return the slot size for a tensor of `nbytes`; 0 if it is too large for a slot."""
         return page_up(nbytes) if nbytes <= self.slot_bytes_max else 0
 
     def acquire(self, nbytes: int) -> Lease | None:
-        """Lease a slot for `nbytes`; None when none is free and the budget is spent.
+        """Lease a slot for `nbytes`; None if none is free and no memory may be taken.
 
         Raises:
             HostMemoryError: The budget allows more memory, but the system does not.
@@ -113,7 +113,7 @@ class Pool:
         return lease
 
     def grow(self, nbytes: int) -> bool:
-        """Take memory for one more slot of `nbytes`; False within a budget, which does not grow.
+        """Take memory for one more slot of `nbytes`; False with a budget, where it does nothing.
 
         Raises:
             HostMemoryError: The system does not have the memory.
@@ -123,16 +123,16 @@ class Pool:
         return not self.is_bounded
 
     def suits(self, slot_bytes: int, nbytes: int) -> bool:
-        """Return whether room for `nbytes` may come of a slot, once that is free.
+        """Return whether freeing a slot of `slot_bytes` may make room for `nbytes`.
 
-        Within a budget any slot gives room, since runs merge. Otherwise slots keep their sizes.
+        With a budget every slot may, since free runs merge. Without one a slot keeps its size.
         """
         if self.is_bounded:
             return True
         return 0 <= slot_bytes - page_up(nbytes) <= max(PAGE_BYTES, WASTE_MAX * slot_bytes)
 
     def _collect(self) -> None:
-        # A slot may come back at any moment, so it is only noted then, and freed here.
+        # A slot may be released at any moment, by any thread: it is queued then, and freed here.
         while self._returned:
             segment, begin, end = self._returned.popleft()
             segment.put(begin, end)
@@ -149,7 +149,7 @@ class Pool:
         run_bytes, number, index = min(runs)
         segment = self._segments[number]
         slot_bytes = nbytes if self.is_bounded else run_bytes
-        # Small slots gather at the ends, so that they do not cut the room of large ones in two.
+        # Small slots go to the end of a run, so that they do not split the room of large ones.
         begin = segment.take(index, slot_bytes, from_end=nbytes < self.slot_bytes_max // 8)
         end = begin + slot_bytes
         use = _Use()
@@ -158,7 +158,7 @@ class Pool:
         return Lease(segment.memory[begin:end], use)
 
     def _add_segment(self, nbytes: int) -> bool:
-        """Take memory for a slot of `nbytes`; False when the budget and idle segments forbid."""
+        """Take memory for a slot of `nbytes`; False if the budget has no room for it."""
         room_bytes = self._make_way(nbytes)
         if room_bytes < nbytes:
             return False
@@ -173,7 +173,7 @@ class Pool:
         self._segments.append(Segment(memory, [(0, nbytes)]))
 
     def _make_way(self, nbytes: int) -> int:
-        """Let idle segments go, smallest first, where that gives room for `nbytes`."""
+        """Free idle segments, smallest first, if that makes room for `nbytes`; return the room."""
         room_bytes = self.budget_bytes - self.held_bytes
         idle_bytes = sum(one.memory.nbytes for one in self._segments if one.idle)
         if room_bytes + idle_bytes < nbytes:
@@ -187,7 +187,7 @@ class Pool:
 
 
 class Lease:
-    """The exclusive right to a slot, which is free when the lease and every hold are gone."""
+    """The exclusive right to a slot, which is free once the lease and every hold are gone."""
 
     def __init__(self, slot: torch.Tensor, use: _Use) -> None:
         self.slot = slot
@@ -199,7 +199,7 @@ class Lease:
         return self.slot[: numel * dtype.itemsize].view(dtype)
 
     def hold(self) -> object:
-        """Return something that keeps the slot from being reused while it lives.
+        """Return an object that keeps the slot from being reused while it lives.
 
         Raises:
             ValueError: The lease was released.
@@ -212,28 +212,28 @@ class Lease:
         return self._use
 
     def release(self) -> None:
-        """Give the slot up; again is harmless."""
+        """Give up the slot; a second call has no effect."""
         self._use = None
-        # A lease that lies about must not keep a segment's memory.
+        # A released lease that is still referenced must not keep a segment's memory.
         self.slot = self.slot[:0].clone()
 
 
 class _Use:
-    """Held by a lease and by every transfer on its slot; the slot is free when the last is gone."""
+    """Shared by a lease and every transfer on its slot; the slot is free when the last is gone."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """One piece of memory and the runs of it that are free, by their begin."""
+    """One piece of memory and its free runs (begin, end), sorted."""
 
     memory: torch.Tensor
     free: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def idle(self) -> bool:
-        """True while nothing uses it."""
+        """True if no slot uses the segment."""
         return self.free == [(0, self.memory.nbytes)]
 
     def put(self, begin: int, end: int) -> None:
