@@ -14,8 +14,8 @@ namespace memascend {
 
 namespace {
 
-constexpr int kTakeTriesMax = 16;  // each needs that something was given back meanwhile
-constexpr std::chrono::seconds kDiscardReport{5};  // between two lines on what takes so long
+constexpr int kTakeTriesMax = 16;  // each retry needs space that another call has given back
+constexpr std::chrono::seconds kDiscardReport{5};  // between two reports of a long discard
 
 }  // namespace
 
@@ -27,7 +27,7 @@ struct Store::Entry {
   std::optional<ErrorPlace> broken;        // a write failed: the contents are undefined
 };
 
-/// A transfer and what must wait for it.
+/// A transfer and the transfers that must wait for it.
 struct Store::Job : Transfer {
   Entry* entry = nullptr;
   std::uint64_t offset = 0;  // in the key, rounded out to blocks
@@ -71,7 +71,7 @@ Store::Store(StoreOptions options, std::vector<Volume> volumes)
   engine_description_ = queue_->engine_description();
 }
 
-// An engine for each volume; what serves one need not serve another.
+// An engine for each volume; an engine that serves one volume may not serve another.
 std::vector<std::unique_ptr<Engine>> Store::make_engines(const StoreOptions& options) {
   std::vector<std::unique_ptr<Engine>> engines;
   EngineOptions own = options.engine_options;
@@ -93,8 +93,8 @@ std::vector<std::unique_ptr<Engine>> Store::make_engines(const StoreOptions& opt
 
 Store::~Store() = default;
 
-// What the last owner does. A forked child has neither the store's threads nor its places in the
-// rings: its copy is left to the process's end, and so is one that could not be closed.
+// The deleter of the last owner. A forked child has neither the store's threads nor its places in
+// the rings: its copy is leaked, and so is a store that could not be closed.
 void Store::drop(Store* store) noexcept {
   if (!store->owner_.is_current() || store->abandoned_) return;
   try {
@@ -119,9 +119,9 @@ void Store::reserve_locked(SpaceCall& space, const std::string& key, std::uint64
   };
   if (is_there()) return;
   wait_until_quiet(space.locked(), key);
-  // The new room is found before the old is given back, so that a full volume changes nothing.
+  // Take the new space before giving back the old, so that a full volume changes nothing.
   if (nbytes > 0 && !take(space, key, nbytes, is_there)) return;
-  // Another thread may have made it meanwhile, and written to it, or to the old one.
+  // Another thread may have created the key meanwhile, and transfers may have begun on it.
   wait_until_quiet(space.locked(), key);
   if (is_there()) return;
   auto entry = std::make_unique<Entry>();
@@ -133,8 +133,8 @@ void Store::reserve_locked(SpaceCall& space, const std::string& key, std::uint64
   place = std::move(entry);
 }
 
-// Takes room; false where another thread has made the key with the last of it. What others have
-// discarded is about to be free, so a full volume counts only where nothing comes back.
+// Takes space; false if another thread has created the key with the last of it. Space that other
+// calls are giving back counts as available, so a full volume is an error only if none comes back.
 bool Store::take(SpaceCall& space, const std::string& key, std::uint64_t nbytes,
                  const std::function<bool()>& is_there) {
   for (int tries = 1;; ++tries) {
@@ -157,7 +157,7 @@ std::shared_ptr<Ticket> Store::write(const std::string& key, std::uint64_t nbyte
   LockedCall call(*this, busy);
   if (!call.entered()) return nullptr;
   call.expect_open();
-  SpaceCall space(*this, call);  // until the transfer has begun: nobody discards the key before
+  SpaceCall space(*this, call);  // until the transfer begins: keeps the key from a discard
   if (!offset) reserve_locked(space, key, nbytes);
   Entry& entry = find(key);
   return start(entry,
@@ -225,7 +225,7 @@ std::shared_ptr<Ticket> Store::start(Entry& entry, const KeyRange& range,
 
 void Store::finished(std::span<Transfer* const> transfers) {
   const std::lock_guard lock(mutex_);
-  std::vector<Job*> over;  // grows: a failed write also ends the reads that waited for it
+  std::vector<Job*> over;  // grows: a failed write also ends the reads that follow it
   for (Transfer* transfer : transfers) over.push_back(static_cast<Job*>(transfer));
   for (std::size_t index = 0; index < over.size(); ++index) finish(over[index], &over);
   if (quiet_waiter_count_ > 0) quiet_.notify_all();
@@ -279,7 +279,7 @@ bool Store::ended_well(const Ticket& ticket) {
   return call.entered();
 }
 
-// Lets what somebody waits for go first, with all that it has to follow.
+// Moves a transfer, and all earlier ones on its key, ahead of transfers that no caller waits for.
 void Store::hurry(const Entry& entry, const Transfer* last) {
   for (const auto& job : entry.jobs) {
     queue_->hurry(job.get());
@@ -292,7 +292,7 @@ void Store::wait_all() {
   call.wait(quiet_, &quiet_waiter_count_, [&] { return job_count_ == 0; });
 }
 
-// The entry of `key` once nothing is in flight on it, or nullptr when there is none (any more).
+// Returns the entry of `key` once it has nothing in flight, or nullptr if there is none (any more).
 Store::Entry* Store::wait_until_quiet(LockedCall& call, const std::string& key) {
   const auto find_entry = [&]() -> Entry* {
     const auto place = entries_.find(key);
@@ -353,25 +353,25 @@ void Store::close() {
     LockedCall call(*this);
     closed_ = true;
     if (queue_ != nullptr) {
-      abandoned_ = true;  // where the wait is ended
+      abandoned_ = true;  // if the wait below ends with an exception
       call.wait(quiet_, &quiet_waiter_count_,
                 [this] { return job_count_ == 0 && space_call_count_ == 0; });
       abandoned_ = false;
     }
-    // A signal's handler may close it once more on the thread that does so already.
+    // A signal handler may call close() again on the thread that is closing the store.
     if (closer_ == std::this_thread::get_id()) return;
-    if (queue_ == nullptr) {  // another thread closes it, or has
+    if (queue_ == nullptr) {  // another thread is closing it, or has closed it
       call.wait(quiet_, &quiet_waiter_count_, [this] { return ended_; });
       return;
     }
     closer_ = std::this_thread::get_id();
     queue = std::move(queue_);
   }
-  queue.reset();  // ends the threads and the engines, which know the files
+  queue.reset();  // ends the threads and the engines, which use the files
   std::exception_ptr interrupted;
   try {
     discard_space();
-  } catch (...) {  // Ctrl-C: the rest is left undone, but for this
+  } catch (...) {  // Ctrl-C: skip the rest of the discard, but close
     interrupted = std::current_exception();
   }
   space_.close();
@@ -379,7 +379,7 @@ void Store::close() {
     const LockedCall call(*this);
     entries_.clear();
     checksums_.reset();
-    retired_holds_.push_back(std::move(bounce_hold_));  // dropped on leaving, without the lock
+    retired_holds_.push_back(std::move(bounce_hold_));  // dropped at the end, without the lock
     closer_ = {};
     ended_ = true;
     quiet_.notify_all();
@@ -387,7 +387,7 @@ void Store::close() {
   if (interrupted) std::rethrow_exception(interrupted);
 }
 
-// Pre: closed, with no call in the space. A drive may take minutes over it.
+// Pre: closed, with no call in the space. A drive may take minutes.
 void Store::discard_space() {
   auto reported_at = std::chrono::steady_clock::now();
   space_.discard([&](const std::string& path, std::uint64_t done, std::uint64_t all) {

@@ -1,4 +1,4 @@
-// How every call enters and leaves a store. Only the store's own files include this.
+// The entry and exit of every call into a store. Only the store's own files include this.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace memascend {
 
-/// Holds the mutex, once it has entered. On leaving, drops the holds of finished transfers after
-/// unlocking: what they own may take other locks (Python's) in its destructor.
+/// Holds the mutex, once it has entered. At its end it unlocks, then drops the holds of finished
+/// transfers: the destructors of their objects may take other locks (Python's).
 class Store::LockedCall {
  public:
   explicit LockedCall(Store& store, Busy busy = Busy::kWait) : store_(store) {
@@ -38,9 +38,9 @@ class Store::LockedCall {
   LockedCall& operator=(const LockedCall&) = delete;
   bool entered() const noexcept { return lock_.owns_lock(); }
   void expect_open() const { MA_EXPECT(!store_.closed_, "the store is closed"); }
-  /// Waits until `condition()`, and no longer than `timeout`; returns the condition then. Accounts
-  /// the time, unless nobody waits for this thread. Throws what StoreOptions::while_waiting throws;
-  /// of end_patience() a StoreError.
+  /// Waits until `condition()` or for `timeout`; returns the condition's value. Adds the time to
+  /// the store's wait time, unless the thread works in the background. Throws the exceptions of
+  /// StoreOptions::while_waiting, and after end_patience() a StoreError for a silent device.
   template <typename Condition>
   bool wait(std::condition_variable& event, std::size_t* waiter_count, Condition condition,
             std::chrono::milliseconds timeout = kForever) {
@@ -63,7 +63,7 @@ class Store::LockedCall {
     }
     return true;
   }
-  /// Calls `function` while others may use the store.
+  /// Calls `function` without the lock, so that other calls may enter.
   template <typename Function>
   void without_lock(Function function) {
     lock_.unlock();
@@ -71,7 +71,7 @@ class Store::LockedCall {
     function();
   }
 
-  /// Calls a function on leaving, also when it is left by an exception.
+  /// Calls a function at the end of the scope, also after an exception.
   template <typename Function>
   class Afterwards {
    public:
@@ -86,15 +86,16 @@ class Store::LockedCall {
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::milliseconds kSlice{200};  // between two looks for Ctrl-C
+  static constexpr std::chrono::milliseconds kSlice{200};  // between two checks for Ctrl-C
 
   Store& store_;
   std::unique_lock<std::mutex> lock_;
 };
 
-/// A call about space. Takes for a key, and gives back what belongs to no key in the end. Others go
-/// on while the file system, or the owner of memory, is asked; close() waits for that, and for no
-/// more of this: a signal's handler may close the store on a thread that waits in here.
+/// A call about space: takes extents for a key, and at the end gives back those that belong to no
+/// key. Other calls continue while the file system, or the owner of checksum memory, is asked.
+/// close() waits for that part only: a signal handler may close the store on a thread that waits in
+/// here.
 class Store::SpaceCall {
  public:
   SpaceCall(Store& store, LockedCall& call) : store_(store), call_(call) {}
@@ -121,7 +122,7 @@ class Store::SpaceCall {
   void provide_checksums(std::uint64_t nbytes) {
     with_space([&](Space&) { store_.checksums_->provide(nbytes); });
   }
-  /// Gives an entry what is spare, and takes what it had.
+  /// Swaps the entry's extents with the spare ones.
   void exchange(std::vector<Extent>& extents) { spare_.swap(extents); }
 
  private:

@@ -1,4 +1,4 @@
-// What a store says of itself, and what is set beside its work.
+// The statistics of a store, and calls beside its I/O.
 #include "nvme/store.hpp"
 #include "nvme/store_call.hpp"
 

@@ -1,4 +1,4 @@
-// What a store says of itself.
+// The statistics of a store, as plain values.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace memascend {
 
-/// A volume and what of it is taken.
+/// The use and traffic of one volume.
 struct VolumeStats {
   std::string path;
   double weight;
@@ -19,8 +19,8 @@ struct VolumeStats {
 };
 
 struct StoreStats {
-  std::map<std::string, std::uint64_t> counts;  // by the names that Python knows them by
-  double wait_seconds;                          // spent in waiting, but for threads behind training
+  std::map<std::string, std::uint64_t> counts;  // by their names in Python
+  double wait_seconds;                          // waits, except of background threads
 };
 
 }  // namespace memascend

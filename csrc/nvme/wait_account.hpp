@@ -1,9 +1,9 @@
-// Whose waits for drives are accounted for: those of threads that hold training up.
+// Selects the waits for drives that count: those of threads that delay training.
 #pragma once
 
 namespace memascend {
 
-/// Set on a thread whose work goes on behind training. Of each thread, for good.
+/// Set for good on a thread that works in the background of training.
 inline thread_local bool waits_behind = false;
 
 }  // namespace memascend

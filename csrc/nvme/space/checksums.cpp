@@ -16,7 +16,7 @@ constexpr std::uint64_t kPageBytes = 4096;
 constexpr std::uint64_t kPageGrains = kPageBytes / sizeof(std::uint32_t);
 constexpr std::uint32_t kNone = 0;
 
-// One value means that there is no checksum; whose is that value gets another.
+// kNone means "no checksum"; a checksum of that value is replaced by another.
 std::uint32_t checksum(std::span<const std::byte> grain) {
   const std::uint32_t crc = crc32c(grain);
   return crc == kNone ? 1 : crc;
@@ -27,7 +27,7 @@ std::shared_ptr<std::byte> own_memory(std::uint64_t nbytes) {
           [](std::byte* data) { ::operator delete[](data, std::align_val_t{kPageBytes}); }};
 }
 
-/// Calls `action(first grain, count)` for the grains of an extent that lie in one page, for each.
+/// Calls `action(first grain, count)` for the grains of an extent, page by page.
 template <typename Action>
 void for_each_page(const Extent& extent, Action action) {
   MA_INVARIANT(is_aligned(extent.offset | extent.nbytes, Checksums::kGrainBytes));
@@ -62,7 +62,7 @@ std::uint64_t Checksums::held_bytes() const {
   return held_bytes_;
 }
 
-// Finding memory may take long: others go on meanwhile.
+// Allocation may take long, so the lock is released meanwhile.
 void Checksums::add_slab(std::uint64_t nbytes, std::unique_lock<std::mutex>* lock) {
   lock->unlock();
   std::shared_ptr<std::byte> slab = source_(nbytes);
@@ -76,7 +76,7 @@ void Checksums::add_slab(std::uint64_t nbytes, std::unique_lock<std::mutex>* loc
 
 void Checksums::take(std::span<const Extent> extents) {
   std::unique_lock lock(mutex_);
-  // All memory first, so that nothing is half taken when there is none.
+  // Allocate first, so that a failure leaves nothing half taken.
   for (;;) {
     const std::size_t count = missing_page_count(extents);
     if (count <= spare_pages_.size()) break;

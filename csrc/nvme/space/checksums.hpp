@@ -1,12 +1,12 @@
-// Checksums: what the bytes of the volumes should be. A CRC-32C for every grain of them.
+// Checksums: a CRC-32C of every grain of the volumes.
 //
-// A grain has four bytes here for as long as an extent holds it: 0.006 % of what the keys take.
-// They come in pages, each for 64 MiB of a volume, out of memory that the caller provides. A grain
-// that was never written, or whose write failed, has no checksum: it may be read, and is not
+// While an extent holds a grain, its checksum takes four bytes here: 0.006 % of the keys' bytes.
+// Checksums are in pages, each for 64 MiB of a volume, in memory that the caller provides. A grain
+// that was never written, or whose write failed, has no checksum: it can be read, and is not
 // compared.
 //
-// Knows extents and bytes; never knows keys, requests or files. Thread-safe. That no grain is
-// written and checked at once is the caller's care.
+// Knows extents and bytes; never knows keys, requests or files. Thread-safe. The caller makes sure
+// that no grain is written and checked at the same time.
 #pragma once
 
 #include <cstddef>
@@ -26,14 +26,14 @@ namespace memascend {
 /// The transfers that are compared with checksums.
 enum class Verify : std::uint8_t {
   kOff,
-  kReads,  // what is read
+  kReads,  // all data read
   kFull,   // and every write, by reading it back
 };
 
 /// Parses "off", "reads" or "full"; throws std::invalid_argument for anything else.
 Verify parse_verify(const std::string& name);
 
-/// A grain that is not what was written.
+/// A grain that differs from its checksum.
 struct Mismatch {
   std::uint64_t offset;  // on the volume
   std::uint32_t expected;
@@ -42,40 +42,40 @@ struct Mismatch {
 
 class Checksums {
  public:
-  /// The bytes that one checksum stands for; with checksums it is the block of every transfer.
+  /// Bytes of one checksum; with checksums, also the block of every transfer.
   static constexpr std::uint64_t kGrainBytes = std::uint64_t{64} << 10;
-  /// Memory is asked for in multiples of this, each for a GiB of a volume.
+  /// Memory is allocated in multiples of this; each covers a GiB of a volume.
   static constexpr std::uint64_t kSlabBytes = std::uint64_t{64} << 10;
-  /// Gives memory, or throws. Called with nothing locked here, since it may take long.
+  /// Returns memory, or throws. Called without our lock, since it may take long.
   using MemorySource = std::function<std::shared_ptr<std::byte>(std::uint64_t nbytes)>;
 
-  /// `source` may be empty: then the memory is the process's own.
+  /// `source` may be empty: the memory is then the process's own.
   Checksums(std::size_t volume_count, MemorySource source);
   Checksums(const Checksums&) = delete;
   Checksums& operator=(const Checksums&) = delete;
 
-  /// Takes memory ahead, until `nbytes` are held in all.
+  /// Allocates in advance, until `nbytes` are held in total.
   void provide(std::uint64_t nbytes);
   std::uint64_t held_bytes() const;
 
-  /// Begins to keep checksums of extents, none of which has one yet. Pre: they are whole grains and
-  /// not taken. Throws what the source throws: nothing was changed but the memory held.
+  /// Begins to keep checksums of extents; their grains have none yet. Pre: whole grains, not taken.
+  /// Throws the source's exceptions; then only the memory held may have changed.
   void take(std::span<const Extent> extents);
-  /// Forgets them; their memory serves others.
+  /// Removes the checksums of extents; their memory is reused.
   void give(std::span<const Extent> extents);
 
-  /// Notes what is about to be written. Pre, here and below: whole grains, taken.
+  /// Stores the checksums of bytes about to be written. Pre, here and below: whole grains, taken.
   void note(int volume_index, std::uint64_t offset, std::span<const std::byte> bytes);
-  /// Forgets the range: its content is unknown.
+  /// Removes the range's checksums: its content is unknown.
   void forget(int volume_index, std::uint64_t offset, std::uint64_t nbytes);
-  /// The first grain that is not what was noted, or nothing. Adds the bytes of grains that have a
-  /// checksum to `*checked_bytes`.
+  /// Returns the first grain that differs from its checksum, or nothing. Adds the bytes of grains
+  /// with a checksum to `*checked_bytes`.
   std::optional<Mismatch> check(int volume_index, std::uint64_t offset,
                                 std::span<const std::byte> bytes,
                                 std::uint64_t* checked_bytes) const;
 
  private:
-  /// For kPageGrains grains of a volume; has memory while one of them is taken.
+  /// Checksums of kPageGrains grains of a volume; has memory while one of them is taken.
   struct Page {
     std::uint32_t* words = nullptr;
     std::uint64_t taken_count = 0;
@@ -87,7 +87,7 @@ class Checksums {
   std::uint32_t& word_of(int volume_index, std::uint64_t grain) const;
 
   MemorySource source_;
-  mutable std::mutex mutex_;  // what follows
+  mutable std::mutex mutex_;  // guards the following members
   std::vector<std::vector<Page>> volumes_;
   std::vector<std::uint32_t*> spare_pages_;
   std::vector<std::shared_ptr<std::byte>> slabs_;

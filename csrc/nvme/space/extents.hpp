@@ -1,4 +1,4 @@
-// A part of a volume, as everything that knows volumes names it. No behaviour, no ownership.
+// A part of a volume, as a plain value that all code about volumes shares.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ struct Extent {
   int volume_index;
   std::uint64_t offset;
   std::uint64_t nbytes;
-  std::uint64_t key_offset = 0;  // of its first byte in the key that has it
+  std::uint64_t key_offset = 0;  // offset of its first byte in its key
 };
 
 }  // namespace memascend

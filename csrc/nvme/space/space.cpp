@@ -10,11 +10,11 @@
 namespace memascend {
 namespace {
 
-constexpr std::uint64_t kExtentAlignmentMin = 4096;  // a file system block: no extent shares one
-// A key of fewer whole stripes is not cut: a request would be small and little run beside it.
+constexpr std::uint64_t kExtentAlignmentMin = 4096;  // a file system block: extents share none
+// A key of fewer whole stripes is not striped: its requests would be small and hardly overlap.
 constexpr std::uint64_t kStripeCountMin = 2;
 
-// Appends a part, or lengthens the last extent where the part follows it on its volume.
+// Appends a part; lengthens the last extent if the part follows it on its volume.
 void append(const Extent& part, std::vector<Extent>* extents) {
   if (!extents->empty()) {
     Extent& last = extents->back();
@@ -26,7 +26,7 @@ void append(const Extent& part, std::vector<Extent>* extents) {
   extents->push_back(part);
 }
 
-// Lays the volumes' shares out in the order of the runs. Pre: the sums agree on every volume.
+// Assigns the volumes' shares to the runs, in the key's order. Pre: the sums agree on every volume.
 std::vector<Extent> lay_out(const std::vector<StripeRun>& runs,
                             std::vector<std::vector<Extent>> shares) {
   std::vector<std::size_t> next(shares.size(), 0);
@@ -45,7 +45,7 @@ std::vector<Extent> lay_out(const std::vector<StripeRun>& runs,
   return extents;
 }
 
-// Asks a file system; where it fails, that is an error of the volume, with what to do.
+// Asks a file system; converts a failure to a StoreError that names the volume and the cause.
 template <typename Question>
 auto asking(const Volume& volume, std::uint64_t offset, std::uint64_t nbytes, Question question) {
   try {
@@ -62,10 +62,10 @@ struct Why {
   std::string cause;
   std::string remedy;
 };
-// There was room by all that is known, and the file system did not give it.
+// Space was available by all counts, but the file system refused it.
 constexpr Growth kRefused{0, Growth::Bound::kFileSystem, UINT64_MAX};
 
-// Why a volume has no more, and what to do.
+// Returns why a volume has no more space, and the remedy.
 Why why_full(const Growth& growth) {
   switch (growth.bound) {
     case Growth::Bound::kLargestFile:
@@ -106,7 +106,7 @@ Space::Space(std::vector<Volume> volumes, const SpaceOptions& options)
   if (checksums_ != nullptr) {
     alignment_.offset_bytes = std::max(alignment_.offset_bytes, Checksums::kGrainBytes);
   }
-  // One rule for all volumes, so that a transfer is cut alike wherever its extents lie.
+  // One alignment for all volumes, so that a transfer is cut alike on each of them.
   extent_alignment_ = std::max(kExtentAlignmentMin, alignment_.offset_bytes);
   free_.assign(volumes_.size(), FreeSpace(UINT64_MAX));
   use_ = std::make_unique<Use[]>(volumes_.size());
@@ -152,7 +152,7 @@ std::vector<Extent> Space::take_anywhere(const std::string& key, std::uint64_t n
   return extents;
 }
 
-// On the volume with the least to do, for its weight, that has the room; or nothing.
+// On the volume with the least bytes for its weight that has the space; or nothing.
 std::vector<Extent> Space::take_whole(std::uint64_t nbytes) {
   std::vector<std::pair<double, std::size_t>> order;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
@@ -169,8 +169,8 @@ std::vector<Extent> Space::take_whole(std::uint64_t nbytes) {
 
 std::vector<Extent> Space::take_striped(std::uint64_t nbytes) {
   std::vector<VolumeRoom> rooms = find_rooms();
-  // A file system may give less than it promised: the key is then dealt anew. The second time a
-  // volume falls short it is asked for what it has already and no more, so this ends.
+  // A file system may give less than it promised: the key is then dealt again. From the second time
+  // that a volume falls short, only the space it already has counts, so the loop ends.
   std::vector<bool> short_before(volumes_.size(), false);
   for (;;) {
     const std::vector<StripeRun> runs = deal(nbytes, stripe_bytes_, rooms);
@@ -188,7 +188,7 @@ std::vector<Extent> Space::take_striped(std::uint64_t nbytes) {
   }
 }
 
-// The share of each volume, or nothing and the volume that has not got it.
+// Returns the share of each volume, or nothing and the volume that lacks the space.
 std::vector<std::vector<Extent>> Space::take_shares(const std::vector<std::uint64_t>& shares,
                                                     std::size_t* short_index) {
   std::vector<std::vector<Extent>> taken(volumes_.size());
@@ -199,7 +199,7 @@ std::vector<std::vector<Extent>> Space::take_shares(const std::vector<std::uint6
     if (shares[index] == 0) continue;
     try {
       taken[index] = take_on(index, shares[index]);
-    } catch (...) {  // a drive that cannot grow its file
+    } catch (...) {  // a drive that fails to grow its file
       give_all_back();
       throw;
     }
@@ -223,7 +223,7 @@ std::vector<Extent> Space::take_on(std::size_t index, std::uint64_t nbytes) {
   if (free.backed_bytes() < nbytes) return {};
   std::vector<Extent> taken;
   while (nbytes > 0) {
-    if (!run) run = free.largest_backed();  // fragmented and full: as few runs as it takes
+    if (!run) run = free.largest_backed();  // fragmented and full: use as few runs as possible
     const std::uint64_t part = std::min(run->nbytes, nbytes);
     free.take(run->offset, part);
     taken.push_back({static_cast<int>(index), run->offset, part});
@@ -233,8 +233,8 @@ std::vector<Extent> Space::take_on(std::size_t index, std::uint64_t nbytes) {
   return taken;
 }
 
-// What each volume may take of a key, and how far it is ahead of its share so far. By at most a
-// stripe: a key is read by itself, so that it must not make up for a volume that was full.
+// Returns each volume's space for a key, and its lead over its share so far. The lead is limited to
+// a stripe: a key is read by itself, so it must not make up for a volume that was full.
 std::vector<VolumeRoom> Space::find_rooms() const {
   double used_total = 0;
   double weight_total = 0;
@@ -326,7 +326,7 @@ std::uint64_t Space::available_bytes() const {
   std::uint64_t total = 0;
   for (std::size_t index = 0; index < volumes_.size(); ++index) {
     total += free_[index].backed_bytes();
-    // What the volumes of one file system may grow by together, counted at the first of them.
+    // The growth of all volumes on one file system, counted at the first of them.
     std::uint64_t limits = 0;
     bool first = true;
     for (std::size_t other = 0; other < volumes_.size(); ++other) {
@@ -356,11 +356,11 @@ std::uint64_t Space::room_bytes(std::size_t index) const {
   return free_[index].backed_bytes() + growth(index).nbytes;
 }
 
-// Grows the file by `nbytes` or more; false when the space is not there.
+// Grows the file by `nbytes` or more; false if the space is not there.
 bool Space::grow(std::size_t index, std::uint64_t nbytes) {
   Volume& volume = volumes_[index];
   const std::uint64_t start = volume.capacity_bytes();
-  // A whole step first, then what is needed and no more.
+  // A whole step first, then only the bytes needed.
   for (const std::uint64_t growth : {std::max(nbytes, grow_bytes_), nbytes}) {
     if (growth > UINT64_MAX - start) continue;
     try {

@@ -1,9 +1,9 @@
-// Space: the store's volumes and what of them is taken; hands out extents and grows the files.
+// Space: the store's volumes and their free space; allocates extents and grows the files.
 //
-// With several volumes a key is cut into stripes (nvme/space/stripes.hpp), a small one lies whole
-// on the volume that has least to do. Knows volumes and their free space; never knows requests or
-// what a key is beyond its name in a message. Not thread-safe, but volumes(), weights() and the
-// bytes that are reserved and used may be read on any thread.
+// With several volumes a key is cut into stripes (nvme/space/stripes.hpp); a small key is placed
+// whole on the volume with the least bytes for its weight. Knows volumes and their free space;
+// never knows requests, and keys only as names in messages. Not thread-safe, but any thread may
+// read volumes(), weights(), reserved_bytes() and used_bytes().
 #pragma once
 
 #include <atomic>
@@ -23,46 +23,46 @@
 namespace memascend {
 
 struct SpaceOptions {
-  std::uint64_t grow_bytes = std::uint64_t{256} << 20;  // steps of the volumes' files
+  std::uint64_t grow_bytes = std::uint64_t{256} << 20;  // growth step of the volumes' files
   std::uint64_t stripe_bytes = std::uint64_t{1} << 20;  // with several volumes
   std::vector<double> weights;                          // of the volumes; empty: all alike
-  Checksums* checksums = nullptr;  // notified of what is taken; outlives the space
+  Checksums* checksums = nullptr;  // notified of extents taken and given; outlives the space
 };
 
 class Space {
  public:
-  /// Pre: at least one volume. Files grow by `grow_bytes`, or by what is needed where that is more.
-  /// Throws std::invalid_argument for weights that are not positive or not one for each volume.
+  /// Pre: at least one volume. Files grow by `grow_bytes`, or by the bytes needed if that is more.
+  /// Throws std::invalid_argument for weights that are not positive or not one per volume.
   Space(std::vector<Volume> volumes, const SpaceOptions& options);
 
-  /// Takes room for `nbytes`; the extents' order is that of the key's bytes. On one volume in one
-  /// piece where it is not fragmented and full. On several in stripes, in proportion to their
-  /// weights; what one has no room for goes to the others. Throws StoreFullError, with nothing
-  /// taken, when all together do not have it, and what the memory of checksums throws.
+  /// Takes space for `nbytes`; the extents are in the order of the key's bytes. On one volume it is
+  /// one run, unless the volume is fragmented and full. On several it is striped in proportion to
+  /// their weights; the share that one has no space for goes to the others. Throws StoreFullError,
+  /// with nothing taken, if all together lack the space; and the exceptions of checksum memory.
   std::vector<Extent> take(const std::string& key, std::uint64_t nbytes);
   void give(const std::vector<Extent>& extents);
 
-  /// Tells devices that what was stored is of no use any more; see Volume::discard(). Calls
-  /// `look(path, bytes done, bytes in all)` now and then; what that throws ends it.
+  /// Tells devices that the stored data is no longer needed; see Volume::discard(). Calls
+  /// `look(path, bytes done, bytes in all)` at intervals; an exception of it ends the discard.
   void discard(const std::function<void(const std::string&, std::uint64_t, std::uint64_t)>& look);
   /// Closes the files; nothing else may be called afterwards.
   void close() { volumes_.clear(); }
 
   const std::vector<Volume>& volumes() const noexcept { return volumes_; }
-  /// The alignment for direct I/O on every volume: the strictest of each rule; at least whole
-  /// grains where there are checksums.
+  /// The alignment for direct I/O on every volume: the strictest of each rule; with checksums at
+  /// least a grain.
   Alignment alignment() const noexcept { return alignment_; }
-  /// Bytes of the volumes' files, and those of them that are taken, at the end of the last change.
+  /// Bytes of the volumes' files, and the taken part of them, as of the end of the last change.
   std::uint64_t reserved_bytes() const;
   std::uint64_t used_bytes() const;
   std::uint64_t used_bytes(std::size_t index) const { return use_[index].used_bytes; }
-  /// Bytes that may still be taken: free ones and what the file systems would give. A file system
-  /// that two volumes share counts once. Throws StoreError where one does not answer.
+  /// Bytes that may still be taken: free ones, and the possible growth of the files. A file system
+  /// that two volumes share counts once. Throws StoreError if one cannot be queried.
   std::uint64_t available_bytes() const;
   const std::vector<double>& weights() const noexcept { return weights_; }
 
  private:
-  /// Of one volume, for readers on any thread.
+  /// The figures of one volume, for readers on any thread.
   struct Use {
     std::atomic<std::uint64_t> reserved_bytes = 0;
     std::atomic<std::uint64_t> used_bytes = 0;
@@ -83,13 +83,13 @@ class Space {
   bool grow(std::size_t index, std::uint64_t nbytes);
 
   std::vector<Volume> volumes_;
-  std::vector<FreeSpace> free_;  // of the volume with the same index; backed as far as it has grown
-  std::unique_ptr<Use[]> use_;   // likewise
+  std::vector<FreeSpace> free_;  // by volume; backed up to the file's current size
+  std::unique_ptr<Use[]> use_;   // by volume
   std::vector<double> weights_;
   Checksums* checksums_;
   std::uint64_t grow_bytes_ = 0;
   std::uint64_t stripe_bytes_ = 0;
-  std::uint64_t extent_alignment_ = 0;  // of all offsets and sizes here
+  std::uint64_t extent_alignment_ = 0;  // of all extents' offsets and sizes
   Alignment alignment_{1, 1};
 };
 

@@ -7,14 +7,14 @@
 namespace memascend {
 namespace {
 
-/// A volume while a key is dealt.
+/// The state of a volume while a key is dealt.
 struct Hand {
   double weight;
   std::uint64_t room_bytes;
   double held_bytes;
 };
 
-// The hand with room for `nbytes` that would be least ahead of its weight, or hands.size().
+// The hand with space for `nbytes` and the least bytes for its weight, or hands.size().
 std::size_t next_hand(const std::vector<Hand>& hands, std::uint64_t nbytes) {
   std::size_t best = hands.size();
   double best_load = 0;

@@ -12,12 +12,12 @@
 namespace memascend {
 namespace {
 
-// EINTR or no whole block moved, in a row, before a chunk is given up.
+// Maximum of consecutive EINTRs or transfers of less than a block before a chunk fails.
 constexpr unsigned kRetryCountMax = 64;
-// A request that bounces takes less than it wants down to this part of the memory for it: enough
-// requests to keep a drive busy, and none for crumbs.
+// A bounced request may shrink to this fraction of the bounce memory, and no further: enough
+// requests to keep a drive busy, none that are tiny.
 constexpr std::uint64_t kBounceFraction = 16;
-// Chunks of earlier classes before one of a class that waits: nothing starves.
+// Chunks of earlier classes issued before one of a waiting later class, so that no class starves.
 constexpr unsigned kPassedOverMax = 8;
 
 }  // namespace
@@ -54,7 +54,7 @@ Lane::~Lane() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
-    engine_->wake();  // under the lock: once the thread has seen the flag the engine is gone
+    engine_->wake();  // under the lock: once the thread has seen the flag, the engine may be gone
   }
   thread_.join();
 }
@@ -90,14 +90,14 @@ void Lane::run(std::promise<void>* started) {
     started->set_exception(std::current_exception());
     return;
   }
-  started->set_value();  // `started` is gone from here on
+  started->set_value();  // `started` may not be used from here on
   try {
     while (turn()) {
     }
-    engine_.reset();  // by its issuer, as it must be
+    engine_.reset();  // on the thread that issues on it, as it requires
   } catch (const std::exception& error) {
-    // An engine throws only when it was used wrongly, never for an errno; requests may be in flight
-    // on the caller's memory, so there is no way to go on.
+    // An engine throws only when it is misused, never for an errno. Requests may be in flight on
+    // the caller's memory, so the process cannot continue.
     options_.report(join("the ", engine_->name(), " engine broke: ", error.what()));
     MA_INVARIANT(false && "the I/O engine works");
   }
@@ -106,8 +106,8 @@ void Lane::run(std::promise<void>* started) {
 bool Lane::turn() {
   if (!take_inbox()) return false;
   turn_began_ = Pace::Clock::now();
-  // A device's silence begins with its first request: this thread may have slept for longer than
-  // the watchdog's patience.
+  // A device's silence is counted from its first request: this thread may have slept for longer
+  // than the watchdog's time.
   if (free_chunks_.size() == chunks_.size()) heard_at_ = turn_began_;
   resume_paused(turn_began_);
   fill_batch();
@@ -118,7 +118,7 @@ bool Lane::turn() {
     engine_->submit(batch_);
     batch_.clear();
   }
-  // Pieces of a failed transfer may have been dropped without any request: report before sleeping.
+  // Pieces of a failed transfer may have been dropped without a request: report before sleeping.
   const auto time = finished_.empty() ? patience(turn_began_) : std::chrono::milliseconds::zero();
   const std::size_t count = engine_->reap(completions_, time);
   reaped_at_ = Pace::Clock::now();
@@ -131,7 +131,7 @@ bool Lane::turn() {
   return true;
 }
 
-// False when the thread is to end.
+// False when the thread has to end.
 bool Lane::take_inbox() {
   const std::lock_guard lock(mutex_);
   wake_sent_ = false;
@@ -152,7 +152,7 @@ void Lane::enqueue(Part* part) {
   }
 }
 
-// Moves what somebody has begun to wait for, in its order, to the first class.
+// Moves the pieces of needed transfers to the first class, in their order.
 void Lane::promote() {
   const auto move_needed = [](std::deque<Cursor>* from, std::deque<Cursor>* to) {
     const auto rest = std::stable_partition(from->begin(), from->end(), [](const Cursor& cursor) {
@@ -176,8 +176,8 @@ void Lane::fill_batch() {
                                      [](const Waiting& waiting) { return !waiting.empty(); });
 }
 
-// Turns the next part of a piece into a request, of the class whose turn it is; false when nothing
-// waits, or only for bounce memory or the end of other writes.
+// Turns the next part of a piece into a request, in the order of the classes; false if no piece
+// waits, or all wait for bounce memory or for other writes to complete.
 bool Lane::open_next() {
   std::array<std::size_t, kClassCount> order{kNeeded, kReads, kWrites};
   std::stable_partition(order.begin(), order.end(), [this](std::size_t index) {
@@ -185,7 +185,7 @@ bool Lane::open_next() {
   });
   for (const std::size_t index : order) {
     Waiting& waiting = waiting_[index];
-    // By turns: small bounced pieces, whose memory lasts, would take every request.
+    // In turns: small bounced pieces would take every request while bounce memory lasts.
     std::deque<Cursor>* first = waiting.direct_next ? &waiting.direct : &waiting.bounced;
     std::deque<Cursor>* second = waiting.direct_next ? &waiting.bounced : &waiting.direct;
     if (!open_chunk(first) && !open_chunk(second)) continue;
@@ -199,7 +199,7 @@ bool Lane::open_next() {
   return false;
 }
 
-// False when no piece waits here, or only for bounce memory or the end of other writes.
+// False if no piece waits here, or the first waits for bounce memory or for other writes.
 bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   while (!cursors->empty() && cursors->front().part->transfer->failed) {
     Part* part = cursors->front().part;
@@ -239,7 +239,7 @@ bool Lane::open_chunk(std::deque<Cursor>* cursors) {
   return true;
 }
 
-// False while enough writes are with the device, as long as somebody waits for reads.
+// False while the device has enough writes and a caller waits for reads.
 bool Lane::limit_write(Chunk* chunk) {
   const Transfer& transfer = *chunk->part->transfer;
   const bool needed = transfer.needed;
@@ -249,7 +249,7 @@ bool Lane::limit_write(Chunk* chunk) {
   return !chunk->limited || write_limit_.allows(chunk->nbytes);
 }
 
-// Finds memory for all of the chunk, or makes it smaller; false while too little is free.
+// Takes bounce memory for the chunk, which may shrink to fit; false while too little is free.
 bool Lane::take_bounce(Chunk* chunk) {
   const std::uint64_t block = shared_.alignment.offset_bytes;
   const std::uint64_t least = std::max(block, align_down(bounce_.size() / kBounceFraction, block));
@@ -271,7 +271,7 @@ void Lane::begin_bounced(Chunk* chunk) {
   const std::uint64_t chunk_end = chunk->offset + chunk->nbytes;
   const bool keeps_tail = wanted.end < chunk_end && piece.keeps_tail;
   if (wanted.begin > chunk->offset || keeps_tail) {
-    chunk->operation = Operation::kRead;  // the rest of the block first; end_phase() writes
+    chunk->operation = Operation::kRead;  // read the rest of the block first; end_phase() writes
     return;
   }
   std::memcpy(chunk->bounce, wanted.data, wanted.end - wanted.begin);
@@ -301,7 +301,7 @@ void Lane::complete(const Completion& completion) {
   chunk.again_since = {};
   note_moved(chunk, moved);
   if (moved == asked) return end_phase(&chunk);
-  // Direct I/O goes on at a block's start; the bytes of a block begun are moved again.
+  // Direct I/O continues at the start of a block; a partly moved block is moved again.
   const std::uint64_t done_bytes =
       align_down(chunk.done_bytes + moved, shared_.alignment.offset_bytes);
   if (done_bytes > chunk.done_bytes) chunk.retry_count = 0;
@@ -329,7 +329,7 @@ LaneTraffic Lane::traffic() const {
           Latencies::summarize({&all[kReadNeeded], &all[kWriteNeeded]})};
 }
 
-// Asks again for what is left of a chunk, or fails with `code` after too many times.
+// Issues the rest of a chunk again; fails with `code` after too many times.
 void Lane::retry(Chunk* chunk, std::atomic<std::uint64_t>* counter, int code) {
   if (++chunk->retry_count > kRetryCountMax) return fail(chunk, code);
   ++*counter;
@@ -386,7 +386,7 @@ void Lane::close_if_over(Part* part) {
   if (part->pieces_left > 0 || part->chunks_left > 0) return;
   if (begin_read_back(part)) return;
   Transfer* transfer = part->transfer;
-  if (transfer->parts_left.fetch_sub(1) > 1) return;  // another lane has the rest of it
+  if (transfer->parts_left.fetch_sub(1) > 1) return;  // another lane has not finished its part
   finished_.push_back(transfer);
 }
 

@@ -1,15 +1,15 @@
-// Lane: one volume with its own thread, engine, bounce memory and watchdog. What happens between
-// "move these pieces" and an engine's completions, once for all engines: splitting into chunks,
-// keeping the queue full, bouncing, resubmitting the rest of short transfers, retrying, checksums
-// (checksums.cpp), patience (watch.cpp), and naming errors.
+// Lane: one volume with its own thread, engine, bounce memory and watchdog. It does the work
+// between "move these pieces" and an engine's completions, once for all engines: splits into
+// chunks, keeps the queue full, bounces, continues short transfers, retries, verifies checksums
+// (checksums.cpp), watches the device (watch.cpp), and names errors.
 //
-// So I/O goes on while every thread of the caller computes, a batch is whatever gathered since the
-// last system call, and the I/O of a drive that is slow, silent or blocks in a system call holds up
-// nothing but what lies on it. (In a system call a lane cannot report itself.) Knows one volume;
-// never knows what keys mean, or which transfers must follow each other.
+// So I/O continues while every thread of the caller computes, and a batch holds all requests since
+// the last system call. A drive that is slow, silent or blocks in a system call delays only its own
+// I/O. (A lane that is blocked in a system call cannot report that.) Knows one volume; never knows
+// the meaning of keys, or the order of transfers.
 //
-// Three classes of pieces wait here: of transfers that somebody waits for, of other reads, of other
-// writes. A class goes before the later ones, but none is passed over for ever.
+// Pieces wait in three classes: of transfers that a caller waits for, of other reads, of other
+// writes. An earlier class goes first, but a later one is not passed over forever.
 #pragma once
 
 #include <array>
@@ -38,10 +38,10 @@ namespace memascend {
 
 class Lane {
  public:
-  /// Called on the lane's thread, without its lock, for transfers of which this lane had the last
-  /// part: their memory is quiet. May call submit().
+  /// Called on the lane's thread, without its lock, with transfers whose last part ended on this
+  /// lane: their memory is no longer used. May call submit().
   using Finished = std::function<void(std::span<Transfer* const>)>;
-  /// What the lanes of one queue have in common; outlives them.
+  /// The state that the lanes of one queue share; outlives them.
   struct Shared {
     TransferOptions options;
     Alignment alignment;
@@ -51,44 +51,44 @@ class Lane {
     TransferCounters counters;
   };
 
-  /// Starts the thread of the volume with this index. `bounce` is one block or more. Throws
-  /// SystemCallError when the engine cannot start.
+  /// Starts the thread of the volume with this index. `bounce` has at least one block. Throws
+  /// SystemCallError if the engine cannot start.
   Lane(std::unique_ptr<Engine> engine, std::size_t volume_index, std::span<std::byte> bounce,
        Shared* shared);
-  /// Pre: every part is over.
+  /// Pre: every part has ended.
   ~Lane();
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
   /// Any thread; never waits for I/O. Pre: the part has at least one piece.
   void submit(Part* part);
-  /// Looks again at which of the waiting transfers are needed. Any thread.
+  /// Moves waiting pieces of transfers that have become needed to the first class. Any thread.
   void hurry();
-  /// So far, without reads that only compare a write. Any thread; so is traffic().
+  /// Bytes moved so far, without reads that verify a write. Any thread; so is traffic().
   MovedBytes moved() const { return {bytes_read_, bytes_written_}; }
   LaneTraffic traffic() const;
-  /// Throws StoreError while the device has not answered for the watchdog's time. Any thread.
+  /// Throws StoreError if the device has been silent for the watchdog's time. Any thread.
   void refuse_silence(const std::string& recovery);
-  /// One phrase on what the engine really obtained.
+  /// One phrase on the engine and the features it obtained.
   const std::string& engine_description() const noexcept { return engine_description_; }
 
  private:
-  /// A piece on its way out.
+  /// The unissued rest of a piece.
   struct Cursor {
     Part* part;
     const Piece* piece;
     std::uint64_t next;  // on the volume
   };
-  /// The pieces of one class that wait.
+  /// The waiting pieces of one class.
   struct Waiting {
     std::deque<Cursor> direct;
     std::deque<Cursor> bounced;
-    bool direct_next = false;        // they take turns, while both wait and can be issued
+    bool direct_next = false;        // they alternate while both have pieces that can be issued
     unsigned passed_over_count = 0;  // chunks of earlier classes since one of this
     bool empty() const noexcept { return direct.empty() && bounced.empty(); }
   };
   enum Class { kNeeded, kReads, kWrites, kClassCount };
-  /// A request in flight, or the rest of it.
+  /// A request in flight, or its rest.
   struct Chunk {
     Part* part = nullptr;
     const Piece* piece = nullptr;
@@ -100,10 +100,10 @@ class Lane {
     std::byte* bounce = nullptr;
     unsigned retry_count = 0;
     unsigned eio_count = 0;
-    Pace::Clock::time_point again_since{};  // of EAGAIN or ENOMEM alone
-    bool read_again = false;                // because it did not match its checksums
-    bool paused = false;                    // and not with the device
-    bool limited = false;                   // counts as a write behind the reads
+    Pace::Clock::time_point again_since{};  // start of consecutive EAGAINs or ENOMEMs
+    bool read_again = false;                // after a checksum mismatch
+    bool paused = false;                    // waits for a retry; the device does not have it
+    bool limited = false;                   // counts towards the write limit
     std::uint64_t serial = 0;
     Pace::Clock::time_point issued_at{};
   };
@@ -161,10 +161,10 @@ class Lane {
   std::vector<Completion> completions_;
   std::vector<Transfer*> finished_;
   std::uint64_t serial_ = 0;
-  std::multimap<Pace::Clock::time_point, std::size_t> paused_;  // when it is over, and the chunk
+  std::multimap<Pace::Clock::time_point, std::size_t> paused_;  // end of the pause -> chunk
   Pace::Clock::time_point turn_began_;
   Pace::Clock::time_point reaped_at_;
-  Pace::Clock::time_point heard_at_;  // the last completion, or idle until then
+  Pace::Clock::time_point heard_at_;  // last completion, or end of idle time
   bool heard_ = false;                // a completion since the last watch()
 
   // Written by the lane's thread only.
@@ -174,14 +174,14 @@ class Lane {
   enum Kind { kReadNeeded, kReadAhead, kWriteNeeded, kWriteBehind, kKindCount };
   std::array<Latencies, kKindCount> latencies_;
 
-  std::atomic<bool> any_waiting_ = false;  // there are pieces that hurry() may move
+  std::atomic<bool> any_waiting_ = false;  // there may be pieces for hurry() to move
 
-  std::mutex mutex_;  // what follows
+  std::mutex mutex_;  // guards the following members
   std::vector<Part*> inbox_;
   bool hurried_ = false;
-  bool wake_sent_ = false;  // since the thread last looked into the inbox
+  bool wake_sent_ = false;  // since the thread last read the inbox
   bool stopping_ = false;
-  // What a device has not answered for too long; only the lane's thread writes it, and reads it so.
+  // The oldest request of a silent device. Only the lane's thread writes it, and reads it unlocked.
   std::optional<std::pair<Operation, ErrorPlace>> silence_;
 
   std::thread thread_;

@@ -7,7 +7,7 @@
 namespace memascend {
 namespace {
 
-// The only thread that writes needs no locked addition.
+// There is one writing thread, so no atomic addition is needed.
 void increase(std::atomic<std::uint64_t>& value) noexcept {
   value.store(value.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }

@@ -1,6 +1,6 @@
-// Latencies: how long requests took, counted in buckets, four to each doubling.
+// Latencies: a histogram of request times, with four buckets per doubling.
 //
-// Cheap enough to be always on: one addition for a request. One thread adds, any thread reads.
+// Cheap enough to be always on: one addition per request. One thread adds, any thread reads.
 #pragma once
 
 #include <array>
@@ -25,11 +25,11 @@ class Latencies {
   };
 
   void add(std::chrono::nanoseconds time) noexcept;
-  /// Of all parts together.
+  /// Summary of all parts together.
   static Summary summarize(std::initializer_list<const Latencies*> parts);
 
  private:
-  static constexpr std::size_t kBucketCount = 4 * 44;  // the last from four hours on
+  static constexpr std::size_t kBucketCount = 4 * 44;  // the last begins at four hours
   static std::size_t bucket_of(std::uint64_t nanoseconds) noexcept;
   static double end_of(std::size_t bucket) noexcept;
 

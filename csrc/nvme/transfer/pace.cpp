@@ -3,10 +3,10 @@
 namespace memascend {
 namespace {
 
-// Of the window; a volume that rests most of the time holds nobody up.
+// Fraction of the window; a volume that is busy for less does not delay the others.
 constexpr double kBusyShare = 0.25;
-// The others' work must allow a comparison: some requests, not much less work, not much larger
-// requests. A single small request takes long for its bytes on every drive.
+// Conditions on the others' work for a comparison: some requests, not much less work, not much
+// larger requests. A single small request has a low rate on every drive.
 constexpr double kOtherRequestCountMin = 8;
 constexpr double kWorkFraction = 4;
 constexpr double kRequestSizeFraction = 4;
@@ -38,7 +38,7 @@ std::vector<SlowVolume> Pace::look(Clock::time_point now) {
   const double window_seconds = seconds(now - began_);
   for (std::size_t index = 0; index < accounts_.size(); ++index) {
     Account& own = accounts_[index];
-    // Silent while it has requests: that is the watchdog's, and no measure of the time before.
+    // Silent although it has requests: left to the watchdog; earlier windows stay as they are.
     if (own.request_count == 0 && own.busy_seconds > 0) continue;
     SlowVolume found{index, 0, 0, !own.was_slow};
     own.slow_windows = is_slow(own, window_seconds, &found) ? own.slow_windows + 1 : 0;

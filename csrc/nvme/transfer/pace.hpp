@@ -1,9 +1,8 @@
-// Pace: finds the volume that is far slower than the others beside it.
+// Pace: finds a volume that is far slower than the others.
 //
-// What is compared is what a volume moves while it has something to do, for its weight. A volume
-// that is as fast as its weight states is never slow, however uneven the weights; one that rests is
-// not looked at. The caller hands in the time, of a steady clock. Pure arithmetic; any
-// thread.
+// Compares the bytes per busy second of the volumes, each divided by its weight. A volume that is
+// as fast as its weight states is never slow, however uneven the weights; an idle one is not
+// compared. The caller gives the time, of a steady clock. Pure arithmetic; any thread.
 #pragma once
 
 #include <chrono>
@@ -14,31 +13,31 @@
 
 namespace memascend {
 
-/// A volume that has become slow. Rates are bytes per second of busy time.
+/// A volume that has become slow. Rates are in bytes per second of busy time.
 struct SlowVolume {
   std::size_t index;
   double rate;
-  double expected_rate;  // what its weight would be, at the others' pace
-  bool first_spell;      // it was not slow before
+  double expected_rate;  // the rate for its weight, at the others' pace
+  bool first_spell;      // it has not been slow before
 };
 
 class Pace {
  public:
   using Clock = std::chrono::steady_clock;
   struct Options {
-    std::chrono::milliseconds window{10'000};  // is looked at as a whole
-    unsigned window_count = 2;                 // slow in so many, one after the other
-    double factor = 10;                        // slower than its weight states
+    std::chrono::milliseconds window{10'000};  // evaluated as a whole
+    unsigned window_count = 2;                 // consecutive slow windows before a report
+    double factor = 10;                        // slower than its weight states, by this factor
   };
 
   /// Pre: weights are positive.
   Pace(std::vector<double> weights, const Options& options);
 
-  /// The volume had requests in flight for so long.
+  /// The volume had requests in flight for this time.
   void note_busy(std::size_t index, Clock::duration time);
-  /// A request of so many bytes is over.
+  /// A request of so many bytes has completed.
   void note_moved(std::size_t index, std::uint64_t nbytes);
-  /// Volumes that have become slow with the window that ends now; mostly none.
+  /// Returns the volumes that have become slow with the window that ends now; usually none.
   std::vector<SlowVolume> look(Clock::time_point now);
 
  private:
@@ -47,16 +46,16 @@ class Pace {
     double busy_seconds = 0;
     double bytes = 0;
     double request_count = 0;
-    unsigned slow_windows = 0;  // one after the other
+    unsigned slow_windows = 0;  // consecutive ones
     bool was_slow = false;
   };
 
   bool is_slow(const Account& own, double window_seconds, SlowVolume* found) const;
 
   Options options_;
-  std::mutex mutex_;  // what follows
+  std::mutex mutex_;  // guards the following members
   std::vector<Account> accounts_;
-  Clock::time_point began_{};  // the window
+  Clock::time_point began_{};  // begin of the window
 };
 
 }  // namespace memascend

@@ -21,14 +21,14 @@ Piece bounced(const Piece& whole, std::uint64_t start, std::uint64_t end, std::u
   return piece;
 }
 
-// Cuts the part of a range that lies on one extent. `slack_bytes` may be used behind its memory.
+// Cuts the part of a range on one extent. `slack_bytes` of memory behind it may be used.
 void cut_one(const Piece& whole, std::uint64_t slack_bytes, bool reads, const Alignment& alignment,
              std::vector<Piece>* pieces) {
   const std::uint64_t block = alignment.offset_bytes;
   const std::uint64_t middle = align_up(whole.wanted_offset, block);
   std::uint64_t middle_end = align_down(whole.wanted_end, block);
   const std::uint64_t rounded_end = align_up(whole.wanted_end, block);
-  // With slack in memory the tail needs no bounce, unless a write would spoil what follows it.
+  // With slack in memory the tail needs no bounce, unless a write would overwrite the next bytes.
   const bool tail_fits = rounded_end - whole.wanted_end <= slack_bytes;
   if (tail_fits && (reads || !whole.keeps_tail)) middle_end = rounded_end;
 
@@ -64,7 +64,7 @@ std::vector<Piece> cut(const KeyRange& range, std::span<const Extent> extents,
                        const Alignment& alignment) {
   MA_INVARIANT(range.capacity_bytes >= range.nbytes);
   const std::uint64_t range_end = range.offset + range.nbytes;
-  // A key of many gigabytes on several volumes has thousands of extents.
+  // Binary search: a key of many gigabytes on several volumes has thousands of extents.
   const auto first = std::upper_bound(
       extents.begin(), extents.end(), range.offset,
       [](std::uint64_t offset, const Extent& extent) { return offset < extent.key_offset; });
@@ -75,7 +75,7 @@ std::vector<Piece> cut(const KeyRange& range, std::span<const Extent> extents,
     const std::uint64_t end = std::min(range_end, extent->key_offset + extent->nbytes);
     Piece whole{};
     whole.volume_index = extent->volume_index;
-    whole.keeps_tail = end != range.key_nbytes;  // behind the key's end lies only padding
+    whole.keeps_tail = end != range.key_nbytes;  // after the key's end there is only padding
     whole.wanted_offset = extent->offset + (start - extent->key_offset);
     whole.wanted_end = extent->offset + (end - extent->key_offset);
     whole.data = range.data + (start - range.offset);

@@ -1,8 +1,8 @@
 // Pieces: a transfer cut along extents, blocks and memory alignment. Pure arithmetic.
 //
-// What direct I/O can move as it lies becomes a direct piece. Unaligned heads and tails, and all of
-// a transfer whose memory address does not fit, become bounced pieces: they go through an aligned
-// bounce buffer, so that no byte beside the wanted ones is ever touched.
+// A run that direct I/O can move in place becomes a direct piece. Unaligned heads and tails, and a
+// whole transfer with an unaligned memory address, become bounced pieces: they go through an
+// aligned bounce buffer, so that no other byte is changed.
 #pragma once
 
 #include <cstddef>
@@ -20,15 +20,15 @@ namespace memascend {
 struct Piece {
   int volume_index;
   bool bounced;
-  bool keeps_tail;              // a write must keep what follows wanted_end in the last block
+  bool keeps_tail;              // a write must keep the bytes after wanted_end in the last block
   std::uint64_t wanted_offset;  // on the volume: the bytes asked for
   std::uint64_t wanted_end;
-  std::uint64_t offset;  // on the volume: the same, rounded out to blocks; what the device moves
+  std::uint64_t offset;  // on the volume: rounded out to blocks, as the device moves it
   std::uint64_t end;
   std::byte* data;  // memory of wanted_offset
 };
 
-/// The wanted bytes of a piece within a part of what the device moves.
+/// The wanted bytes within a range that the device moves.
 struct Wanted {
   std::uint64_t begin;  // on the volume
   std::uint64_t end;
@@ -36,19 +36,19 @@ struct Wanted {
 };
 Wanted wanted_part(const Piece& piece, std::uint64_t offset, std::uint64_t nbytes);
 
-/// A part of a key and the memory it goes to or comes from.
+/// A part of a key, and its memory.
 struct KeyRange {
   Operation operation;
   std::uint64_t key_nbytes;
   std::uint64_t offset;  // in the key
   std::uint64_t nbytes;
   std::byte* data;
-  std::uint64_t capacity_bytes;  // memory that may be used from `data` on; at least nbytes
+  std::uint64_t capacity_bytes;  // usable memory from `data` on; at least nbytes
 };
 
-/// Cuts `range` of a key that lies on `extents` (whose offsets and sizes are multiples of
-/// `alignment.offset_bytes`). Pre: offset + nbytes <= key_nbytes <= sum of the extents, which know
-/// where they begin in the key.
+/// Cuts `range` of a key stored on `extents`, whose offsets and sizes are multiples of
+/// `alignment.offset_bytes` and whose key_offset is set. Pre: offset + nbytes <= key_nbytes <= sum
+/// of the extents.
 std::vector<Piece> cut(const KeyRange& range, std::span<const Extent> extents,
                        const Alignment& alignment);
 

@@ -61,7 +61,7 @@ void TransferQueue::submit(Transfer* transfer) {
     first = last;
   }
   transfer->parts_left = transfer->parts.size();
-  // The transfer may be over, and gone, as soon as the last of them has been handed on.
+  // The transfer may have ended, and be destroyed, once its last part is submitted.
   Part* part = transfer->parts.data();
   for (std::size_t left = transfer->parts.size(); left > 0; --left, ++part) {
     lanes_[static_cast<std::size_t>(part->pieces.front().volume_index)]->submit(part);

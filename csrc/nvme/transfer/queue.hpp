@@ -1,7 +1,7 @@
-// TransferQueue: the lanes of a store's volumes. Cuts a transfer into what lies on each volume,
-// hands that to the volumes' lanes, and knows when the last of them is done.
+// TransferQueue: the lanes of a store's volumes. Splits a transfer into a part per volume and
+// submits the parts to the lanes.
 //
-// Knows volumes; never knows what keys mean, who waits, or which transfers must follow each other.
+// Knows volumes; never knows the meaning of keys, the waiting threads, or the order of transfers.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,8 @@ namespace memascend {
 class TransferQueue {
  public:
   /// Starts a lane for each of `volumes`, which outlive the queue, with the engine of the same
-  /// index. Throws SystemCallError when an engine cannot start, std::invalid_argument for unusable
-  /// options. `finished` may be called by several threads at once.
+  /// index. Throws SystemCallError if an engine cannot start, std::invalid_argument for unusable
+  /// options. Several threads may call `finished` at the same time.
   TransferQueue(std::vector<std::unique_ptr<Engine>> engines, std::span<const Volume> volumes,
                 const Alignment& alignment, const TransferOptions& options,
                 Lane::Finished finished);
@@ -28,11 +28,11 @@ class TransferQueue {
 
   /// Any thread; never waits for I/O. Pre: the transfer has at least one piece.
   void submit(Transfer* transfer);
-  /// Somebody waits: what has not been issued goes before other transfers. Pre: not yet reported.
+  /// A caller waits: the unissued pieces go before other transfers. Pre: not yet reported.
   void hurry(Transfer* transfer);
-  /// Throws StoreError while a device has not answered for the watchdog's time.
+  /// Throws StoreError if a device has been silent for the watchdog's time.
   void refuse_silence(const std::string& recovery);
-  /// One phrase on what the engines really obtained.
+  /// One phrase on the engines and the features they obtained.
   std::string engine_description() const;
   const Lane& lane(std::size_t volume_index) const { return *lanes_[volume_index]; }
   const TransferCounters& counters() const noexcept { return shared_.counters; }

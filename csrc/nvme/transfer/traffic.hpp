@@ -7,20 +7,20 @@
 
 namespace memascend {
 
-/// Bytes as the device moved them: whole blocks, and again what was asked again.
+/// Bytes that the device moved: in whole blocks, retries included.
 struct MovedBytes {
   std::uint64_t read = 0;
   std::uint64_t written = 0;
 };
 
-/// What went over a lane. Latencies are of requests, from their issue to their completion: of
-/// writes without direct I/O, until the page cache has them.
+/// The traffic of a lane. Latency is the time of a request from issue to completion; a write
+/// without direct I/O completes when the page cache has the data.
 struct LaneTraffic {
   MovedBytes moved;
   double busy_seconds = 0;  // with requests in flight
   Latencies::Summary reads;
   Latencies::Summary writes;
-  Latencies::Summary needed;  // of both, those of transfers that somebody waited for
+  Latencies::Summary needed;  // of both, those of transfers that a caller waited for
 };
 
 }  // namespace memascend

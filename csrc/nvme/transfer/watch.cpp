@@ -1,5 +1,5 @@
-// A lane's patience with its device: what is asked again after a pause, whether the device is
-// silent, and which is far slower than the others. The rest of the class is in lane.cpp.
+// The watchdog of a lane: retries after a pause, and reports of a silent device and of one far
+// slower than the others. The rest of the class is in lane.cpp.
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
@@ -13,13 +13,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The device's silence is looked at a moment after it has become too long.
+// Added to each sleep, so that the thread wakes just after a deadline.
 constexpr milliseconds kTick{1};
-// Pauses after EAGAIN or ENOMEM double up to the longest.
+// Pauses after EAGAIN or ENOMEM double up to the maximum.
 constexpr milliseconds kAgainPauseMin{1};
 constexpr milliseconds kAgainPauseMax{100};
-// A thread that waits for its device looks so often in a window of the pace: what it has waited for
-// belongs to the window it waited in.
+// A thread that waits for its device wakes so often per window of the pace, so that busy time is
+// counted in the window it belongs to.
 constexpr int kLooksPerWindow = 4;
 constexpr double kMegabyte = 1e6;  // as drives are sold
 
@@ -27,7 +27,7 @@ double rounded_megabytes(double rate) { return std::round(rate / kMegabyte * 100
 
 }  // namespace
 
-// Leaves a chunk that got EAGAIN or ENOMEM for a moment, as the kernel asks; false after too long a
+// Pauses a chunk that got EAGAIN or ENOMEM, which ask for a later retry; false after too long a
 // time.
 bool Lane::pause_again(Chunk* chunk) {
   const auto now = Pace::Clock::now();
@@ -39,7 +39,7 @@ bool Lane::pause_again(Chunk* chunk) {
   return true;
 }
 
-// Leaves a chunk that got EIO for a moment; false when it was asked for often enough.
+// Pauses a chunk that got EIO; false after the allowed number of retries.
 bool Lane::pause_eio(Chunk* chunk) {
   if (chunk->part->transfer->failed || chunk->eio_count == options_.eio_retries) return false;
   ++chunk->eio_count;
@@ -67,7 +67,7 @@ void Lane::resume_paused(Pace::Clock::time_point now) {
   }
 }
 
-// How long the thread may sleep.
+// Returns the maximum time that the thread may sleep.
 milliseconds Lane::patience(Pace::Clock::time_point now) const {
   milliseconds result = options_.watchdog;
   if (shared_.volumes.size() > 1) {
@@ -80,8 +80,8 @@ milliseconds Lane::patience(Pace::Clock::time_point now) const {
   return result + kTick;
 }
 
-// Reports once which request the device does not answer, and which device is far slower than the
-// others; goes on waiting.
+// Reports once the oldest request of a silent device, and a device that is far slower than the
+// others; the lane continues to wait.
 void Lane::watch() {
   const auto now = Pace::Clock::now();
   const bool heard = std::exchange(heard_, false);

@@ -1,11 +1,11 @@
-// WriteLimit: keeps a device's queue short for the reads that callers wait for.
+// WriteLimit: limits the writes in a device's queue while a caller waits for reads.
 //
-// A read that is issued now is served behind the writes that the device already has, and a full
-// queue of them is 128 MiB: 40 ms at 3 GB/s, 250 ms at 0.5 GB/s. A drive reaches its rate with a
-// small part of that. So while reads are waited for, writes that nobody waits for may fill only a
-// part of the queue. After many bytes of writes without such a read they may fill all of it, which
-// arrays of drives and drives behind a network need. Counts bytes instead of time, so the rule is
-// the same for every drive. Pure arithmetic; one thread.
+// A read is served after the writes that the device already has, and a full queue of them is
+// 128 MiB: 40 ms at 3 GB/s, 250 ms at 0.5 GB/s. A drive reaches its full rate with a small part of
+// that. So while callers wait for reads, other writes may fill only a part of the queue. After many
+// bytes of writes without such a read they may fill all of it, which arrays of drives and network
+// drives need. Counts bytes instead of time, so that the rule is the same for every drive. Pure
+// arithmetic; one thread.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ namespace memascend {
 
 class WriteLimit {
  public:
-  static constexpr std::uint64_t kQueueShare = 8;   // an eighth of the queue is for writes then
-  static constexpr std::uint64_t kQuietQueues = 4;  // written without a needed read: no limit
+  static constexpr std::uint64_t kQueueShare = 8;   // writes may then fill an eighth of the queue
+  static constexpr std::uint64_t kQuietQueues = 4;  // writes without a needed read: no limit
 
-  /// `queue_bytes` is what a full queue holds.
+  /// `queue_bytes`: the bytes of a full queue.
   explicit WriteLimit(std::uint64_t queue_bytes)
       : queue_bytes_(queue_bytes), quiet_bytes_(kQuietQueues * queue_bytes) {}
 
-  /// Whether a write of `nbytes` may begin; one always may.
+  /// Returns whether a write of `nbytes` may begin; a single one always may.
   bool allows(std::uint64_t nbytes) const noexcept {
     if (in_flight_bytes_ == 0) return true;
     if (quiet_bytes_ >= kQuietQueues * queue_bytes_) return true;
