@@ -1,11 +1,11 @@
 // The three checks of this code base, and no others.
 //
 //   MA_EXPECT     the caller's mistake   -> std::invalid_argument (ValueError in Python)
-//   MA_SYSCALL    the world's mistake    -> SystemCallError with errno (OSError in Python)
+//   MA_SYSCALL    the system's error     -> SystemCallError with errno (OSError in Python)
 //   MA_INVARIANT  our own mistake        -> message on stderr, then abort
 //
-// Every macro takes the parts of a message; the parts are only formatted on failure.
-// MA_INVARIANT_SLOW is compiled in debug builds only (NDEBUG not defined).
+// Every macro takes the parts of a message, which are formatted only on failure. MA_INVARIANT_SLOW
+// is compiled in debug builds only (NDEBUG not defined).
 #pragma once
 
 #include <cerrno>

@@ -1,13 +1,12 @@
-// Three ways:
-// - Eight table look-ups for eight bytes (Kounavis and Berry, Intel 2005, "slicing by 8").
-// - SSE4.2's instruction on three streams at once (Gopal et al., Intel 2011, "Fast CRC Computation
-//   for iSCSI Polynomial Using CRC32 Instruction"): the instruction gives a result each cycle, but
-//   only three cycles after it has begun. The streams are put together by moving the first two past
-//   what follows them, which is a multiplication by a power of x modulo the polynomial.
-// - VPCLMULQDQ (Gopal et al., Intel 2009, "Fast CRC Computation for Generic Polynomials Using
-//   PCLMULQDQ Instruction"): 256 bytes at a time are moved past the next 256 and added to them, by
-//   carry-less multiplications with such powers. What is left at the end has the same checksum as
-//   all there was, and goes the second way.
+// Three methods: - Eight table look-ups per eight bytes (Kounavis and Berry, Intel 2005, "slicing
+// by 8"). - SSE4.2's instruction on three streams at once (Gopal et al., Intel 2011, "Fast CRC
+// Computation for iSCSI Polynomial Using CRC32 Instruction"): it has a throughput of one per cycle,
+// but a latency of three cycles. The streams are combined by shifting the first two past the bytes
+// that follow them: a multiplication by a power of x modulo the polynomial. - VPCLMULQDQ (Gopal et
+// al., Intel 2009, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction"): 256
+// bytes at a time are shifted past the next 256 and added to them, by carry-less multiplications
+// with such powers. The last 256 bytes then have the same checksum as all bytes before, and the
+// second method computes it.
 #include "base/crc32c.hpp"
 
 #include <array>
@@ -31,7 +30,7 @@ constexpr std::uint32_t times_x(std::uint32_t value) {
 
 using Table = std::array<std::uint32_t, 256>;
 
-// [0] is a byte's own checksum, [n] that of a byte with n zero bytes behind it.
+// [0] is a byte's own checksum, [n] that of a byte followed by n zero bytes.
 constexpr std::array<Table, 8> make_slices() {
   std::array<Table, 8> slices{};
   for (std::uint32_t value = 0; value < 256; ++value) {
@@ -82,7 +81,7 @@ constexpr std::uint32_t power_of_x(std::size_t exponent) {
   return power;
 }
 
-/// Moves a checksum past a fixed number of bytes: one table for each of its own bytes.
+/// Shifts a checksum past a fixed number of bytes: one table for each byte of the checksum.
 using Shift = std::array<Table, 4>;
 
 constexpr Shift make_shift(std::size_t nbytes) {
@@ -104,13 +103,13 @@ std::uint32_t apply(const Shift& shift, std::uint32_t crc) {
          shift[3][crc >> 24];
 }
 
-// Bytes of one stream: three of the long ones are nearly all of 64 KiB.
+// Bytes of one stream: three of the long ones are nearly 64 KiB.
 constexpr std::size_t kLongBytes = 21840;
 constexpr std::size_t kShortBytes = 256;
 constexpr Shift kLongShift = make_shift(kLongBytes);
 constexpr Shift kShortShift = make_shift(kShortBytes);
 
-// Takes three streams at a time off the front of `bytes` for as long as there are three.
+// Removes three streams at a time from the front of `bytes`, as long as there are three.
 __attribute__((target("sse4.2"))) std::uint32_t add_streams(std::uint32_t crc,
                                                             std::span<const std::byte>* bytes,
                                                             std::size_t stream_bytes,
@@ -132,7 +131,7 @@ __attribute__((target("sse4.2"))) std::uint32_t add_streams(std::uint32_t crc,
   return crc;
 }
 
-// Neither complemented at the start nor at the end.
+// The state is not complemented, neither at the start nor at the end.
 __attribute__((target("sse4.2"))) std::uint32_t add_by_instruction(
     std::uint32_t crc, std::span<const std::byte> bytes) {
   crc = add_streams(crc, &bytes, kLongBytes, kLongShift);
@@ -148,10 +147,10 @@ __attribute__((target("sse4.2"))) std::uint32_t add_by_instruction(
 #define MA_VECTOR __attribute__((target("avx2,vpclmulqdq,sse4.2")))
 
 constexpr std::size_t kVectorBytes = sizeof(__m256i);
-constexpr std::size_t kVectorCount = 8;  // the instruction takes some cycles; these overlap
+constexpr std::size_t kVectorCount = 8;  // so that the latencies of the instruction overlap
 constexpr std::size_t kFoldBytes = kVectorCount * kVectorBytes;
 
-// The factors that move 16 bytes past `nbytes`: the low half holds the first 8 of them, which are
+// The factors that shift 16 bytes past `nbytes`: the low half is for the first 8 of them, which are
 // 64 powers higher. The product of two reflected numbers has one power of x too many, so the
 // factors have one less.
 constexpr std::uint64_t fold_factor(std::size_t nbytes, std::size_t more_bits) {

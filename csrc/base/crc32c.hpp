@@ -1,7 +1,7 @@
 // CRC-32C: the Castagnoli checksum of iSCSI (RFC 3720, appendix B.4), ext4 and btrfs.
 //
-// Polynomial 0x1EDC6F41, reflected, first and last complemented. Finds every flipped bit, every
-// burst of up to 32 bits, and all but one in 2^32 of anything else. Pure; callable from any thread.
+// Polynomial 0x1EDC6F41, reflected, complemented at start and end. Detects every flipped bit, every
+// burst of up to 32 bits, and other errors except one in 2^32. Pure; callable from any thread.
 #pragma once
 
 #include <cstddef>
@@ -12,18 +12,18 @@
 
 namespace memascend {
 
-/// The checksum of `bytes`, or of what came before them, whose checksum is `previous`, and `bytes`.
-/// The fastest way that this processor knows.
+/// The checksum of `bytes`; or of earlier bytes, whose checksum is `previous`, and `bytes`. Uses
+/// the fastest method of this processor.
 std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t previous = 0);
 
-/// A way to compute it. All give the same bits.
+/// A method to compute it. All give the same bits.
 struct Crc32cMethod {
   std::string_view name;  // "tables", "sse4.2" or "vpclmulqdq"
-  /// Goes on from a state that is not complemented.
+  /// Continues from a state that is not complemented.
   std::uint32_t (*add)(std::uint32_t state, std::span<const std::byte> bytes);
 };
 
-/// Those of this processor, slowest first; the tables serve any.
+/// The methods of this processor, slowest first; the tables work on any.
 std::vector<Crc32cMethod> crc32c_methods();
 
 std::uint32_t crc32c_by(const Crc32cMethod& method, std::span<const std::byte> bytes,

@@ -55,7 +55,7 @@ void FreeSpace::take(std::uint64_t offset, std::uint64_t nbytes) {
     const std::uint64_t stop = start + body.nbytes;
     auto next = std::next(piece);
     erase(piece);
-    // What sticks out on either side cannot merge: its neighbour on the inside is gone.
+    // The remainders on either side cannot merge: their inner neighbour is gone.
     if (start < offset) insert(start, offset - start, body.backed);
     if (stop > end) insert(end, stop - end, body.backed);
     taken_bytes += std::min(stop, end) - std::max(start, offset);

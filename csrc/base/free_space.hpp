@@ -1,8 +1,8 @@
-// FreeSpace: which bytes of a range are free, and which of those are backed: have memory behind
-// them in an arena, or lie in a volume's file as it has grown so far.
+// FreeSpace: the free bytes of a range, and which of them are backed: by memory in an arena, or by
+// the space of a volume's file.
 //
-// Pure bookkeeping on offsets: never touches memory or files, never knows who uses the rest.
-// Not thread-safe: whoever owns it holds a lock.
+// Pure bookkeeping on offsets: never touches memory or files, never knows the users of the rest.
+// Not thread-safe: its owner holds a lock.
 #pragma once
 
 #include <cstdint>
@@ -27,23 +27,24 @@ class FreeSpace {
 
   /// Smallest free run, all of it backed, that holds `nbytes`; lowest offset among equals.
   std::optional<FreeRun> best_backed(std::uint64_t nbytes) const;
-  /// Largest free run that is backed; none when nothing is.
+  /// Largest free run that is backed; nothing if there is none.
   std::optional<FreeRun> largest_backed() const;
   /// Smallest free run, backed or not, that holds `nbytes`. A linear search.
   std::optional<FreeRun> best_any(std::uint64_t nbytes) const;
-  /// Smallest free run of which nothing is backed that holds `nbytes`. A linear search.
+  /// Smallest free run that is wholly unbacked and holds `nbytes`. A linear search.
   std::optional<FreeRun> best_untouched(std::uint64_t nbytes) const;
 
-  /// Takes free bytes out.
+  /// Marks free bytes as taken.
   void take(std::uint64_t offset, std::uint64_t nbytes);
-  /// Gives bytes back; they are backed. They merge with free neighbours that are alike, but not
-  /// over a boundary. Aborts when a part of them is free already.
+  /// Marks taken bytes as free and backed. They merge with free neighbours of the same kind, but
+  /// not over a boundary. Aborts if a part of them is already free.
   void give(std::uint64_t offset, std::uint64_t nbytes);
   /// Records that free bytes are backed from now on, or no longer.
   void mark(std::uint64_t offset, std::uint64_t nbytes, bool backed);
-  /// No backed run will extend over `offset`. Call before the bytes around it are backed.
+  /// Adds a boundary over which free pieces do not merge. Call before bytes around it are backed.
   void add_boundary(std::uint64_t offset) { boundaries_.insert(offset); }
-  /// Free bytes around `offset` that are alike merge. Harmless where there is no boundary.
+  /// Removes a boundary, and merges free bytes around it if they are of one kind. Without a
+  /// boundary at `offset` it has no effect.
   void remove_boundary(std::uint64_t offset);
   const std::set<std::uint64_t>& boundaries() const noexcept { return boundaries_; }
 
@@ -51,13 +52,13 @@ class FreeSpace {
   std::vector<FreeRun> pieces(std::uint64_t begin, std::uint64_t end, bool backed) const;
   std::uint64_t free_bytes() const;
   std::uint64_t backed_bytes() const noexcept { return backed_bytes_; }
-  /// Of these, the ones directly before `end`: what is backed from there on extends them.
+  /// The backed free bytes directly before `end`: growth from there would extend them.
   std::uint64_t backed_bytes_before(std::uint64_t end) const;
 
-  /// Every piece is non-empty, inside the range, apart from its neighbours, merged where it may be
-  /// and over no boundary; the index by size and the byte count agree.
+  /// Returns whether every piece is non-empty, inside the range, disjoint, merged where allowed and
+  /// within boundaries, and the index by size and the byte count agree.
   bool is_valid() const;
-  /// Whether [offset, offset + nbytes) holds no free byte.
+  /// Returns whether [offset, offset + nbytes) has no free byte.
   bool is_taken(std::uint64_t offset, std::uint64_t nbytes) const;
 
  private:

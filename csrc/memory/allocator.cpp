@@ -33,7 +33,8 @@ std::string largest_components(const std::map<std::string, ComponentStats>& comp
 
 }  // namespace
 
-/// Holds the mutex, and frees first and last what was freed by a thread that could not wait for it.
+/// Holds the mutex. At its begin and end it frees blocks whose threads could not wait for the
+/// mutex.
 class Allocator::Lock {
  public:
   explicit Lock(Allocator& allocator) : allocator_(allocator) {
@@ -53,7 +54,7 @@ class Allocator::Lock {
 };
 
 Block::~Block() {
-  if (allocator_ != nullptr) allocator_->free(*this);  // null: allocate() threw half-way
+  if (allocator_ != nullptr) allocator_->free(*this);  // null: allocate() threw
 }
 
 std::shared_ptr<Allocator> Allocator::create(const AllocatorOptions& options) {
@@ -107,7 +108,7 @@ std::unique_ptr<Block> Allocator::allocate(std::uint64_t nbytes, const std::stri
     block->allocator_ = shared_from_this();
     MA_INVARIANT_SLOW(is_valid_locked());
   }
-  // Outside the lock: these bytes already belong to this thread alone.
+  // Outside the lock: the bytes already belong to this thread alone.
   if (zero && !fresh) std::memset(block->address_, 0, capacity_bytes);
   return block;
 }
@@ -169,7 +170,7 @@ void Allocator::free(const Block& block) noexcept {
     const std::lock_guard lock(late_mutex_);
     late_.push_back(static_cast<std::uint64_t>(block.address_ - arena_.base()));
   }
-  if (holder_.load() == std::this_thread::get_id()) return;  // within a registrar
+  if (holder_.load() == std::this_thread::get_id()) return;  // called from within a registrar
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (lock) free_late();
 }
@@ -197,7 +198,7 @@ void Allocator::free_locked(std::uint64_t freed) noexcept {
   MA_INVARIANT_SLOW(is_valid_locked());
 }
 
-/// Puts memory behind the best free run of addresses.
+/// Commits memory behind the best free run of addresses.
 Allocator::Place Allocator::grow(std::uint64_t capacity_bytes, const std::string& component) {
   const auto run = free_.best_any(capacity_bytes);
   if (!run) {
@@ -207,7 +208,7 @@ Allocator::Place Allocator::grow(std::uint64_t capacity_bytes, const std::string
   }
   const std::uint64_t block_end = run->offset + capacity_bytes;
   const std::uint64_t run_end = run->offset + run->nbytes;
-  // Only the run at the very end keeps a tail; a hole in the middle gets exactly the block.
+  // Only the run at the end of the range gets a tail; a hole in the middle gets exactly the block.
   std::uint64_t end = block_end;
   if (run_end == arena_.range_bytes()) end = std::min(align_up(end, kHugePageBytes), run_end);
   decommit_free(0, run->offset);
@@ -219,8 +220,8 @@ Allocator::Place Allocator::grow(std::uint64_t capacity_bytes, const std::string
   return {run->offset, fresh};
 }
 
-/// Adds a piece. Where the limit, the system or the addresses forbid it, free pieces go first, then
-/// what is free in others.
+/// Adds a piece. If the limit, the system or the addresses refuse it, gives back free pieces, then
+/// also the free parts of other pieces.
 Allocator::Place Allocator::grow_registered(std::uint64_t capacity_bytes,
                                             const std::string& component) {
   for (const auto pieces : {Arena::Pieces::kWhole, Arena::Pieces::kCut}) {
@@ -233,7 +234,7 @@ Allocator::Place Allocator::grow_registered(std::uint64_t capacity_bytes,
   return add_piece(capacity_bytes, component);
 }
 
-/// A piece in a hole of untouched addresses: a block must not straddle two registrations.
+/// Adds a piece in a run of uncommitted addresses: a block must not straddle two registrations.
 Allocator::Place Allocator::add_piece(std::uint64_t capacity_bytes, const std::string& component) {
   const auto run = free_.best_untouched(capacity_bytes);
   if (!run) {
@@ -245,8 +246,8 @@ Allocator::Place Allocator::add_piece(std::uint64_t capacity_bytes, const std::s
   std::uint64_t begin = align_up(run->offset, kHugePageBytes);
   if (begin + capacity_bytes > run_end) begin = run->offset;
   const std::uint64_t end_min = begin + capacity_bytes;
-  // A tail serves small blocks. Under a limit there is none: others were promised the memory, and a
-  // tail can only go back together with the block.
+  // A tail serves small blocks. Under a limit there is none: the memory was promised to others, and
+  // a tail can only be given back together with the block.
   const std::uint64_t rounded = std::min(align_up(end_min, kHugePageBytes), run_end);
   const std::uint64_t end =
       within_limit(begin, end_min, limit_bytes_ == 0 ? rounded : end_min, component);
@@ -259,7 +260,7 @@ Allocator::Place Allocator::add_piece(std::uint64_t capacity_bytes, const std::s
   return {begin, true};
 }
 
-/// `end` when memory up to there fits the limit, else `end_min`, else throws.
+/// Returns `end` if memory up to there fits the limit, else `end_min` if that fits; else throws.
 std::uint64_t Allocator::within_limit(std::uint64_t begin, std::uint64_t end_min, std::uint64_t end,
                                       const std::string& component) const {
   if (limit_bytes_ == 0) return end;
@@ -280,8 +281,8 @@ void Allocator::commit(std::uint64_t begin, std::uint64_t end) {
   stats_.peak_reserved_bytes = std::max(stats_.peak_reserved_bytes, arena_.reserved_bytes());
 }
 
-/// The kernel may have placed a whole huge page where only what lies before `end` was asked for.
-/// Where the rest is a hole, gives it back, so that the process holds what stats() says.
+/// The kernel may have backed a whole huge page though only the part before `end` was requested. If
+/// the rest is a hole, gives it back, so that the process holds the bytes that stats() reports.
 void Allocator::drop_surplus(std::uint64_t end, std::uint64_t run_end) {
   const std::uint64_t surplus_end = std::min(align_up(end, kHugePageBytes), run_end);
   for (const FreeRun& hole : free_.pieces(end, surplus_end, false)) {
@@ -294,7 +295,7 @@ void Allocator::decommit_free(std::uint64_t begin, std::uint64_t end, Arena::Pie
     if (!arena_.decommit(hole.offset, hole.nbytes, pieces)) continue;
     free_.mark(hole.offset, hole.nbytes, false);
     for (const std::uint64_t offset : {hole.offset, hole.offset + hole.nbytes}) {
-      // Of a neighbouring piece, or of what is left of this one.
+      // The boundary of a neighbouring piece, or of the rest of this one.
       if (arena_.is_boundary(offset)) {
         free_.add_boundary(offset);
       } else {
@@ -342,12 +343,13 @@ bool Allocator::is_valid_locked() const {
   if (stats_.used_bytes != used_bytes) return false;
   if (stats_.block_count != used_.size()) return false;
   if (used_bytes + free_.free_bytes() != arena_.range_bytes()) return false;
-  // Every byte with memory behind it is either used or a free piece that knows it.
+  // Every committed byte is either used or free and backed.
   if (arena_.reserved_bytes() != used_bytes + free_.backed_bytes()) return false;
   return are_pieces_valid();
 }
 
-/// Pieces are apart and hold all memory, their ends are the boundaries, no block straddles two.
+/// Pieces do not overlap and hold all memory, their ends are the boundaries, no block straddles
+/// two.
 bool Allocator::are_pieces_valid() const {
   if (!arena_.registers()) return free_.boundaries().empty();
   std::set<std::uint64_t> boundaries;

@@ -13,8 +13,8 @@
 namespace memascend {
 namespace {
 
-// Addresses cost nothing, and a first-fit or best-fit allocator may scatter live blocks over a
-// range several times their size: enough that addresses never run out before memory does.
+// Addresses cost nothing, and the allocator may scatter live blocks over a range several times
+// their size: so many that addresses never run out before memory does.
 constexpr std::uint64_t kRangePerPhysical = 8;
 constexpr std::uint64_t kRangeBytesDefault = std::uint64_t{1} << 40;
 constexpr std::uint64_t kRangeBytesMin = std::uint64_t{64} << 20;
@@ -28,7 +28,7 @@ std::uint64_t choose_range_bytes(std::uint64_t asked) {
   if (wanted == 0) wanted = kRangeBytesDefault;
   rlimit limit{};
   if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-    wanted = std::min<std::uint64_t>(wanted, limit.rlim_cur / 2);  // leave room for everyone else
+    wanted = std::min<std::uint64_t>(wanted, limit.rlim_cur / 2);  // leave room for others
   }
   return wanted;
 }
@@ -62,7 +62,7 @@ void Arena::commit(std::uint64_t offset, std::uint64_t nbytes) {
   if (registers()) {
     pieces_.emplace(offset, CommittedPiece{nbytes, false});
     register_missing(offset);
-    if (pieces_.at(offset).registered) return;  // the device's driver pins it, whatever mlock said
+    if (pieces_.at(offset).registered) return;  // pinned by the driver, even if mlock failed
   }
   for (const std::string& note : refused.list()) notes_.add(note);
 }
@@ -104,7 +104,7 @@ bool Arena::is_boundary(std::uint64_t offset) const {
   return start + piece.nbytes == offset;
 }
 
-/// Best effort: a piece that is refused serves as ordinary memory.
+/// Best effort: a refused piece serves as ordinary memory.
 bool Arena::register_piece(std::uint64_t offset, CommittedPiece& piece) {
   const std::string failure = registrar_->register_memory(memory(offset, piece.nbytes));
   if (!failure.empty()) {
@@ -116,8 +116,8 @@ bool Arena::register_piece(std::uint64_t offset, CommittedPiece& piece) {
   return true;
 }
 
-/// Registers a new piece, and where that works the older ones that were refused: the device may
-/// have come into use since, or room to register them may have been made.
+/// Registers a new piece, and on success the older pieces that were refused: the device may have
+/// been initialised since, or memory to register may have become available.
 void Arena::register_missing(std::uint64_t newest) {
   if (!register_piece(newest, pieces_.at(newest)) || registered_bytes_ == reserved_bytes_) return;
   for (auto& [offset, piece] : pieces_) {
@@ -125,7 +125,7 @@ void Arena::register_missing(std::uint64_t newest) {
   }
 }
 
-/// False when memory that the device still knows would be given away.
+/// False if the device would still know memory that is given back.
 bool Arena::unregister_piece(std::uint64_t offset, CommittedPiece& piece) {
   if (!piece.registered) return true;
   const std::string failure = registrar_->try_unregister_memory(memory(offset, piece.nbytes));

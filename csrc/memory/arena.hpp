@@ -1,11 +1,11 @@
-// Arena: one reserved address range that gets its memory piece by piece.
+// Arena: one reserved address range, to which memory is committed in pieces.
 //
-// Addresses are contiguous over all pieces, so a block may lie across two of them and no tail is
-// lost in between. With device registration each commit is a piece of its own, registered whole. A
-// block must lie within one (a device refuses a copy over two registrations), and a piece goes back
-// whole. What could not be registered is tried again with every later commit.
-// Knows pages and a registrar; never knows which bytes are in use. Not thread-safe: the allocator
-// that owns it holds a lock.
+// Addresses are contiguous over all pieces, so a block may span two of them and no tail is wasted
+// in between. With device registration each commit is a piece of its own, registered as a whole. A
+// block must then be within one (a device refuses a copy over two registrations), and a piece is
+// given back as a whole. A refused registration is retried with every later commit. Knows pages and
+// a registrar; never knows which bytes are in use. Not thread-safe: the allocator that owns it
+// holds a lock.
 #pragma once
 
 #include <cstdint>
@@ -28,16 +28,16 @@ struct ArenaOptions {
   std::string cuda_library = "libcuda.so.1";
 };
 
-/// What was really obtained, measured from the kernel.
+/// The memory obtained, as measured from the kernel.
 struct ArenaReport {
   std::uint64_t reserved_bytes = 0;  // with memory behind them
   std::uint64_t resident_bytes = 0;
   std::uint64_t huge_page_bytes = 0;
   std::uint64_t locked_bytes = 0;  // by mlock; registered bytes are pinned by the driver too
   std::uint64_t registered_bytes = 0;
-  bool wants_registration = false;  // then all that is reserved should be registered
-  int numa_node = -1;               // where the first page lies, -1: unknown
-  std::vector<std::string> notes;   // what is missing and how to get it
+  bool wants_registration = false;  // if so, all reserved bytes should be registered
+  int numa_node = -1;               // node of the first page, -1: unknown
+  std::vector<std::string> notes;   // missing features and their remedies
 };
 
 class Arena {
@@ -51,9 +51,9 @@ class Arena {
   std::uint64_t range_bytes() const noexcept { return range_.nbytes(); }
   std::uint64_t reserved_bytes() const noexcept { return reserved_bytes_; }
   std::uint64_t registered_bytes() const noexcept { return registered_bytes_; }
-  /// Whether memory was to be registered with a device, whatever came of it.
+  /// Returns whether registration with a device was requested, even if it failed.
   bool wants_registration() const noexcept { return options_.register_device; }
-  /// Whether there is anybody to register it. Then each commit is a piece of its own.
+  /// Returns whether there is a registrar. If so, each commit is a piece of its own.
   bool registers() const noexcept { return registrar_ != nullptr; }
   struct CommittedPiece {
     std::uint64_t nbytes;
@@ -61,21 +61,21 @@ class Arena {
   };
   /// By offset; empty unless registers().
   const std::map<std::uint64_t, CommittedPiece>& pieces() const noexcept { return pieces_; }
-  /// Whether a piece begins or ends at `offset`.
+  /// Returns whether a piece begins or ends at `offset`.
   bool is_boundary(std::uint64_t offset) const;
 
-  /// Puts zeroed memory behind [offset, offset + nbytes), which has none. Both page multiples.
-  /// Throws HostMemoryError, and then nothing has changed.
+  /// Commits zeroed memory to [offset, offset + nbytes), which has none. Both page multiples.
+  /// Throws HostMemoryError; then nothing has changed.
   void commit(std::uint64_t offset, std::uint64_t nbytes);
   enum class Pieces { kWhole, kCut };
-  /// Gives the memory behind the range back. False when it must stay: not exactly one piece when
-  /// registers(), made of explicit huge pages (which cannot be given back in part), or refused by
-  /// the driver or the kernel, with a note. Then it is what it was. With kCut a part of a piece
-  /// goes back too, and what is left of it is registered anew: that takes time. Pre: the range is
-  /// in one piece.
+  /// Gives the memory of the range back to the system. False, with no change, if it must stay: not
+  /// exactly one piece when registers(), made of explicit huge pages (which cannot be given back in
+  /// part), or refused by the driver or the kernel, with a note. With kCut a part of a piece may be
+  /// given back too, and the rest of it is registered again, which is slow. Pre: the range is in
+  /// one piece.
   bool decommit(std::uint64_t offset, std::uint64_t nbytes, Pieces pieces = Pieces::kWhole);
-  /// As decommit, for bytes that were never counted as committed but that a huge page may have
-  /// brought along behind a neighbour.
+  /// As decommit, for bytes that were never counted as committed but that a huge page of a
+  /// neighbour may have backed.
   void drop_surplus(std::uint64_t offset, std::uint64_t nbytes);
 
   ArenaReport report();

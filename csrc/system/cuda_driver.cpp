@@ -12,7 +12,7 @@ constexpr int kSuccess = 0;
 constexpr int kNotInitialized = 3;
 constexpr unsigned kMemHostRegisterPortable = 1;
 
-/// Looks a symbol up; remembers the first name that is missing.
+/// Looks up a symbol; remembers the first name that is missing.
 template <typename Function>
 void look_up(void* library, const char* name, Function& target, std::string& missing) {
   target = reinterpret_cast<Function>(dlsym(library, name));
@@ -68,8 +68,8 @@ CudaDriver::~CudaDriver() {
 
 std::string CudaDriver::find_context() {
   if (context_ != nullptr) return {};
-  // No cuInit: before CUDA is initialised this call fails with that, and initialising it here would
-  // break a later fork.
+  // No cuInit: before CUDA is initialised get_current fails with kNotInitialized, and initialising
+  // it here would break a later fork.
   const int code = functions_->get_current(&context_);
   if (code == kSuccess && context_ != nullptr) return {};
   context_ = nullptr;

@@ -1,9 +1,8 @@
 // CudaDriver: the few functions of libcuda that page-lock host memory for the device.
 //
-// Reached through dlopen, so nothing links CUDA. Never initialises CUDA and never makes a context:
-// registration is for processes where torch has done both, maybe after this object was made. The
-// runtime's cudaHostRegister would do as well, but leaves a refusal behind for the next launch of a
-// kernel to fail with.
+// Loaded with dlopen, so nothing links CUDA. Never initialises CUDA or creates a context: torch
+// does both, maybe after this object was made. The runtime's cudaHostRegister would also do, but it
+// leaves its error for the next kernel launch to report.
 #pragma once
 
 #include <cstddef>
@@ -18,14 +17,14 @@ namespace memascend {
 
 class CudaDriver : public HostRegistrar {
  public:
-  /// Loads the driver. Null, with the reason in `reason`, when there is no such library.
+  /// Loads the driver. Null, with the reason in `reason`, if the library or a symbol is missing.
   static std::unique_ptr<CudaDriver> open(const std::string& library, std::string& reason);
   ~CudaDriver() override;
   CudaDriver(const CudaDriver&) = delete;
   CudaDriver& operator=(const CudaDriver&) = delete;
 
-  /// Portable to all contexts. The first call on a thread that has a current context remembers it,
-  /// and later calls from any thread run in it; until then registering fails.
+  /// Portable to all contexts. The first call on a thread with a current context stores it, and
+  /// later calls from any thread use it; until then registering fails.
   std::string register_memory(std::span<std::byte> range) override;
   void unregister_memory(std::span<std::byte> range) noexcept override;
   std::string try_unregister_memory(std::span<std::byte> range) override;
@@ -33,7 +32,7 @@ class CudaDriver : public HostRegistrar {
  private:
   struct Functions;
   CudaDriver() = default;
-  /// An empty text once there is a context, else why there is none.
+  /// Returns an empty text once there is a context, else the reason why there is none.
   std::string find_context();
 
   const OwnerProcess owner_;

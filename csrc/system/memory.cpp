@@ -8,19 +8,19 @@
 namespace memascend {
 namespace {
 
-// Where the groups of one kind are, and their files.
+// The mount and the file names of one kind of control groups.
 struct GroupKind {
   const char* mount;
   const char* limit;
   const char* used;
-  const char* of_all_below;  // in memory.stat: before the names of sums over the groups below
+  const char* of_all_below;  // prefix in memory.stat of sums that include child groups
 };
 constexpr GroupKind kUnified{"/sys/fs/cgroup", "memory.max", "memory.current", ""};
 constexpr GroupKind kHybrid{"/sys/fs/cgroup/unified", "memory.max", "memory.current", ""};
 constexpr GroupKind kVersion1{"/sys/fs/cgroup/memory", "memory.limit_in_bytes",
                               "memory.usage_in_bytes", "total_"};
 
-// A "Name:   123 kB" line of /proc/meminfo in bytes; 0 when it is not there.
+// A "Name:   123 kB" line of /proc/meminfo, in bytes; 0 if it is missing.
 std::uint64_t meminfo_bytes(const std::string& root, const std::string& name) {
   std::ifstream file(root + "/proc/meminfo");
   for (std::string line; std::getline(file, line);) {
@@ -35,7 +35,7 @@ std::uint64_t left_in_group(const std::string& folder, const GroupKind& kind) {
   const std::uint64_t limit = read_count(folder + "/" + kind.limit);  // 0: none, or "max"
   if (limit == 0) return UINT64_MAX;
   std::uint64_t used = read_count(folder + "/" + kind.used);
-  // File cache counts as used there but gives way.
+  // File cache counts as used there, but the kernel can reclaim it.
   const std::string inactive = std::string(kind.of_all_below) + "inactive_file";
   const std::string active = std::string(kind.of_all_below) + "active_file";
   std::ifstream file(folder + "/memory.stat");
@@ -46,9 +46,9 @@ std::uint64_t left_in_group(const std::string& folder, const GroupKind& kind) {
   return limit - std::min(limit, used);
 }
 
-// In our group and all above it. A process outside its namespace sees "/../..": nothing above the
-// mount is visible. Within a container the group's path may not exist below the mount, the folders
-// above it still have limits that bind us.
+// Memory left in our group and all above it. A process outside its namespace sees "/../..": nothing
+// above the mount is visible. In a container the group's path may not exist below the mount, but
+// the folders above it still have limits that apply.
 std::uint64_t left_in_groups(const std::string& mount, const std::string& name,
                              const GroupKind& kind) {
   std::string group;

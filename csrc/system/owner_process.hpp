@@ -1,5 +1,5 @@
 // OwnerProcess: the process that made an object. A forked child inherits the object's bytes, but
-// not its threads, its memory, its descriptors, or what a device knows of it.
+// not its threads, memory or descriptors, nor its state in a device.
 #pragma once
 
 #include <unistd.h>

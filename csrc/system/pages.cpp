@@ -24,7 +24,7 @@
 namespace memascend {
 namespace {
 
-// Younger than the C library headers of some supported systems.
+// Newer than the C library headers of some supported systems.
 constexpr int kMadvPopulateWrite = 23;  // Linux 5.14
 constexpr int kMadvCollapse = 25;       // Linux 6.1
 constexpr int kMapFixedNoReplace = 0x100000;
@@ -68,7 +68,7 @@ void for_each_share(std::span<std::byte> piece, unsigned threads, const Work& wo
   for (std::thread& worker : workers) worker.join();
 }
 
-/// Makes every page resident. Returns 0, or the errno of the kernel that could not find the memory.
+/// Makes every page resident. Returns 0, or the errno of the kernel if it has no memory.
 int prefault(std::span<std::byte> piece, unsigned threads) {
   std::atomic<int> failure{0};
   for_each_share(piece, threads, [&failure](std::span<std::byte> share) {
@@ -89,7 +89,8 @@ int prefault(std::span<std::byte> piece, unsigned threads) {
   return failure.load();
 }
 
-/// Without MADV_POPULATE_WRITE the first touch of a page is what finds the memory, or SIGBUS.
+/// Returns whether MADV_POPULATE_WRITE works. Without it, a page without memory raises SIGBUS when
+/// it is first touched.
 bool can_populate() {
   static const bool can = [] {
     void* page =
@@ -102,15 +103,15 @@ bool can_populate() {
   return can;
 }
 
-/// Best effort: turns the whole huge pages inside `piece` that the fault path left small. A part at
-/// a time, so that it ends when its time is over; without a wait for what the kernel refuses, of
-/// which measure_pages() finds the result.
+/// Best effort: turns the small pages of whole huge pages inside `piece` into huge ones. Works in
+/// parts, so that it ends when its time is over. Ignores refusals of the kernel, since
+/// measure_pages() reports the result.
 void collapse(std::span<std::byte> piece, PageOptions& options, Notes& notes) {
   using Clock = std::chrono::steady_clock;
   const auto start = reinterpret_cast<std::uintptr_t>(piece.data());
   const std::uint64_t first = align_up(start, kHugePageBytes);
   const std::uint64_t last = align_down(start + piece.size(), kHugePageBytes);
-  if (first >= last) return;  // last may lie before the piece
+  if (first >= last) return;  // `last` may be before the piece
   const Clock::time_point began = Clock::now();
   const Clock::time_point end = began + options.collapse_time;
   std::atomic<bool> ended = false;
@@ -136,8 +137,8 @@ void collapse(std::span<std::byte> piece, PageOptions& options, Notes& notes) {
       "vm.nr_hugepages=<bytes / 2 MiB>), before the start");
 }
 
-/// Asks that pages come from one node. Preferred, not bound: when the node is full, memory of
-/// another node is slower, but a strict binding would wake the out-of-memory killer.
+/// Asks for pages of one node. Preferred, not bound: when the node is full, memory of another node
+/// is slower, but a strict binding would invoke the out-of-memory killer.
 void prefer_node(std::span<std::byte> piece, int node, Notes& notes) {
   const std::string online = read_word("/sys/devices/system/node/online");
   if (node < 0 || online.empty() || online == "0") return;
@@ -151,7 +152,7 @@ void prefer_node(std::span<std::byte> piece, int node, Notes& notes) {
 
 bool try_hugetlb(std::span<std::byte> piece, const PageOptions& options, Notes& notes) {
   const bool by_name = options.huge_pages == HugePages::kExplicit;
-  // A control group of our own may have fewer than the machine: only asking can tell.
+  // A control group may allow fewer pages than the machine has: only an attempt can tell.
   if (!by_name && (options.huge_pages != HugePages::kAuto || !can_populate())) return false;
   const char* directory = "/sys/kernel/mm/hugepages/hugepages-2048kB/";
   const std::uint64_t free_count = read_count(join(directory, "free_hugepages"));
@@ -173,15 +174,15 @@ bool try_hugetlb(std::span<std::byte> piece, const PageOptions& options, Notes& 
     prefer_node(piece, options.numa_node, notes);
     (void)madvise(piece.data(), piece.size(), MADV_DONTFORK);
     if (prefault(piece, options.prefault_threads) == 0) return true;
-    // Counted as free, but not for us (a cgroup, another node): put ordinary pages there again.
+    // Counted as free, but not for us (a cgroup, another node): restore the reserved addresses.
     mapped = mmap(piece.data(), piece.size(), PROT_NONE, kReserveFlags | MAP_FIXED, -1, 0);
     notes.add("explicit huge pages are counted as free but could not be used; a cgroup limit?");
   } else {
     notes.add(
         join("explicit huge pages refused: ", std::strerror(errno), "; transparent ones used"));
-    // A failed MAP_FIXED may already have unmapped the piece; take it back, but from no one else.
+    // A failed MAP_FIXED may have unmapped the piece; reserve it again, unless it is mapped by now.
     mapped = mmap(piece.data(), piece.size(), PROT_NONE, kReserveFlags | kMapFixedNoReplace, -1, 0);
-    if (mapped == MAP_FAILED && errno == EEXIST) mapped = piece.data();  // it never left
+    if (mapped == MAP_FAILED && errno == EEXIST) mapped = piece.data();  // it was not unmapped
   }
   if (mapped != piece.data()) {
     throw HostMemoryError("cannot restore an address range after explicit huge pages failed",
@@ -220,8 +221,8 @@ AddressRange::AddressRange(std::uint64_t nbytes, std::uint64_t nbytes_min) {
   const std::uint64_t least = align_up(std::max<std::uint64_t>(nbytes_min, 1), kHugePageBytes);
   nbytes_ = std::max(align_up(nbytes, kHugePageBytes), least);
   while (true) {
-    // Room to align, and at least one page on either side that stays without access, so that no
-    // foreign mapping merges with ours and no overrun leaves the range silently.
+    // Space to align, and at least one inaccessible page on either side, so that no foreign mapping
+    // merges with ours and an overrun faults.
     mapping_bytes_ = nbytes_ + 2 * kHugePageBytes;
     void* mapped = mmap(nullptr, mapping_bytes_, PROT_NONE, kReserveFlags, -1, 0);
     if (mapped != MAP_FAILED) {
@@ -248,7 +249,8 @@ Backing back_pages(std::span<std::byte> piece, PageOptions& options, Notes& note
   MA_INVARIANT(is_aligned(piece.data(), kPageBytes));
   MA_INVARIANT(is_aligned(piece.size(), kPageBytes));
   if (try_hugetlb(piece, options, notes)) return Backing::kHugetlb;
-  // Prefaulting more than there is would wake the out-of-memory killer instead of failing here.
+  // Prefaulting more than is available would invoke the out-of-memory killer instead of failing
+  // here.
   const std::uint64_t available = available_memory_bytes();
   if (available != 0 && piece.size() > available) {
     throw HostMemoryError(join("cannot commit ", piece.size(), " bytes of host memory: ", available,
@@ -263,8 +265,8 @@ Backing back_pages(std::span<std::byte> piece, PageOptions& options, Notes& note
   }
   const bool huge = options.huge_pages != HugePages::kOff;
   (void)madvise(piece.data(), piece.size(), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  // A forked child (a data loader's worker) never needs these pages. If it shared them, every page
-  // written here afterwards would be copied for as long as the child lives.
+  // A forked child (a data loader's worker) never needs these pages. If they were shared, every
+  // later write here would copy a page while the child lives.
   (void)madvise(piece.data(), piece.size(), MADV_DONTFORK);
   prefer_node(piece, options.numa_node, notes);
   if (const int code = prefault(piece, options.prefault_threads); code != 0) {
@@ -289,7 +291,7 @@ bool lock_pages(std::span<std::byte> piece, Notes& notes) {
 }
 
 bool discard_pages(std::span<std::byte> piece, Notes& notes) {
-  // MADV_DONTNEED refuses locked pages; munlock of pages that are not locked does nothing.
+  // MADV_DONTNEED refuses locked pages; munlock of unlocked pages has no effect.
   const bool unlocked = munlock(piece.data(), piece.size()) == 0;
   if (unlocked && madvise(piece.data(), piece.size(), MADV_DONTNEED) == 0) return true;
   notes.add(join("free host memory could not be given back: ", std::strerror(errno),
@@ -319,7 +321,7 @@ PageUsage measure_pages(std::span<const std::byte> range, Notes& notes) {
     if (field == "Rss") usage.resident_bytes += kib * 1024;
     if (field == "Locked") usage.locked_bytes += kib * 1024;
     if (field == "AnonHugePages") usage.huge_page_bytes += kib * 1024;
-    if (field == "Private_Hugetlb") {  // in neither of the others, and never swapped out
+    if (field == "Private_Hugetlb") {  // not in the other fields, and never swapped out
       usage.resident_bytes += kib * 1024;
       usage.locked_bytes += kib * 1024;
       usage.huge_page_bytes += kib * 1024;

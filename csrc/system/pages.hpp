@@ -1,12 +1,12 @@
 // Pages: address ranges and the physical memory behind them, straight from the kernel.
 //
-// Lives here: mmap, huge pages, NUMA preference, prefault, mlock, and measuring what was obtained.
-// Never knows: blocks, pools, devices. Functions are thread-safe on disjoint pieces; Notes and
+// Contains mmap, huge pages, NUMA preference, prefault, mlock, and measuring the result. Never
+// knows blocks, pools or devices. Functions are thread-safe on disjoint pieces; Notes and
 // AddressRange belong to one owner.
 //
-// Two kinds of failure. Running out of memory or addresses throws HostMemoryError. Everything that
-// only makes memory better (huge pages, a node, a page lock) is best effort: it goes on without and
-// adds one note on what is missing, why, and how to get it.
+// Two kinds of failure. Running out of memory or addresses throws HostMemoryError. Features that
+// only improve memory (huge pages, a node, a page lock) are best effort: without one the function
+// continues and adds one note on the missing feature, the reason, and the remedy.
 #pragma once
 
 #include <chrono>
@@ -24,7 +24,7 @@ namespace memascend {
 inline constexpr std::uint64_t kPageBytes = 4096;
 inline constexpr std::uint64_t kHugePageBytes = 2 * 1024 * 1024;
 
-/// Host memory could not be had. `limit_bytes` is 0 when the system refused, not a limit of ours.
+/// Host memory is not available. `limit_bytes` is 0 if the system refused, not a limit of ours.
 class HostMemoryError : public std::runtime_error {
  public:
   HostMemoryError(const std::string& what, std::uint64_t asked, std::uint64_t reserved,
@@ -38,29 +38,29 @@ class HostMemoryError : public std::runtime_error {
   std::uint64_t limit_bytes;
 };
 
-/// Throws unless the system's pages are ours. With larger ones (arm64 kernels may have 16 or 64
-/// KiB) giving a block back would take what its neighbour has on the same page.
+/// Throws unless the system's page size is kPageBytes. With larger pages (arm64 kernels may have 16
+/// or 64 KiB) giving a block back would also drop its neighbour's bytes on the same page.
 void require_page_bytes(std::uint64_t system_page_bytes);
 
-/// Which huge pages to ask for. kAuto takes explicit ones when enough are free and the kernel can
-/// be asked for them without the risk of SIGBUS (from Linux 5.14 on), else transparent ones.
+/// The kind of huge pages to request. kAuto takes explicit ones if enough are free and the kernel
+/// can populate them without the risk of SIGBUS (from Linux 5.14 on), else transparent ones.
 enum class HugePages { kAuto, kExplicit, kTransparent, kOff };
 
 struct PageOptions {
   HugePages huge_pages = HugePages::kAuto;
   bool lock = true;
-  int numa_node = -1;             // -1: leave the choice to the kernel
+  int numa_node = -1;             // -1: the kernel chooses
   unsigned prefault_threads = 0;  // 0: one per core, at most kPrefaultThreadsMax
-  /// What is left, of all pieces together, for turning small pages into huge ones: on fragmented
-  /// memory the kernel moves others' pages out of the way for each.
+  /// The remaining time, over all pieces, for turning small pages into huge ones: on fragmented
+  /// memory the kernel moves other pages out of the way for each.
   std::chrono::milliseconds collapse_time = std::chrono::seconds(5);
 };
 
 inline constexpr unsigned kPrefaultThreadsMax = 4;
-/// Bytes that the kernel is asked to turn into huge pages at once.
+/// Bytes that one call asks the kernel to turn into huge pages.
 inline constexpr std::uint64_t kCollapseBytes = 32 * kHugePageBytes;
 
-/// Notes on what could not be obtained, each once, in the order it was noticed.
+/// Notes on missing features, each once, in the order they were noticed.
 class Notes {
  public:
   void add(std::string note);
@@ -70,12 +70,12 @@ class Notes {
   std::vector<std::string> notes_;
 };
 
-/// A range of addresses, 2 MiB aligned, without memory behind it until back_pages() is called on
-/// pieces of it. Unmapped on destruction, but only by the process that made it: pieces are not
-/// inherited by a forked child, which may have mapped something else at the same addresses.
+/// A range of addresses, 2 MiB aligned, without memory until back_pages() is called on pieces of
+/// it. Unmapped on destruction, but only by the process that made it: a forked child does not
+/// inherit the pieces, and may have mapped other memory at these addresses.
 class AddressRange {
  public:
-  /// Halves `nbytes` until the kernel accepts, but not below `nbytes_min`; then throws.
+  /// Halves `nbytes` until the kernel accepts, down to `nbytes_min`; then throws.
   AddressRange(std::uint64_t nbytes, std::uint64_t nbytes_min);
   ~AddressRange();
   AddressRange(const AddressRange&) = delete;
@@ -86,7 +86,7 @@ class AddressRange {
   const OwnerProcess& owner() const noexcept { return owner_; }
 
  private:
-  std::byte* mapping_ = nullptr;  // base_ less the guard below it
+  std::byte* mapping_ = nullptr;  // base_ less the guard before it
   std::uint64_t mapping_bytes_ = 0;
   std::byte* base_ = nullptr;
   std::uint64_t nbytes_ = 0;
@@ -95,30 +95,30 @@ class AddressRange {
 
 enum class Backing { kPages, kHugetlb };
 
-/// Puts zeroed, writable, resident memory behind a page-aligned piece of an AddressRange that has
-/// none. Throws HostMemoryError when the memory is not there; the piece is then without memory.
-/// Takes from `options.collapse_time` what it used of it.
+/// Commits zeroed, writable, resident memory to a page-aligned piece of an AddressRange that has
+/// none. Throws HostMemoryError if the memory is not available; the piece is then without memory.
+/// Subtracts the time used from `options.collapse_time`.
 Backing back_pages(std::span<std::byte> piece, PageOptions& options, Notes& notes);
 
-/// Page-locks a piece. False, with a note, when the system refuses.
+/// Page-locks a piece. False, with a note, if the system refuses.
 bool lock_pages(std::span<std::byte> piece, Notes& notes);
 
-/// Gives the memory behind a piece back to the system; the addresses stay ours and would read as
-/// zero. Unlocks it first. Not for Backing::kHugetlb. False, with a note, when the kernel refuses:
+/// Gives the memory of a piece back to the system; the addresses stay reserved and would read as
+/// zero. Unlocks it first. Not for Backing::kHugetlb. False, with a note, if the kernel refuses:
 /// the piece then still has its memory.
 bool discard_pages(std::span<std::byte> piece, Notes& notes);
 
-/// The pages behind a range, as the kernel counts them.
+/// Pages of a range, as the kernel counts them.
 struct PageUsage {
   std::uint64_t resident_bytes = 0;
   std::uint64_t huge_page_bytes = 0;  // transparent and explicit
   std::uint64_t locked_bytes = 0;
 };
 
-/// Reads /proc/self/smaps. All zero, with a note, where that file is missing.
+/// Reads /proc/self/smaps. All zero, with a note, if that file is missing.
 PageUsage measure_pages(std::span<const std::byte> range, Notes& notes);
 
-/// The NUMA node that holds a page, -1 when unknown.
+/// The NUMA node of a page, -1 if unknown.
 int node_of_page(const std::byte* page);
 
 }  // namespace memascend

@@ -10,7 +10,7 @@
 namespace memascend {
 namespace {
 
-/// What forked children close. Never destroyed: threads of ours may outlive static objects.
+/// The descriptors that forked children close. Never destroyed: our threads may outlive statics.
 struct Registry {
   std::mutex mutex;
   std::set<int> descriptors;
@@ -20,7 +20,7 @@ struct Registry {
 Registry& registry() {
   static Registry* const instance = [] {
     auto* made = new Registry;
-    // The lock is held across the fork, so that the child finds the set whole.
+    // The lock is held across the fork, so that the child finds a consistent set.
     ::pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
                      [] {
                        for (const int descriptor : registry().descriptors) ::close(descriptor);
@@ -43,7 +43,7 @@ PrivateDescriptor::PrivateDescriptor(int descriptor) : descriptor_(descriptor) {
   fork_count_ = all.fork_count;
 }
 
-// A child has closed its copy, and the number may be another file's by now.
+// A child has closed its copy, and the number may by now belong to another file.
 int PrivateDescriptor::get() const noexcept {
   return descriptor_ < 0 || fork_count_ != registry().fork_count ? -1 : descriptor_;
 }
@@ -53,7 +53,7 @@ void PrivateDescriptor::close() noexcept {
   descriptor_ = -1;
   if (descriptor < 0) return;
   Registry& all = registry();
-  // Under the lock, so that no child is forked between the two.
+  // Under the lock, so that no child is forked between the erase and the close.
   const std::lock_guard lock(all.mutex);
   all.descriptors.erase(descriptor);
   ::close(descriptor);

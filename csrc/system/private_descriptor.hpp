@@ -1,20 +1,20 @@
-// A file descriptor that forked children do not get.
+// A file descriptor that forked children do not inherit.
 //
-// O_CLOEXEC closes a descriptor when another program starts; a child that goes on without one (a
-// data loader's worker) keeps a copy, and with it the space of a file without a name, the lock of a
-// device, and the requests of a ring, for as long as it lives.
+// O_CLOEXEC closes a descriptor on exec. A forked child without exec (a data loader's worker) would
+// keep a copy for its whole life, and with it the space of an anonymous file, the lock of a device,
+// and the requests of a ring.
 #pragma once
 
 #include <utility>
 
 namespace memascend {
 
-/// Owns a descriptor and closes it; a child closes its copy as soon as it is forked. There the
-/// object is left as it is: using or destroying it touches no descriptor.
+/// Owns a descriptor and closes it. A forked child closes its copy at once; using or destroying the
+/// child's object touches no descriptor.
 class PrivateDescriptor {
  public:
   PrivateDescriptor() = default;
-  /// Takes over `descriptor`; a negative one stands for none.
+  /// Takes ownership of `descriptor`; a negative one means none.
   explicit PrivateDescriptor(int descriptor);
   ~PrivateDescriptor() { close(); }
   PrivateDescriptor(PrivateDescriptor&& other) noexcept
@@ -27,13 +27,13 @@ class PrivateDescriptor {
   PrivateDescriptor(const PrivateDescriptor&) = delete;
   PrivateDescriptor& operator=(const PrivateDescriptor&) = delete;
 
-  /// The descriptor; -1 where there is none, or not any more.
+  /// The descriptor; -1 if there is none, or it is closed.
   int get() const noexcept;
   void close() noexcept;
 
  private:
   int descriptor_ = -1;
-  unsigned fork_count_ = 0;  // of the process that it belongs to
+  unsigned fork_count_ = 0;  // of the process that owns the descriptor
 };
 
 }  // namespace memascend

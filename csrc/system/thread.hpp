@@ -1,5 +1,5 @@
-// Starts threads that only work: named, and deaf to signals, so that a signal always interrupts one
-// of the program's own threads. Has them run near what they work for.
+// Starts worker threads: named, and with all signals blocked, so that a signal always interrupts
+// one of the program's own threads. Also sets their CPU affinity.
 #pragma once
 
 #include <pthread.h>
@@ -12,7 +12,7 @@
 
 namespace memascend {
 
-/// `name` has at most 15 characters. Throws std::system_error when there can be no more threads.
+/// `name` has at most 15 characters. Throws std::system_error if no more threads are allowed.
 template <typename Body>
 std::thread start_thread(const char* name, Body&& body) {
   sigset_t all;
@@ -30,8 +30,8 @@ std::thread start_thread(const char* name, Body&& body) {
   }
 }
 
-/// Keeps this thread, and those that it starts from now on, to some processors, as far as it may
-/// use them. Best effort: elsewhere it is slower, not wrong.
+/// Restricts this thread, and threads that it starts later, to those of `cpus` that it may use.
+/// Best effort: on other processors it is slower, not wrong.
 inline void stay_on(std::span<const int> cpus) {
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;

@@ -1,5 +1,5 @@
 // The kernel's io_uring interface: its header, the three system calls, and the constants and
-// structures of newer kernels than the header may know. No logic; nothing else includes the header.
+// structures that an older header lacks. No logic; no other file includes the header.
 #pragma once
 
 #include <linux/io_uring.h>
@@ -39,7 +39,7 @@ struct WaitArgument {  // struct io_uring_getevents_arg, Linux 5.11
   std::uint64_t timespec;
 };
 
-// Each returns what the system call returns: -1 and errno on failure.
+// Each returns the result of the system call: -1 and errno on failure.
 inline int setup(unsigned entries, io_uring_params* parameters) {
   return static_cast<int>(::syscall(SYS_io_uring_setup, entries, parameters));
 }

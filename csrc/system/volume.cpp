@@ -25,10 +25,10 @@ namespace memascend {
 namespace {
 
 constexpr mode_t kOwnerOnly = 0600;
-constexpr std::uint64_t kBlockBytes = 4096;  // of every device without a better answer
+constexpr std::uint64_t kBlockBytes = 4096;  // for devices that do not report their block size
 constexpr std::size_t kMemoryNameMax = 200;  // memfd_create refuses more than 249 bytes
 
-/// Has the file system take space for a part of a file; returns the errno.
+/// Allocates space for a part of a file; returns the errno.
 int allocate(int descriptor, std::uint64_t begin, std::uint64_t nbytes) {
   int result = 0;
   do {
@@ -49,7 +49,7 @@ static_assert(offsetof(StatxHead, dio_memory_bytes) == 0x98);
 static_assert(sizeof(StatxHead) == 0x100);
 constexpr unsigned kStatxDioAlign = 0x2000;
 
-// File systems that write nowhere twice: what was preallocated is not where an overwrite goes.
+// File systems that never overwrite in place: an overwrite does not go to the preallocated space.
 constexpr std::int64_t kBtrfsMagic = 0x9123683e;
 constexpr std::int64_t kZfsMagic = 0x2fc12fc1;
 constexpr std::int64_t kBcachefsMagic = 0xca451a4e;
@@ -63,23 +63,22 @@ struct HowToOpen {
 };
 constexpr std::uint64_t kResolveNoSymbolicLinks = 0x04;
 
-// Opens a directory, with a symbolic link nowhere on the way to it: or whoever may rename a
-// directory above it could lead a path elsewhere that was looked at before. Returns -1 and leaves
-// errno.
+// Opens a directory, and refuses a symbolic link anywhere in its path: a user who may rename a
+// directory in it could otherwise redirect a path after it was checked. Returns -1 and sets errno.
 int open_directory(const std::string& path) {
-  // Needs no right to read it.
+  // O_PATH needs no read permission.
   constexpr int kFlags = O_PATH | O_DIRECTORY | O_CLOEXEC;
   const HowToOpen how{kFlags, 0, kResolveNoSymbolicLinks};
   const long opened = ::syscall(kOpenat2, AT_FDCWD, path.c_str(), &how, sizeof(how));
-  // An older kernel, or a seccomp profile, does not know the call: at least the last step counts.
+  // An older kernel or a seccomp profile refuses the call: check at least the last component.
   if (opened < 0 && (errno == ENOSYS || errno == EPERM)) {
     return ::open(path.c_str(), kFlags | O_NOFOLLOW);
   }
   return static_cast<int>(opened);
 }
 
-// Makes a file under a name that nobody can foresee and takes the name away. Of no use to anybody
-// else meanwhile: it is made anew, never through a symbolic link, and for its owner alone.
+// Creates a file with a random name and unlinks it. Safe in between: it is created anew, never
+// through a symbolic link, and accessible to its owner alone.
 int create_and_unlink(int directory) {
   std::uint64_t number = 0;
   if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) return -1;
@@ -91,8 +90,8 @@ int create_and_unlink(int directory) {
   return descriptor;
 }
 
-// Opens a file without a name, or returns -1 and leaves errno. Buffered: an open that creates a
-// file and then refuses O_DIRECT would leave the file behind.
+// Opens a file without a name, or returns -1 and sets errno. Opens it buffered: an open that
+// creates a file and then refuses O_DIRECT would leave the file behind.
 int open_nameless(const std::string& path) {
   const PrivateDescriptor directory(open_directory(path));
   if (directory.get() < 0) return -1;
@@ -104,7 +103,7 @@ int open_nameless(const std::string& path) {
 
 }  // namespace
 
-// Seeking beyond it is refused, at once and without a change of the file.
+// A seek beyond the limit is refused, at once and without a change to the file.
 std::uint64_t largest_file_bytes(int descriptor) {
   constexpr auto kMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   std::uint64_t allowed = 0;
@@ -131,12 +130,12 @@ Volume Volume::open_anonymous(const std::string& directory, std::uint64_t limit_
   volume.device_ = state.st_dev;
   volume.largest_file_bytes_ = largest_file_bytes(volume.descriptor());
   volume.copies_on_write_ = !volume.forbid_copy_on_write();
-  // A copy of what is written is made, checksummed and found in the page cache (btrfs from 6.14
-  // on), whatever the flag says.
+  // Direct writes would still be copied, checksummed and cached in the page cache (btrfs from 6.14
+  // on), in spite of the flag.
   volume.direct_ = volume.find_alignment() && !volume.copies_on_write_ && volume.set_direct(true) &&
                    volume.direct_write_works();
   if (!volume.direct_) volume.set_direct(false);
-  // Direct writes of less than a block of the file system wait for each other (ext4).
+  // Direct writes of less than a file system block would wait for each other (ext4).
   volume.alignment_.offset_bytes = std::max(volume.alignment_.offset_bytes, kBlockBytes);
   return volume;
 }
@@ -148,7 +147,7 @@ Volume Volume::adopt_device(int descriptor, const std::string& path, std::uint64
   volume.directory_ = path;
   volume.descriptor_ = PrivateDescriptor(
       static_cast<int>(MA_SYSCALL(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0), "use ", path)));
-  volume.start_bytes_ = start_bytes;  // from here on it is no file of ours
+  volume.start_bytes_ = start_bytes;  // not 0 from here on, so the destructor does not truncate
   volume.capacity_bytes_ = start_bytes;
   struct stat state{};
   MA_SYSCALL(::fstat(volume.descriptor(), &state), "look at ", path);
@@ -192,12 +191,12 @@ Volume& Volume::operator=(Volume&& other) noexcept {
 
 Volume::~Volume() {
   if (descriptor() < 0) return;
-  // Before the close: a process that has a copy of the descriptor must not keep the space.
+  // Before the close: a process with a copy of the descriptor must not keep the space.
   if (start_bytes_ == 0) (void)!::ftruncate(descriptor(), 0);
 }
 
-// In pieces: one call for all of a drive may take minutes, and a signal does not end it before
-// Linux 6.10.
+// In pieces: one call for a whole drive may take minutes, and before Linux 6.10 a signal does not
+// interrupt it.
 void Volume::discard(const std::function<void(std::uint64_t, std::uint64_t)>& look) {
   if (start_bytes_ == 0 || std::exchange(discarded_, true)) return;
   const std::uint64_t all = capacity_bytes_ - start_bytes_;
@@ -223,7 +222,7 @@ Growth Volume::limited_growth() const {
     if (left < least.nbytes) least = {left, bound, bound_bytes};
   };
   if (limit_bytes_ != UINT64_MAX) bound_by(limit_bytes_, Growth::Bound::kCapacity);
-  if (start_bytes_ > 0) return least;  // the others are about files
+  if (start_bytes_ > 0) return least;  // the other bounds apply to files only
   if (largest_file_bytes_ != UINT64_MAX) {
     bound_by(largest_file_bytes_, Growth::Bound::kLargestFile);
   }
@@ -249,22 +248,22 @@ void Volume::grow(std::uint64_t capacity_bytes) {
     return VolumeFullError(join("grow the file in ", directory_, " by ", needed, " bytes (",
                                 available, " bytes available)"));
   };
-  // Asked before, too: fallocate may fill the disk for minutes before it fails, and growth beyond
-  // RLIMIT_FSIZE sends SIGXFSZ.
+  // Checked in advance: fallocate may fill the disk for minutes before it fails, and growth beyond
+  // RLIMIT_FSIZE raises SIGXFSZ.
   if (needed > available) throw full();
-  if (start_bytes_ > 0) {  // a device has its bytes already
+  if (start_bytes_ > 0) {  // a device already has its bytes
     capacity_bytes_ = capacity_bytes;
     return;
   }
-  // Nothing is taken of memory before it is written.
+  // A file in memory takes no memory before it is written.
   int code = device_ == 0 ? EOPNOTSUPP : allocate(descriptor(), capacity_bytes_, needed);
   if (code == EOPNOTSUPP || code == ENOSYS) {
     code = ::ftruncate(descriptor(), static_cast<off_t>(capacity_bytes)) == 0 ? 0 : errno;
   }
   if (code != 0) {
-    // A failed fallocate may have allocated a part; give it back so that nothing changed.
+    // A failed fallocate may have allocated a part; give it back so that nothing changes.
     (void)!::ftruncate(descriptor(), static_cast<off_t>(capacity_bytes_));
-    // A file system that did not say so before.
+    // A file system that did not report its limit before.
     if (code == EFBIG) largest_file_bytes_ = std::min(largest_file_bytes_, capacity_bytes - 1);
     if (code == ENOSPC || code == EFBIG || code == EDQUOT) throw full();
     throw SystemCallError(code, join("grow the file in ", directory_, " by ", needed, " bytes"));
@@ -283,8 +282,8 @@ int Volume::drop_cache(std::uint64_t offset, std::uint64_t nbytes) const noexcep
   return code;
 }
 
-// Asks the file system; false when it answers that it has no direct I/O for this file, though it
-// may accept O_DIRECT (ext4 with data=journal, fscrypt).
+// Queries the file system; false if it reports no direct I/O for this file, though it may accept
+// O_DIRECT (ext4 with data=journal, fscrypt).
 bool Volume::find_alignment() {
   StatxHead state{};
   const long result = ::syscall(SYS_statx, descriptor(), "", AT_EMPTY_PATH, kStatxDioAlign, &state);
@@ -296,7 +295,7 @@ bool Volume::find_alignment() {
   return true;
 }
 
-// Has overwrites go where the space was reserved; false where the file system goes on copying. Pre:
+// Makes overwrites go to the reserved space; false if the file system still copies on write. Pre:
 // the file is empty.
 bool Volume::forbid_copy_on_write() const {
   struct statfs state{};
@@ -311,7 +310,7 @@ bool Volume::forbid_copy_on_write() const {
   return ::ioctl(descriptor(), FS_IOC_GETFLAGS, &flags) == 0 && (flags & FS_NOCOW_FL) != 0;
 }
 
-// Also clears O_NONBLOCK, with which a device is opened: a mapped one would answer EAGAIN.
+// Also clears O_NONBLOCK, with which a device is opened: a mapped device would return EAGAIN.
 bool Volume::set_direct(bool direct) const {
   const int flags = ::fcntl(descriptor(), F_GETFL);
   if (flags < 0) return false;
@@ -325,8 +324,8 @@ bool Volume::direct_write_works() const {
   const std::unique_ptr<void, decltype(&std::free)> block(
       std::aligned_alloc(block_bytes, block_bytes), &std::free);
   if (block == nullptr) throw std::bad_alloc();
-  // A limit on files, whose SIGXFSZ would end the process, does not rule it out, nor does a full
-  // disk.
+  // Too small a limit on files, whose SIGXFSZ would end the process, does not rule direct I/O out,
+  // nor does a full disk.
   if (limited_growth().nbytes < block_bytes) return true;
   std::memset(block.get(), 0, block_bytes);
   const ssize_t written = ::pwrite(descriptor(), block.get(), block_bytes, 0);

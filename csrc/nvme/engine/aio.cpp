@@ -22,7 +22,7 @@ constexpr std::uint16_t kPoll = 5;  // IOCB_CMD_POLL, Linux 4.18; missing in old
 
 AioEngine::AioEngine(const EngineOptions& options, const Volume& volume)
     : options_(options), file_(volume.descriptor()) {
-  const std::size_t count = options_.queue_depth + 1;  // 1: the wake request
+  const std::size_t count = options_.queue_depth + 1;  // + 1 for the wake request
   blocks_.resize(count);
   block_pointers_.reserve(count);
   events_.resize(count);
@@ -68,7 +68,7 @@ void AioEngine::submit(std::span<const Request> requests) {
         ::syscall(SYS_io_submit, context_, requests.size() - taken, block_pointers_.data() + taken);
     for (long left = count; left > 0; --left) in_flight_.push_back(requests[taken++].tag);
     if (count > 0) continue;
-    // About the first of those left: the lane asks again, or reports it.
+    // The error is about the first remaining request: the lane retries or reports it.
     refused_.push_back({requests[taken].tag, count == 0 ? -EAGAIN : -errno});
     ++taken;
   }
@@ -84,7 +84,7 @@ std::size_t AioEngine::reap(std::span<Completion> completions, std::chrono::mill
     wait_for_wake(timeout);
     return count;
   }
-  // While the kernel is too short of memory to be asked for wakes, look for them.
+  // While the kernel lacks the memory to poll for wakes, check at short intervals.
   if (!wake_armed_ && !arm_wake()) timeout = std::min(timeout, kRefusalPause);
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
   timespec patience{seconds.count(), std::chrono::nanoseconds(timeout - seconds).count()};
@@ -105,10 +105,10 @@ std::size_t AioEngine::reap(std::span<Completion> completions, std::chrono::mill
   return count;
 }
 
-// No result can be had any more. The kernel ends what is in flight before it lets go of a context,
-// so the memory of those requests is quiet; how they ended is not known.
+// Results can no longer be read. io_destroy returns after the requests in flight have ended, so
+// their memory is no longer used; their outcome is unknown.
 void AioEngine::give_up(int code) {
-  if (::syscall(SYS_io_destroy, context_) != 0) {  // nor that: the watchdog reports the silence
+  if (::syscall(SYS_io_destroy, context_) != 0) {  // failed too: the watchdog reports the silence
     std::this_thread::sleep_for(kRefusalPause);
     return;
   }

@@ -1,6 +1,6 @@
-// The libaio engine: the kernel's older asynchronous I/O, by its system calls; the library of that
-// name is not needed. For containers, whose usual seccomp profiles allow it and refuse io_uring. Of
-// use for direct I/O only: without it the kernel does the I/O inside submit().
+// The libaio engine: the kernel's older asynchronous I/O, through its system calls; libaio itself
+// is not needed. For containers, whose usual seccomp profiles allow it and refuse io_uring. For
+// direct I/O only: without it the kernel does the I/O inside submit().
 #pragma once
 
 #include <linux/aio_abi.h>
@@ -40,8 +40,8 @@ class AioEngine final : public Engine {
   std::vector<iocb*> block_pointers_;
   std::vector<io_event> events_;
   std::vector<std::uint64_t> in_flight_;  // tags
-  std::vector<Completion> refused_;       // requests that the kernel did not take, or gave up
-  int broken_code_ = 0;                   // of the system call after which there is no context
+  std::vector<Completion> refused_;       // results of refused or given-up requests
+  int broken_code_ = 0;                   // errno; set once the context is gone
 };
 
 }  // namespace memascend

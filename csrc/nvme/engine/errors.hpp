@@ -1,4 +1,4 @@
-// What can go wrong above the operating system: the C++ side of StoreError, StoreFullError,
+// Errors above the operating system: the C++ side of StoreError, StoreFullError,
 // CorruptionError and EngineUnavailableError in memascend/errors.py.
 #pragma once
 
@@ -12,28 +12,28 @@
 
 namespace memascend {
 
-/// Checksums of bytes that are not what was written.
+/// The checksums of corrupted data.
 struct Corruption {
   std::uint32_t expected;
   std::uint32_t found;
 };
 
-/// Where an error happened; what a StoreError carries as attributes.
+/// The place of an error; a StoreError has these as attributes.
 struct ErrorPlace {
-  std::string key;           // empty when the failure is not about one key
+  std::string key;           // empty if the error is not about one key
   std::string volume;        // directory of the volume
   std::uint64_t offset = 0;  // first byte on the volume
   std::uint64_t nbytes = 0;
-  int code = 0;                                         // errno, 0 when the device ended early
-  std::optional<Corruption> corruption = std::nullopt;  // no call failed: the bytes are wrong
+  int code = 0;                                         // errno, 0 if the device ended early
+  std::optional<Corruption> corruption = std::nullopt;  // set if only the bytes are wrong
 };
 
-/// Why a drive answers with this errno (0: it ended early), and what to do: the last two lines of a
-/// message.
+/// The likely cause of this errno from a drive (0: it ended early) and the remedy: the last two
+/// lines of a message.
 std::string describe_cause(int code);
 
-/// The message of a failed transfer: what failed, with what values, why, and what to do.
-/// `recovery` is what to do about bytes that are wrong, in words of whoever knows.
+/// The message of a failed transfer: the failure, its values, the likely cause, and the remedy.
+/// `recovery`: the remedy for corrupted data, in the words of the caller.
 std::string describe(Operation operation, const ErrorPlace& place, const std::string& recovery);
 
 /// A read or write of the store failed.
@@ -47,22 +47,22 @@ class StoreError : public std::runtime_error {
   ErrorPlace place_;
 };
 
-/// No volume can hold what is to be reserved. Nothing was changed.
+/// No volume has the space for a reservation. Nothing was changed.
 class StoreFullError : public StoreError {
  public:
   using StoreError::StoreError;
 };
 
-/// Bytes on a volume, or read back from it, are not those that were written there.
+/// Bytes on a volume, or read back from it, differ from the bytes written there.
 class CorruptionError : public StoreError {
  public:
   using StoreError::StoreError;
 };
 
-/// Throws a CorruptionError where the place is one, else a StoreError.
+/// Throws a CorruptionError if the place has a corruption, else a StoreError.
 [[noreturn]] void throw_store_error(const std::string& message, const ErrorPlace& place);
 
-/// The engine asked for by name cannot run here.
+/// The requested engine cannot run here.
 class EngineUnavailableError : public std::runtime_error {
  public:
   EngineUnavailableError(const std::string& message, int code)

@@ -17,7 +17,7 @@ namespace memascend {
 namespace {
 
 constexpr std::uint64_t kProbeBytesMin = 8192;
-constexpr std::chrono::seconds kProbePatience{10};  // per look; the probe itself waits to the end
+constexpr std::chrono::seconds kProbePatience{10};  // per reap(); the probe has no time limit
 
 std::unique_ptr<Engine> construct(const std::string& name, const EngineOptions& options,
                                   const Volume& volume) {
@@ -36,8 +36,8 @@ void run_one(Engine& engine, const Request& request, const char* what) {
   throw SystemCallError(completion.result < 0 ? static_cast<int>(-completion.result) : EIO, what);
 }
 
-// Writes, reads back and compares with a throw-away engine: an engine keeps the thread that started
-// it as its issuer, and that is not this one.
+// Writes, reads back and compares with a temporary engine: an engine is bound to the thread that
+// started it, and the caller's thread is not the future issuer.
 void probe(const std::string& name, const EngineOptions& options, const VolumeOptions& place) {
   const Volume volume = open_volume(place);
   const auto [block_bytes, memory_bytes] = volume.alignment();
@@ -86,7 +86,8 @@ const char* cause_and_fix(const std::string& name, int code) {
          "fix: another directory on a local disk, or another engine";
 }
 
-// Says in one phrase why an engine was passed over; longer advice is for those who asked by name.
+// Returns in one phrase why an engine was skipped; the full advice is for engines asked for by
+// name.
 std::string short_cause(const std::string& name, const SystemCallError& error) {
   std::string text = error.what();
   if (name == "uring" && error.code() == EPERM) {
@@ -122,7 +123,7 @@ EngineChoice make_engine(const std::string& name, const EngineOptions& options,
   std::string passed_over;
   int code = 0;
   for (const std::string candidate : {"uring", "libaio", "threads"}) {
-    if (candidate == "libaio" && !volume.direct()) continue;  // it would wait in submit()
+    if (candidate == "libaio" && !volume.direct()) continue;  // libaio would block in submit()
     try {
       probe(candidate, options, place);
       return {construct(candidate, options, volume),

@@ -34,7 +34,7 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions,
   while (count < completions.size()) {
     const std::size_t candidates = ready_count();
     if (candidates == 0 || happens(faults_.delay, &faults_.counts.delay)) {
-      // Polled: clearing the paused flag notifies nobody. A test's engine may be this lazy.
+      // Polled, since clearing the paused flag notifies no thread; fast enough for tests.
       const bool over = std::chrono::steady_clock::now() >= deadline;
       if (count > 0 || over || wait(std::chrono::milliseconds(1))) break;
       continue;
@@ -48,7 +48,7 @@ std::size_t MemoryEngine::reap(std::span<Completion> completions,
   return count;
 }
 
-// Of the requests in flight, oldest first, how many may complete.
+// Returns how many of the requests in flight, oldest first, may complete.
 std::size_t MemoryEngine::ready_count() const {
   if (faults_.paused || faults_.paused_volume == options_.volume_index) return 0;
   if (!is_slow()) return in_flight_.size();

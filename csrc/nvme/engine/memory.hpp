@@ -1,4 +1,4 @@
-// The memory engine: a device in RAM whose faults are chosen by a seed. Tests only.
+// The memory engine: a device in RAM with faults from a seeded generator. Tests only.
 //
 // It runs requests on volumes opened with Volume::open_in_memory, on the issuing thread, inside
 // reap(), and refuses misaligned requests as a strict device does.
@@ -16,7 +16,7 @@
 
 namespace memascend {
 
-/// How often something went wrong, for whoever reports it.
+/// Number of injected faults, by kind.
 struct MemoryFaultCounts {
   std::atomic<std::uint64_t> short_transfer = 0;
   std::atomic<std::uint64_t> eio = 0;
@@ -28,18 +28,18 @@ struct MemoryFaultCounts {
   std::atomic<std::uint64_t> flip = 0;
 };
 
-/// Faults to inject, each with a probability from 0 to 1 per request. What is paused, slow or gone
-/// may be changed by any thread while the engine runs; the rest is fixed.
+/// Faults to inject, each with a probability from 0 to 1 per request. Any thread may change the
+/// paused, slow and gone members while the engine runs; the others are fixed.
 struct MemoryFaults {
   std::uint64_t seed = 0;
-  double short_transfer = 0;  // a part is moved, at any byte
+  double short_transfer = 0;  // a part is moved, of any number of bytes
   double eio = 0;
   double enospc = 0;   // writes only
   double again = 0;    // EAGAIN or EINTR, nothing moved
-  double reorder = 0;  // the next completion is any of those in flight, not the oldest
-  double flip = 0;     // a bit of what is read turns on its way; not when it is read once more
-  double lost = 0;     // a write is reported done, and nothing of it is on the volume
-  double delay = 0;    // this reap() gives nothing though something is in flight
+  double reorder = 0;  // a random request in flight completes next, not the oldest
+  double flip = 0;     // a bit of the data read flips on its way; not in a second read
+  double lost = 0;     // a write is reported done but is not on the volume
+  double delay = 0;    // this reap() returns nothing though requests are in flight
   std::uint64_t capacity_bytes = std::uint64_t{1} << 30;  // per volume
   std::atomic<bool> paused = false;                       // while true, nothing completes
   std::atomic<int> paused_volume = -1;                    // nothing of this volume completes
@@ -48,7 +48,7 @@ struct MemoryFaults {
       -1;  // or every one: runs one request at a time, each for slow_milliseconds
   std::atomic<int> slow_milliseconds = 0;
   std::atomic<int> gone = 0;  // the errno of every request from now on
-  MemoryFaultCounts counts;   // the engine's to raise
+  MemoryFaultCounts counts;   // raised by the engine
 };
 
 class MemoryEngine final : public Engine {
@@ -79,7 +79,7 @@ class MemoryEngine final : public Engine {
   std::vector<Request> in_flight_;  // oldest first
   std::chrono::steady_clock::time_point slow_until_{};
   std::set<std::uint64_t> flipped_;  // offsets of the last read there
-  std::mutex mutex_;                 // woken_
+  std::mutex mutex_;                 // guards woken_
   std::condition_variable wake_;
   bool woken_ = false;
 };

@@ -10,8 +10,8 @@
 namespace memascend {
 namespace {
 
-// The queues' indices are shared with the kernel: what one side publishes with release, the other
-// reads with acquire, as in liburing's queue.c.
+// The indices of the queues are shared with the kernel: each side publishes with release and reads
+// with acquire, as in liburing's queue.c.
 unsigned load_acquire(unsigned* shared) {
   return std::atomic_ref<unsigned>(*shared).load(std::memory_order_acquire);
 }
@@ -25,7 +25,7 @@ struct Mode {
   const char* name;
 };
 
-// Best first; a kernel that does not know a flag answers EINVAL and the next is tried.
+// Best first; a kernel that does not know a flag returns EINVAL, and the next mode is tried.
 constexpr Mode kModes[] = {
     {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, "deferred completions"},
     {IORING_SETUP_COOP_TASKRUN, "cooperative completions"},
@@ -68,7 +68,7 @@ void Ring::map(const io_uring_params& parameters) {
     void* address = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
                            descriptor_.get(), static_cast<off_t>(offset));
     MA_SYSCALL(address == MAP_FAILED ? -1 : 0, "map ", nbytes, " bytes of an io_uring");
-    (void)::madvise(address, nbytes, MADV_DONTFORK);  // a mapping keeps the ring alive
+    (void)::madvise(address, nbytes, MADV_DONTFORK);  // a child's mapping would keep the ring alive
     return static_cast<std::byte*>(address);
   };
   queues_ = map_at(queues_bytes_, IORING_OFF_SQ_RING);
@@ -117,11 +117,11 @@ int Ring::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
     const int taken = enter_once(submit_count, complete_min, timeout);
     if (taken < 0) return -taken;
     if (static_cast<unsigned>(taken) == submit_count) return 0;
-    // The kernel took a part and did not wait.
+    // The kernel took only a part, and did not wait.
   }
 }
 
-// How many the kernel took, or -errno.
+// Returns the number of submissions taken, or -errno.
 int Ring::enter_once(unsigned submit_count, unsigned complete_min,
                      std::chrono::milliseconds timeout) {
   constexpr unsigned flags = IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG;
@@ -130,7 +130,8 @@ int Ring::enter_once(unsigned submit_count, unsigned complete_min,
   const int taken = uring::enter(descriptor_.get(), submit_count, complete_min, flags, &argument,
                                  sizeof(argument));
   if (taken >= 0) return taken;
-  // The wait ended early. A call that has taken something returns that instead of an error.
+  // The wait ended early. A call that has taken submissions returns their number instead of an
+  // error.
   return errno == ETIME || errno == EINTR ? static_cast<int>(submit_count) : -errno;
 }
 

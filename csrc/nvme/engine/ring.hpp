@@ -1,8 +1,8 @@
-// Ring: one io_uring, its two queues mapped into this process, and nothing more.
+// Ring: one io_uring, with its two queues mapped into this process.
 //
 // Knows the kernel's interface (system/uring_abi.hpp); never knows volumes, requests or retries.
-// One thread issues: the one that calls start(). Construction and registration may come before, on
-// another thread.
+// One thread issues: the one that calls start(). Another thread may construct the ring and register
+// resources before.
 #pragma once
 
 #include <chrono>
@@ -18,8 +18,8 @@ namespace memascend {
 
 class Ring {
  public:
-  /// Sets up a disabled ring with the best mode the kernel knows. `entry_count` submissions fit at
-  /// once; the kernel rounds it up to a power of two. Throws SystemCallError.
+  /// Sets up a disabled ring with the best mode of the kernel. It holds `entry_count` submissions;
+  /// the kernel rounds that up to a power of two. Throws SystemCallError.
   explicit Ring(unsigned entry_count);
   ~Ring();
   Ring(const Ring&) = delete;
@@ -30,16 +30,16 @@ class Ring {
 
   /// The next free submission entry, cleared. Pre: fewer requests than entries are in flight.
   io_uring_sqe* next_submission() noexcept;
-  /// Hands all prepared submissions to the kernel and waits until `complete_min` completions are
-  /// there, `timeout` has passed or a signal came; one system call unless the kernel takes only a
-  /// part. Returns 0, or the errno of a refusal: what was not taken then stays prepared.
+  /// Submits all prepared entries and waits until there are `complete_min` completions, `timeout`
+  /// has passed or a signal came; one system call unless the kernel takes only a part. Returns 0,
+  /// or the errno of a refusal: the entries that were not taken then stay prepared.
   [[nodiscard]] int enter(unsigned complete_min, std::chrono::milliseconds timeout);
-  /// Takes back the newest prepared submission that the kernel has not taken and returns its
-  /// user_data; nothing when there is none.
+  /// Takes back the newest prepared entry that the kernel has not taken, and returns its user_data;
+  /// nothing if there is none.
   std::optional<std::uint64_t> withdraw() noexcept;
-  /// Copies the oldest completion and gives its place back to the kernel; false when there is none.
+  /// Copies the oldest completion and frees its place for the kernel; false if there is none.
   bool next_completion(io_uring_cqe* completion) noexcept;
-  /// Completions that a kernel short of memory has dropped, from the ring's beginning.
+  /// Completions dropped by a kernel short of memory, since the ring's setup.
   unsigned dropped_count() const noexcept;
 
   /// io_uring_register; 0 or -errno.
@@ -62,7 +62,7 @@ class Ring {
   unsigned* submission_tail_ = nullptr;
   unsigned submission_mask_ = 0;
   unsigned submission_count_ = 0;
-  unsigned prepared_tail_ = 0;  // our tail: entries up to here are filled, maybe not yet published
+  unsigned prepared_tail_ = 0;  // our tail: entries before it are filled, maybe not yet published
 
   unsigned* completion_head_ = nullptr;
   unsigned* completion_tail_ = nullptr;      // advanced by the kernel

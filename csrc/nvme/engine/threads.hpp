@@ -36,8 +36,8 @@ class ThreadsEngine final : public Engine {
   // Posted once per request. Not a condition variable: with several threads waiting on one, the C
   // library (glibc 2.25 to 2.40, its bug 25847) can lose a notify_one() and with it a request.
   sem_t work_count_;
-  std::mutex mutex_;                      // everything below but the workers
-  std::deque<Request> requests_;          // that wait for a worker
+  std::mutex mutex_;                      // guards the following members but the workers
+  std::deque<Request> requests_;          // waiting for a worker
   std::condition_variable result_ready_;  // only the issuer waits on it
   std::deque<Completion> completions_;
   bool woken_ = false;

@@ -14,14 +14,14 @@ namespace memascend {
 namespace {
 
 constexpr std::uint64_t kWakeTag = UINT64_MAX;
-// So many refused system calls, one after the other, and a ring is closed with requests in it.
+// After so many consecutive failed system calls a ring is closed with requests in it.
 constexpr unsigned kRefusalCountMax = 1000;
 
 }  // namespace
 
 UringEngine::UringEngine(const EngineOptions& options, const Volume& volume)
     : options_(options),
-      ring_(static_cast<unsigned>(options.queue_depth) + 1),  // 1: the wake request
+      ring_(static_cast<unsigned>(options.queue_depth) + 1),  // + 1 for the wake request
       file_(volume.descriptor()) {
   in_flight_.reserve(options.queue_depth);
   refused_.reserve(options.queue_depth);
@@ -30,7 +30,7 @@ UringEngine::UringEngine(const EngineOptions& options, const Volume& volume)
 }
 
 UringEngine::~UringEngine() {
-  // Closing the ring would not wait, and the kernel would go on writing into the caller's memory.
+  // Closing the ring would not wait, and the kernel would still write into the caller's memory.
   Completion completion{};
   const auto reaps = [&] {
     reap({&completion, 1}, std::chrono::seconds(1));
@@ -38,14 +38,14 @@ UringEngine::~UringEngine() {
   };
   while (!in_flight_.empty() && reaps()) {
   }
-  wake();  // the kernel must not write to the counter's place any more
+  wake();  // the kernel must no longer write to wake_value_
   while (wake_armed_ && reaps()) {
   }
   if (!in_flight_.empty()) {
     std::fprintf(stderr, "memascend: %zu requests left in an io_uring that the kernel refuses\n",
                  in_flight_.size());
   }
-  // The kernel tears a ring down some time after its close; the file goes now.
+  // The kernel tears a ring down some time after its close; release the file now.
   if (file_registered_) ring_.register_resource(uring::kUnregisterFiles, nullptr, 0);
 }
 
@@ -61,20 +61,20 @@ void UringEngine::start() {
 
 void UringEngine::submit(std::span<const Request> requests) {
   for (const Request& request : requests) {
-    // While completions are missing nothing else begins, so that it is found out which.
+    // While completions are missing no request begins, so that find_lost() can tell which are lost.
     if (lost_count() > 0) {
       refused_.push_back({request.tag, -EAGAIN});
     } else {
       prepare(request);
     }
   }
-  // reap() follows and hands them over in the system call that it needs anyway.
+  // reap() follows and submits the entries in the system call that it needs anyway.
 }
 
 void UringEngine::prepare(const Request& request) {
   io_uring_sqe* entry = ring_.next_submission();
   entry->opcode = request.operation == Operation::kRead ? IORING_OP_READ : IORING_OP_WRITE;
-  entry->fd = file_registered_ ? 0 : file_;  // 0: the first registered one
+  entry->fd = file_registered_ ? 0 : file_;  // 0: index of the registered file
   entry->flags = file_registered_ ? IOSQE_FIXED_FILE : 0;
   entry->off = request.offset;
   entry->addr = reinterpret_cast<std::uint64_t>(request.data);
@@ -92,8 +92,8 @@ std::size_t UringEngine::reap(std::span<Completion> completions,
   return take_completions(completions);
 }
 
-// Hands over what is prepared and waits. An errno is the result of what the kernel did not take:
-// the lane asks again, or reports it.
+// Submits the prepared entries and waits. An errno becomes the result of the entries that the
+// kernel did not take: the lane retries or reports them.
 bool UringEngine::enter(unsigned complete_min, std::chrono::milliseconds timeout) {
   const int code = ring_.enter(complete_min, timeout);
   refusal_count_ = code == 0 ? 0 : refusal_count_ + 1;
@@ -115,12 +115,12 @@ std::size_t UringEngine::lost_count() const noexcept {
 }
 
 // A kernel short of memory may drop completions: it counts them, and a wait returns EBADR. Which
-// requests they were of is known as soon as no others are in flight.
+// requests were lost is known once no others are in flight.
 void UringEngine::find_lost() {
   const std::size_t count = lost_count();
   if (count == 0) return;
   if (in_flight_.size() + (wake_armed_ ? 1 : 0) > count) {
-    if (wake_armed_) wake();  // the read of the event counter is over, too, unless it is lost
+    if (wake_armed_) wake();  // ends the read of the event counter, too, unless it is lost
     return;
   }
   for (const std::uint64_t tag : in_flight_) refused_.push_back({tag, -EBADR});

@@ -1,4 +1,4 @@
-// The uring engine: requests over one io_uring, with a registered file where allowed.
+// The uring engine: requests on one io_uring, with a registered file if allowed.
 #pragma once
 
 #include <vector>
@@ -10,8 +10,8 @@ namespace memascend {
 
 class UringEngine final : public Engine {
  public:
-  /// The volume's descriptor must outlive the engine. Throws SystemCallError when the kernel
-  /// refuses to set up a ring.
+  /// The volume's descriptor must outlive the engine. Throws SystemCallError if the kernel refuses
+  /// to set up a ring.
   UringEngine(const EngineOptions& options, const Volume& volume);
   ~UringEngine() override;  // waits for requests in flight
 
@@ -34,11 +34,11 @@ class UringEngine final : public Engine {
   EngineOptions options_;
   Ring ring_;
   PrivateDescriptor wake_descriptor_;
-  std::uint64_t wake_value_ = 0;  // where the kernel puts the event counter it reads
+  std::uint64_t wake_value_ = 0;  // the kernel reads the event counter into it
   bool wake_armed_ = false;
   std::vector<std::uint64_t> in_flight_;  // tags
-  std::vector<Completion> refused_;       // requests that the kernel did not take, or lost
-  unsigned refusal_count_ = 0;            // of system calls, one after the other
+  std::vector<Completion> refused_;       // results of refused or lost requests
+  unsigned refusal_count_ = 0;            // consecutive failed system calls
   unsigned lost_found_count_ = 0;
   const int file_;
   bool file_registered_ = false;

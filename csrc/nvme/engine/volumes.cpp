@@ -8,7 +8,7 @@
 namespace memascend {
 namespace {
 
-// Of the first byte that is ours on a device: more than any logical block.
+// Alignment of our first byte on a device: larger than any logical block.
 constexpr std::uint64_t kDeviceAlignment = 64 << 10;
 
 }  // namespace

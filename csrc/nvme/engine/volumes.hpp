@@ -1,4 +1,4 @@
-// Volumes of a store: the options of each, and opening them.
+// The options of a store's volumes, and functions that open them.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ namespace memascend {
 
 struct VolumeOptions {
   std::string path;                           // a directory, or the device behind `descriptor`
-  double weight = 1;                          // its share of the bytes, against the other volumes'
-  std::uint64_t capacity_bytes = UINT64_MAX;  // at most this of it is used
-  int descriptor = -1;                        // of an opened block device; stays the caller's
-  std::uint64_t start_bytes = 0;              // of the device, that are not ours
-  std::vector<int> cpus = {};                 // near the drive: of its threads; empty: all
+  double weight = 1;                          // share of the bytes, relative to the other volumes
+  std::uint64_t capacity_bytes = UINT64_MAX;  // maximum to use
+  int descriptor = -1;                        // an opened block device; the caller keeps it
+  std::uint64_t start_bytes = 0;              // bytes at the device's start that are not ours
+  std::vector<int> cpus = {};                 // near the drive, for its threads; empty: all
 };
 
 /// Throws SystemCallError naming the path, std::invalid_argument for a device without a header.
