@@ -32,13 +32,13 @@ std::uintptr_t as_number(const std::byte* address) {
   return reinterpret_cast<std::uintptr_t>(address);
 }
 
-/// A registrar in Python. Called under the allocator's lock, by threads that have given the
-/// interpreter's up; nobody waits for the former with the latter in hand (Allocator::free).
+/// A registrar in Python. Called under the allocator's lock, by threads that do not hold the GIL.
+/// No thread waits for that lock with the GIL held (Allocator::free).
 class PythonRegistrar : public HostRegistrar {
  public:
   explicit PythonRegistrar(py::object target) : target_(std::move(target)) {}
   ~PythonRegistrar() override {
-    if (!Py_IsInitialized()) {  // nobody is left to tell
+    if (!Py_IsInitialized()) {  // the interpreter has ended
       target_.release();
       return;
     }
@@ -65,7 +65,7 @@ class PythonRegistrar : public HostRegistrar {
     try {
       return py::str(target_.attr(name)(as_number(range.data()), range.size()));
     } catch (const py::error_already_set& error) {
-      // Ctrl-C came here by chance; it is for whoever waits for this thread.
+      // A signal interrupted this call by chance; pass it on to the thread that waits.
       if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
       return error.what();
     }
@@ -90,7 +90,7 @@ std::shared_ptr<Allocator> make_allocator(const std::string& huge_pages, bool lo
   return Allocator::create(options);
 }
 
-/// A writable run of bytes; the exporting object stays alive as long as the view does.
+/// A writable range of bytes; the exporting object lives as long as the view.
 py::buffer_info view_bytes(std::byte* address, std::uint64_t nbytes) {
   const auto length = static_cast<py::ssize_t>(nbytes);
   return py::buffer_info(reinterpret_cast<std::uint8_t*>(address), length);

@@ -1,8 +1,8 @@
 // Python surface of csrc/nvme/: Store, Ticket, MemoryFaults.
 //
-// Lock order: nobody waits for the store's mutex with the interpreter's lock in hand. Calls give
-// the latter up before they wait, and the store drops holds (Python objects) after it has left its
-// own. It takes the interpreter's lock under its mutex in one place: where memory for
+// Lock order: no thread waits for a mutex of the store with the GIL held. Calls release the GIL
+// before they wait, and the store drops holds (Python objects) after it has unlocked. Under the
+// store's mutex_ the GIL is never taken. Under its space_mutex_ it is taken in one case: memory for
 // checksums makes an arena grow that registers through Python.
 #include <pybind11/stl.h>
 
@@ -32,18 +32,18 @@ std::span<std::byte> as_span(std::uintptr_t address, std::size_t nbytes) {
   return {as_pointer(address), nbytes};
 }
 
-// A share in a Python object for threads that do not hold the interpreter's lock.
+// A reference to a Python object that threads without the GIL may drop.
 std::shared_ptr<void> hold_object(const py::object& object) {
   if (object.is_none()) return nullptr;
   return std::shared_ptr<void>(object.inc_ref().ptr(), [](void* pointer) {
-    if (!Py_IsInitialized()) return;  // the interpreter has ended: nobody is left to tell
+    if (!Py_IsInitialized()) return;  // the interpreter has ended
     const py::gil_scoped_acquire gil;
     Py_DECREF(static_cast<PyObject*>(pointer));
   });
 }
 
-// Memory of an arena for the store's checksums, under the name that the plan gives it. An arena
-// never calls a store, so its lock may be taken under the store's.
+// Memory of an arena for the store's checksums, under the plan's component name. An arena never
+// calls a store, so its lock may be taken under the store's space_mutex_.
 Checksums::MemorySource memory_source(std::shared_ptr<Allocator> allocator) {
   if (allocator == nullptr) return {};
   return [allocator = std::move(allocator)](std::uint64_t nbytes) {
@@ -56,7 +56,7 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
-// Lets Ctrl-C and other signals reach Python while a device does not answer.
+// Lets Ctrl-C and other signals reach Python while a device is silent.
 void look_for_signals() {
   if (!Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;
@@ -93,7 +93,7 @@ std::shared_ptr<Store> open_store(
   options.while_waiting = &look_for_signals;
   const py::gil_scoped_release release;
   std::shared_ptr<Store> store = Store::open(std::move(options));
-  // The last owner waits for I/O: not with the interpreter's lock in hand.
+  // The last owner waits for I/O, without the GIL.
   return {store.get(), [store](Store*) mutable {
             if (!Py_IsInitialized() || PyGILState_Check() == 0) return store.reset();
             const py::gil_scoped_release without;
@@ -101,8 +101,8 @@ std::shared_ptr<Store> open_store(
           }};
 }
 
-// Calls `start` with the interpreter's lock in hand while the store has nothing else to do: what is
-// given up is had again only when other Python threads let go of it, milliseconds later.
+// Calls `start` with the GIL held if no other call is in the store: once released, the GIL comes
+// back only when other Python threads release it, milliseconds later.
 template <typename Start>
 StoreTicket start_transfer(const std::shared_ptr<Store>& store, const Start& start) {
   std::shared_ptr<Ticket> ticket = start(Store::Busy::kReturn);
@@ -118,7 +118,7 @@ StoreTicket start_write(const std::shared_ptr<Store>& store, const std::string& 
                         std::optional<std::uint64_t> offset, std::uint64_t capacity,
                         const py::object& hold) {
   const Store::Memory source{as_pointer(address), capacity, hold_object(hold)};
-  if (!offset) {  // room may have to be found
+  if (!offset) {  // may have to wait for space
     const py::gil_scoped_release release;
     return {store, store->write(key, nbytes, source)};
   }
@@ -136,7 +136,7 @@ StoreTicket start_read(const std::shared_ptr<Store>& store, const std::string& k
 
 using FaultsClass = py::class_<MemoryFaults, std::shared_ptr<MemoryFaults>>;
 
-// Lets Python read and set what may change while an engine runs.
+// Lets Python read and set a value that may change while an engine runs.
 template <typename Value>
 void add_live_value(FaultsClass& faults, const char* name,
                     std::atomic<Value> MemoryFaults::* member) {

@@ -1,7 +1,7 @@
 // One bind function per feature; module.cpp calls them in layer order.
 //
 // Addresses, byte counts, enums and plain structs cross this line, never a torch type. Every
-// argument is named, every waiting call releases the GIL, and no policy lives here.
+// argument is named, every waiting call releases the GIL, and the bindings contain no policy.
 #pragma once
 
 #include <pybind11/pybind11.h>

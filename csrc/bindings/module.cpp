@@ -9,7 +9,7 @@ namespace py = pybind11;
 namespace memascend {
 namespace {
 
-// The class of memascend.errors called `name`.
+// Returns a class of memascend.errors by name.
 py::object error_class(const char* name) {
   return py::module_::import("memascend.errors").attr(name);
 }
@@ -18,7 +18,7 @@ void raise(const py::object& type, const py::object& error) {
   PyErr_SetObject(type.ptr(), error.ptr());
 }
 
-// Raises a class that is an OSError with more attributes.
+// Raises an OSError subclass with additional attributes.
 void raise_store_error(const char* name, const StoreError& raised) {
   const ErrorPlace& place = raised.place();
   const py::object type = error_class(name);
@@ -50,7 +50,7 @@ void translate(std::exception_ptr pending) {
     const py::object type = error_class("EngineUnavailableError");
     raise(type, type(raised.code(), raised.what()));
   } catch (const SystemCallError& raised) {
-    // OSError(errno, text) picks FileNotFoundError, PermissionError, ... by itself.
+    // OSError(errno, text) selects FileNotFoundError, PermissionError, ... by itself.
     PyErr_SetObject(PyExc_OSError, py::make_tuple(raised.code(), raised.what()).ptr());
   }
 }

@@ -24,7 +24,7 @@ Kernels kernels_of(Isa isa, const Operands& operands) {
   return scalar_kernels(formats);
 }
 
-/// One step of a tile; `work` is run by every thread, the caller's included.
+/// One step of a tile; every thread runs `work`, the caller's included.
 class Step {
  public:
   Step(const Operands& operands, const Coefficients& coefficients, Kernels kernels,
@@ -87,7 +87,7 @@ void check(const Operands& operands, const Options& options) {
             "the output of the step is 16 bits wide; the weights themselves are fp32");
   MA_EXPECT(operands.moment_format != Format::kFloat16,
             "moments are fp32 or bf16: second moments are beyond the range of fp16");
-  // Threads add kBlockNumel once more each when all is taken.
+  // Each thread adds kBlockNumel once more after the last block.
   constexpr std::size_t kNumelMax = std::numeric_limits<std::size_t>::max() / 8;
   MA_EXPECT(numel <= kNumelMax, "cannot step ", numel,
             " elements: more bytes than an address space has");

@@ -48,7 +48,7 @@ struct Avx2 {
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, addend), 16);
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
     const __m256i wide = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(Bfloat16::kNan), is_nan);
-    // Both halves are packed on their own; 0x08 brings them side by side.
+    // Each half is packed by itself; 0x08 puts the results next to each other.
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(packed));
   }

@@ -1,5 +1,5 @@
-// What every instruction set's kernels of the Adam step share: the number formats, the plain one,
-// and the table the dispatcher reads. Included by kernels/adam*.cpp and adam_loops.hpp only.
+// Shared by the Adam kernels of all instruction sets: the number formats, the scalar set, and the
+// table of the dispatcher. Included by kernels/adam*.cpp and adam_loops.hpp only.
 #pragma once
 
 #include <bit>
@@ -12,7 +12,7 @@
 
 namespace memascend::adam {
 
-/// A run of elements for one kernel, which all have the same order of operations.
+/// A run of elements for one kernel, with one order of operations.
 struct Block {
   const std::byte* gradient;
   std::byte* weight;
@@ -20,8 +20,8 @@ struct Block {
   std::byte* exp_avg_sq;
   std::byte* output;
   std::size_t numel;
-  // Of moments that are rounded stochastically: random bits of the step, and the first element's
-  // number, of which the low 32 bits count.
+  // For stochastic rounding of moments: the step's random key, and the low 32 bits of the first
+  // element's index.
   std::uint32_t key_low;
   std::uint32_t key_high;
   std::uint32_t first;
@@ -38,7 +38,7 @@ struct Kernels {
 struct Formats {
   Format gradient;
   Format moment;                 // fp32 or bf16
-  std::optional<Format> output;  // absent where no 16-bit weights are wanted
+  std::optional<Format> output;  // absent without 16-bit weights
 };
 
 Kernels scalar_kernels(const Formats& formats);
@@ -59,7 +59,7 @@ struct Bfloat16 {
   static Bits narrow(float value) {
     return add_and_cut(value, 0x7fff + (std::bit_cast<std::uint32_t>(value) >> 16 & 1));
   }
-  /// Rounds away from zero where addend, below 2^16, and what is cut off are 2^16 or more together.
+  /// Rounds away from zero if addend, below 2^16, plus the bits cut off is 2^16 or more.
   static Bits add_and_cut(float value, std::uint32_t addend) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     if ((bits & 0x7fffffff) > 0x7f800000) return kNan;
@@ -69,14 +69,14 @@ struct Bfloat16 {
 
 struct Float16 {
   using Bits = std::uint16_t;
-  /// What separates the exponents' biases, where a float has its exponent.
+  /// The difference of the exponents' biases, at the place of a float's exponent.
   static constexpr std::uint32_t kBias = std::uint32_t{127 - 15} << 23;
 
   static float widen(Bits bits) {
     const std::uint32_t magnitude = bits & 0x7fff;
     const std::uint32_t sign = std::uint32_t{bits} >> 15 << 31;
     std::uint32_t wide = (magnitude << 13) + kBias;
-    if (magnitude < 0x0400) {  // subnormal here, normal in a float
+    if (magnitude < 0x0400) {  // subnormal in fp16, normal in a float
       wide = std::bit_cast<std::uint32_t>(static_cast<float>(magnitude) * 0x1p-24f);
     } else if (magnitude >= 0x7c00) {
       wide += kBias;
@@ -94,7 +94,7 @@ struct Float16 {
     } else if (magnitude >= 0x47800000) {  // 65536 and more
       result = 0x7c00;
     } else if (magnitude < 0x38800000) {
-      // Below the smallest normal number: next to 0.5 a float's last place is that of the result.
+      // Subnormal in fp16: next to 0.5, a float's last place is that of the result.
       const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
       result = std::bit_cast<std::uint32_t>(shifted) - 0x3f000000;
     } else {
@@ -111,7 +111,7 @@ T load_as(const std::byte* source) {
   return value;
 }
 
-/// One lane, in plain C++; a set of instructions as in adam_loops.hpp.
+/// A single lane in plain C++; a set of instructions as in adam_loops.hpp.
 struct One {
   using Lanes = float;
   using Words = std::uint32_t;

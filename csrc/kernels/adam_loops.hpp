@@ -1,20 +1,16 @@
 // The arithmetic of the Adam step and the loops over it. The instructions come from `Set`:
 //
-//   Lanes, kWidth                  floats, and how many
-//   load, store(address)           fp32
-//   load<F>, store<F>(address)     a format, widened and rounded to nearest even
-//   spread(float)                  the same in every lane
-//   mul, div, fma, root            rounded once each
+// Lanes, kWidth                  floats, and their number load, store(address)           fp32
+// load<F>, store<F>(address)     a format, widened or rounded to nearest even spread(float)
+// the same in every lane mul, div, fma, root            each rounded once
 //
-//   Words                          as many 32-bit integers
-//   words, count_from(integer)     the same in every lane; one more from lane to lane
-//   exclusive_or, multiply, cut_to_16, shift_right<count>
-//   store_rounded(address, Lanes, Words)
-//                                  bf16, after adding words below 2^16 to what is cut off
+// Words                          as many 32-bit integers words, count_from(integer)     the same in
+// every lane; increasing by one per lane exclusive_or, multiply, cut_to_16, shift_right<count>
+// store_rounded(address, Lanes, Words) bf16, after adding words below 2^16 to the bits cut off
 //
-// Included by adam_scalar.cpp, adam_avx2.cpp and adam_avx512.cpp alone. Those with instructions of
-// their own have defined MA_TARGET before: the attribute of every function that is to use them.
-// Nothing here may be contracted by the compiler: the build says -ffp-contract=off.
+// Included by adam_scalar.cpp, adam_avx2.cpp and adam_avx512.cpp only. A file with instructions of
+// its own defines MA_TARGET before: the attribute of every function that uses them. The compiler
+// may not contract operations here: the build sets -ffp-contract=off.
 #pragma once
 
 #include <type_traits>
@@ -72,7 +68,7 @@ MA_TARGET inline typename Set::Words mix(typename Set::Words word) {
   return Set::exclusive_or(word, Set::template shift_right<16>(word));
 }
 
-/// Random bits of the lanes that begin at element `index`.
+/// Random bits for the lanes from element `index` on.
 template <typename Set>
 MA_TARGET inline typename Set::Words random_words(const Block& block, std::size_t index) {
   const auto number = static_cast<std::uint32_t>(block.first + index);
@@ -90,7 +86,7 @@ MA_TARGET inline typename Set::Lanes load_lanes(const std::byte* start, std::siz
   }
 }
 
-/// Steps the lanes that begin at element `index`.
+/// Steps the lanes from element `index` on.
 template <typename Set, typename G, typename M, typename O, bool kIsTail>
 MA_TARGET inline void step_lanes(const Block& block, std::size_t index, const Spread<Set>& with) {
   using Lanes = typename Set::Lanes;
@@ -130,7 +126,7 @@ MA_TARGET inline void step_lanes(const Block& block, std::size_t index, const Sp
   }
 }
 
-/// The loops of a set: as many lanes at once as it has, then one by one.
+/// The loops of a set: in steps of its lanes, then element by element.
 template <typename Set>
 struct Loops {
   template <typename G, typename M, typename O, bool kIsTail>

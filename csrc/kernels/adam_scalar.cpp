@@ -1,5 +1,5 @@
-// The Adam step in plain C++: the reference the vector kernels are tested against, and the kernel
-// of CPUs that have neither AVX2 nor AVX-512.
+// The Adam step in plain C++: the reference for tests of the vector kernels, and the kernel of CPUs
+// that have neither AVX2 nor AVX-512.
 #include "kernels/adam_loops.hpp"
 
 namespace memascend::adam {

@@ -11,7 +11,7 @@ namespace memascend::kernels {
 
 enum class Format { kFloat32, kFloat16, kBfloat16 };
 
-/// "float32", "float16" or "bfloat16". Throws std::invalid_argument for anything else.
+/// "float32", "float16" or "bfloat16". Throws std::invalid_argument for any other text.
 inline Format parse_format(std::string_view text) {
   if (text == "float32") return Format::kFloat32;
   if (text == "float16") return Format::kFloat16;

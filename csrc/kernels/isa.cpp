@@ -15,7 +15,7 @@ namespace {
 #if defined(__x86_64__)
 /// AVX2, FMA and F16C (Haswell, Zen and later).
 bool has_avx2() {
-  // Not every compiler's __builtin_cpu_supports knows f16c, so that bit is read from cpuid itself.
+  // Some compilers' __builtin_cpu_supports does not know f16c, so that bit is read with cpuid.
   unsigned eax = 0;
   unsigned ebx = 0;
   unsigned ecx = 0;
@@ -24,7 +24,7 @@ bool has_avx2() {
   return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
-/// AVX-512 F and BW besides (Skylake-SP, Zen 4 and later).
+/// AVX-512 F and BW in addition (Skylake-SP, Zen 4 and later).
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && has_avx2();
 }

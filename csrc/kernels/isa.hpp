@@ -1,4 +1,4 @@
-// The instruction sets that kernels are written for, and which of them this machine runs.
+// The instruction sets with kernels, and those that this machine supports.
 #pragma once
 
 #include <string_view>
@@ -9,7 +9,7 @@ namespace memascend::kernels {
 /// Instruction sets with kernels of their own. All give the same bits.
 enum class Isa { kScalar, kAvx2, kAvx512 };
 
-/// The instruction sets this CPU and operating system run, slowest first. Never empty.
+/// The instruction sets that this CPU and operating system support, slowest first. Never empty.
 std::vector<Isa> available_isas();
 
 std::string_view name(Isa isa);

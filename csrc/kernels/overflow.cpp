@@ -1,8 +1,8 @@
 // Dispatch, partition and threads of the overflow check. The arithmetic is in overflow_<isa>.cpp.
 //
-// Memory is cut into blocks, and blocks into at most kPartsMax parts; both depend on the element
-// count alone. Threads take parts as they come; sums are added by part number when all are done. So
-// the result does not depend on how many threads there were or which was faster, and the scratch is
+// Memory is cut into blocks, and blocks are grouped into at most kPartsMax parts; both depend only
+// on the element count. Threads take parts in turn; the sums are added in the order of the parts at
+// the end. So the result does not depend on the number or speed of the threads, and the scratch is
 // one small array on the stack.
 #include "kernels/overflow.hpp"
 
@@ -23,8 +23,8 @@
 namespace memascend::overflow {
 namespace {
 
-/// Bounds what is read after a finding, and is large enough that the work per block does not show.
-/// A multiple of kLanes elements in every format.
+/// Limits the bytes read after a finding, and is large enough to hide the work per block. A
+/// multiple of kLanes elements in every format.
 constexpr std::size_t kBlockBytes = std::size_t{64} << 10;
 constexpr std::size_t kPartsMax = 256;
 
@@ -32,7 +32,7 @@ constexpr std::size_t ceil_divide(std::size_t value, std::size_t divisor) {
   return value / divisor + (value % divisor != 0 ? 1 : 0);
 }
 
-/// Round to nearest, subnormals in full: a sum must not depend on torch.set_flush_denormal().
+/// Round to nearest, keep subnormals: a sum must not depend on torch.set_flush_denormal().
 class DefaultArithmetic {
  public:
 #if defined(__x86_64__)
@@ -47,7 +47,7 @@ class DefaultArithmetic {
 #endif
 };
 
-/// One scan; `work` is run by every thread, the caller's included.
+/// One scan; every thread runs `work`, the caller's included.
 class Scan {
  public:
   Scan(const std::byte* source, std::size_t numel, Format format, Kernels kernels, bool sum_squares)
@@ -72,7 +72,7 @@ class Scan {
     }
   }
 
-  /// Call when nobody is in work() any more.
+  /// Call after every thread has left work().
   ScanResult result() const {
     const bool found = found_.load(std::memory_order_relaxed);
     if (found || !sum_squares_) return {found, std::numeric_limits<double>::quiet_NaN()};
@@ -82,7 +82,7 @@ class Scan {
   }
 
  private:
-  /// False if this or another thread found something: nobody needs the rest.
+  /// False if this or another thread has found a non-finite element: the rest need not be read.
   bool scan_part(std::size_t part) {
     const std::size_t first = part * part_numel_;
     const std::size_t limit = std::min(numel_, first + part_numel_);
@@ -93,7 +93,7 @@ class Scan {
       const std::size_t numel = std::min(block_numel_, limit - index);
       bool found = false;
       if (sum_squares_) {
-        // No sum of finite squares leaves the range of a double, so the sum itself is the flag.
+        // A sum of finite squares stays in the range of a double, so the sum itself is the flag.
         const double block_sum = kernels_.sum(block, numel);
         found = !std::isfinite(block_sum);
         part_sum += block_sum;

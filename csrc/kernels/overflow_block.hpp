@@ -1,5 +1,5 @@
-// What every instruction set's kernels share: the number formats, the lanes that fix the order of
-// additions, and the table the dispatcher reads. Included by kernels/overflow*.cpp only.
+// Shared by the kernels of all instruction sets: the number formats, the lanes that fix the order
+// of additions, and the table of the dispatcher. Included by kernels/overflow*.cpp only.
 //
 // A kernel works on one block and keeps no state. Element i of a block is added to lane i mod
 // kLanes and the lanes are added pairwise at the end, so kernels of any vector width give the same
@@ -22,7 +22,7 @@ inline constexpr std::size_t kLanes = 32;
 
 /// True if any of `numel` elements is inf or nan.
 using FindKernel = bool (*)(const std::byte* source, std::size_t numel);
-/// The sum of squares; not finite exactly if an element is not.
+/// The sum of squares; not finite if and only if an element is not.
 using SumKernel = double (*)(const std::byte* source, std::size_t numel);
 
 struct Kernels {
@@ -36,8 +36,8 @@ Kernels avx2_kernels(Format format);
 Kernels avx512_kernels(Format format);
 #endif
 
-// A format is described by its bits without the sign: they order as the magnitudes do, and a value
-// is inf or nan if they reach kInfinity (all ones in the exponent).
+// A format is described by its bits without the sign: they sort like the magnitudes, and a value is
+// inf or nan if they are at least kInfinity (all ones in the exponent).
 
 struct Float32 {
   using Bits = std::uint32_t;
@@ -57,11 +57,11 @@ struct Float16 {
   using Bits = std::uint16_t;
   static constexpr Bits kMagnitude = 0x7fff;
   static constexpr Bits kInfinity = 0x7c00;
-  /// The magnitude only: the sign is lost on the way to a square anyway.
+  /// The magnitude only: squaring drops the sign anyway.
   static double widen(Bits bits) {
     const std::uint64_t magnitude = bits & kMagnitude;
-    // Exponent and fraction land where a double has them; the factor corrects the exponent's bias
-    // and makes normal numbers of subnormals.
+    // Exponent and fraction are moved to their places in a double; the factor corrects the
+    // exponent's bias and normalizes subnormals.
     const double scaled = std::bit_cast<double>(magnitude << 42) * 0x1p1008;
     return magnitude < kInfinity ? scaled
                                  : std::bit_cast<double>(0x7ff0000000000000 | magnitude << 42);
@@ -102,7 +102,7 @@ bool finish_find(bool found, const std::byte* source, std::size_t first, std::si
   return found;
 }
 
-/// The kernels of a format, out of an instruction set's templates.
+/// The kernels of a format, from an instruction set's templates.
 template <typename Set>
 Kernels choose_kernels(Format format) {
   switch (format) {

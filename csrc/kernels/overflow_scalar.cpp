@@ -1,5 +1,5 @@
-// The overflow check in plain C++: the reference the vector kernels are tested against, and the
-// kernel of CPUs that have neither AVX2 nor AVX-512.
+// The overflow check in plain C++: the reference for tests of the vector kernels, and the kernel of
+// CPUs that have neither AVX2 nor AVX-512.
 #include "kernels/overflow_block.hpp"
 
 namespace memascend::overflow {

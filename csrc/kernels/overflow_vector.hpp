@@ -6,9 +6,9 @@
 //   add_squares(values, &sums)    adds the squares of eight floats to eight lanes
 //   store(target, Vector or Sums)
 //
-// Included by overflow_avx2.cpp and overflow_avx512.cpp alone, each of which has defined MA_TARGET
-// before: the attribute of every function that is to use the set's instructions. All loads are
-// unaligned ones, which cost nothing on memory that happens to be aligned.
+// Included by overflow_avx2.cpp and overflow_avx512.cpp only, which define MA_TARGET before: the
+// attribute of every function that uses the set's instructions. All loads are unaligned ones, which
+// cost nothing on aligned memory.
 #pragma once
 
 #include <immintrin.h>

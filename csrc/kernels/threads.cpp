@@ -19,7 +19,7 @@ std::size_t usable_cpus() {
   if (sched_getaffinity(0, sizeof(set), &set) == 0) {
     return static_cast<std::size_t>(std::max(1, CPU_COUNT(&set)));
   }
-  // More CPUs than the fixed-size set holds.
+  // The machine has more CPUs than the fixed-size set holds.
   return std::max<std::size_t>(1, std::thread::hardware_concurrency());
 }
 
@@ -43,16 +43,16 @@ class Helpers::Crew {
     {
       const std::lock_guard lock(mutex_);
       work_ = &work;
-      // A thread has that of the thread which started it, as it was then: whether denormals are
-      // flushed would be another call's.
+      // A thread inherits this environment when it is started, perhaps by another caller; it
+      // decides whether denormals are flushed.
       std::fegetenv(&arithmetic_);
       free_place_count_ = std::min(helper_count, threads_.size());
     }
-    // As many as there are places: all would meet at the mutex.
+    // Wake as many as there are places; more would contend for the mutex.
     for (std::size_t left = helper_count; left > 0; --left) begun_.notify_one();
     work();
     std::unique_lock lock(mutex_);
-    free_place_count_ = 0;  // a thread that has not come yet would find nothing to do
+    free_place_count_ = 0;  // a thread that has not joined yet has nothing left to do
     ended_.wait(lock, [this] { return working_count_ == 0; });
   }
 
@@ -63,13 +63,13 @@ class Helpers::Crew {
 
  private:
   void start_missing(std::size_t helper_count) {
-    threads_.reserve(helper_count);  // a thread that runs must not be lost for want of memory
+    threads_.reserve(helper_count);  // so that push_back cannot fail with a running thread
     try {
       while (threads_.size() < helper_count) {
         threads_.push_back(start_thread("memascend-work", [this] { help(); }));
       }
     } catch (const std::system_error&) {
-      // The system has no more threads to give: the ones there are share all of it.
+      // The system allows no more threads: the existing ones share the work.
     }
   }
 
@@ -89,10 +89,10 @@ class Helpers::Crew {
     }
   }
 
-  std::mutex turn_;  // of callers, held for a whole call
+  std::mutex turn_;  // between callers, held for a whole call
   std::vector<std::thread> threads_;
 
-  std::mutex mutex_;  // what follows
+  std::mutex mutex_;  // guards the following members
   std::condition_variable begun_;
   std::condition_variable ended_;
   const std::function<void()>* work_ = nullptr;
@@ -105,7 +105,7 @@ class Helpers::Crew {
 Helpers::Helpers() : crew_(std::make_unique<Crew>()) {}
 
 Helpers::~Helpers() {
-  if (!owner_.is_current()) (void)crew_.release();  // there is nobody to join
+  if (!owner_.is_current()) (void)crew_.release();  // the threads are not in this process
 }
 
 void Helpers::run(std::size_t count, const std::function<void()>& work) {
