@@ -121,8 +121,7 @@ class Store {
   /// Bytes that may still be reserved. Queries the file systems; throws StoreError if one fails.
   std::uint64_t available_bytes();
 
-  /// Allocates `nbytes` of host memory for checksums in advance, if any are kept; other calls
-  /// continue meanwhile.
+  /// Allocates `nbytes` for checksums in advance, if any are kept; other calls continue meanwhile.
   void provide_checksums(std::uint64_t nbytes);
   /// Sets the remedy for corrupted data in error messages.
   void set_recovery(const std::string& recovery);
@@ -141,9 +140,8 @@ class Store {
   /// Waits for everything in flight, and gives all space back. Later calls except close() are
   /// refused. Does nothing in a forked child. If another thread is closing the store, returns when
   /// it is closed. Discards the stored data on the devices; an exception of `while_waiting` ends
-  /// the discard, and is thrown after the store is closed. If such an exception ends the wait for
-  /// I/O, the last owner does not wait again: the store, its threads and the memory in flight are
-  /// leaked.
+  /// the discard, and is thrown after the store is closed. If one ends the wait for I/O, the last
+  /// owner does not wait again: the store, its threads and the memory in flight are leaked.
   void close();
 
  private:

@@ -10,7 +10,7 @@
 namespace memascend {
 namespace {
 
-/// The descriptors that forked children close. Never destroyed: our threads may outlive statics.
+/// The descriptors that forked children close. Never destroyed: threads may outlive static data.
 struct Registry {
   std::mutex mutex;
   std::set<int> descriptors;

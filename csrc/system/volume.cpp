@@ -77,7 +77,7 @@ int open_directory(const std::string& path) {
   return static_cast<int>(opened);
 }
 
-// Creates a file with a random name and unlinks it. Safe in between: it is created anew, never
+// Creates a file with a random name and unlinks it. Safe in between: the file is new, not reached
 // through a symbolic link, and accessible to its owner alone.
 int create_and_unlink(int directory) {
   std::uint64_t number = 0;

@@ -65,7 +65,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {show_json(twice)} is there twice")
+        raise ValueError(f"the key {show_json(twice)} occurs twice")
     return made
 
 

@@ -58,7 +58,7 @@ def parse_nbytes(value: int | str) -> int:
         )
     nbytes = float(match.group(1)) * factor
     if nbytes >= NBYTES_MAX:
-        raise ConfigError(f"not a byte count: {value[:40]!r} is more than there can be")
+        raise ConfigError(f"not a byte count: {value[:40]!r} is too large")
     return int(nbytes)
 
 

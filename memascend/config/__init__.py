@@ -1,1 +1,1 @@
-"""The memascend block of the DeepSpeed JSON; neither torch nor DeepSpeed."""
+"""The memascend block of the DeepSpeed JSON; imports neither torch nor DeepSpeed."""

@@ -30,7 +30,7 @@ _PRECISIONS = {
 def _read_count(value: object) -> object:
     """Convert text such as "1e9" to a number; refuse true and false, which pydantic would take."""
     if isinstance(value, bool):
-        raise ValueError("it is no number")
+        raise ValueError("it is not a number")
     if isinstance(value, str) and not value.isdigit():
         return float(value)
     return value

@@ -43,7 +43,7 @@ def parse_limit(value: object, *, available: int) -> int | None:
     if value != int(value):
         raise _refused(value, "a fraction is at most 1, and bytes are a whole number")
     if value >= NBYTES_MAX:
-        raise _refused(value, "it is more than there can be")
+        raise _refused(value, "it is too large")
     return int(value)
 
 

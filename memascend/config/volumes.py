@@ -67,14 +67,14 @@ def check_together(volumes: tuple[VolumeConfig, ...]) -> tuple[VolumeConfig, ...
     for index, path in enumerate(paths):
         if path in paths[:index]:
             raise ValueError(
-                f"{KEY}[{index}].path: {show_json(volumes[index].path)} is there twice. Name each "
+                f"{KEY}[{index}].path: {show_json(volumes[index].path)} is stated twice. Name each "
                 "drive once; a larger weight gives it more of the bytes"
             )
     unstated = [index for index, volume in enumerate(volumes) if volume.weight is None]
     if 0 < len(unstated) < len(volumes):
         raise ValueError(
             f"{KEY}[{unstated[0]}].weight is missing, though other volumes state theirs. State it "
-            "for all of them, or for none to have them measured"
+            "for all of them; without any, they are measured"
         )
     return volumes
 

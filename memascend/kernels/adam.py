@@ -47,7 +47,7 @@ def update(
 
     Args:
         gradient: fp32, fp16 or bf16; unchanged.
-        weight: fp32; as long as the gradient, as are the moments.
+        weight: fp32; as many elements as the gradient, like the moments.
         exp_avg: The first moment, in fp32 or bf16.
         exp_avg_sq: The second moment, in the same dtype.
         output: fp16 or bf16; set to the new weight, rounded to nearest even.

@@ -265,7 +265,7 @@ def _reason(answer: Mapping[str, Any], status: int) -> str:
     reasons = "; ".join(text for text in texts if isinstance(text, str))
     if status & _FAILED_STATUS:
         return reasons or f"smartctl ended with status {status}"
-    return reasons or "its SMART data has neither the share used nor what was written"
+    return reasons or "its SMART data has neither the endurance used nor the bytes written"
 
 
 def _at(answer: object, *keys: str) -> Any:

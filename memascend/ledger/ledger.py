@@ -1,7 +1,7 @@
 """The ledger: every host byte of ours by component, planned and measured, and the drive traffic.
 
-Plan and allocator use the same component names, so the two columns stand side by side. What the
-process holds beyond them (Python, torch, DeepSpeed) is a line of its own.
+Plan and allocator use the same component names, so the table shows both for each component. The
+rest of the process's memory (Python, torch, DeepSpeed) is a line of its own.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: The largest slot is the budget divided by this, so that at least so many slots fit.
 SLOT_PARTS = 4
-#: First segment of a budget; each next one is as large as all before it.
+#: First segment of a budget; each later one is as large as all before it, up to the largest slot.
 SEGMENT_BYTES_MIN = 4 * MIB
 #: Without a budget: the part of a slot that may stay unused when another shape reuses it.
 WASTE_MAX = 1 / 16

@@ -1,9 +1,9 @@
 """The tensor store: reads and writes of CPU tensors by key, on SSD, past the page cache.
 
-A thin, typed face of `_core.Store`, which documents the rules: a write without an offset is the
-whole key, transfers on one key keep their order where they overlap, and memory in flight must stay
-alive (pass its owner as `hold`). Knows torch tensors and volumes; nothing of parameters, pools
-or DeepSpeed.
+A thin, typed wrapper of `_core.Store`, which documents the rules: a write without an offset is the
+whole key, overlapping transfers on one key keep their order, and memory in flight must stay alive
+(pass its owner as `hold`). Knows torch tensors and volumes; nothing of parameters, pools or
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Errors of the drive itself, independent of the directory.
 DRIVE_CODES = (errno.EIO, errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
-_EXCHANGED = "a symbolic link took its place, or that of a folder above it, since it was looked at"
+_EXCHANGED = "a symbolic link took its place, or that of a folder above it, after the check"
 
 #: Registers a function to run before the interpreter joins threads, which may wait for a drive; on
 #: a Python without that hook it runs at exit, after the join.

@@ -240,7 +240,7 @@ def wipe_device(device: Device, advance: Advance | None = None) -> bool:
     """
     if device.header() is None:
         raise refusal(
-            device.path, errno.EINVAL, "it has no header of memascend", "nothing is to be done"
+            device.path, errno.EINVAL, "it has no header of memascend", "there is nothing to wipe"
         )
     discarded = device.discard(advance)
     device.erase(b"")
@@ -337,7 +337,7 @@ def _failed(path: str, verb: str, error: OSError) -> StoreError:
 
 
 def _no_device(path: str) -> StoreError:
-    cause = "it is no block device"
+    cause = "it is not a block device"
     return refusal(path, errno.ENOTBLK, cause, "leave raw out for a directory; lsblk lists devices")
 
 

@@ -82,13 +82,13 @@ def parse(block: bytes, *, device_bytes: int) -> Header | None:
     if header_bytes != HEADER_BYTES:
         raise HeaderError(f"the header states {header_bytes} bytes of its own, not {HEADER_BYTES}")
     if any(body[_FIELDS.size :]):
-        raise HeaderError("the header has something where nothing should be")
+        raise HeaderError("the header's unused bytes are not zero")
     if not DEVICE_BYTES_MIN <= size_bytes <= device_bytes or size_bytes % _SIZE_MULTIPLE:
         raise HeaderError(
             f"the header states a volume of {size_bytes} bytes, on a device of {device_bytes}"
         )
     if owner_uid > UID_MAX:
-        raise HeaderError(f"the header names no user as its owner, but {owner_uid}")
+        raise HeaderError(f"the header's owner is not a user: {owner_uid}")
     if identifier == bytes(16):
         raise HeaderError("the header has no uuid")
     return Header(uuid=uuid.UUID(bytes=identifier), size_bytes=size_bytes, owner_uid=owner_uid)

@@ -58,7 +58,7 @@ def measured_weights(
     """
     identities = [identity(volume.path) for volume in volumes]
     if len(set(identities)) == 1:
-        log.info("volumes: all count alike, for all are on one drive (%s)", identities[0])
+        log.info("volumes: equal weights, since all are on one drive (%s)", identities[0])
         return [1.0] * len(volumes)
     key = json.dumps([*identities, _context(load)])
     with _locked(cache):
@@ -74,7 +74,7 @@ def measured_weights(
             ):
                 rounds = [bench.run("mixed", PROBE_SECONDS) for _ in range(PROBE_COUNT)]
         except (OSError, ValueError) as error:
-            log.warning("volumes: not measured, all count alike: %s", error)
+            log.warning("volumes: not measured, so all get equal weights: %s", error)
             return [1.0] * len(volumes)
         rates = [statistics.median(of_volume) for of_volume in zip(*rounds, strict=True)]
         weights = weights_of(rates)

@@ -31,7 +31,7 @@ def test_what_json_writes_is_read(value: object) -> None:
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
         ("9" * 5000, "4300 digits"),
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', 'the key "c" is there twice'),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', 'the key "c" occurs twice'),
     ],
     ids=["empty", "no text", "utf-16", "lists", "objects", "digits", "twice"],
 )

@@ -80,7 +80,7 @@ def test_a_capacity_out_of_range_names_value_and_range(wrong):
 
 
 def test_the_same_path_twice_is_refused():
-    assert 'memascend.volumes[1].path: "/a/../a/" is there twice' in refusal(["/a", "/a/../a/"])
+    assert 'memascend.volumes[1].path: "/a/../a/" is stated twice' in refusal(["/a", "/a/../a/"])
 
 
 def test_weights_are_stated_for_all_or_none():

@@ -64,7 +64,7 @@ def test_attributes_of_several_makers(row: Any, used: int | None, written: int |
     answer = {"logical_block_size": 4096, "ata_smart_attributes": {"table": [row]}}
     drive = parse("sda", answer)
     if used is None and written is None:
-        assert drive == "its SMART data has neither the share used nor what was written"
+        assert drive == "its SMART data has neither the endurance used nor the bytes written"
     else:
         assert drive == DriveWear("sda", "", used, written)
 

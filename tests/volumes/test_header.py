@@ -116,9 +116,9 @@ def test_what_is_forged_with_a_right_checksum_is_within_the_device(
         ({"size_bytes": 2**64 - 4096}, "on a device of"),
         ({"size_bytes": DEVICE_BYTES_MIN - 4096}, "on a device of"),
         ({"size_bytes": (1 << 30) + 1}, "on a device of"),
-        ({"owner_uid": 2**32 - 1}, "no user"),
+        ({"owner_uid": 2**32 - 1}, "not a user"),
         ({"uuid": bytes(16)}, "no uuid"),
-        ({"rest": b"x"}, "where nothing should be"),
+        ({"rest": b"x"}, "unused bytes are not zero"),
     ],
 )
 def test_each_wrong_field_is_named(changes, reason):

@@ -153,7 +153,7 @@ def test_a_drive_that_cannot_be_measured_makes_all_alike(tmp_path, volumes, monk
 
     monkeypatch.setattr(volume_weights, "Bench", broken)
     assert measured_weights(volumes, load=LOAD, cache=tmp_path) == [1.0, 1.0]
-    assert "not measured, all count alike" in caplog.text
+    assert "not measured, so all get equal weights" in caplog.text
     assert not (tmp_path / CACHE_FILE).exists()
 
 
