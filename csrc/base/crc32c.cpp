@@ -1,12 +1,13 @@
-// Three methods: - Eight table look-ups per eight bytes (Kounavis and Berry, Intel 2005, "slicing
-// by 8"). - SSE4.2's instruction on three streams at once (Gopal et al., Intel 2011, "Fast CRC
-// Computation for iSCSI Polynomial Using CRC32 Instruction"): it has a throughput of one per cycle,
-// but a latency of three cycles. The streams are combined by shifting the first two past the bytes
-// that follow them: a multiplication by a power of x modulo the polynomial. - VPCLMULQDQ (Gopal et
-// al., Intel 2009, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction"): 256
-// bytes at a time are shifted past the next 256 and added to them, by carry-less multiplications
-// with such powers. The last 256 bytes then have the same checksum as all bytes before, and the
-// second method computes it.
+// Three methods:
+// - Eight table look-ups per eight bytes (Kounavis and Berry, Intel 2005, "slicing by 8").
+// - SSE4.2's instruction on three streams at once (Gopal et al., Intel 2011, "Fast CRC Computation
+//   for iSCSI Polynomial Using CRC32 Instruction"): it has a throughput of one per cycle, but a
+//   latency of three cycles. The streams are combined by shifting the first two past the bytes that
+//   follow them: a multiplication by a power of x modulo the polynomial.
+// - VPCLMULQDQ (Gopal et al., Intel 2009, "Fast CRC Computation for Generic Polynomials Using
+//   PCLMULQDQ Instruction"): 256 bytes at a time are shifted past the next 256 and added to them,
+//   by carry-less multiplications with such powers. The last 256 bytes then have the same checksum
+//   as all bytes before, and the second method computes it.
 #include "base/crc32c.hpp"
 
 #include <array>

@@ -1,12 +1,16 @@
 // The arithmetic of the Adam step and the loops over it. The instructions come from `Set`:
 //
-// Lanes, kWidth                  floats, and their number load, store(address)           fp32
-// load<F>, store<F>(address)     a format, widened or rounded to nearest even spread(float)
-// the same in every lane mul, div, fma, root            each rounded once
+//   Lanes, kWidth                  floats, and their number
+//   load, store(address)           fp32
+//   load<F>, store<F>(address)     a format, widened or rounded to nearest even
+//   spread(float)                  the same in every lane
+//   mul, div, fma, root            each rounded once
 //
-// Words                          as many 32-bit integers words, count_from(integer)     the same in
-// every lane; increasing by one per lane exclusive_or, multiply, cut_to_16, shift_right<count>
-// store_rounded(address, Lanes, Words) bf16, after adding words below 2^16 to the bits cut off
+//   Words                          as many 32-bit integers
+//   words, count_from(integer)     the same in every lane; increasing by one per lane
+//   exclusive_or, multiply, cut_to_16, shift_right<count>
+//   store_rounded(address, Lanes, Words)
+//                                  bf16, after adding words below 2^16 to the bits cut off
 //
 // Included by adam_scalar.cpp, adam_avx2.cpp and adam_avx512.cpp only. A file with instructions of
 // its own defines MA_TARGET before: the attribute of every function that uses them. The compiler

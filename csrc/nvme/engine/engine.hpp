@@ -54,7 +54,7 @@ class Engine {
   /// Makes the calling thread the issuer. Throws SystemCallError if the kernel refuses.
   virtual void start() = 0;
 
-  /// Starts requests. Pre: in-flight + requests.size() <= queue_depth(). At most one system call
+  /// Starts requests. Pre: in-flight + requests.size() <= queue_depth(). As a rule one system call
   /// per batch. A request that the kernel refuses completes with its -errno.
   virtual void submit(std::span<const Request> requests) = 0;
   /// Collects finished requests into `completions` and returns their number. Blocks until there is

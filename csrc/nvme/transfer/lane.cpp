@@ -14,7 +14,7 @@ namespace {
 
 // Maximum of consecutive EINTRs or transfers of less than a block before a chunk fails.
 constexpr unsigned kRetryCountMax = 64;
-// A bounced request may shrink to this fraction of the bounce memory, and no further: enough
+// A bounced request may shrink to the bounce memory divided by this, and no further: enough
 // requests to keep a drive busy, none that are tiny.
 constexpr std::uint64_t kBounceFraction = 16;
 // Chunks of earlier classes issued before one of a waiting later class, so that no class starves.
