@@ -1,7 +1,7 @@
-"""What is known of a storage that was saved for backward, and who still has it.
+"""Records of storages that were saved for backward, and the handles to them.
 
-Knows torch only. A graph may be dropped at any moment, by any thread and by the garbage collector:
-then only a note is left, and whoever comes next gives back what it held.
+Knows torch only. A graph may be dropped at any moment, by any thread and by the garbage collector.
+The handle's finalizer then only queues the record; the stream's next call frees its resources.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from memascend.base.interfaces import Event
 class State(enum.Enum):
     """Where the bytes are."""
 
-    WAITING = enum.auto()  # on the device alone
+    WAITING = enum.auto()  # on the device only
     WRITING = enum.auto()
-    STORED = enum.auto()  # on the drive; while it has data on the device, too
+    STORED = enum.auto()  # on the drive; also on the device while Record.data is set
     READING = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What is known of one storage. Whoever changes it has the stream's lock."""
+    """One saved storage. Hold the stream's lock to change it."""
 
     number: int
     nbytes: int
-    saved: torch.Tensor | None  # shares the version that operations in place count up
+    saved: torch.Tensor | None  # shares the version counter of in-place operations
     data: torch.Tensor | None  # all bytes, on the device
-    filled: Event | None  # behind what fills them
+    filled: Event | None  # passes when they are filled
     device: torch.device
     version: int
-    stream: torch.Stream | None = None  # on which memory was taken to read it into
+    stream: torch.Stream | None = None  # on which the target of a read was allocated
     state: State = State.WAITING
     is_held: bool = False  # counted as held
     is_ahead: bool = False  # counted as read ahead
-    is_on_device: bool = False  # counted as there
+    is_on_device: bool = False  # counted as on the device
     is_taken: bool = False
-    was_taken: bool = False  # so it is not read ahead once more
-    error: Exception | None = None  # of a read that nobody was told of
+    was_taken: bool = False  # not prefetched again
+    error: Exception | None = None  # of a read, not raised yet
 
     @property
     def key(self) -> str:
@@ -50,18 +50,18 @@ class Record:
         return f"activation.{self.number}"
 
     def let_go(self) -> None:
-        """Leave the bytes on the device to those who have them."""
+        """Drop the references to the bytes on the device."""
         self.data = self.saved = None
 
     def is_modified(self) -> bool:
-        """Return whether it was modified in place since it was saved."""
+        """Return whether the storage was modified in place since it was saved."""
         return self.saved is not None and self.saved._version != self.version
 
     def check_version(self) -> None:
-        """Raise what autograd would, had it kept the tensor itself.
+        """Raise autograd's error if the saved tensor was modified in place.
 
         Raises:
-            RuntimeError: It was modified in place since it was saved.
+            RuntimeError: The storage was modified in place since it was saved.
         """
         if self.is_modified():
             assert self.saved is not None
@@ -69,7 +69,7 @@ class Record:
 
 
 class Activation:
-    """A storage that was saved. When nobody has this object any more it is given up."""
+    """Handle of a saved storage. The storage is given up when the handle is garbage."""
 
     __slots__ = ("__weakref__", "_dropped", "record")
 
@@ -78,7 +78,7 @@ class Activation:
         self._dropped = dropped
 
     def __del__(self) -> None:
-        # No lock here: the garbage collector may come while this very thread has it.
+        # No lock: the garbage collector may run while this thread holds the stream's lock.
         if self.record.state is State.WAITING:
             self.record.data = self.record.saved = None
         self._dropped.append(self.record)

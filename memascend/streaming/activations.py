@@ -1,14 +1,14 @@
-"""Activations: what forward saves for backward, from the device to the drive and back in time.
+"""Saved activations: written from the device to the drive in forward, read back in backward.
 
 Knows torch, the store and the slots; neither DeepSpeed nor autograd's hooks. The unit is a storage,
-since that is what stays in memory where one of its tensors is saved.
+because a saved tensor keeps its whole storage in memory.
 
-What is saved waits on the device, and a thread of its own writes the oldest as soon as more than
-`device_bytes` and one of the largest wait. Backward takes them in the reverse order: what still
-waits is taken where it is, and never written; of the rest those that come next are read ahead. So
-besides `device_bytes` and what is in use two of the largest are on the device at most: one that
-waits and one on its way to the drive, or read ahead in their place. Host memory is a fixed number
-of slots.
+Saved storages wait on the device. A thread writes the oldest one as soon as the waiting storages
+exceed `device_bytes` plus the largest one. Backward takes storages in reverse order. One that still
+waits is used where it is and never written; the next ones on the drive are prefetched.
+
+Peak device memory: `device_bytes`, the storages in use, and twice the largest one (one waiting, one
+being written or prefetched). Host memory is a fixed number of slots.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memascend.streaming.staging import StagingSlots
 
 
 class ActivationStream:
-    """Storages on their way out and back. Any thread may call."""
+    """Saved storages, written to the drive and read back. Any thread may call."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class ActivationStream:
         on_copy_stream: OnStream = nullcontext,
         use_device: Callable[[], object] = int,
     ) -> None:
-        """Begin with none.
+        """Create an empty stream.
 
         Args:
-            slots: What they pass through; nobody else may use them.
-            device_bytes: What may wait on the device for good.
+            slots: Staging slots for all transfers; used by this stream alone.
+            device_bytes: Bytes of saved storages that stay on the device and are not written.
             new_event: Makes an event of the device; None when the device is the CPU.
-            on_copy_stream: Makes a stream of the device current, which nobody else copies on.
+            on_copy_stream: Makes a stream of the device current that is used for these copies only.
             use_device: Makes the device current on the thread that copies.
         """
         self.slots = slots
@@ -61,16 +61,16 @@ class ActivationStream:
         self._on_copy_stream = on_copy_stream
         self._use_device = use_device
         self._changed = threading.Condition()
-        self._records: dict[int, Record] = {}  # in the order in which they were saved
-        self._waiting: dict[int, Record] = {}  # those that may be written, oldest first
-        self._reads: deque[Record] = deque()  # those to be read, most urgent first
-        self._garbage: list[str] = []  # keys to forget
+        self._records: dict[int, Record] = {}  # in the order of saving
+        self._waiting: dict[int, Record] = {}  # may be written, oldest first
+        self._reads: deque[Record] = deque()  # to be read, most urgent first
+        self._garbage: list[str] = []  # keys to discard
         self._dropped: deque[Record] = deque()
-        self._job: Record | None = None  # what the thread works on
+        self._job: Record | None = None  # the thread's current job
         self._count = 0
         self._sizes = SavedSizes(self.traffic)
         self._ahead = ReadAhead()
-        self._errors: dict[str, Exception] = {}  # of keys that could not be written
+        self._errors: dict[str, Exception] = {}  # by key: failed writes
         self._thread: ThreadPoolExecutor | None = None
 
     # -- forward ---------------------------------------------------------------------------------
@@ -78,10 +78,10 @@ class ActivationStream:
     def put(self, tensor: torch.Tensor) -> Activation:
         """Take the storage of a tensor that autograd saves; wait until the device has room for it.
 
-        What is issued on the current stream may still fill it.
+        Work already queued on the current stream may still fill it.
 
         Raises:
-            StoreError: The drive failed, for this or an earlier one.
+            StoreError: A write of this or an earlier storage failed.
         """
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         data.set_(tensor.untyped_storage())
@@ -98,11 +98,12 @@ class ActivationStream:
                 device=tensor.device,
                 version=tensor._version,
             )
-            activation = Activation(record, self._dropped)  # first: Ctrl-C leaves none to nobody
+            # First: after Ctrl-C every noted record has an Activation that gives it up.
+            activation = Activation(record, self._dropped)
             self._records[record.number] = record
             self._sizes.add(record)
             self._hold(record)
-            self._ahead.note_room()  # what backward will find free is not known
+            self._ahead.note_room()  # the room that backward will have is unknown
             self.traffic.count += 1
             self.traffic.saved_bytes += record.nbytes
             if self._sizes.held_bytes > self._kept_bytes():
@@ -112,13 +113,13 @@ class ActivationStream:
     # -- backward --------------------------------------------------------------------------------
 
     def take(self, activation: Activation) -> torch.Tensor:
-        """Return all bytes of a storage, for use on the current stream; read ahead what is next.
+        """Return all bytes of a storage, for use on the current stream; prefetch the next ones.
 
-        They stay on the device until `release`.
+        The bytes stay on the device until `release`.
 
         Raises:
             StoreError: The drive failed.
-            RuntimeError: It was modified after it had been saved.
+            RuntimeError: The storage was modified in place after it had been saved.
             torch.OutOfMemoryError: The device has no room for it.
         """
         record = activation.record
@@ -132,10 +133,11 @@ class ActivationStream:
             self._uncount(record)
             self._read_ahead(record.number)
             while record.state is State.READING:
-                if self._job is None:  # Ctrl-C may have come before the thread was told
+                if self._job is None:  # Ctrl-C may have come before _wake()
                     self._wake()
                 self._changed.wait()
-                if record.data is None and record.error is None:  # another one was told why
+                # Another thread has raised the error of the read: try again.
+                if record.data is None and record.error is None:
                     self._start_read(record, is_ahead=False)
             if record.error is not None:
                 self._errors[record.key], record.error = record.error, None
@@ -148,11 +150,11 @@ class ActivationStream:
             filled.wait()
         here = self._stream_here(data.device)
         if record.stream is not None and here is not None and record.stream != here:
-            data.record_stream(here)  # it goes back to the other one when nobody has it any more
+            data.record_stream(here)  # freed to the stream of the read, after this one's use
         return data
 
     def release(self, activation: Activation) -> None:
-        """Let the bytes go: all who were to take them have. They can be taken again."""
+        """Release the bytes on the device. They can be taken again."""
         record = activation.record
         with self._changed:
             record.is_taken = False
@@ -165,13 +167,13 @@ class ActivationStream:
 
     @property
     def count(self) -> int:
-        """How many storages are saved, on the device or on the drive."""
+        """Number of saved storages, on the device or on the drive."""
         with self._changed:
             self._give_up_dropped()
             return len(self._records)
 
     def settle(self) -> None:
-        """Wait until nothing is under way and the slots are free.
+        """Wait until no transfer is in flight and all slots are free.
 
         Raises:
             StoreError: The drive failed.
@@ -184,7 +186,7 @@ class ActivationStream:
             self._raise_error()
 
     def close(self) -> None:
-        """Wait for what is under way, and end the thread."""
+        """Wait for all transfers in flight, and end the thread."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
@@ -192,14 +194,16 @@ class ActivationStream:
     # -- with the lock ---------------------------------------------------------------------------
 
     def _kept_bytes(self) -> int:
-        """Return how much is not written, as backward begins with it."""
+        """Return how many bytes stay unwritten: backward begins with them."""
         return self._device_bytes + self._sizes.largest()
 
     def _wait_for_room(self, nbytes: int) -> None:
         self._give_up_dropped()
-        # Where nothing is to be written, no room will come: those who hold it hold on to it.
+        # If no write is queued or running, waiting cannot free memory.
         while self._lacks_room(nbytes) and (self._waiting or self._job) and not self._errors:
-            if self._job is None:  # less may wait than when the last one was put: largest is gone
+            # The largest storage may have been dropped since the last put(): then the thread, idle
+            # until now, has storages to write.
+            if self._job is None:
                 self._wake()
             self._changed.wait()
             self._give_up_dropped()
@@ -210,36 +214,36 @@ class ActivationStream:
         return self._sizes.held_bytes + nbytes > room_bytes
 
     def _raise_error(self) -> None:
-        """Raise the first error of what somebody still has; it is raised once."""
+        """Raise the first error of a storage that was not dropped, once."""
         error = next(iter(self._errors.values()), None)
         self._errors.clear()
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # or what its traceback knows, of the device too, stays until a collection
+            del error  # else its traceback keeps device memory until a garbage collection
 
     def _hold(self, record: Record) -> None:
-        """Count it as held, to be written in its turn."""
+        """Count a storage as held, and queue it to be written."""
         self._waiting[record.number] = record
         self._sizes.count(record, is_held=True, is_ahead=record.is_ahead)
 
     def _let_go(self, record: Record) -> None:
-        """Leave the bytes of one that is stored to those who have them."""
+        """Drop this stream's reference to the device bytes of a stored storage."""
         record.let_go()
         self._sizes.note_device(record)
 
     def _uncount(self, record: Record) -> None:
-        """Count it neither as held nor as read ahead, and have it neither written nor so read."""
+        """Stop counting a storage as held or prefetched, and remove it from both queues."""
         self._waiting.pop(record.number, None)
         self._ahead.remove(record.number)
         self._sizes.count(record, is_held=False, is_ahead=False)
         self._changed.notify_all()
 
     def _start_read(self, record: Record, *, is_ahead: bool) -> None:
-        """Have the thread read a storage into memory that is allocated on the current stream."""
+        """Queue a read of a storage, into memory that is allocated on the current stream."""
         data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
-        filled = event_here(self._new_event)  # what used this memory before is over then
+        filled = event_here(self._new_event)  # passes when earlier users of this memory are done
         record.stream = self._stream_here(record.device)
         self._sizes.count(record, is_held=False, is_ahead=is_ahead)
         record.data, record.filled, record.state = data, filled, State.READING
@@ -258,26 +262,27 @@ class ActivationStream:
         return here
 
     def _read_ahead(self, number: int) -> None:
-        """Start reading those that were saved before this one, the last of them first."""
+        """Start reading storages that were saved before this one, the latest first."""
         room_bytes = IN_FLIGHT_COUNT * self._sizes.largest(number)
-        # What a slow drive has not taken yet is there, too, and is used before what is on it.
+        # Storages that a slow drive has not accepted yet are still on the device, and are used
+        # first.
         over_bytes = max(0, self._sizes.held_bytes - self._device_bytes)
         while (coming := self._ahead.last_before(number)) is not None:
             other = self._records[coming]
-            if other.data is None:  # else Ctrl-C came before it was taken from the list
+            if other.data is None:  # else Ctrl-C came before it was removed from the list
                 ahead_bytes = self._sizes.ahead_bytes + other.nbytes
                 if over_bytes + ahead_bytes > room_bytes or self._ahead.is_left_out():
                     return
                 try:
                     self._start_read(other, is_ahead=True)
-                except torch.OutOfMemoryError:  # then it is read when it is needed
+                except torch.OutOfMemoryError:  # it is read when it is needed
                     self._ahead.note_full()
                     return
                 self._ahead.note_room()
             self._ahead.remove(coming)
 
     def _give_up_dropped(self) -> None:
-        """Give back what those hold that nobody has any more."""
+        """Free the resources of records whose Activation was dropped."""
         for _ in range(len(self._dropped)):
             record = self._dropped[0]
             if record is self._job:
@@ -286,14 +291,14 @@ class ActivationStream:
             if record in self._reads:
                 self._reads.remove(record)
             elif record.data is not None and record.filled is not None:
-                record.filled.synchronize()  # nobody's stream may wait for the copies into it
+                record.filled.synchronize()  # no stream may have waited for the copies
             self._uncount(record)
             self._sizes.remove(record)
             self._records.pop(record.number, None)
             self._errors.pop(record.key, None)
             if record.state is not State.WAITING:
                 self._garbage.append(record.key)
-            self._dropped.popleft()  # at last: Ctrl-C may come before
+            self._dropped.popleft()  # last, so that a call after Ctrl-C repeats the rest
 
     def _wake(self) -> Future[None]:
         if self._thread is None:
@@ -303,12 +308,12 @@ class ActivationStream:
     # -- the thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Read and write until nothing is left to do; without the lock."""
+        """Read and write until no job is left; called without the lock."""
         try:
             self._use_device()
             with self._on_copy_stream():
                 self._run_jobs()
-        except Exception as error:  # the device refuses: each job ends in that, and none waits
+        except Exception as error:  # the device failed: end each job with this error
             self._run_jobs(error)
 
     def _run_jobs(self, refusal: Exception | None = None) -> None:
@@ -334,7 +339,7 @@ class ActivationStream:
             self._note_lost(getattr(error, "key", None) or "", error)
 
     def _next_job(self) -> tuple[Record, torch.Tensor] | None:
-        """Return a storage to read, else one to write, with its bytes on the device."""
+        """Return the next storage to read, else to write, and its bytes on the device."""
         self._forget_garbage()
         with self._changed:
             self._give_up_dropped()
@@ -349,7 +354,7 @@ class ActivationStream:
                     self._job.state = State.WRITING
                     return self._job, data
             self._job = None
-            self._changed.notify_all()  # whoever waits for a last one that was dropped
+            self._changed.notify_all()  # a put() may wait for a job that was dropped
             return None
 
     def _forget_garbage(self) -> None:
@@ -372,7 +377,7 @@ class ActivationStream:
         with self._changed:
             self.traffic.written_bytes += record.nbytes
             record.state = State.STORED
-            # What was modified stays, and counts as held: whoever takes it is told.
+            # A modified storage stays and counts as held: take() raises for it.
             if not (record.is_taken or record.is_modified()):
                 self._uncount(record)
                 self._let_go(record)
@@ -401,12 +406,12 @@ class ActivationStream:
                 self._errors[key] = error
 
     def _note_failure(self, record: Record, error: Exception) -> None:
-        error.with_traceback(None).__context__ = None  # which have the bytes on the device
+        error.with_traceback(None).__context__ = None  # they refer to the bytes on the device
         with self._changed:
             if record.state is State.READING:
                 record.error, record.state, record.data = error, State.STORED, None
                 self._sizes.note_device(record)
-            else:  # it stays on the device, and counts as held
+            else:  # a failed write: the storage stays on the device, and counts as held
                 record.state = State.WAITING
                 self._errors[record.key] = error
                 self._garbage.append(record.key)

@@ -1,15 +1,16 @@
-"""The first chunks of the tensor in chunks that is needed next, read ahead into staging slots.
+"""Reads ahead the first chunks of the next tensor that has no slot, into staging slots.
 
-Such a tensor (the embedding, the head) is read when it is needed. What its first chunks would make
-whoever needs it wait for is the time between the last read ahead of it and its own, in which the
-drive has nothing to do. They take no memory of their own: they are in slots that the rest of the
-pipeline would use next anyway, and more slots would push parameters out that backward needs again.
+Such a tensor (the embedding, the head) is read when it is needed. Without this the drive would idle
+between the last read before it and its own. The chunks take no memory of their own: they use
+staging slots that the pipeline would use next anyway. More slots would displace parameters that
+backward needs again.
 
-Nobody is held up for them. SLOT_COUNT_MIN slots are everybody else's, who wait for one another as
-ever; a transfer that has them all and needs one more gets those of the chunks that are needed last.
+They delay no other transfer: SLOT_COUNT_MIN slots stay free for others. A transfer that needs one
+more slot takes those of the chunks that are needed last.
 
-Only what the store has may be here, and it is forgotten before anybody writes the key. One thread
-at a time may call; Ctrl-C may come anywhere, and what it leaves is found again (lent_slots.py).
+Only keys that the store has may be read here, and a key is forgotten before it is written. One
+thread at a time may call. Ctrl-C may come anywhere; slots that it leaves taken are found again
+(lent_slots.py).
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ import torch
 from memascend.base.interfaces import Ticket
 from memascend.streaming.lent_slots import SLOT_COUNT_MIN
 
-#: A taken slot, and who fills it.
+#: A taken slot, and the read that fills it.
 Chunk = tuple[torch.Tensor, Ticket]
 
 
 class Slots(Protocol):
-    """What is asked of the staging slots."""
+    """The part of StagingSlots that is used here."""
 
     def __len__(self) -> int: ...
 
@@ -39,7 +40,7 @@ class Slots(Protocol):
         """Cut a tensor into (begin, count) runs that fit a slot."""
 
     def reclaim(self, nbytes: int) -> bool:
-        """Free what has passed, without waiting; return whether so many bytes can be taken now."""
+        """Free slots of finished transfers, without waiting; return whether `nbytes` are free."""
 
     def start_read(self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype) -> Chunk:
         """Take a slot and start a read into it."""
@@ -50,7 +51,7 @@ class Slots(Protocol):
 
 @dataclass(slots=True)
 class _Begun:
-    """A tensor, and its first chunks in order."""
+    """A key, and its first chunks in order."""
 
     key: str
     numel: int
@@ -60,21 +61,21 @@ class _Begun:
 
 
 class ChunksAhead:
-    """Of one set of staging slots; of one tensor at a time."""
+    """Chunks read ahead into one set of staging slots, of one key at a time."""
 
     def __init__(self, slots: Slots) -> None:
-        """Begin with none."""
+        """Start with no chunks."""
         self._slots = slots
         self._begun: _Begun | None = None
 
     def start(self, *, key: str, numel: int, dtype: torch.dtype) -> None:
         """Start reading the first chunks of a key, as far as slots are free; never wait for one.
 
-        Again goes on with the next chunks, unless some have given way: they would again. What was
-        begun of another key is given up.
+        Another call with the same key continues with the next chunks, unless some have given way:
+        they would do so again. Chunks of another key are given up.
 
         Raises:
-            StoreError: A read could not be started; one that fails later is an error of `take`.
+            StoreError: A read could not be started. The ticket reports one that fails later.
         """
         begun = self._begun
         if begun is None or (begun.key, begun.numel, begun.dtype) != (key, numel, dtype):
@@ -88,7 +89,7 @@ class ChunksAhead:
             begun.chunks.append(self._slots.start_read(key, begin * dtype.itemsize, count, dtype))
 
     def take(self, key: str, numel: int, dtype: torch.dtype) -> deque[Chunk]:
-        """Hand over what there is of a key that is read now: taken slots, and who fills them."""
+        """Return the chunks of a key that is read now: the taken slots and their tickets."""
         begun = self._begun
         if begun is None or (begun.key, begun.numel, begun.dtype) != (key, numel, dtype):
             return deque()
@@ -96,20 +97,20 @@ class ChunksAhead:
         return begun.chunks
 
     def give_way(self) -> bool:
-        """Free the slot of the last chunk, once the drive has let go of it; False without any."""
+        """Free the slot of the last chunk, once its read is over; return False without chunks."""
         if self._begun is None or not self._begun.chunks:
             return False
         self._begun.has_given_way = True
-        # Taken off first: after Ctrl-C nobody has it, and it is found.
+        # Removed first: a slot that Ctrl-C leaves in no list is found again.
         staged, ticket = self._begun.chunks.pop()
-        with suppress(Exception):  # nobody needs it now; who does will see the error
+        with suppress(Exception):  # not needed now; the read that needs it raises the error
             ticket.wait()
-        if ticket.done():  # else a drive that is silent as the program ends may fill it still
+        if ticket.done():  # else, at program exit, a silent drive may still fill the slot
             self._slots.free(staged)
         return True
 
     def forget(self, key: str | None = None) -> None:
-        """Give up what there is, of one key or at all: the key is about to be written."""
+        """Give up the chunks of `key`, which is about to be written; None: of any key."""
         if self._begun is not None and key in (None, self._begun.key):
             while self.give_way():
                 pass

@@ -1,14 +1,14 @@
-"""Steps made early: tiles of the coming optimizer step, while gradients still arrive.
+"""Early steps: tiles of the coming optimizer step are stepped during backward.
 
-Knows when the gradient of a tile is complete, and a thread that steps such tiles one after the
-other; neither what a step computes nor where the bytes lie. Nothing that was early is the step's
-until the step takes it: new values go beside the old ones, so that whatever decides against them (a
-norm that is not finite, an error in backward) has only to forget them.
+Knows when the gradient of a tile is complete, and the thread that steps such tiles in order;
+neither the arithmetic of a step nor where the bytes are stored. New values are written beside the
+old ones until the step takes them over, so that after a norm that is not finite, or an error in
+backward, it is enough to forget them.
 
-A gradient goes to memory of its tile, and nowhere else: the step uses it up. As long as a tile
-waits for the rest of its gradients, or for the drive, it has a block; where there is none backward
-waits for a tile that is being stepped. A tile that gets none even so is not early, nor is one that
-is left to the step: what comes for it goes to the drive.
+The gradients of a tile are copied into a block of host memory, not to the drive: the step consumes
+them. A tile holds a block while it waits for the rest of its gradients or for the drive. If no
+block is free, backward waits for a tile that is being stepped. If no block becomes free even so, or
+the tile is reserved for step(), its gradients are written to the drive.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from memascend.streaming.tiles import Tiles
 from memascend.streaming.updates import EarlyStep
 from memascend.streaming.window import TilePlaces
 
-#: Begins of tiles by sub-group.
+#: First elements of tiles, by sub-group.
 Begins = Mapping[str, frozenset[int]]
-#: Called with a sub-group, the offset of a gradient in it, the first element of a part, and that.
+#: Called with a sub-group, the offset of a gradient in it, the first element of a part, the part.
 BringBack = Callable[[str, int, int, torch.Tensor], None]
 
 
 class _Coverage:
-    """Of one sub-group, the gradients that have not come, and the elements that tiles lack."""
+    """One sub-group: the gradients that have not arrived, and the missing elements per tile."""
 
     def __init__(self, begins: range, places: Sequence[tuple[int, int]]) -> None:
-        """Expect all.
+        """Start with every gradient missing.
 
         Args:
-            begins: Of its tiles.
-            places: Offset and elements of each gradient.
+            begins: First element of each tile.
+            places: Offset and number of elements of each gradient.
         """
         self._begins = begins
         self._offsets = {offset for offset, _ in places}
@@ -55,18 +55,18 @@ class _Coverage:
                 self._missing[begin] += end - max(begin, offset)
 
     def take(self, offset: int) -> bool:
-        """Note that a gradient comes; return whether it is the first time."""
+        """Note that a gradient arrives; return whether this is the first time."""
         is_first = offset in self._offsets
         self._offsets.discard(offset)
         return is_first
 
     def fill(self, begin: int, numel: int) -> bool:
-        """Note elements of a tile; return whether they complete it."""
+        """Note that `numel` elements of a tile arrived; return whether the tile is complete."""
         self._missing[begin] -= numel
         return self._missing[begin] == 0
 
     def is_all_missing(self, begin: int) -> bool:
-        """Return whether gradients are to fill a tile from one end to the other."""
+        """Return whether gradients are still to fill every element of a tile."""
         return self._missing[begin] == min(self._begins.step, self._begins.stop - begin)
 
 
@@ -76,14 +76,14 @@ def _tiles_of(offset: int, numel: int, tile_numel: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class EarlyPart:
-    """One sub-group that may be stepped early, and where its gradients lie in it.
+    """One sub-group that may be stepped early, and the ranges of its gradients.
 
     Attributes:
-        step: What is done to it.
-        begins: Of its tiles.
-        places: Offset and elements of each gradient that comes.
-        kept: Offset and elements of those that are to go to the drive, wherever they lie.
-        left: Begins of tiles that are not stepped early.
+        step: The step of the sub-group.
+        begins: First element of each tile.
+        places: Offset and number of elements of each expected gradient.
+        kept: The same for gradients that must go to the drive.
+        left: First elements of tiles that are not stepped early.
     """
 
     step: EarlyStep
@@ -93,7 +93,7 @@ class EarlyPart:
     left: frozenset[int] = frozenset()
 
     def late_tiles(self) -> list[tuple[str, int]]:
-        """Return the tiles that are not stepped early: name and begin."""
+        """Return the tiles that are not stepped early: (sub-group, first element)."""
         late = [*self.left]
         for offset, numel in self.kept:
             late += _tiles_of(offset, numel, self.begins.step)
@@ -101,7 +101,7 @@ class EarlyPart:
 
 
 def leave_some(parts: Sequence[EarlyPart], count: int) -> list[EarlyPart]:
-    """Leave one of so many tiles to the step, everywhere alike."""
+    """Leave every `count`-th tile to the step, counted over all sub-groups."""
     number = itertools.count(1)
 
     def choose(begins: range) -> frozenset[int]:
@@ -112,7 +112,7 @@ def leave_some(parts: Sequence[EarlyPart], count: int) -> list[EarlyPart]:
 
 @dataclass(slots=True, eq=False)
 class _TileGradient:
-    """The gradient of one tile, as far as it has come."""
+    """The gradient of one tile, as far as it has arrived."""
 
     name: str
     begin: int
@@ -121,17 +121,17 @@ class _TileGradient:
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset, begin, elements
 
     def wait(self) -> None:
-        """Return when all copies into it are over."""
+        """Wait until all copies into the block are over."""
         wait_all([copy.wait for copy in self.copies])
         self.copies = []
 
     def part(self, begin: int, count: int) -> torch.Tensor:
-        """Return elements of it, counted in the sub-group."""
+        """Return `count` elements of the block, from element `begin` of the sub-group on."""
         return self.block.narrow(0, begin - self.begin, count)
 
 
 class EarlySteps:
-    """Tiles stepped early, of one step at a time. One thread calls; another one steps."""
+    """Steps tiles of one coming optimizer step early. One thread calls; another one steps."""
 
     def __init__(
         self,
@@ -141,12 +141,12 @@ class EarlySteps:
         run: Callable[[Callable[[], None]], Future[None]],
         new_event: Callable[[], Event] | None = None,
     ) -> None:
-        """Begin with nothing to step.
+        """Start closed; `begin` opens it.
 
         Args:
             stream: Steps tiles.
             tiles: Its tiles.
-            run: Runs a function on the thread that steps, each behind the one before.
+            run: Runs functions on the stepping thread, in order of submission.
             new_event: Makes an event of the device; None when the device is the CPU.
         """
         self._stream, self._tiles = stream, tiles
@@ -155,18 +155,18 @@ class EarlySteps:
         self._coverage: dict[str, _Coverage] = {}
         self._kept: set[tuple[str, int]] = set()  # sub-group and offset of gradients
         self._late: set[tuple[str, int]] = set()  # sub-group and begin of tiles
-        self._waiting: dict[tuple[str, int], _TileGradient] = {}  # of tiles that are not stepped
-        self._filled: list[tuple[_TileGradient, int]] = []  # elements: copies that are not noted
+        self._waiting: dict[tuple[str, int], _TileGradient] = {}  # by tile, until it is stepped
+        self._filled: list[tuple[_TileGradient, int]] = []  # and elements: copies not noted yet
         self._running: deque[Future[None]] = deque()
         self._done: dict[str, set[int]] = {}
         self._is_running = False
         self._is_open = False
         self._error: Exception | None = None
-        #: Whether something failed; what was to hold new values may be unreadable since.
+        #: Whether an early step failed; the keys for new values may be unreadable since then.
         self.has_failed = False
 
     def begin(self, parts: Sequence[EarlyPart]) -> None:
-        """Expect the gradients of these sub-groups. What was early before is forgotten."""
+        """Expect the gradients of these sub-groups, and forget all earlier early steps."""
         self.forget()
         self._steps = {part.step.name: part.step for part in parts}
         self._coverage = {part.step.name: _Coverage(part.begins, part.places) for part in parts}
@@ -174,13 +174,14 @@ class EarlySteps:
         self._late = {tile for part in parts for tile in part.late_tiles()}
         if parts:
             self._is_open = True
-            self._drain()  # of a walk that Ctrl-C ended before its first tile
+            self._drain()  # tiles of a walk that Ctrl-C ended before its first tile
             self._start(_do_nothing)  # if there is no thread the drive takes the gradients
 
     def places(self, name: str, offset: int) -> TilePlaces | None:
-        """Return where a gradient goes that is about to come; None: to the drive.
+        """Return where to copy a gradient that is about to arrive; None: write it to the drive.
 
-        One that comes twice is of another backward pass: then nothing was early.
+        A gradient that arrives twice belongs to another backward pass: then all early steps are
+        forgotten.
         """
         is_known = name in self._coverage and (name, offset) not in self._kept
         if not self._is_open or not is_known:
@@ -195,7 +196,7 @@ class EarlySteps:
         )
 
     def note(self) -> None:
-        """Note that what came has been copied; tiles that are complete by it are stepped soon."""
+        """Note that gradients were copied into blocks, and queue the tiles that are complete."""
         filled, self._filled = self._filled, []
         event = event_here(self._new_event) if filled else None
         for gradient, numel in filled:
@@ -206,17 +207,17 @@ class EarlySteps:
                 self._start(self._step_next)
 
     def finish(self) -> None:
-        """Step what is complete, and return when nothing is in flight.
+        """Step all complete tiles, and return when nothing is in flight.
 
-        `close` would leave tiles that wait for the thread to the step, which reads their gradients
-        from the drive: they would go there first.
+        `close` would drop tiles that are queued for the thread. The step would then read their
+        gradients from the drive, where they would have to be written first.
         """
         if self._is_open:
             self._wait_for_thread()
         self.close()
 
     def close(self) -> None:
-        """Step nothing more, and return when nothing is in flight."""
+        """Stop stepping, and return when nothing is in flight."""
         self._is_open = False
         if self._is_running:
             self._wait_for_thread()
@@ -225,10 +226,12 @@ class EarlySteps:
             self._drain()
 
     def take(self, bring_back: BringBack) -> tuple[Begins, Exception | None]:
-        """Return what was stepped early, or the error that spoilt it, once; closed before.
+        """Return the tiles that were stepped early, or the error that prevented it, once.
+
+        Call `close` first.
 
         Args:
-            bring_back: Given each part of a gradient whose tile was not stepped.
+            bring_back: Called with each part of a gradient whose tile was not stepped.
         """
         for gradient in self._waiting.values():
             gradient.wait()
@@ -242,24 +245,24 @@ class EarlySteps:
         return {name: frozenset(begins) for name, begins in done.items()}, None
 
     def forget(self) -> None:
-        """Forget what was early; errors, too."""
+        """Forget all early steps, and their error."""
         self.close()
         self._clear()
         self._done, self._error = {}, None
         self._steps, self._coverage = {}, {}
 
     def _clear(self) -> None:
-        """Give the blocks of all tiles back that were not stepped."""
+        """Give back the blocks of all tiles that were not stepped."""
         self._filled = []
         for gradient in [*self._waiting.values()]:
-            gradient.wait()  # Ctrl-C may end it, and leaves the block to the next call
+            gradient.wait()  # if Ctrl-C ends the wait, the next call gives the block back
             del self._waiting[gradient.name, gradient.begin]
             self._tiles.give_spare(gradient.block)
 
     # -- the caller's thread -----------------------------------------------------------------------
 
     def _find(self, name: str, offset: int, begin: int, count: int) -> torch.Tensor | None:
-        """Return where a part of a gradient goes, counted in the sub-group; None: to the drive."""
+        """Return the block's part for [begin, begin+count) of the sub-group; None: to the drive."""
         self.note()  # the parts before
         tile_numel = self._tiles.shape.numel
         tile = (name, begin // tile_numel * tile_numel)
@@ -279,7 +282,7 @@ class EarlySteps:
         return gradient.part(begin, count)
 
     def _take_block(self) -> torch.Tensor | None:
-        """Return a block, if need be of a tile that is being stepped; None when all wait."""
+        """Return a free block, or wait for a tile being stepped; None when all tiles wait."""
         block = self._tiles.take_spare()
         while block is None and self._running:
             self._running.popleft().result()
@@ -287,14 +290,14 @@ class EarlySteps:
         return block
 
     def _wait_for_thread(self) -> None:
-        # Behind all tiles, whichever of them Ctrl-C has let this thread know of.
+        # Runs after all queued tiles, also those whose future was lost by Ctrl-C.
         with suppress(RuntimeError):
             self._run(_do_nothing).result()
 
     def _drain(self) -> None:
         try:
             self._stream.drain()
-        except Exception as error:  # of a write: what it was to hold is worth nothing
+        except Exception as error:  # a write failed: its key is undefined
             self._fail(error)
 
     def _start(self, function: Callable[[], None]) -> None:
@@ -303,23 +306,23 @@ class EarlySteps:
             self._running.popleft()
         try:
             self._running.append(self._run(function))
-        except RuntimeError as error:  # no thread: nobody needs these steps
+        except RuntimeError as error:  # no thread: the walk steps these tiles
             self._fail(error)
 
     # -- the thread that steps ---------------------------------------------------------------------
 
     def _step_next(self) -> None:
-        """Step the tile that is due; nothing once this is closed or something has failed."""
+        """Step the next expected tile; do nothing once closed, or after a failure."""
         if not self._is_open:
             return
         try:
             name, begin = self._stream.step_early(self._steps, self._take_gradient)
             self._done.setdefault(name, set()).add(begin)
-        except Exception as error:  # told to whoever takes the rest
+        except Exception as error:  # returned by take()
             self._fail(error)
 
     def _take_gradient(self, name: str, begin: int) -> torch.Tensor:
-        """Return the block of a complete tile, which has it from now on."""
+        """Remove and return the block of a complete tile."""
         self._waiting[name, begin].wait()
         return self._waiting.pop((name, begin)).block
 
@@ -330,4 +333,4 @@ class EarlySteps:
 
 
 def _do_nothing() -> None:
-    """Stand for the end of what was begun before."""
+    """Mark a point in the thread's queue: its future is done when all functions before it are."""

@@ -2,14 +2,14 @@
 
 Knows torch, the store and the slots; never DeepSpeed. Replaces a flat host buffer of all gradients
 and keeps its meaning to the last bit, stale values included: as under CPU offload, a shard that got
-no gradient for a step still holds what the last step left there, zero at first.
+no gradient for a step still holds the value that the last step left, zero at first.
 
-A shard's gradient is two values at most. `latest` is what the micro-steps of this window have added
-up; `seen` is what the next optimizer step works on: the sum of the last window in whose final
-micro-step the shard got a gradient. They part only while a window is under way (or when its final
-micro-step passes a shard by), so a sum in the making goes to the other one of two places on the
-drive and never overwrites what is seen. Summands may wait in places of their own (window.py). The
-sum of squares is found while the bytes pass by.
+A shard's gradient has at most two values. `latest` is the sum over the micro-steps of the current
+window. `seen` is the input of the next optimizer step: the sum of the last window in whose final
+micro-step the shard got a gradient. They differ only during a window (or if the shard gets no
+gradient in the final micro-step). A shard has two places on the drive; a partial sum goes to the
+place that does not hold `seen`. Summands may wait in places of their own (window.py). The sum of
+squares is computed while the chunks pass through.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from memascend.streaming.window import (
     zero_between,
 )
 
-#: A shard that gets no gradient is multiplied by every step's factor; after so many the product is
-#: written back.
+#: A shard without a new gradient is multiplied by the factor of every step; after this many factors
+#: the product is written back.
 FACTOR_COUNT_MAX = 8
 
-#: Called with `key`, `nbytes`, `over` and `before`: the first is about to be written, the third is
-#: needed less from now on; a store that keeps some keys in memory keeps the first, and calls the
-#: last before it moves anything.
+#: Called with `key`, `nbytes`, `over` and `before`: `key` is about to be written, `over` is needed
+#: less from now on. A store that keeps some keys in memory gives `key` the memory of `over`, and
+#: calls `before` first.
 GiveMemory = Callable[..., None]
 #: `memascend.kernels.overflow.sum_of_squares`, with its options chosen.
 SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
 
 
 class GradientSpool:
-    """Gradients by sub-group and offset. One thread at a time may call, but for `get`."""
+    """Gradients by sub-group and offset. One thread at a time may call, except for `get`."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class GradientSpool:
         """Make an empty spool: every gradient reads as zero.
 
         Args:
-            store: Where the gradients are kept.
-            slots: What they pass through.
-            sum_of_squares: None when nobody asks for norms.
-            give_memory_to: None when the store keeps nothing in memory.
-            memory_of: Returns how many bytes of `key` the store keeps in memory; None likewise.
+            store: Stores the gradients.
+            slots: The staging slots that they pass through.
+            sum_of_squares: None when no norms are needed.
+            give_memory_to: None when the store keeps no keys in memory.
+            memory_of: Returns the bytes of `key` that the store keeps in memory; None likewise.
         """
         self._store = store
         self._slots = slots
@@ -96,11 +96,11 @@ class GradientSpool:
             offset: First element of the shard in it.
             gradient: 1-D, on any device, in the dtype of sums.
             accumulate: Add to the latest value instead of replacing it.
-            final: The step sees the result; else it sees it after `finish`.
-            arrived: A narrower dtype that has all of its values, if there is one: in that it may
-                wait on the drive to be added.
+            final: The next step sees the result; else only after `finish`.
+            arrived: A narrower dtype that represents `gradient` exactly, if there is one: in this
+                dtype it may wait on the drive to be added.
             result: Filled with the new value, if given; on any device, of any dtype.
-            places: Take parts of a final gradient instead of the drive.
+            places: Host memory of tiles for parts of a final gradient, instead of the drive.
 
         Raises:
             StoreError: The drive failed.
@@ -115,7 +115,7 @@ class GradientSpool:
             numel, dtype, device = gradient.numel(), gradient.dtype, gradient.device
             window = Window(not accumulate, numel, dtype, device)
         if final or result is not None:
-            arrived = None  # somebody asks for the sum
+            arrived = None  # the sum is needed now
         if arrived is None or not self._append(shard, window, gradient, arrived):
             self._add_up(shard, window, gradient, final=final, result=result, places=places)
         return shard
@@ -133,7 +133,7 @@ class GradientSpool:
         return self._shards.get(group, {}).get(offset)
 
     def sum_of_squares(self) -> torch.Tensor:
-        """Return that of all latest values; not finite exactly if an element is not."""
+        """Return the sum over all latest values, 0-dim; finite if and only if every element is."""
         total = torch.zeros((), dtype=torch.float64)
         for shards in self._shards.values():
             for shard in shards.values():
@@ -146,7 +146,7 @@ class GradientSpool:
     # -- the step --------------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """Have the store know of everything that was put, for `start_read`."""
+        """Submit all gradients that were put to the store, so that `start_read` sees them."""
         self._slots.submit_all()
 
     def needs_slots(self, dtype: torch.dtype) -> bool:
@@ -159,10 +159,9 @@ class GradientSpool:
         )
 
     def start_read(self, group: str, begin: int, raw: torch.Tensor) -> list[Ticket]:
-        """Start reading a range as it is stored, for `load` once the tickets are done.
+        """Start reading a range as it is stored; call `load` once the tickets are done.
 
-        What was put must have been submitted. Values of another dtype than that of `raw` are left
-        to `load`.
+        Call `submit` first. Values of another dtype than `raw` are left to `load`.
         """
         return [
             self._store.read(
@@ -175,10 +174,10 @@ class GradientSpool:
         ]
 
     def complete(self, group: str, begin: int, raw: torch.Tensor) -> bool:
-        """Make what `start_read` has read the whole gradient, if only zeros are missing.
+        """Complete the gradient in `raw` after `start_read`, if only zeros are missing.
 
         Returns:
-            Whether it is; else it takes `load`: something is of another dtype, or to be multiplied.
+            False if `load` is needed: a value has another dtype, or is to be multiplied.
         """
         parts = list(self._seen_in(group, begin, raw.numel()))
         if any(part.shard.factors or part.value.dtype != raw.dtype for part in parts):
@@ -187,7 +186,7 @@ class GradientSpool:
         return True
 
     def load(self, group: str, begin: int, raw: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Make gradients of what `start_read` has read; `gradient` may be `raw` itself."""
+        """Fill `gradient` from `raw`, after `start_read`; `gradient` may be `raw` itself."""
         parts = list(self._seen_in(group, begin, raw.numel()))
         zero_between(parts, gradient)
         for part in parts:
@@ -200,12 +199,12 @@ class GradientSpool:
                 target.mul_(factor)
 
     def note_factor(self, group: str, factor: Factor, dtype: torch.dtype) -> None:
-        """Remember that a step has multiplied every gradient of a sub-group.
+        """Record that a step has multiplied every gradient of a sub-group.
 
         Args:
             group: Name of the sub-group.
-            factor: What `mul_` was called with.
-            dtype: The step's, in which a product is stored when many have gathered.
+            factor: The argument of `mul_`.
+            dtype: The step's dtype, in which a product of many factors is stored.
         """
         if factor == 1.0:
             return
@@ -222,7 +221,7 @@ class GradientSpool:
         """Fill a host tensor with the gradients of a range as the next step would see them.
 
         Raises:
-            GradientGoneError: Tiles were given some of it.
+            GradientGoneError: Tiles were given a part of it.
         """
         target.zero_()
         for part in self._seen_in(group, begin, target.numel()):
@@ -234,27 +233,27 @@ class GradientSpool:
                 values.mul_(factor)
 
     def set(self, group: str, offset: int, value: torch.Tensor) -> None:
-        """Replace what the next step sees of the shard at `offset`, in the dtype of `value`."""
+        """Replace the gradient that the next step sees at `offset`, in the dtype of `value`."""
         shard = self._shard(group, offset)
         target = self._reserve(shard, SET_PLACE, value.numel(), value.dtype)
         self._slots.write(key=target.key, source=value)
         self._see(shard, target)
 
     def away(self, group: str) -> Iterator[tuple[int, int]]:
-        """Yield the shard's offset, and where it begins, of each part that tiles were given."""
+        """Yield (offset of the shard, first element) of each part that tiles were given."""
         for offset, shard in self._shards.get(group, {}).items():
             yield from ((offset, begin) for begin, _ in shard.away)
 
     def bring_back(self, group: str, offset: int, begin: int, part: torch.Tensor) -> None:
-        """Store a part of the shard at `offset` that a tile was given and has not used."""
+        """Store a part of the shard at `offset` that a tile was given and did not use."""
         shard, found = self._shards[group][offset], (begin, part.numel())
-        if shard.seen is not None and found in shard.away:  # all of the shard came
+        if shard.seen is not None and found in shard.away:  # the whole shard arrived
             shard.away.remove(found)
             offset_bytes = (begin - offset) * part.element_size()
             self._slots.write(key=shard.seen.key, source=part, offset_bytes=offset_bytes)
 
     def discard(self) -> None:
-        """Forget every gradient, and give the drive's space back."""
+        """Forget every gradient, and free its space on the drive."""
         self._slots.wait_writes()
         for shards in self._shards.values():
             for shard in shards.values():
@@ -269,7 +268,7 @@ class GradientSpool:
         return self._shards.setdefault(group, {}).setdefault(offset, new)
 
     def _seen_in(self, group: str, begin: int, count: int) -> Iterator[SeenPart]:
-        """Yield what is seen in a range of a sub-group, in no order."""
+        """Yield the parts of seen values in a range of a sub-group, in any order."""
         for shard in self._shards.get(group, {}).values():
             value = shard.seen
             if value is None:
@@ -282,13 +281,13 @@ class GradientSpool:
     def _append(
         self, shard: GradientShard, window: Window, gradient: torch.Tensor, arrived: torch.dtype
     ) -> bool:
-        """Have a gradient wait on the drive; return whether it does."""
+        """Append a gradient to the window on the drive; return False to add it up now."""
         if len(window.gradients) == len(WINDOW_PLACES):
             return False
-        # Here, so that no later micro-step meets a full drive.
+        # Reserve the sum now: a full drive is an error in this micro-step, not in a later one.
         target = self._target(shard, window, final=True, anew=False)
         if self._memory_of is not None and self._memory_of(key=target.key) >= gradient.nbytes:
-            return False  # where adding costs the drive nothing
+            return False  # the sum is in memory: adding causes no traffic
         place = WINDOW_PLACES[len(window.gradients)]
         stored = self._reserve(shard, place, window.numel, arrived)
         self._slots.write(key=stored.key, source=gradient, dtype=arrived)
@@ -306,7 +305,7 @@ class GradientSpool:
         result: torch.Tensor | None = None,
         places: TilePlaces | None = None,
     ) -> None:
-        """Store the sum of a shard's latest value, a window, and one more gradient."""
+        """Store the sum of a shard's latest value, its window, and one more gradient."""
         anew = window.replaces or shard.latest is None
         target = self._target(shard, window, final=final, anew=anew)
         squares: torch.Tensor | None = None
@@ -318,7 +317,7 @@ class GradientSpool:
                     tile = None if places is None else places.find(first, count)
                     if value is not staged or tile is not None:
                         (staged if tile is None else tile).copy_(value, non_blocking=True)
-                    filled = self._slots.event_here()  # the drive needs nothing that comes below
+                    filled = self._slots.event_here()  # the write need not wait for work below
                     if self._sum_of_squares is not None:
                         part = self._sum_of_squares(value)
                         squares = part if squares is None else squares + part
@@ -337,7 +336,7 @@ class GradientSpool:
     def _target(
         self, shard: GradientShard, like: Window, *, final: bool, anew: bool
     ) -> StoredGradient:
-        """Find the place of a shard's next sum: never over what is seen, unless it takes over."""
+        """Reserve the place of a shard's next sum: it overwrites `seen` only if final."""
         free = list(SUM_PLACES)
         if not final and shard.seen is not None and shard.seen.place in free:
             free.remove(shard.seen.place)
@@ -345,7 +344,7 @@ class GradientSpool:
         if shard.latest is not None and shard.latest.place in free:
             return self._reserve(shard, shard.latest.place, numel, dtype, anew=anew)
         if shard.seen is not None and self._give_memory_to is not None:
-            # The sum is read and written by every micro-step; what is seen, most often never again.
+            # The sum is read and written by every micro-step; `seen` is mostly not read again.
             new, seen = shard.key(free[0]), shard.seen.key
             self._give_memory_to(
                 key=new,
@@ -366,7 +365,7 @@ class GradientSpool:
     ) -> StoredGradient:
         key = shard.key(place)
         if anew and self._slots.forget_failure(key):
-            # All of it is about to be written: a new place forgets what was lost in the old one.
+            # The whole key is about to be written: discarding it clears the failed state.
             self._slots.submit_all(key)
             self._store.discard(key=key)
         self._store.reserve(key=key, nbytes=numel * dtype.itemsize)

@@ -1,8 +1,8 @@
-"""Shards that have no slot: in chunks between the drive and the device, through the staging slots.
+"""Shards without a slot: moved between drive and device in chunks, through the staging slots.
 
-Such a shard is assembled in device memory when it is needed; where the store has all of it in host
-memory it is lent instead. Knows shards and staging slots; never DeepSpeed. One thread at a time may
-call.
+Such a shard is assembled in device memory when it is needed. If the store has all of it in host
+memory, the store lends it instead. Knows shards and staging slots; never DeepSpeed. One thread at a
+time may call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memascend.streaming.walk import Walk
 
 
 class InChunks:
-    """Of one stream. Without staging slots every shard has a slot, and there is nothing to do."""
+    """Moves one stream's shards without a slot. Without staging slots every shard has a slot."""
 
     def __init__(
         self,
@@ -29,29 +29,29 @@ class InChunks:
         walk: Walk,
         loans: Loans,
     ) -> None:
-        """Take nothing yet.
+        """Take no memory yet.
 
         Args:
-            staging: Through which chunks travel.
+            staging: The slots that chunks pass through.
             device: Where shards are assembled.
-            walk: The optimizer's, which may still be writing shards.
-            loans: Of shards that the store has in memory.
+            walk: The optimizer's walk, which may still be writing shards.
+            loans: Loans of shards that the store has in memory.
         """
         self.staging = staging
         self._walk, self._loans = walk, loans
-        # Not torch.empty later: zero.Init replaces it by one that casts.
+        # Made now: later zero.Init may have replaced torch.empty by a version that casts.
         self._on_device = torch.empty(0, device=None if staging is None else device)
-        self._writing: set[Shard] = set()  # staging slots may still have writes of these
+        self._writing: set[Shard] = set()  # may still have writes in staging slots
 
     def read_ahead(self, shard: Shard) -> None:
-        """Start reading the first chunks, as far as that waits for nothing and is of use."""
+        """Start reading the first chunks, unless the shard is being written or can be lent."""
         is_new = shard not in self._writing and self._walk.has_passed(shard.key)
         if self.staging is not None and is_new and not self._loans.offers(shard):
-            with suppress(StoreError):  # nobody needs it now; who does will see the error
+            with suppress(StoreError):  # not needed now; the read that needs it raises the error
                 self.staging.ahead.start(key=shard.key, numel=shard.numel, dtype=shard.dtype)
 
     def read(self, shard: Shard) -> None:
-        """Have a shard in its tensor."""
+        """Set the shard's tensor: lent by the store, else read into device memory."""
         if self._loans.offers(shard):
             self.wait(shard)
             self._loans.take(shard)
@@ -67,7 +67,7 @@ class InChunks:
         self._slots.write(key=shard.key, source=source, dtype=shard.dtype)
 
     def wait(self, shard: Shard) -> None:
-        """Wait before a shard moves through a slot: the store may not know yet of its chunks."""
+        """Wait for the shard's writes: the store may not have received all its chunks yet."""
         if shard in self._writing:
             self.wait_writes()
 
@@ -82,7 +82,7 @@ class InChunks:
             self._writing.clear()  # not before: Ctrl-C may end the wait
 
     def forget(self, shard: Shard | None = None) -> None:
-        """Forget what was read ahead, of one shard or all: it is about to be written."""
+        """Forget chunks read ahead, of one shard or all: it is about to be written."""
         if self.staging is not None:
             self.staging.ahead.forget(None if shard is None else shard.key)
 

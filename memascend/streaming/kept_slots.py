@@ -1,10 +1,10 @@
-"""Slots of shards: leased, and let go; copied from still, or whole still and worth keeping.
+"""Slots of shards that were let go: some are still being copied from, some still hold the shard.
 
 A pass over the model is often followed by one in the opposite order: backward after forward, or the
-recomputation of a layer and then its backward. What was used last is then needed first, so slots
-are given up oldest first, and only when another shard needs the room. No memory is taken for this.
+recomputation of a layer and then its backward. The shards used last are then needed first, so slots
+are given up oldest first, and only when another shard needs the room. This takes no extra memory.
 
-Only what equals the store may be put here, and it is forgotten before anybody else writes the key.
+Only shards that equal the store are kept, and a shard is forgotten before its key is written.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class KeptSlots:
     """Slots of shards that were let go, until another shard needs them."""
 
     def __init__(self, pool: Pool, loans: Loans) -> None:
-        """Begin with none.
+        """Start with no kept slots.
 
         Args:
-            pool: Of the slots; without a budget it has no need to keep anything.
-            loans: Of shards that are read in no slot.
+            pool: The pool of the slots; if it has no budget, no slot is kept.
+            loans: Loans of shards that are read without a slot.
         """
         self._pool = pool
         self._loans = loans
-        self._kept: dict[Shard, None] = {}  # let go longest ago first
+        self._kept: dict[Shard, None] = {}  # oldest first
         self._copying: deque[tuple[Event, Lease]] = deque()
 
     def put(self, shard: Shard) -> None:
-        """Take a shard that is let go, to keep it where it may be given again."""
+        """Keep the slot of a shard that is let go, if it equals the store; else free it."""
         if self._pool.is_bounded and shard.equals_store and shard.lease is not None:
             shard.state = ShardState.KEPT
             self._kept[shard] = None
@@ -42,11 +42,11 @@ class KeptSlots:
             self._free(shard)
 
     def take(self, shard: Shard) -> None:
-        """Hand a kept shard back: its slot is the caller's again."""
+        """Return a kept shard and its slot to the caller."""
         del self._kept[shard]
 
     def forget(self, shard: Shard) -> None:
-        """Free the slot of a shard if it is kept; have nobody read it in the store's memory."""
+        """Free the slot of a shard if it is kept, and end its loan."""
         if shard.state is ShardState.KEPT:
             self.take(shard)
             self._free(shard)
@@ -63,11 +63,11 @@ class KeptSlots:
     def acquire(self, nbytes: int, writes: deque[Ticket]) -> Lease | None:
         """Lease a free slot, else one that is about to become free, else a new one if allowed.
 
-        None when only the caller could make room: then the shard does without a slot.
+        Returns None when only the caller could make room: the shard then gets no slot.
 
         Args:
-            nbytes: Of the shard.
-            writes: Transfers out of slots, oldest first; those that are over are taken off.
+            nbytes: Size of the shard.
+            writes: Transfers out of slots, oldest first; finished ones are removed.
         """
         if self._pool.slot_bytes(nbytes) == 0:
             return None
@@ -86,15 +86,14 @@ class KeptSlots:
                 return None
 
     def free_passed(self) -> None:
-        """Free slots whose copies turn out to be over."""
+        """Free slots whose copies are over, without waiting."""
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()[1].release()
 
     def free_oldest(self) -> bool:
-        """Give up the shard that was let go longest ago; False when none is kept.
+        """Give up the shard that was let go longest ago; return False when none is kept.
 
-        A copy out of its slot is waited for: giving up others meanwhile would not be sooner, since
-        theirs were issued later.
+        Waits for a copy out of its slot: the copies of other kept shards were issued later.
         """
         oldest = next(iter(self._kept), None)
         if oldest is None:
@@ -107,16 +106,16 @@ class KeptSlots:
         return True
 
     def _wait_for_one(self, nbytes: int) -> bool:
-        """Wait for the oldest copy if one is out of a slot that suits; False when none is."""
+        """Wait for the oldest copy if a suitable slot is being copied; False when none is."""
         if any(self._pool.suits(lease.slot_bytes, nbytes) for _, lease in self._copying):
             self._wait_copy()
             return True
         return False
 
     def abandon(self, shards: Iterable[Shard]) -> None:
-        """Give up shards and their slots in whatever state they are, kept or in use.
+        """Give up shards and their slots in any state, kept or in use.
 
-        Copies that are noted stay noted; a slot is free once nothing in flight holds it.
+        Noted copies stay noted; a slot is free once no transfer in flight holds it.
         """
         for shard in shards:
             self._kept.pop(shard, None)
@@ -130,7 +129,7 @@ class KeptSlots:
     def _wait_copy(self) -> None:
         event, lease = self._copying[0]
         event.synchronize()
-        # Not before: Ctrl-C may come at any line, and the copy still reads the slot.
+        # After the wait: if Ctrl-C ends it, the copy still reads the slot.
         self._copying.popleft()
         lease.release()
 
@@ -141,5 +140,5 @@ class KeptSlots:
         if lease is not None and copied is not None:
             self._copying.append((copied, lease))
         shard.leave()
-        if lease is not None and copied is None:  # device memory has its own order of use
+        if lease is not None and copied is None:  # device memory is reused in stream order
             lease.release()

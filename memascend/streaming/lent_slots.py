@@ -1,12 +1,12 @@
-"""Slots of one size, lent as tensors: which are free, and which Ctrl-C has left to nobody.
+"""Slots of one size, lent as tensors: which are free, and which Ctrl-C left in no list.
 
-Small tensors share: as long as one fits behind what the last slot is lent for, it is cut from that
-slot, which is free again with the last of its parts.
+Small tensors share a slot: if one fits behind the parts already lent of the last slot, it is cut
+from that slot. The slot is free again when its last part is.
 
-Ctrl-C may come between any two lines, so whoever passes slots on takes one out of one list before
-it goes into another: it is never in two, but it may be in none. Such a slot is free again when the
-tensors that were lent of it are gone, which the store keeps for as long as the drive uses them, and
-when the device is idle: copies that no event marks may be on any of its streams.
+Ctrl-C may come between any two lines. Code that moves a slot therefore removes it from one list
+before it adds it to another: a slot is never in two lists, but may be in none. Such a slot can be
+freed when all tensors lent from it are garbage (the store keeps them while the drive uses them) and
+the device is idle (copies without an event may be queued on any of its streams).
 
 Knows torch; never the store. One thread at a time may call.
 """
@@ -23,27 +23,27 @@ import torch
 from memascend.base.interfaces import HostMemory
 from memascend.base.units import page_down
 
-#: With so many every transfer goes on: one fills while another empties.
+#: With so many every transfer makes progress: one slot fills while another empties.
 SLOT_COUNT_MIN = 2
-#: Most tensors that share a slot: each takes whole parts, so that the transfers in flight are few.
+#: Most tensors that share a slot: each takes whole parts, which bounds the transfers in flight.
 PART_COUNT = 16
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A slot, and what has been cut from it since it was free."""
+    """A slot, and the tensors cut from it since it was free."""
 
     memory: torch.Tensor
     lent: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    lent_bytes: int = 0  # from its beginning on
-    held_count: int = 0  # lent, and not over yet
+    lent_bytes: int = 0  # from the slot's start
+    held_count: int = 0  # tensors lent and not freed yet
 
     def contains(self, lent: torch.Tensor) -> bool:
-        """Return whether a tensor was cut from it."""
+        """Return whether a tensor was cut from this slot."""
         return 0 <= lent.data_ptr() - self.memory.data_ptr() < self.memory.nbytes
 
     def is_gone(self) -> bool:
-        """Return whether nobody has any tensor of it."""
+        """Return whether all tensors cut from this slot are garbage."""
         return all(tensor() is None for tensor in self.lent)
 
 
@@ -57,12 +57,12 @@ class LentSlots:
         component: str,
         wait_idle: Callable[[], object] | None = None,
     ) -> None:
-        """Begin with none.
+        """Start without slots; `exchange` takes them.
 
         Args:
             memory: Page-locked host memory.
             component: Name in the ledger.
-            wait_idle: Waits until the device has nothing to do; None when it is the CPU.
+            wait_idle: Waits until the device is idle; None when it is the CPU.
         """
         self._memory, self._component = memory, component
         self._wait_idle = wait_idle
@@ -76,11 +76,11 @@ class LentSlots:
 
     @property
     def free_count(self) -> int:
-        """How many are free as a whole."""
+        """Number of slots of which no part is lent."""
         return len(self._free)
 
     def exchange(self, *, slot_bytes: int, slot_count: int) -> None:
-        """Let all slots go, and take others.
+        """Free all slots, and allocate new ones.
 
         Raises:
             HostMemoryError: There is not enough memory.
@@ -88,7 +88,7 @@ class LentSlots:
         self._last = None
         self._free.clear()
         self._slots.clear()
-        # Pages, as memory that the drive uses at once: or else slots are not shared.
+        # Parts are whole pages, for direct I/O; slots too small for that are not shared.
         self._part_bytes = page_down(slot_bytes // PART_COUNT) or slot_bytes
         for _ in range(slot_count):
             memory = self._memory.tensor(slot_bytes, torch.uint8, component=self._component)
@@ -96,11 +96,11 @@ class LentSlots:
             self._free.append(self._slots[-1])
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether so many bytes can be lent."""
+        """Return whether `nbytes` can be lent."""
         return bool(self._free) or self._fits_behind(self._last, nbytes)
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Cut a tensor from the slot that was lent last, else from the one free for longest."""
+        """Cut a tensor from the slot that was lent last, else from the one free longest."""
         nbytes = numel * dtype.itemsize
         slot = self._last
         if slot is None or not self._fits_behind(slot, nbytes):
@@ -119,13 +119,13 @@ class LentSlots:
         return next(slot for slot in self._slots if slot.contains(lent))
 
     def free(self, slot: Slot) -> None:
-        """Note that one of a slot's tensors is over; with the last it can be lent again."""
+        """Free one of a slot's tensors; after the last one the slot can be lent again."""
         slot.held_count -= 1
         if slot.held_count == 0:
             self._let_go(slot)
 
     def find_lost(self, listed: Iterable[Slot]) -> bool:
-        """Free the slots that nobody has any more; return whether there were any.
+        """Free lost slots: in no list, and with no live tensors. Return whether there were any.
 
         Args:
             listed: The slots in the lists of the caller.
@@ -143,14 +143,14 @@ class LentSlots:
 
     def _let_go(self, slot: Slot) -> None:
         if slot is self._last:
-            self._last = None  # first: never both
+            self._last = None  # first, so that a slot is never both the last and free
         self._free.append(slot)
 
 
 class GivenBackOnError:
-    """A block that gives a taken slot back when an error leaves it.
+    """Context manager that gives a taken slot back when an exception leaves the block.
 
-    Not behind Ctrl-C: a transfer may have begun of which nobody has the ticket.
+    Not after Ctrl-C: a transfer may have started whose ticket was lost.
     """
 
     def __init__(self, give_back: Callable[[torch.Tensor], None], staged: torch.Tensor) -> None:
@@ -158,9 +158,9 @@ class GivenBackOnError:
         self._staged = staged
 
     def __enter__(self) -> None:
-        """Begin the block."""
+        """Enter the block."""
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give the slot back if an error left the block."""
+        """Give the slot back if an Exception left the block."""
         if kind is not None and issubclass(kind, Exception):
             self._give_back(self._staged)

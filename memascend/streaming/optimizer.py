@@ -1,19 +1,19 @@
-"""The optimizer path: each sub-group is walked in tiles, drive to host to drive.
+"""The optimizer path: each sub-group is stepped tile by tile, drive to host to drive.
 
 Knows torch, the store and the gradient spool; never DeepSpeed. A tile is a fixed-size run of
-elements of one sub-group: master weights, states and gradients are read, the optimizer works on
-them, and all but the gradients are written back, the parameters' own dtype included. Several tiles
+elements of one sub-group. Master weights, states and gradients are read, the optimizer steps them,
+and all but the gradients are written back, with the parameters in their own dtype. Several tiles
 are in flight, also from one sub-group to the next, so that reads, arithmetic and writes overlap.
 
-The optimizer itself is the caller's: the parameter it knows (a tensor that is empty between steps)
-is pointed at one tile after the other. Scalar states (`step`) are put back before every tile, so
-that a sub-group counts as one parameter, as it does when it is stepped whole. Where the caller has
-one, a fused update does all of it in one pass: it takes the gradient as it is stored, and gives the
-new weights in the parameters' own dtype besides.
+The optimizer belongs to the caller: the parameter it knows (a tensor that is empty between steps)
+is pointed at one tile after the other. Scalar states (`step`) are restored before every tile, so
+that a sub-group counts as one parameter, as in an untiled step. If the caller has a fused update,
+that does all of it in one pass: it takes the gradient in its stored dtype, and also writes the new
+weights in the parameters' own dtype.
 
 Tiles may be stepped early, before it is known whether there will be a step (early.py). Their new
-values lie in keys of their own beside the old ones; the walk leaves such tiles out, puts the rest
-of their sub-group there too, and has the keys change places.
+values are written to keys of their own beside the old ones. The walk then skips these tiles, writes
+the rest of their sub-group to the same new keys, and lets the old keys take over the new values.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class OptimizerStream:
         """Wire the stream.
 
         Args:
-            groups: What is walked over.
-            tiles: Where the work is done; the same that `groups` has.
-            spool: Where the gradients come from.
-            take_over: Gives `key` what `other` holds; None where no tile is stepped early.
+            groups: The sub-groups.
+            tiles: The tiles; the same object that `groups` has.
+            spool: Source of the gradients.
+            take_over: Moves the contents of `other` to `key`; None if no tile is stepped early.
         """
         self._groups = groups
         self._tiles = tiles
@@ -71,15 +71,15 @@ class OptimizerStream:
     def begin(
         self, names: Sequence[str], early: Mapping[str, frozenset[int]] | None = None
     ) -> None:
-        """Start a walk over sub-groups, which are then to be stepped in this order.
+        """Start a walk over sub-groups; they must then be stepped in this order.
 
         Args:
             names: All sub-groups.
-            early: Where tiles begin that have been stepped already, by sub-group.
+            early: First elements of tiles that have been stepped already, by sub-group.
 
         Raises:
             StoreError: A write of the last walk failed.
-            TornStepError: It ended half-way.
+            TornStepError: The last walk ended half-way.
         """
         self._tiles.drain()
         self._spool.submit()
@@ -88,9 +88,9 @@ class OptimizerStream:
         self._ahead.begin(names, self._early)
 
     def read_ahead(self, names: Sequence[str]) -> None:
-        """Start reading the first tiles of a walk to come, before all gradients are there.
+        """Start reading the first tiles of the next walk, before all gradients are complete.
 
-        Whoever changes weights or states before it begins has to call `forget_ahead` first.
+        Call `forget_ahead` before weights or states change outside the walk.
 
         Args:
             names: All sub-groups, in the order of the walk.
@@ -98,15 +98,15 @@ class OptimizerStream:
         self._ahead.read(names)
 
     def forget_ahead(self) -> None:
-        """Drop tiles that were read for a walk to come: values of theirs are about to change."""
+        """Drop tiles that were read for the next walk: their values are about to change."""
         self._ahead.forget()
 
     def step(self, step: SubGroupStep, reach: Callable[[int], None] = lambda end: None) -> None:
         """Step the next sub-group of the walk.
 
         Args:
-            step: What is done to it.
-            reach: Told which of its elements, from the first on, are new for whoever reads them.
+            step: The step of the sub-group.
+            reach: Called with the number of leading elements whose new values can be read.
 
         Raises:
             StoreError: The drive failed.
@@ -130,12 +130,12 @@ class OptimizerStream:
                 self._take_states(group)
                 if len(early) == len(begins):
                     step_nothing(step)
-            if self._ahead.is_over():  # a gather has a stream of its own
+            if self._ahead.is_over():  # gathers read the copies on another stream
                 self._tiles.wait_copies()
         except Exception:
             self._ahead.drop()
             raise
-        except BaseException:  # Ctrl-C does not wait
+        except BaseException:  # Ctrl-C: do not wait
             self._ahead.stop()
             raise
         finally:
@@ -145,7 +145,7 @@ class OptimizerStream:
         self._groups.integrity.note_stepped()
 
     def refresh(self, name: str, members: Sequence[Member]) -> None:
-        """Give every member the value of its master weights."""
+        """Set every member's value from its master weights."""
         group = self._groups.group(name)
         self.drain()
         for member in members:
@@ -162,7 +162,7 @@ class OptimizerStream:
                 self._tiles.retire(tile)
 
     def drain(self) -> None:
-        """Wait until nothing is in flight; the walk under way, if any, is over.
+        """Wait until nothing is in flight; ends the current walk, if any.
 
         Raises:
             StoreError: A transfer failed; the others have been waited for.
@@ -173,7 +173,7 @@ class OptimizerStream:
     # -- early -----------------------------------------------------------------------------------
 
     def expect_early(self, name: str, begin: int) -> None:
-        """Have a tile follow those that are stepped early, on whatever thread."""
+        """Queue a tile for `step_early`. Any thread may call."""
         self._ahead.expect_early(name, begin)
 
     def step_early(
@@ -181,11 +181,13 @@ class OptimizerStream:
         steps: Mapping[str, EarlyStep],
         take_gradient: Callable[[str, int], torch.Tensor],
     ) -> tuple[str, int]:
-        """Step the next tile that is expected, beside its old values; return which it was.
+        """Step the next expected tile, and write its values beside the old ones.
+
+        Returns (sub-group, first element).
 
         Args:
-            steps: By sub-group.
-            take_gradient: Returns the block of the tiles' with the gradient of a tile.
+            steps: The steps, by sub-group.
+            take_gradient: Returns the spare block with the gradient of a tile; the tile keeps it.
 
         Raises:
             StoreError: The drive failed.
@@ -201,7 +203,7 @@ class OptimizerStream:
             return tile.owner, tile.begin
 
     def _take_members(self, members: Sequence[Member], begin: int, end: int) -> None:
-        """Have members that end in a range of their sub-group take over their new values."""
+        """Let members that end in [begin, end) of their sub-group take over their new values."""
         self._groups.integrity.note_change()
         for member in members:
             if begin < member.offset + member.numel <= end:
@@ -218,7 +220,7 @@ class OptimizerStream:
 
     @contextmanager
     def _due(self, group: SubGroup, begin: int) -> Iterator[Tile]:
-        """Lend the tile that is due in a walk."""
+        """Lend the next tile of the walk, which must be this one."""
         with self._ahead.lend_next() as tile:
             if (tile.owner, tile.begin) != (group.name, begin):
                 raise AssertionError(f"{group.name} is stepped out of the order of begin()")
@@ -243,7 +245,7 @@ class OptimizerStream:
         *,
         makes_states: bool,
     ) -> None:
-        """Step a tile of the walk, from the sub-group's scalars, and start storing it."""
+        """Step a tile of the walk with the sub-group's scalar states, and start storing it."""
         values = step.states[step.parameter]
         if makes_states:
             values.clear()
@@ -254,7 +256,7 @@ class OptimizerStream:
         if fused is not None:
             self._step_fused(tile, fused, values, step.factor)
         else:
-            # A gradient is refused where it has not the shape of the data.
+            # Data first: torch refuses a gradient whose shape differs.
             step.parameter.data = tile.master.narrow(0, 0, tile.numel)
             step.parameter.grad = self._load_gradient(tile, step.factor)
             self._groups.integrity.note_change()
@@ -266,7 +268,7 @@ class OptimizerStream:
     def _step_fused(
         self, tile: Tile, fused: FusedUpdate, values: State, factor: Factor, *, early: bool = False
     ) -> None:
-        """Step a tile in one pass, of its gradient as it is stored where that is all of it."""
+        """Step a tile in one pass; use the stored gradient directly if it is complete."""
         gradient = tile.raw.narrow(0, 0, tile.numel)
         multiplier = as_number(factor)
         if not early:
@@ -285,13 +287,13 @@ class OptimizerStream:
         )
 
     def _load_gradient(self, tile: Tile, factor: Factor) -> torch.Tensor:
-        """Return a tile's gradient in the step's dtype, multiplied."""
+        """Return a tile's gradient in the step's dtype, multiplied by `factor`."""
         gradient = self._tiles.gradient(tile)
         self._spool.load(tile.owner, tile.begin, tile.raw.narrow(0, 0, tile.numel), gradient)
         return gradient.mul_(factor)
 
     def _collect_states(self, tile: Tile, group: SubGroup, values: State) -> None:
-        """Put states that the optimizer made, or put elsewhere, into the tile."""
+        """Copy states that the optimizer created, or moved, into the tile."""
         for name, value in values.items():
             if not is_state_tensor(name, value, tile.numel):
                 continue
@@ -306,7 +308,7 @@ class OptimizerStream:
     def _write_back(
         self, tile: Tile, group: SubGroup, members: Sequence[Member], *, is_cast: bool, early: bool
     ) -> None:
-        """Store a tile's new values, `early` ones beside the old."""
+        """Store a tile's new values; with `early`, beside the old ones."""
         place = early_key if early else str
         self._tiles.write(tile, place(group.key()), tile.master)
         for number, (name, dtype) in enumerate(group.states.items()):
@@ -316,7 +318,7 @@ class OptimizerStream:
     def _give_to_members(
         self, tile: Tile, members: Sequence[Member], *, is_cast: bool, early: bool = False
     ) -> None:
-        """Give members the tile's weights; with `is_cast` it has them in 16 bits too."""
+        """Write the tile's weights to members; with `is_cast`, `tile.cast` has them already."""
         for member in members:
             first, count = member.overlap(tile.begin, tile.numel)
             if count <= 0:
@@ -326,7 +328,7 @@ class OptimizerStream:
                 source = tile.cast.narrow(0, first - tile.begin, count)
             is_in_host = member.tensor is not None and member.tensor.device.type == "cpu"
             if member.dtype != source.dtype and not is_in_host:
-                # A copy to a device that casts would make a host temporary of its own.
+                # A casting copy to a device would allocate a host temporary.
                 if tile.cast is None:
                     raise AssertionError(f"no room to cast {source.dtype} to {member.dtype}")
                 source = tile.cast.narrow(0, first - tile.begin, count).copy_(source)

@@ -1,18 +1,18 @@
 """The parameter path between drive and host: a shard is staged in a slot, moved, let go.
 
 Knows torch, the pool and the store; never DeepSpeed. A shard holds a slot only while it travels:
-the slot goes back as soon as the copy to the device has passed (an event says so where copies are
-asynchronous), not when the device copy is released. One thread at a time may call.
+the slot is released as soon as the copy to the device has passed (marked by an event if copies are
+asynchronous), not when the device copy is freed. One thread at a time may call.
 
-Who may still touch a slot is settled below this file: the slot is free again only when the lease
-was released and the store has reaped every transfer on it.
+The layers below guard the memory of a slot: it is free again only when its lease is released and
+the store has reaped every transfer on it.
 
-With a budget, host memory is bounded whatever the model is. A shard too large for a slot is
-assembled in device memory, chunk by chunk through the staging slots, and so is one that finds no
-room. Which shards are staged never depends on time or on where they found room, only on sizes and
-calls: DeepSpeed decides by it what to gather, and every rank must decide alike. So a rank that is
-not alone must not go by `has_arrived`. A slot whose shard was let go keeps its bytes until another
-shard needs the room, or it is read again.
+With a budget, host memory is bounded for a model of any size. A shard that is too large for a slot,
+or finds no free slot, is assembled in device memory, chunk by chunk through the staging slots. The
+set of staged shards depends only on sizes and calls, never on time or on where a shard found room:
+DeepSpeed decides from it which shards to gather, and all ranks must decide alike. So `has_arrived`
+must not be used to decide with more than one rank. The slot of a shard that was let go keeps its
+bytes until another shard needs the room, or the shard is read again.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from memascend.streaming.shards import Shard, Shards, ShardState
 from memascend.streaming.staging import StagingSlots
 from memascend.streaming.walk import Walk
 
-#: Casts of updated parameters that may wait for the drive; bounds the slots of writing back.
+#: Casts of updated parameters whose writes may be in flight; bounds the slots of write-back.
 WRITE_BACK_COUNT_MAX = 4
 #: The same with a budget, which bounds their bytes: tiny shards must not wait for one another.
 WRITE_BACK_COUNT_MAX_IN_BUDGET = 64
 
 
 class ParameterStream:
-    """Stages shards. See the module's head for the life of a slot."""
+    """Stages shards. The module's docstring describes the life of a slot."""
 
     def __init__(
         self,
@@ -58,20 +58,20 @@ class ParameterStream:
         """Take no slot yet.
 
         Args:
-            store: Where shards are.
-            pool: Where they are staged.
+            store: The store of the shards.
+            pool: The pool of the slots.
             prefetch_bytes: Bytes that may be read ahead; None derives them from the sizes.
-            staging: Through which shards travel that have no slot; needed with a budget.
-            device: Where those are assembled.
-            walk: The optimizer's, which may still be writing shards.
-            lender: Lends shards that are in memory already; None: each is copied to a slot.
+            staging: Staging slots for shards without a slot; needed with a budget.
+            device: Where shards without a slot are assembled.
+            walk: The optimizer's walk, which may still be writing shards.
+            lender: Lends shards that the store has in memory; None: each is copied to a slot.
         """
         self.pool = pool
         self._store = store
         self._prefetch_bytes = prefetch_bytes
         self.walk = walk or Walk()
         self._shards = Shards()
-        self._staged: dict[Shard, None] = {}  # asked for last, last
+        self._staged: dict[Shard, None] = {}  # in order of request
         self._changed: dict[Shard, None] = {}
         self._loans = Loans(lender)
         self._kept = KeptSlots(pool, self._loans)
@@ -84,22 +84,22 @@ class ParameterStream:
 
     @property
     def share_bytes(self) -> int:
-        """Bytes that one turn may take, and that may be read ahead: together they fit."""
+        """Bytes that one turn may take, and limit of read-ahead: half the budget each."""
         return self.pool.budget_bytes // 2
 
     def take_changes(self) -> Collection[Shard]:
-        """Return the shards that have been staged, have arrived or were let go since last asked."""
+        """Return the shards that were staged, arrived or were let go since the last call."""
         changed, self._changed = self._changed, {}
         return changed
 
     # -- drive -> host or device -----------------------------------------------------------------
 
     def read_ahead(self, shards: Iterable[Shard]) -> None:
-        """Start reading shards, in order, as far as may be read ahead now.
+        """Start reading shards, in order, as far as the read-ahead limit allows now.
 
-        Stops at the first that does not fit, so that what is needed soonest is never overtaken. One
-        that has no slot ever is passed over: it is read when it is needed. Of the first of those
-        first chunks are read ahead, which nobody sees.
+        Stops at the first shard that does not fit, so that later shards never overtake it. Shards
+        that never have a slot are skipped and read when needed. For the first such shard, start
+        reading its leading chunks into free staging slots; its state stays ABSENT.
         """
         for shard in self._staged:
             self._start_late(shard)
@@ -122,12 +122,12 @@ class ParameterStream:
             shard.is_ahead = True
 
     def read_now(self, shards: Iterable[Shard]) -> None:
-        """Have shards staged; on return each has its tensor.
+        """Stage shards; on return each has its tensor.
 
-        What was read ahead gives way to them, furthest first, until they fit the budget.
+        Shards that were read ahead are let go, furthest first, until these fit the budget.
 
         Raises:
-            StoreError: A read failed; everything that was on its way is let go.
+            StoreError: A read failed; all shards being read are let go.
         """
         needed = dict.fromkeys(shards)
         for shard in needed:
@@ -139,7 +139,7 @@ class ParameterStream:
         self._wait(needed)
 
     def has_arrived(self, shard: Shard) -> bool:
-        """Return whether a shard can be had now without waiting for anything."""
+        """Return whether `read_now` would return without waiting for this shard."""
         if not self.walk.has_passed(shard.key):
             return False
         self._start_late(shard)
@@ -152,12 +152,12 @@ class ParameterStream:
         """Wait for every read in flight.
 
         Raises:
-            StoreError: A read failed; everything that was on its way is let go.
+            StoreError: A read failed; all shards being read are let go.
         """
         self._wait(self._staged)
 
     def read_into(self, shard: Shard, target: torch.Tensor) -> None:
-        """Fill a flat tensor that is not a slot: of any device, at any address, of any length."""
+        """Fill a flat tensor that is not a slot, of any device, address and length."""
         self.walk.wait_for([shard.key])
         if self._chunks.staging is not None and target.device.type != "cpu":
             self._chunks.staging.read(key=shard.key, target=target)
@@ -168,10 +168,10 @@ class ParameterStream:
     # -- host -> drive ---------------------------------------------------------------------------
 
     def stage(self, shard: Shard) -> torch.Tensor | None:
-        """Give a slot to be filled by the caller and then stored with `write`.
+        """Return the shard's slot, for the caller to fill and then store with `write`.
 
-        None when the budget has no slot for it: then the caller keeps the shard on the device and
-        stores it with `write_from`.
+        Returns None when the budget has no slot for it: the caller then keeps the shard on the
+        device and stores it with `write_from`.
         """
         if shard.is_lent:  # the store alone writes there
             self.drop(shard)
@@ -210,7 +210,7 @@ class ParameterStream:
         self._chunks.wait(shard)
 
     def write_cast(self, shard: Shard, source: torch.Tensor) -> None:
-        """Cast `source` on its way and start storing it; `source` may be reused on return."""
+        """Cast `source` and start storing it; `source` may be reused on return."""
         self.forget(shard)
         self._make_room([shard])
         bounded = self.pool.is_bounded
@@ -236,16 +236,16 @@ class ParameterStream:
             self.drop(shard)
 
     def recast(self, shard: Shard, dtype: torch.dtype, device: str) -> None:
-        """Store a shard in another dtype from now on; on return it is in the store.
+        """Change the dtype of a shard; on return its values are in the store in `dtype`.
 
         Args:
-            shard: Nobody uses it.
-            dtype: Its values are rounded to it.
-            device: Where all of it is for that long.
+            shard: A shard that is not in use.
+            dtype: The new dtype; values are rounded to it.
+            device: Holds the whole shard meanwhile.
 
         Raises:
             StoreError: The drive failed; the shard is lost.
-            StoreFullError: The drive has no room for it; the same.
+            StoreFullError: The drive has no room for it; the shard is lost.
         """
         self.read_now([shard])
         assert shard.tensor is not None
@@ -265,7 +265,7 @@ class ParameterStream:
         wait_all(self._writes_in_flight())
 
     def _writes_in_flight(self) -> Iterator[Callable[[], object]]:
-        """Yield what waits for each write; what was not reached stays noted."""
+        """Yield a wait function for each write; writes that were not reached stay noted."""
         while self._writes:
             yield self._writes.popleft().wait
         yield self._chunks.wait_writes
@@ -288,15 +288,15 @@ class ParameterStream:
             self._changed[shard] = None
 
     def forget(self, shard: Shard) -> None:
-        """Drop a shard, and have it read from the drive when it is needed again."""
+        """Drop a shard and its kept slot, so that it is read again from the drive."""
         self.drop(shard)
         self._kept.forget(shard)
         self._chunks.forget(shard)
 
     def forget_all(self) -> None:
-        """Drop and forget every shard; on return every slot is free but for writes.
+        """Drop and forget every shard; on return every slot is free, except for writes in flight.
 
-        For whoever is about to change keys in the store by another way than this stream.
+        Call this before keys change in the store by another way than this stream.
         """
         for shard in tuple(self._staged):
             self.drop(shard)
@@ -304,7 +304,7 @@ class ParameterStream:
         self._chunks.forget()
 
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
-        """Drop and forget all shards but some, in whatever state Ctrl-C at any line left them."""
+        """Drop, forget and return all shards but `besides`, in any state that Ctrl-C left."""
         lost = [shard for shard in self._shards.made if shard not in besides]
         self._kept.abandon(lost)
         for shard in lost:
@@ -316,7 +316,7 @@ class ParameterStream:
     # -- slots -----------------------------------------------------------------------------------
 
     def _read(self, shard: Shard) -> None:
-        """Start reading a shard; what is kept of it needs no read, what is still old waits."""
+        """Start reading a shard, unless its kept slot has it or the walk is still to write it."""
         is_kept = shard.state is ShardState.KEPT
         if is_kept:
             self._kept.take(shard)
@@ -330,7 +330,7 @@ class ParameterStream:
             raise
 
     def _start_late(self, shard: Shard) -> None:
-        """Start the read of a shard that waits for its new value, if that is there."""
+        """Start the delayed read of a shard, if the walk has written its new value."""
         if not shard.is_late or not self.walk.has_passed(shard.key):
             return
         assert shard.lease is not None
@@ -345,10 +345,10 @@ class ParameterStream:
         shard.is_late = False
 
     def _wait(self, needed: Collection[Shard]) -> None:
-        """Wait for the reads of these shards, and assemble those that have no slot."""
+        """Wait for the reads of these shards, and assemble those without a slot."""
         reading = [one for one in self._staged if one.state is ShardState.READING]
         try:
-            # Those with a ticket first: meanwhile the drive is busy with them anyway.
+            # Shards with a ticket first: the drive is reading them already.
             for shard in sorted(reading, key=lambda one: one.read is None):
                 if shard not in needed:
                     continue
@@ -369,7 +369,7 @@ class ParameterStream:
             raise
 
     def _stage(self, shard: Shard, *, is_read: bool = False) -> None:
-        """Take a shard in: into its kept slot, into another one, or without."""
+        """Add a shard to the staged ones: in its kept slot, in a new one, or without a slot."""
         if shard.is_staged:
             raise AssertionError(f"{shard.key} is staged already")
         if shard.lease is None and not (is_read and self._loans.offers(shard)):
@@ -384,14 +384,14 @@ class ParameterStream:
         self._changed[shard] = None
 
     def _make_room(self, shards: Iterable[Shard]) -> None:
-        """Let go what was read ahead, furthest first, until these shards fit the budget."""
+        """Let go shards that were read ahead, furthest first, until these fit the budget."""
         needed_bytes = sum(self.pool.slot_bytes(one.nbytes) for one in shards)
         needed_bytes += self._staged_bytes()
         for shard in reversed([one for one in self._staged if one.is_ahead]):
             if needed_bytes <= self.pool.budget_bytes:
                 return
             needed_bytes -= self.pool.slot_bytes(shard.nbytes)
-            with suppress(StoreError):  # nobody needs it now; who does will see the error
+            with suppress(StoreError):  # not needed now; the read that needs it raises the error
                 self.drop(shard)
 
     def _staged_bytes(self) -> int:

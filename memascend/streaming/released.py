@@ -1,9 +1,9 @@
-"""Device memory of parameters that were let go, and that the device may still compute with.
+"""Device memory of parameters that were let go while queued kernels still use them.
 
-The host runs ahead of the device. A parameter that it lets go is used by kernels that have not run,
-so its memory is not free before they have; what is gathered meanwhile needs other memory. Where
-parameters come from host memory nothing else holds the host back, and a whole model could pile up.
-So the bytes are counted, and before more is gathered the oldest are waited for.
+The host runs ahead of the device. The memory of a released parameter is free only after the kernels
+that use it have run; parameters gathered meanwhile need other memory. If parameters come from host
+memory, nothing else slows the host, and a whole model could accumulate on the device. So the bytes
+are counted, and before the next gather the host waits for the oldest ones.
 
 Knows events and byte counts; never DeepSpeed. One thread at a time may call.
 """
@@ -17,25 +17,26 @@ from memascend.base.interfaces import Event
 
 
 class ReleasedMemory:
-    """What was let go, oldest first."""
+    """Released memory that waits for the device, oldest first."""
 
     def __init__(self, *, limit_bytes: int) -> None:
-        """Begin with nothing.
+        """Start with no released memory.
 
         Args:
-            limit_bytes: Most bytes that may wait for the device, or RELEASED_COUNT_MIN parameters.
+            limit_bytes: Bytes that may wait for the device. RELEASED_COUNT_MIN parameters may
+                always wait, even if they are larger.
         """
         self._limit_bytes = limit_bytes
         self._waiting: deque[tuple[Event, int]] = deque()
         self._waiting_bytes = 0
 
     def note(self, nbytes: int, event: Event) -> None:
-        """Count memory that is free once an event has passed, recorded where it was let go."""
+        """Count `nbytes` that are free once `event`, recorded at the release, has passed."""
         self._waiting.append((event, nbytes))
         self._waiting_bytes += nbytes
 
     def wait(self) -> None:
-        """Return when no more than the limit is waiting."""
+        """Wait until no more than the limit is waiting."""
         while self._waiting and self._waiting[0][0].query():
             self._pop()
         while self._waiting_bytes > self._limit_bytes and len(self._waiting) > RELEASED_COUNT_MIN:

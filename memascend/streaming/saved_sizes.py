@@ -1,6 +1,6 @@
-"""How many bytes of what was saved for backward are where, without a look at all of it.
+"""Bytes of saved activations by place, kept up to date without iterating over all of them.
 
-Knows records and their sizes. Whoever calls has the stream's lock.
+Knows records and their sizes. Call with the stream's lock held.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ _PLACES_MIN = 16
 
 
 class RunningMaximum:
-    """Sizes of things by rising numbers, and the largest of those before one. O(log n)."""
+    """Sizes by ascending number; finds the maximum over numbers below a bound. O(log n)."""
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._numbers: list[int] = []  # rising; those that were removed, too
-        # A tree of maxima: the sizes begin in the middle, above any two is the larger one.
+        """Create an empty sequence."""
+        self._numbers: list[int] = []  # ascending, removed ones included
+        # A tree of maxima: leaves (sizes) in the second half, each node the larger of its children.
         self._tree = [0] * (2 * _PLACES_MIN)
 
     def add(self, number: int, nbytes: int) -> None:
-        """Note the size of a thing; its number is larger than all before."""
+        """Add a size; `number` must be larger than all before."""
         if len(self._numbers) == len(self._tree) // 2:
             self._make_room()
         self._numbers.append(number)
         self._set(len(self._numbers) - 1, nbytes)
 
     def remove(self, number: int) -> None:
-        """Forget a thing; harmless where it is not known."""
+        """Remove a number; no effect if it is unknown."""
         place = bisect_left(self._numbers, number)
         if place < len(self._numbers) and self._numbers[place] == number:
             self._set(place, 0)
 
     def largest(self, end: int | None = None) -> int:
-        """Return the largest size, of things before a number if there is one; 0 of none."""
+        """Return the largest size, of numbers below `end` if given; 0 if there are none."""
         if end is None:
             return self._tree[1]
         half = len(self._tree) // 2
@@ -60,7 +60,7 @@ class RunningMaximum:
             self._tree[place] = max(self._tree[2 * place], self._tree[2 * place + 1])
 
     def _make_room(self) -> None:
-        """Give up the places of what was removed, and have as many again."""
+        """Drop removed entries and resize the tree so that at least half of it is free."""
         half = len(self._tree) // 2
         kept = [(n, size) for n, size in zip(self._numbers, self._tree[half:], strict=True) if size]
         room = _PLACES_MIN
@@ -73,17 +73,17 @@ class RunningMaximum:
 
 
 class SavedSizes:
-    """Bytes of the storages that are saved: those that are held, read ahead, on the device at all.
+    """Bytes of saved storages: held, prefetched, and in total on the device.
 
-    Each is told with a storage's own note of how it was counted: so it is counted once, whatever
-    line Ctrl-C came at.
+    Each Record stores how it is counted, so counting is idempotent: a call that Ctrl-C interrupted
+    can be repeated.
     """
 
     def __init__(self, traffic: ActivationTraffic) -> None:
-        """Begin with none.
+        """Start at zero.
 
         Args:
-            traffic: Gets the peak on the device.
+            traffic: Receives the peak bytes on the device.
         """
         self.held_bytes = 0
         self.ahead_bytes = 0
@@ -92,29 +92,29 @@ class SavedSizes:
         self._sizes = RunningMaximum()
 
     def largest(self, end: int | None = None) -> int:
-        """Return the size of the largest that is saved; of those before a number."""
+        """Return the bytes of the largest saved storage, of numbers below `end` if given."""
         return self._sizes.largest(end)
 
     def add(self, record: Record) -> None:
-        """Count one that is saved."""
+        """Count a newly saved storage."""
         self._sizes.add(record.number, record.nbytes)
         self.note_device(record)
 
     def remove(self, record: Record) -> None:
-        """Count one no more, in no way."""
+        """Stop counting a storage."""
         self.count(record, is_held=False, is_ahead=False)
         self._count_on_device(record, False)
         self._sizes.remove(record.number)
 
     def count(self, record: Record, *, is_held: bool, is_ahead: bool) -> None:
-        """Count it as held, as read ahead, or as neither."""
+        """Count a storage as held, as prefetched, or as neither."""
         held_bytes = self.held_bytes + (is_held - record.is_held) * record.nbytes
         self.held_bytes, record.is_held = held_bytes, is_held
         ahead_bytes = self.ahead_bytes + (is_ahead - record.is_ahead) * record.nbytes
         self.ahead_bytes, record.is_ahead = ahead_bytes, is_ahead
 
     def note_device(self, record: Record) -> None:
-        """Count its bytes where they are on the device."""
+        """Count a storage's bytes if they are on the device; update the peak."""
         self._count_on_device(record, record.data is not None)
         peak_bytes = max(self._traffic.device_bytes_peak, self.device_bytes)
         self._traffic.device_bytes_peak = peak_bytes

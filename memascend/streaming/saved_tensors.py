@@ -1,8 +1,9 @@
-"""Which of the tensors that autograd saves go to the drive, and how they come back as they were.
+"""Hooks for saved activations: which tensors go to the drive, and how they are restored.
 
-Hooks for what forward saves for backward, checkpoints' inputs included. A tensor stands for its
-storage: all that share one share what is on the drive, and what comes back is one storage again.
-Knows torch; never DeepSpeed: the caller says what belongs to the model.
+The hooks see every tensor that forward saves for backward, inputs of checkpoints included. A tensor
+stands for its storage: tensors that share a storage share its copy on the drive, and share one
+storage again when they are restored. Knows torch; never DeepSpeed: the caller decides which tensors
+belong to the model.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memascend.streaming.activation_records import Activation, modified_error
 from memascend.streaming.activations import ActivationStream
 
-#: A tensor that covers less of its storage stays: the rest may be somebody's for good.
+#: A tensor that covers less of its storage stays: the rest may be in use elsewhere for longer.
 SHARE_MIN = 1 / 4
-#: What makes of a parameter something else with the same values, by autograd's names.
+#: Autograd nodes whose result has the parameter's values: views, copies and casts.
 _SAME_VALUES = (
     "AliasBackward0",
     "AsStridedBackward0",
@@ -43,7 +44,7 @@ _SAME_VALUES = (
 
 @dataclass(eq=False)
 class Stored:
-    """A tensor whose storage was given away."""
+    """A tensor whose storage was passed to the stream."""
 
     storage: _SharedStorage
     dtype: torch.dtype
@@ -55,14 +56,14 @@ class Stored:
 
 @dataclass(eq=False)
 class _SharedStorage:
-    """A storage that was given away, and those who have a part in it."""
+    """A storage that was passed to the stream, and the tensors that share it."""
 
     activation: Activation
     version: int
     parts: list[weakref.ref[Stored]] = field(default_factory=list)
 
     def is_wanted(self) -> bool:
-        """Return whether somebody is still to take a part."""
+        """Return whether a tensor that shares the storage is still to be restored."""
         return any((part := found()) is not None and not part.is_taken for found in self.parts)
 
 
@@ -71,14 +72,14 @@ class _Left:
     """A tensor that stays where it is."""
 
     tensor: torch.Tensor
-    version: int | None  # None where there are none
+    version: int | None  # None for inference tensors, which have none
 
 
 Packed = Stored | _Left
 
 
 class SavedTensors:
-    """Hooks around the forward passes of one model. Its threads may unpack at once."""
+    """Hooks around the forward passes of one model. Several threads may unpack at once."""
 
     def __init__(
         self,
@@ -88,13 +89,13 @@ class SavedTensors:
         device: torch.device,
         is_of_model: Callable[[torch.Tensor], bool],
     ) -> None:
-        """Begin with nothing saved.
+        """Create the hooks; no tensor is saved yet.
 
         Args:
-            stream: Where storages go.
-            min_bytes: Smaller ones stay.
-            device: What is on another one stays.
-            is_of_model: Tells parameters, and what else lives as long as the model.
+            stream: Takes the storages.
+            min_bytes: Smaller storages stay.
+            device: Tensors on other devices stay.
+            is_of_model: Returns whether a tensor is a parameter, or lives as long as the model.
         """
         self.stream = stream
         self._min_bytes = min_bytes
@@ -104,8 +105,8 @@ class SavedTensors:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Give storages away that are saved by what runs in this block and has no other hooks."""
-        # A compiled model's forward would compile whatever Python runs within it.
+        """Apply the hooks to tensors that are saved in this block, unless inner hooks are set."""
+        # Else a compiled forward pass would compile the hooks, too.
         pack, unpack = map(torch.compiler.disable, (self.pack, self.unpack))
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -114,7 +115,7 @@ class SavedTensors:
             self._known.clear()
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Return what stands for a tensor until backward.
+        """Return the placeholder of a tensor until backward.
 
         Raises:
             StoreError: The drive failed.
@@ -122,7 +123,7 @@ class SavedTensors:
         return self.pack_if_it_goes(tensor) or _leave(tensor)
 
     def pack_if_it_goes(self, tensor: torch.Tensor) -> Stored | None:
-        """Return what stands for a tensor that goes to the drive; None for one that stays.
+        """Return the placeholder of a tensor that goes to the drive; None for one that stays.
 
         Raises:
             StoreError: The drive failed.
@@ -137,11 +138,11 @@ class SavedTensors:
         return stored
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        """Return the tensor as it was saved: dtype, shape, strides, and whom it shares bytes with.
+        """Return the tensor as it was saved: dtype, shape, strides, and sharing of its storage.
 
         Raises:
             StoreError: The drive failed.
-            RuntimeError: It was modified in place since then.
+            RuntimeError: The tensor was modified in place since then.
         """
         if isinstance(packed, _Left):
             return _unchanged(packed)
@@ -173,7 +174,7 @@ class SavedTensors:
         return not is_part_of(tensor, self._is_of_model)
 
     def _shared(self, tensor: torch.Tensor) -> _SharedStorage:
-        """Return the storage of a tensor, given away now unless it has been, as it is."""
+        """Return the storage of a tensor; pass it to the stream unless this version was passed."""
         untyped = tensor.untyped_storage()
         known = self._known.get(untyped._cdata)
         if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
@@ -188,9 +189,9 @@ class SavedTensors:
 
 @contextmanager
 def without_hooks() -> Iterator[None]:
-    """Have this thread's saved tensors stay as they are, whatever hooks are set around the block.
+    """Remove all saved-tensor hooks of this thread for the block.
 
-    torch has no public way to do so; its own context managers stand on the same three functions.
+    torch has no public way to do so; its own context managers use the same three functions.
     """
     autograd = torch._C._autograd
     removed = []
@@ -205,7 +206,7 @@ def without_hooks() -> Iterator[None]:
 
 
 def is_part_of(tensor: torch.Tensor, is_of_model: Callable[[torch.Tensor], bool]) -> bool:
-    """Return whether a tensor is one of the model's, a view of one, or one in another dtype."""
+    """Return whether a tensor belongs to the model, or is a view, copy or cast of such a tensor."""
     if is_of_model(tensor) or (tensor._base is not None and is_of_model(tensor._base)):
         return True
     node = tensor.grad_fn
@@ -218,7 +219,7 @@ def is_part_of(tensor: torch.Tensor, is_of_model: Callable[[torch.Tensor], bool]
 def _leave(tensor: torch.Tensor) -> _Left:
     if tensor.is_inference():
         return _Left(tensor, None)
-    # Else not itself: it may be the result of the very node that keeps it.
+    # A non-leaf may be the result of the node that saves it: detach, or the two form a cycle.
     return _Left(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
 

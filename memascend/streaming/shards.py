@@ -1,4 +1,4 @@
-"""The records of a stream's shards: what each is called, and where it is now besides the store."""
+"""Records of a stream's shards: key, size, and location besides the store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memascend.memory.pool import Lease
 
 
 class ShardState(Enum):
-    """Where the contents of a shard are, besides the store."""
+    """Location of a shard's contents, besides the store."""
 
     ABSENT = "nowhere"
     READING = "on their way here, or waiting to be needed"
@@ -25,21 +25,21 @@ class ShardState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Shard:
-    """One shard: its name and size in the store, and where it is now.
+    """One shard: its key and size in the store, and its location.
 
     Attributes:
         key: Its name in the store.
-        numel: Elements.
-        dtype: Their type.
-        owner: The object that it is a part of, for whoever uses the stream.
-        state: Where its contents are; all below is about one stay here.
-        lease: Of its slot; None when it is staged in device memory, or not at all.
-        tensor: None while a shard without a slot waits to be needed.
+        numel: Number of elements.
+        dtype: Their dtype.
+        owner: The object that it is a part of; used by the stream's caller only.
+        state: Location of its contents. All attributes below are reset by `leave`.
+        lease: The lease of its slot; None when it has no slot (in device memory, lent, or absent).
+        tensor: Its contents; None while a shard without a slot is not needed yet.
         read: Its transfer from the drive while that is in flight.
         is_ahead: Whether it was read ahead and is not needed yet.
         is_late: Whether its read waits until the optimizer has written it.
-        equals_store: Whether it was read and nobody was asked to change it.
-        copied: Passes when the last copy out of the slot is over; None when none is under way.
+        equals_store: Whether it was read and not handed out to be changed.
+        copied: Passes when the last copy out of the slot is over; None when none is in flight.
         is_lent: Whether the tensor is the store's own memory, to be read and never written.
     """
 
@@ -64,16 +64,16 @@ class Shard:
 
     @property
     def is_staged(self) -> bool:
-        """True from the request on until it is let go; it may still be on its way."""
+        """True from the request until the shard is let go; its read may be in flight."""
         return self.state in (ShardState.READING, ShardState.STAGED)
 
     @property
     def is_reused(self) -> bool:
-        """Whether its tensor is host memory that gets other contents later."""
+        """Whether its tensor is host memory that is reused for other contents."""
         return self.lease is not None or self.is_lent
 
     def leave(self) -> None:
-        """End its stay."""
+        """Reset the shard to ABSENT."""
         self.state = ShardState.ABSENT
         self.lease = self.tensor = self.read = self.copied = None
         self.is_ahead = self.is_late = self.equals_store = self.is_lent = False
@@ -83,9 +83,9 @@ class Shards:
     """All shards of a stream."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start with no shards."""
         self.made: list[Shard] = []
-        self._sizes: Counter[int] = Counter()  # how many shards have so many bytes
+        self._sizes: Counter[int] = Counter()  # number of shards by bytes
 
     def make(self, key: str, numel: int, dtype: torch.dtype, owner: Any) -> Shard:
         """Make the record of a shard, once for each."""
@@ -95,20 +95,20 @@ class Shards:
         return shard
 
     def recast(self, shard: Shard, dtype: torch.dtype) -> None:
-        """Have a shard be of another dtype; it is in no slot."""
+        """Change the dtype of a shard that is in no slot."""
         self._sizes[shard.nbytes] -= 1
         shard.dtype = dtype
         self._sizes[shard.nbytes] += 1
 
     @property
     def repeated_bytes_max(self) -> int:
-        """The size of the largest that occur often: the layers', not the embedding's."""
+        """Largest size that occurs often: of the layers' shards, not of the embedding."""
         counts = self._sizes.items()
         repeated = [nbytes for nbytes, count in counts if count >= REPEATED_COUNT_MIN]
         return max(repeated, default=0)
 
     def prefetch_bytes(self, given: int | None) -> int:
-        """Return how much may be read ahead: what was given, or twice the largest of those."""
+        """Return the bytes that may be read ahead: `given`, else twice `repeated_bytes_max`."""
         if given is not None:
             return given
         return max(PREFETCH_BYTES_MIN, 2 * self.repeated_bytes_max)

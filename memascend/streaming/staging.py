@@ -1,8 +1,9 @@
 """Staging slots: tensors of any size pass between the device and the store through fixed memory.
 
 Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one slot: the drive works
-on some while the device copies others. On a device with its own streams an event behind each copy
-says when a slot may go on. One thread at a time may call; Ctrl-C may come anywhere (lent_slots.py).
+on some while the device copies others. On a device with streams, an event after each copy tells
+when the slot may be used next. One thread at a time may call; Ctrl-C may come anywhere
+(lent_slots.py).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from memascend.base.waiting import Ended, event_here
 from memascend.streaming.chunks_ahead import ChunksAhead
 from memascend.streaming.lent_slots import SLOT_COUNT_MIN, GivenBackOnError, LentSlots, Slot
 
-#: What to read: a key, the offset of the first byte in it, elements, and their dtype.
+#: A range to read: key, offset of its first byte, number of elements, dtype.
 Run = tuple[str, int, int, torch.dtype]
 
 
 @dataclass(slots=True)
 class _Write:
-    """A slot filled by a copy that may not have happened yet, on its way to the store."""
+    """A write to the store from a slot; the copy into the slot may still be queued."""
 
     slot: Slot
     filled: Event | None
@@ -37,7 +38,7 @@ class _Write:
     ticket: Ticket | None = None
 
     def overlaps(self, begin: int, end: int) -> bool:
-        """Return whether any of its bytes lie in a range of its key."""
+        """Return whether the write overlaps bytes [begin, end) of its key."""
         return self.offset_bytes < end and begin < self.offset_bytes + self.source.nbytes
 
 
@@ -58,16 +59,16 @@ class StagingSlots:
         """Take `slot_count` slots of `slot_bytes` from `memory` now.
 
         Args:
-            store: Where the bytes come from and go to.
+            store: Source and destination of the bytes.
             memory: Page-locked host memory.
             slot_bytes: A multiple of the page size.
             slot_count: At least SLOT_COUNT_MIN: one fills while another empties.
             component: Name in the ledger.
             new_event: Makes an event of the device; None when the device is the CPU.
-            wait_idle: Waits until the device has nothing to do; None when it is the CPU.
+            wait_idle: Waits until the device is idle; None when it is the CPU.
 
         Raises:
-            ValueError: Too few slots, or none with room for anything.
+            ValueError: `slot_count` or `slot_bytes` is too small.
             HostMemoryError: There is not enough memory.
         """
         if slot_count < SLOT_COUNT_MIN:
@@ -87,7 +88,7 @@ class StagingSlots:
         return len(self._slots)
 
     def resize(self, *, slot_bytes: int, slot_count: int) -> None:
-        """Exchange the slots for others, once nothing is in flight.
+        """Replace all slots by new ones, once nothing is in flight.
 
         Raises:
             StoreError: An earlier write failed.
@@ -153,7 +154,7 @@ class StagingSlots:
         pending = deque((target.narrow(0, *next(chunks)), *one) for one in begun)
         try:
             for begin, count in chunks:
-                # A copy that is being made is over sooner than a read that is being waited for.
+                # Wait for a copy in flight first: it ends sooner than a read from the drive.
                 while pending and not self.reclaim(count * stored.itemsize):
                     if self._reads:
                         self._wait_copied_out()
@@ -164,15 +165,15 @@ class StagingSlots:
             while pending:
                 self._copy_out(*pending.popleft())
         finally:
-            for _, staged, ticket in pending:  # an error is on its way up
+            for _, staged, ticket in pending:  # only after an error
                 self._give_back_settled(staged, ticket)
 
     def wait_writes(self) -> None:
         """Wait until everything written is in the store.
 
         Raises:
-            StoreError: A write since the last call failed, the first that did; the others have been
-                waited for.
+            StoreError: The first write that failed since the last call; the others have been waited
+                for.
         """
         while self._writes:
             self._finish_write()
@@ -189,12 +190,12 @@ class StagingSlots:
     # -- single slots ----------------------------------------------------------------------------
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Take `numel` elements of a slot: the last one, or the next that write-backs let go.
+        """Take `numel` elements of a slot: the last one lent, or the next that becomes free.
 
-        What is taken ends with `submit` or `give_back`; until then the caller keeps this tensor.
+        End with `submit`, `give_back` or `free`; keep a reference to the tensor until then.
 
         Raises:
-            ValueError: So many elements do not fit a slot, or there are none.
+            ValueError: `numel` is not positive, or the elements do not fit a slot.
         """
         if not 0 < numel * dtype.itemsize <= self.slot_bytes:
             raise ValueError(
@@ -209,13 +210,13 @@ class StagingSlots:
             elif self._reads:
                 self._wait_copied_out()
             elif not self.ahead.give_way():
-                self.store.wait_all()  # for what Ctrl-C has left in flight and nobody waits for
+                self.store.wait_all()  # for transfers whose tickets were lost by Ctrl-C
                 if not self._find_lost():
                     raise AssertionError("every staging slot is taken and none was given back")
         return self._slots.lend(numel, dtype)
 
     def reclaim(self, nbytes: int) -> bool:
-        """Free what has passed, without waiting; return whether so many bytes can be taken now."""
+        """Free slots of finished transfers, without waiting; return whether `nbytes` are free."""
         self._submit_filled()
         while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
             self._finish_write()
@@ -226,38 +227,38 @@ class StagingSlots:
     def start_read(
         self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Ticket]:
-        """Take a slot and start a read into it, once the store has every write of these bytes."""
+        """Take a slot and start a read into it, after submitting all writes to the same bytes."""
         staged = self.take(numel, dtype)
         with self.given_back_on_error(staged):
             end = offset_bytes + staged.nbytes
             pending = deque(one for one in self._writes if one.ticket is None and one.key == key)
-            # In order, also those before that overlap: they may overlap one another.
+            # Submit in order, earlier ones included: writes may overlap one another.
             while any(one.overlaps(offset_bytes, end) for one in pending):
                 self._start_late(pending.popleft())
             return staged, self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
 
     def event_here(self) -> Event | None:
-        """Return an event behind what was issued on the current stream; None on the CPU."""
+        """Return an event after all work queued on the current stream; None on the CPU."""
         return event_here(self._new_event)
 
     def submit(
         self, key: str, staged: torch.Tensor, offset_bytes: int, filled: Event | None = None
     ) -> None:
-        """Store a taken slot once the copy into it has happened: `filled`, or all issued so far."""
+        """Store a taken slot once `filled` has passed; None: after all work queued so far."""
         filled = filled or self.event_here()
         self._writes.append(_Write(self._slots.slot_of(staged), filled, key, staged, offset_bytes))
         self._submit_filled()
 
     def submit_all(self, *keys: str) -> None:
-        """Hand every submitted slot, or all of some keys, to the store, whose later reads see them.
+        """Start the write of every submitted slot, or of those of `keys`; later reads see them.
 
-        The device is waited for only where such a slot's copy has not happened.
+        Waits for the device only if the copy into such a slot is not over.
         """
         while any(one.ticket is None and (not keys or one.key in keys) for one in self._writes):
             self._start_late(next(write for write in self._writes if write.ticket is None))
 
     def give_back(self, staged: torch.Tensor) -> None:
-        """Free a taken slot, once the copies out of it that were issued so far have happened."""
+        """Free a taken slot, once all copies out of it that are queued so far are over."""
         event = self.event_here()
         if event is None:
             self.free(staged)
@@ -269,18 +270,18 @@ class StagingSlots:
         self._slots.free(self._slots.slot_of(staged))
 
     def given_back_on_error(self, staged: torch.Tensor) -> GivenBackOnError:
-        """Give a taken slot back when an error leaves the block, whoever raised it."""
+        """Return a context manager that gives a taken slot back if an exception leaves it."""
         return GivenBackOnError(self.give_back, staged)
 
     def read_each(
         self, runs: Iterable[Run], *, ahead: int | None = None
     ) -> Generator[torch.Tensor, None, None]:
-        """Yield a slot with each run, in order; it is the caller's to end.
+        """Yield a slot with each run, in order; the caller gives it back.
 
         Args:
-            runs: None larger than a slot.
-            ahead: Further ones that are being read meanwhile; each takes a slot. None: as many as
-                leave one free for a caller who has another.
+            runs: Ranges, none larger than a slot.
+            ahead: Number of runs to read ahead; each takes a slot. None: two less than there are
+                slots, which leaves one free for the caller.
 
         Raises:
             StoreError: A read failed.
@@ -297,17 +298,17 @@ class StagingSlots:
                 coming[0][1].wait()
                 yield coming.popleft()[0]
         finally:
-            for staged, ticket in coming:  # an error is on its way up
+            for staged, ticket in coming:  # after an error, or when the generator is closed
                 self._give_back_settled(staged, ticket)
 
     def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
-        """Yield the bytes of a key in order, one slot after the other; each is lent until the next.
+        """Yield the bytes of a key in order, slot by slot; each is valid until the next.
 
         Raises:
             StoreError: A read failed.
         """
         runs = ((key, begin, count, torch.uint8) for begin, count in self.chunks(nbytes, 1))
-        with closing(self.read_each(runs)) as each:  # whoever consumes this may need a slot
+        with closing(self.read_each(runs)) as each:  # the caller may need a slot afterwards
             for staged in each:
                 try:
                     yield staged
@@ -315,12 +316,12 @@ class StagingSlots:
                     self.give_back(staged)
 
     def fill(self, *, key: str, nbytes: int, source: Callable[[int, torch.Tensor], None]) -> None:
-        """Store a key that has room, a slot at a time.
+        """Write a reserved key, slot by slot; on return it is in the store.
 
         Args:
-            key: In the store.
-            nbytes: From its beginning on.
-            source: Fills a uint8 tensor with the bytes from an offset on.
+            key: The key in the store.
+            nbytes: Bytes to write, from offset 0.
+            source: Called with (offset, uint8 tensor); fills the tensor with the bytes from there.
 
         Raises:
             StoreError: A write failed.
@@ -342,7 +343,7 @@ class StagingSlots:
             self._give_back_settled(staged, ticket)
 
     def _give_back_settled(self, staged: torch.Tensor, ticket: Ticket) -> None:
-        """Give a slot back; not while a drive that is silent as the program ends may fill it."""
+        """Give a slot back once its read is over; not if the wait ended for a silent drive."""
         with suppress(Exception):
             ticket.wait()
         if ticket.done():
@@ -355,7 +356,7 @@ class StagingSlots:
         self._slots.free(slot)
 
     def _submit_filled(self) -> None:
-        """Hand the store every slot whose copy has happened, in order."""
+        """Start the writes of all slots whose copy is over, in order."""
         for write in self._writes:
             if write.ticket is None:
                 if write.filled is not None and not write.filled.query():
@@ -363,7 +364,7 @@ class StagingSlots:
                 self._start(write)
 
     def _start_late(self, write: _Write) -> None:
-        """Wait for the copy into a slot, and hand it over."""
+        """Wait for the copy into a slot, and start its write."""
         if write.filled is not None:
             write.filled.synchronize()
         self._start(write)
@@ -374,7 +375,7 @@ class StagingSlots:
                 key=write.key, source=write.source, offset_bytes=write.offset_bytes
             )
         except Exception as error:
-            # Whoever happens to need a slot now did not ask for this write.
+            # Keep the error for wait_writes(): the caller at hand may not have asked for the write.
             write.ticket = Ended(error)
 
     def _finish_write(self) -> None:
@@ -387,14 +388,14 @@ class StagingSlots:
                 write.ticket.wait()
         except Exception as error:
             if write.ticket is not None and not write.ticket.done():
-                raise  # at the end of the program: a drive is silent, and may read the slot still
+                raise  # at program exit: a silent drive may still read the slot
             self._write_error = self._write_error or error
             self._failed.add(write.key)
-        # Not behind Ctrl-C: then the drive still reads the slot.
+        # Not in a finally: after Ctrl-C the drive may still read the slot.
         self._writes.popleft()
         self._slots.free(write.slot)
 
     def _find_lost(self) -> bool:
-        """Free what Ctrl-C has left in no list; return whether there was anything."""
+        """Free slots that Ctrl-C left in no list; return whether there were any."""
         listed = [write.slot for write in self._writes] + [slot for _, slot in self._reads]
         return self._slots.find_lost(listed)

@@ -1,8 +1,8 @@
 """The registry of sub-groups: master weights and optimizer states in the store, by name.
 
 Knows torch, the store, and the tiles and slots that bytes pass through; neither the order in which
-sub-groups are stepped nor what an optimizer does to them. One thread at a time may call, but for
-`get`: another thread may step other sub-groups.
+sub-groups are stepped nor the optimizer's arithmetic. One thread at a time may call, except for
+`get`, during which another thread may step other sub-groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ State = MutableMapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter's shard in a sub-group, and where its value comes from and goes.
+    """A parameter's shard in a sub-group, and the location of its value.
 
     Attributes:
         offset: First element in the sub-group.
@@ -42,20 +42,23 @@ class Member:
     tensor: torch.Tensor | None = None
 
     def overlap(self, begin: int, numel: int) -> tuple[int, int]:
-        """Return first element in the sub-group, and count, of what lies in a range of it."""
+        """Return (first element in the sub-group, count) of the overlap with a range of it.
+
+        The count is not positive if there is no overlap.
+        """
         first = max(begin, self.offset)
         return first, min(begin + numel, self.offset + self.numel) - first
 
 
 @dataclass(slots=True)
 class SubGroup:
-    """The elements that the optimizer takes for one parameter.
+    """The elements that the optimizer sees as one parameter.
 
     Attributes:
-        name: Unique; its keys hold it.
+        name: Unique; part of its keys.
         numel: Elements on this rank.
         states: Dtype of each state in the store, in the optimizer's order.
-        fills: States that have not been written yet: every element has this value.
+        fills: States that have not been written yet, with the value of every element.
     """
 
     name: str
@@ -69,19 +72,19 @@ class SubGroup:
 
     @property
     def all_keys(self) -> list[str]:
-        """Return the names of all that the store has of it."""
+        """All its keys in the store."""
         return [self.key(), *map(self.key, self.states)]
 
 
 class StepIntegrity:
-    """Account of whether the values of all sub-groups belong to the same step."""
+    """Tracks whether the values of all sub-groups belong to the same step."""
 
     def __init__(self) -> None:
         self._due_count = 0  # sub-groups of the walk that are still to be stepped
         self.is_torn = False  # some values are new and others old
 
     def begin(self, count: int) -> None:
-        """Begin a walk over so many sub-groups.
+        """Begin a walk over `count` sub-groups.
 
         Raises:
             TornStepError: As `check`.
@@ -99,11 +102,11 @@ class StepIntegrity:
         self.is_torn = self._due_count > 0
 
     def mend(self) -> None:
-        """Note that all values were replaced by such as belong together."""
+        """Note that all values were replaced by values of one step."""
         self.is_torn = False
 
     def check(self) -> None:
-        """Refuse to go on with values of two steps.
+        """Refuse to continue with values of two steps.
 
         Raises:
             TornStepError: An error or an interrupt ended a walk, or a load, half-way.
@@ -124,10 +127,10 @@ class SubGroups:
         """Make an empty registry.
 
         Args:
-            store: Where sub-groups are kept.
-            slots: What single values pass through.
-            tiles: What whole sub-groups pass through.
-            integrity: To be mended by whoever has replaced all values.
+            store: Stores the sub-groups.
+            slots: Staging slots for single values, and whole keys that are loaded.
+            tiles: Memory in which sub-groups are created; gives the master weights' dtype.
+            integrity: The caller calls its `mend` after replacing all values.
         """
         self.store = store
         self._slots = slots
@@ -145,9 +148,9 @@ class SubGroups:
         """Add a sub-group, and store the values of its members as its master weights.
 
         Args:
-            name: Of the sub-group.
-            numel: Its elements.
-            members: Where they come from.
+            name: Name of the sub-group.
+            numel: Its number of elements.
+            members: Source of the values.
             advance: Called with the bytes of each tile.
 
         Raises:
@@ -181,7 +184,7 @@ class SubGroups:
         self._slots.read(key=member.key, target=target, offset_bytes=offset, dtype=member.dtype)
 
     def contains(self, name: str) -> bool:
-        """Return whether there is such a sub-group."""
+        """Return whether a sub-group of this name exists."""
         return name in self._groups
 
     def group(self, name: str) -> SubGroup:
@@ -240,7 +243,7 @@ class SubGroups:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Write out what so far is one value, and wait until everything is in the store.
+        """Write states that still have one fill value, and wait until everything is in the store.
 
         Raises:
             TornStepError: The last step ended half-way.
@@ -265,8 +268,8 @@ class SubGroups:
         Args:
             name: The sub-group.
             state: None for the master weights.
-            dtype: Of the state.
-            source: Fills a uint8 tensor with the bytes from an offset on.
+            dtype: Dtype of the stored values.
+            source: Called with (offset, uint8 tensor); fills the tensor with the bytes from there.
 
         Raises:
             StoreError: The drive failed.
@@ -282,8 +285,8 @@ class SubGroups:
         self._slots.fill(key=group.key(state), nbytes=nbytes, source=source)
 
     def forget_states(self) -> None:
-        """Drop every state; the optimizer begins anew."""
-        with suppress(StoreError):  # of what is dropped, or raised again to who reads it
+        """Drop every state, as for a new optimizer."""
+        with suppress(StoreError):  # of dropped states, or raised again by the next read
             self._tiles.drain()
         for group in self._groups.values():
             for name in group.states:
@@ -292,14 +295,14 @@ class SubGroups:
             group.fills.clear()
 
     def discard(self) -> None:
-        """Give the drive's space back."""
+        """Discard all keys and forget the sub-groups."""
         self.forget_states()
         for group in self._groups.values():
             self.store.discard(key=group.key())
         self._groups.clear()
 
     def _write_out(self, group: SubGroup, state: str) -> None:
-        """Write a state that so far is one value."""
+        """Write a state that still has one fill value."""
         dtype, fill = group.states[state], group.fills.pop(state)
         for begin, count in self._slots.chunks(group.numel, dtype.itemsize):
             staged = self._slots.take(count, dtype).fill_(fill)
@@ -307,13 +310,13 @@ class SubGroups:
 
 
 def make_anew(store: TensorIO, key: str, nbytes: int) -> None:
-    """Make room for a key all of which is about to be written in parts.
+    """Discard and reserve a key that is about to be written completely, in parts.
 
-    After a failed write the store gives nothing of a key before it is written in one piece; a key
-    that is made anew has no such past.
+    After a failed write the store refuses to read a key until it is written in one piece;
+    discarding the key clears that state.
 
     Raises:
-        StoreFullError: There is none.
+        StoreFullError: The drive has no room for it.
     """
     store.discard(key=key)
     store.reserve(key=key, nbytes=nbytes)

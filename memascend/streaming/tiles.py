@@ -1,7 +1,7 @@
-"""Tiles: the fixed memory in which the optimizer step happens, and what is in flight on it.
+"""Tiles: the fixed memory of the optimizer step, and the transfers in flight on it.
 
-Knows torch and the store; neither what an optimizer is nor where gradients come from. One thread at
-a time may call.
+Knows torch and the store; neither the optimizer nor the source of gradients. One thread at a time
+may call, except where noted.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from memascend.base.waiting import CopyTicket, event_here, wait_all
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Contents of one tile, and how many tiles there are.
+    """Contents of one tile, and the number of tiles.
 
     Attributes:
         numel: Elements; a multiple of `memascend.plan.knobs.TILE_NUMEL_STEP`.
-        count: Tiles in flight.
-        state_count: States per parameter (2 for Adam); room for more is made when they appear.
-        master_dtype: Of master weights, and of gradients in the step.
-        state_dtype: Of states.
-        gradient_dtype: In which gradients are stored.
-        parameter_dtype: Of the parameters.
-        spare_count: Blocks beside the tiles, for gradients that come before their tile is read.
+        count: Number of tiles.
+        state_count: States per parameter (2 for Adam); blocks for more are added when they appear.
+        master_dtype: Dtype of master weights, and of gradients in the step.
+        state_dtype: Dtype of states.
+        gradient_dtype: Dtype of stored gradients.
+        parameter_dtype: Dtype of the parameters.
+        spare_count: Blocks beside the tiles, for gradients that arrive before their tile is read.
     """
 
     numel: int
@@ -45,10 +45,10 @@ class TileShape:
 
 @dataclass(slots=True, eq=False)
 class Tile:
-    """Memory of one tile, which range it serves, and what is in flight on it."""
+    """Memory of one tile, the range it serves, and the transfers in flight on it."""
 
     master: torch.Tensor
-    raw: torch.Tensor  # gradients as they are stored
+    raw: torch.Tensor  # gradients in their stored dtype
     cast: torch.Tensor | None  # parameters in their own dtype
     states: list[torch.Tensor]
     tickets: list[Ticket] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Tile:
     numel: int = 0
 
     def wait(self) -> None:
-        """Wait for all that is in flight on it, then raise the first error."""
+        """Wait for all transfers in flight on it, then raise the first error."""
         wait_all([self._finish_oldest] * len(self.tickets))
 
     def _finish_oldest(self) -> None:
@@ -70,7 +70,7 @@ class Tile:
 
 
 class Tiles:
-    """All tiles: idle, in the caller's hands, or retired with writes under way."""
+    """All tiles: idle, taken by the caller, or retired with transfers in flight."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Tiles:
         """Take the memory of all tiles now.
 
         Args:
-            store: Where they are read from and written to.
+            store: Source and destination of their contents.
             memory: Page-locked host memory.
-            shape: What a tile holds, and how many there are.
+            shape: Contents and number of tiles.
             new_event: Makes an event of the device; None when the device is the CPU.
         """
         self._store = store
@@ -133,7 +133,7 @@ class Tiles:
         return bool(self._idle)
 
     def has_retired(self) -> bool:
-        """Return whether `take` would at most wait for writes."""
+        """Return whether there are retired tiles, so that `take` would only wait for transfers."""
         return bool(self._retired)
 
     def retire(self, tile: Tile) -> None:
@@ -141,10 +141,10 @@ class Tiles:
         self._retired.append(tile)
 
     def find_lost(self, held: Collection[Tile]) -> None:
-        """Retire tiles that Ctrl-C has left to nobody.
+        """Retire tiles that Ctrl-C left in no list.
 
         Args:
-            held: Those that are in the caller's hands.
+            held: Tiles that the caller has taken.
         """
         for tile in self._all:
             if tile not in self._idle and tile not in self._retired and tile not in held:
@@ -179,7 +179,7 @@ class Tiles:
         self.write_part(tile, key, part, tile.begin * source.element_size())
 
     def write_part(self, tile: Tile, key: str, source: torch.Tensor, offset_bytes: int) -> None:
-        """Start writing memory of the tile to any place."""
+        """Start writing memory of the tile to any key and offset."""
         ticket = self._store.write(key=key, source=source, offset_bytes=offset_bytes)
         tile.tickets.append(ticket)
 
@@ -191,7 +191,7 @@ class Tiles:
             tile.tickets.append(CopyTicket(event))
 
     def wait_copies(self) -> None:
-        """Return when copies from retired tiles are over, for readers on any stream."""
+        """Wait until copies from retired tiles are over, for readers on any stream."""
         for tile in self._retired:
             for ticket in tile.tickets:
                 if isinstance(ticket, CopyTicket):
@@ -205,25 +205,28 @@ class Tiles:
         return (block if block.dtype == dtype else block.view(dtype)).narrow(0, 0, tile.numel)
 
     def gradient(self, tile: Tile) -> torch.Tensor:
-        """Return where gradients of the tile are computed with: one place for all, or its own."""
+        """Return the block for the tile's gradients in the step's dtype.
+
+        It is shared by all tiles if gradients are stored in another dtype, else the tile's own.
+        """
         block = tile.raw if self._scratch is None else self._scratch
         return block.narrow(0, 0, tile.numel)
 
-    # -- gradients that come before their tile: any thread may call -------------------------------
+    # -- gradients that arrive before their tile: any thread may call ------------------------------
 
     def take_spare(self) -> torch.Tensor | None:
-        """Return a block that takes the gradients of a tile; None when all are taken."""
+        """Return a spare block for the gradients of a tile; None when all are taken."""
         try:
             return self._spare.popleft()
         except IndexError:
             return None
 
     def give_spare(self, block: torch.Tensor) -> None:
-        """Give a block back."""
+        """Return a spare block."""
         self._spare.append(block)
 
     def exchange_gradient(self, tile: Tile, block: torch.Tensor) -> None:
-        """Make a block the tile's own, and give the tile's back in its place."""
+        """Swap a spare block with the tile's gradient block; the latter becomes a spare."""
         block, tile.raw = tile.raw, block
         self.give_spare(block)
 

@@ -1,10 +1,10 @@
-"""Which tiles are stepped next, and those of them that are being read.
+"""The order of tiles in a walk, and the tiles being read ahead.
 
-Knows in what order tiles come, and what of them is read; not what is done to them. While one tile
-is computed the next ones are read, also from one sub-group to the next. The first tiles of a walk
-may be read before it begins, when weights and states are final and gradients are not: these follow
-when it begins. Where it begins elsewhere, or states have come or gone, its tiles are read anew; who
-changes a value has to say so.
+Knows the order of tiles and their reads; not the arithmetic of a step. While one tile is computed
+the next ones are read, also from one sub-group to the next. The first tiles of a walk may be read
+before it begins, when weights and states are final and gradients are not; their gradients are read
+when it begins. If the walk begins at other tiles, or states were added or removed, the tiles are
+read again. A caller that changes a value must call `forget`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memascend.streaming.gradients import GradientSpool
 from memascend.streaming.sub_groups import SubGroup, SubGroups
 from memascend.streaming.tiles import Tile, Tiles
 
-#: Of a tile that is read: sub-group, begin, states, and those that are one value as yet.
+#: Identity of a tile's read: sub-group, first element, states, states with a fill value.
 _Content = tuple[str, int, tuple[str, ...], tuple[str, ...]]
 
 
@@ -31,28 +31,28 @@ class TilesAhead:
     """Tiles in the order in which they are stepped. One thread at a time may call."""
 
     def __init__(self, *, groups: SubGroups, tiles: Tiles, spool: GradientSpool) -> None:
-        """Begin with nothing to step.
+        """Start without a walk.
 
         Args:
-            groups: What the tiles are of.
-            tiles: Where they are read to.
-            spool: Where their gradients come from.
+            groups: The sub-groups of the tiles.
+            tiles: Memory that they are read to.
+            spool: Source of their gradients.
         """
         self._groups, self._tiles, self._spool = groups, tiles, spool
         self._coming: Iterator[tuple[SubGroup, int]] = iter(())
         self._early_coming: deque[tuple[SubGroup, int]] = deque()
         self._reading: deque[Tile] = deque()
-        self._before_walk: list[_Content] = []  # of tiles read for a walk to come
+        self._before_walk: list[_Content] = []  # tiles read for the next walk
 
     def begin(self, names: Sequence[str], early: Mapping[str, frozenset[int]]) -> None:
-        """Start a walk over sub-groups; gradients are complete.
+        """Start a walk over sub-groups; gradients must be complete.
 
         Args:
-            names: All sub-groups, in their order.
-            early: Where tiles begin that are left out, by sub-group.
+            names: All sub-groups, in order.
+            early: First elements of tiles that are skipped, by sub-group.
         """
-        # Cleared first: after Ctrl-C below some tiles have their gradients and others have not, and
-        # the walk after that reads all anew.
+        # Cleared first: after Ctrl-C below only some tiles have their gradients, so the next walk
+        # must read all of them again.
         read, self._before_walk = self._before_walk, []
         self._early_coming.clear()
         coming = self._in_order(names, early)
@@ -66,9 +66,9 @@ class TilesAhead:
         self._coming = coming
 
     def read(self, names: Sequence[str]) -> None:
-        """Start reading the first tiles of a walk to come; nothing while any tile is being read.
+        """Start reading the first tiles of the next walk; no effect while any tile is being read.
 
-        Whoever changes weights or states before it begins has to call `forget` first.
+        Call `forget` before weights or states change outside the walk.
         """
         if self._reading:
             return
@@ -78,22 +78,22 @@ class TilesAhead:
                 return
             try:
                 self._read(group, begin)
-            except StoreError:  # the walk reads it anew, and says so
+            except StoreError:  # the walk reads it again, and raises the error
                 return
-            # Behind it: Ctrl-C may leave half a tile.
+            # After the read: Ctrl-C may leave a tile half read.
             self._before_walk.append(_content(group, begin))
 
     def forget(self) -> None:
-        """Drop tiles that were read for a walk to come; those of one under way stay."""
+        """Drop tiles that were read for the next walk; tiles of a current walk stay."""
         if self._before_walk:
             self.drop()
 
     def expect_early(self, name: str, begin: int) -> None:
-        """Have a tile follow those that are stepped early, on whatever thread."""
+        """Queue a tile to be stepped early. Any thread may call."""
         self._early_coming.append((self._groups.group(name), begin))
 
     def stop(self) -> None:
-        """End the walk; what is being read is in flight still."""
+        """End the walk; tiles being read are retired with their reads in flight."""
         self._coming = iter(())
         self._early_coming.clear()
         self._before_walk = []
@@ -101,19 +101,19 @@ class TilesAhead:
             self._tiles.retire(self._reading.popleft())
 
     def drop(self) -> None:
-        """End the walk, once nothing is being read; reads that fail are nobody's errors."""
+        """End the walk after waiting for its reads; their errors are ignored."""
         for tile in self._reading:
             with suppress(StoreError):
                 tile.wait()
         self.stop()
 
     def is_over(self) -> bool:
-        """Return whether no tile is left of the walk."""
+        """Return whether the walk has no tile left."""
         return not self._reading
 
     @contextmanager
     def lend_next(self) -> Iterator[Tile]:
-        """Lend the next tile, read; those after it are on their way."""
+        """Lend the next tile after waiting for its read; start reading those after it."""
         self._read_next()
         tile = self._reading.popleft()
         try:
@@ -124,7 +124,7 @@ class TilesAhead:
             self._tiles.retire(tile)
 
     def _read_next(self) -> None:
-        """Start reading what comes next: one tile if there is any, more while tiles are idle."""
+        """Start reading the next tiles: while tiles are idle, and at least one if any is left."""
         while self._tiles.has_idle() or (not self._reading and self._tiles.has_retired()):
             following = next(self._coming, None)
             is_early = following is None
@@ -139,7 +139,7 @@ class TilesAhead:
     def _in_order(
         self, names: Sequence[str], early: Mapping[str, frozenset[int]]
     ) -> Iterator[tuple[SubGroup, int]]:
-        """Return sub-group and begin of the tiles of a walk."""
+        """Yield (sub-group, first element) of the tiles of a walk."""
         return (
             (group, begin)
             for group in map(self._groups.group, names)
@@ -148,7 +148,7 @@ class TilesAhead:
         )
 
     def _read(self, group: SubGroup, begin: int) -> Tile:
-        """Start reading weights and states."""
+        """Start reading the weights and states of a tile."""
         tile = self._tiles.take(group.name, begin, group.numel)
         self._reading.append(tile)
         self._tiles.read(tile, group.key(), tile.master)

@@ -1,6 +1,6 @@
-"""What is done to the tiles of a sub-group, and what an optimizer has of them between two.
+"""Steps of sub-groups, as the optimizer stream takes them, and helpers for optimizer state.
 
-Knows torch and names of keys; neither where bytes lie nor which optimizer it is.
+Knows torch and names of keys; neither where bytes are stored nor which optimizer it is.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class FusedUpdate(Protocol):
         """Step in place.
 
         Args:
-            begin: First element of the tile, counted in its sub-group.
-            gradient: In whatever dtype it is stored; may be overwritten.
-            factor: What it is multiplied by first.
-            weight: The master weights.
-            values: The optimizer's state, which is brought forward.
-            output: Becomes the new weights in its own dtype.
+            begin: First element of the tile in its sub-group.
+            gradient: The gradient in its stored dtype; may be overwritten.
+            factor: Multiplied into the gradient first.
+            weight: The master weights; updated.
+            values: The optimizer's state; updated.
+            output: Receives the new weights in its own dtype; None if they are not needed.
         """
 
 
@@ -46,12 +46,12 @@ class SubGroupStep:
 
     Attributes:
         name: The sub-group.
-        parameter: What the optimizer knows it as; empty between steps.
+        parameter: The optimizer's parameter for it; empty between steps.
         states: The optimizer's state by parameter.
-        update: One step of the optimizer on `parameter` and its `grad`.
-        factor: What gradients are multiplied by first (unscaling and clipping).
-        members: Its parameters; each gets its new value.
-        fused: Taken instead of `update` by a sub-group that has all of its states.
+        update: Runs one step of the optimizer on `parameter` and its `grad`.
+        factor: Multiplied into gradients first (unscaling and clipping).
+        members: Its parameters; each receives its new value.
+        fused: Used instead of `update` once the sub-group has its states.
     """
 
     name: str
@@ -65,12 +65,12 @@ class SubGroupStep:
 
 @dataclass(frozen=True, slots=True)
 class EarlyStep:
-    """A step that may come, of a sub-group that has all of its states.
+    """A step that may follow, of a sub-group that has all of its states.
 
     Attributes:
         name: The sub-group.
-        fused: Leaves the optimizer as it is.
-        factor: What gradients are multiplied by first.
+        fused: One step that does not change the optimizer.
+        factor: Multiplied into gradients first.
         members: Its parameters, all of them in the store.
     """
 
@@ -81,33 +81,33 @@ class EarlyStep:
 
 
 def early_key(key: str) -> str:
-    """Return the store's name for what a key is to hold once an early step is taken."""
+    """Return the key of the new value of `key`, until an early step is taken over."""
     return f"early.{key}"
 
 
 def as_number(factor: Factor) -> float | None:
-    """Return a factor that fp32 is multiplied by as fp32; None for a tensor that may promote it."""
+    """Return a factor as a number; None for a tensor that is not 0-dim, or not on the CPU."""
     if not isinstance(factor, torch.Tensor):
         return float(factor)
     return None if factor.dim() or factor.device.type != "cpu" else float(factor)
 
 
 def step_nothing(step: SubGroupStep) -> None:
-    """Have an optimizer count a step of which every element has been stepped early."""
+    """Let an optimizer count a step of a sub-group whose tiles were all stepped early."""
     if step.fused is None:
         raise AssertionError(f"{step.name} was stepped early, and has no fused step")
-    nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # not torch's defaults
     values = step.states[step.parameter]
     step.fused(begin=0, gradient=nothing, factor=1.0, weight=nothing, values=values, output=None)
 
 
 def is_state_tensor(name: str, value: object, numel: int) -> bool:
-    """Return whether a value of the state has an element for each of the parameter's."""
+    """Return whether a state value is a tensor with one element per element of the parameter."""
     return isinstance(value, torch.Tensor) and name != "step" and value.shape == (numel,)
 
 
 def copy_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a copy that an optimizer cannot change."""
+    """Return a copy; tensors are cloned."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in scalars.items()
@@ -115,7 +115,7 @@ def copy_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def let_go(parameter: torch.Tensor, values: State, group: SubGroup) -> None:
-    """Take the tile's memory away from a parameter and its states."""
+    """Empty a parameter, its gradient and its states, so that they do not refer to tile memory."""
     parameter.grad = None
     parameter.data = parameter.data.new_empty(0)
     for name in group.states:

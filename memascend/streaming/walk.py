@@ -1,8 +1,8 @@
-"""The optimizer's walk while it goes on behind the caller: how far it is, and who waits for it.
+"""The optimizer's walk in the background: its progress, and waiting for it.
 
-Knows names of values and the order in which they become new; neither tensors nor the drive. The
-steps run on a thread of their own, one after the other. Whoever wants a value waits until it is
-new, and no longer; whoever changes what the walk works with waits for its end.
+Knows names of values and the order in which they are written; neither tensors nor the drive. The
+steps run in order on a thread of their own. A reader of a value waits until that value is written;
+a caller that changes the walk's inputs waits for its end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
-#: One sub-group's part; calls back with the elements that are new so far, counted from its start.
+#: Steps one sub-group; calls back with the number of its leading elements that are new so far.
 Step = Callable[[Callable[[int], None]], None]
-#: Where a value ends: the number of its step, and elements from that one's start.
+#: End of a value: the index of its step, and the element in that step.
 Place = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
 class _Course:
-    """One walk: where its values end, and how far it has come."""
+    """One walk: the ends of its values, and its progress."""
 
     places: Mapping[str, Place]
     reached: Place = (0, 0)
@@ -37,10 +37,10 @@ class _Course:
 
 
 class Walk:
-    """Steps behind the caller, one walk at a time. Any thread may ask and wait; one starts."""
+    """Runs steps in the background, one walk at a time. One thread starts; any may wait."""
 
     def __init__(self, use_device: Callable[[], object] = int) -> None:
-        """Begin with nothing to wait for.
+        """Start without a walk.
 
         Args:
             use_device: Makes the device current on the thread that the steps run on.
@@ -53,26 +53,26 @@ class Walk:
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which some thread waited for values or for a walk's end."""
+        """Seconds that threads have waited for values or for the end of a walk."""
         return self._waited_s
 
     @property
     def is_under_way(self) -> bool:
-        """Whether `finish` has something to do."""
+        """Whether a walk was started and not finished by `finish`."""
         return self._course is not None
 
     def start(
         self, steps: Sequence[Step], places: Mapping[str, Place], end: Callable[[], object]
     ) -> None:
-        """Begin a walk; the one before has been finished.
+        """Start a walk; the one before must have been finished.
 
         Args:
             steps: In order.
-            places: Of each value that becomes new, by name.
-            end: Called behind the last step, or the one that failed.
+            places: End of each value that the walk writes, by name.
+            end: Called after the last step, or after the one that failed.
 
         Raises:
-            RuntimeError: The system has no thread to give; nothing has begun.
+            RuntimeError: No thread could be started; the walk has not begun.
         """
         if self._course is not None:
             raise AssertionError("the walk before was not finished")
@@ -81,18 +81,19 @@ class Walk:
         try:
             self._course = course
             thread.submit(self._run, course, steps, end)
-        except BaseException:  # Ctrl-C too: nobody is to wait for what may never begin
-            # No calls here, which Ctrl-C might come behind once more.
+        except BaseException:  # Ctrl-C, too: no thread may wait for a walk that never begins
+            # No function calls here: a second Ctrl-C could come after one. Write is_withdrawn
+            # before reading has_begun; _run() does the reverse.
             course.is_withdrawn = True
             if not course.has_begun:
                 self._course = None
             raise
 
     def run(self, function: Callable[[], None]) -> Future[None]:
-        """Run a part of a step that is not a walk's yet, behind what runs already.
+        """Queue a function on the walk's thread, for a tile that is stepped before its walk.
 
         Raises:
-            RuntimeError: The system has no thread to give.
+            RuntimeError: No thread could be started.
         """
 
         def run_on_device() -> None:
@@ -102,15 +103,15 @@ class Walk:
         return self._get_thread().submit(run_on_device)
 
     def has_passed(self, name: str) -> bool:
-        """Return whether a value is new, or none of the walk's."""
+        """Return whether a value is new, or not written by the walk."""
         course = self._course
         return course is None or course.has_passed(name)
 
     def wait_for(self, names: Iterable[str]) -> None:
-        """Return when all these values are new.
+        """Wait until all these values are new.
 
         Raises:
-            StoreError: The walk ended before, or whatever else ended it.
+            StoreError: The walk failed before it wrote them; other errors of its steps likewise.
         """
         course = self._course
         if course is None:
@@ -123,10 +124,10 @@ class Walk:
             raise course.error
 
     def finish(self) -> None:
-        """Return when the walk is over; Ctrl-C ends the wait, not the walk.
+        """Wait until the walk is over; Ctrl-C ends the wait, not the walk.
 
         Raises:
-            StoreError: It failed, or whatever else ended it; raised once.
+            StoreError: The walk failed; other errors of its steps likewise. Raised once.
         """
         course = self._course
         if course is None:
@@ -140,7 +141,7 @@ class Walk:
             raise course.error
 
     def close(self) -> None:
-        """Give the thread back, once nothing is under way."""
+        """End the thread, after all functions queued on it."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
@@ -155,7 +156,7 @@ class Walk:
 
     def _get_thread(self) -> ThreadPoolExecutor:
         if self._thread is None:
-            # One for all walks: each thread has a stack and OpenMP's helpers.
+            # One thread for all walks: each thread has a stack and its own OpenMP threads.
             self._thread = ThreadPoolExecutor(1, "memascend-optimizer")
         return self._thread
 
@@ -165,7 +166,8 @@ class Walk:
                 course.reached = place
                 self._changed.notify_all()
 
-        # Before the question below: whoever withdraws it asks the other way round.
+        # Write has_begun before reading is_withdrawn; start() does the reverse, so at least one of
+        # them sees the other.
         course.has_begun = True
         try:
             if course.is_withdrawn:
@@ -175,7 +177,7 @@ class Walk:
                 step(lambda numel, index=index: reach((index, numel)))  # type: ignore[misc]
                 reach((index + 1, 0))
             end()
-        except BaseException as error:  # whoever waits is to raise it
+        except BaseException as error:  # raised by the threads that wait
             course.error = error
             with suppress(Exception):  # the first error is the one to raise
                 end()

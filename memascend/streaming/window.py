@@ -1,12 +1,12 @@
-"""The window: gradients that wait on the drive as they arrived, to be added up in one go.
+"""The window: gradients that wait on the drive as they arrived, and are added up in one pass.
 
-A micro-step that adds its gradient to an fp32 sum at once moves 8 bytes of the drive for each
-element. One that appends it, in the 16 bits in which it arrived, writes 2, and waits for nothing; 2
-more are read when the window is over. They are added in the order in which they came, in the sum's
-dtype, on the device they came from: the sum is the same to the bit. Where the dtypes are equal
-appending would move as many bytes as adding does, so there each gradient is added as it comes.
+A micro-step that adds its gradient to an fp32 sum at once causes 8 bytes of drive traffic per
+element. One that appends the gradient, in the 16 bits in which it arrived, writes 2 and waits for
+no read; 2 more are read at the end of the window. The gradients are added in order of arrival, in
+the sum's dtype, on the device they came from: the sum is bit-identical. If the dtypes are equal,
+appending would move as many bytes as adding, so each gradient is added as it arrives.
 
-Here are also the records of what a shard has on the drive. Knows torch and the slots; never
+Also defines the records of a shard's values on the drive. Knows torch and the slots; never
 DeepSpeed.
 """
 
@@ -23,12 +23,12 @@ from memascend.streaming.staging import StagingSlots
 
 Factor = float | torch.Tensor
 
-#: Places of sums; the third holds values that were set or multiplied for good, the rest a window.
+#: Places of sums; the third holds values that were set, or stored as a product; the rest a window.
 SUM_PLACES = (0, 1)
 SET_PLACE = 2
 WINDOW_PLACES = range(3, 3 + APPENDED_COUNT_MAX)
 
-#: Elements that are widened at once on the host, where torch makes a copy.
+#: Elements that are widened at once on the host: torch makes a temporary copy of them.
 _WIDENED_NUMEL = 1 << 16
 
 
@@ -44,14 +44,14 @@ class StoredGradient:
 
 @dataclass(slots=True)
 class Window:
-    """What is to be added to a shard's latest value, or to take its place.
+    """Gradients to be added to a shard's latest value, or to replace it.
 
     Attributes:
-        replaces: The first gradient takes its place.
-        numel: Elements.
-        dtype: In which they are added.
-        device: Where they are added.
-        gradients: On the drive, as they arrived, in order.
+        replaces: Whether the sum replaces the latest value.
+        numel: Number of elements.
+        dtype: The sum's dtype.
+        device: The device they are added on.
+        gradients: The appended gradients on the drive, in order of arrival.
     """
 
     replaces: bool
@@ -67,15 +67,15 @@ class Window:
         last: torch.Tensor | None,
         places: TilePlaces | None = None,
     ) -> Generator[tuple[int, torch.Tensor, torch.Tensor], None, None]:
-        """Yield the sum chunk by chunk: where each begins, a slot for it, and the sum itself.
+        """Yield the sum chunk by chunk: (first element, a slot for it, the sum).
 
-        The slot is the caller's to fill, unless it has the sum already, and to end.
+        The caller fills the slot, unless it holds the sum already, and submits it or gives it back.
 
         Args:
-            slots: What everything passes through.
-            latest: The shard's, of `dtype`; None is zero, which makes 0.0 of a first -0.0.
+            slots: The staging slots that all chunks pass through.
+            latest: The shard's, of `dtype`; None adds to zero, which turns a first -0.0 into 0.0.
             last: One more gradient, of `dtype` and on `device`.
-            places: No chunk is to lie in two of their tiles.
+            places: Cut chunks at the borders of these tiles.
 
         Raises:
             StoreError: A read failed.
@@ -90,7 +90,7 @@ class Window:
             for begin, count in chunks
             for one in stored
         )
-        # The sum's slot is kept while others are added to it.
+        # The sum's slot stays taken while the others are added to it.
         with closing(slots.read_each(runs, ahead=None if self.gradients else 1)) as reads:
             for begin, count in chunks:
                 staged = next(reads) if has_latest else slots.take(count, self.dtype)
@@ -114,7 +114,7 @@ class Window:
         value: torch.Tensor | None,
         arrived: torch.Tensor,
     ) -> torch.Tensor:
-        """Add a gradient to a value, or begin one with it; give its slot back."""
+        """Return `value` plus a gradient (None counts as zero); give the gradient's slot back."""
         try:
             moved = arrived.to(self.device, non_blocking=True)
             if self.device.type != "cpu":
@@ -131,13 +131,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class TilePlaces:
-    """Where parts of one gradient go instead of to the drive.
+    """Host memory for parts of one gradient, instead of the drive.
 
     Attributes:
-        offset: Its first element in the sub-group.
+        offset: The gradient's first element in the sub-group.
         tile_numel: Elements of a tile.
-        find: Returns host memory for so many elements, of one tile, from one of the sub-group on;
-            None: they go to the drive.
+        find: `find(begin, count)` returns the tile's buffer for elements [begin, begin+count) of
+            the sub-group, which lie in one tile; None: write them to the drive.
     """
 
     offset: int
@@ -145,7 +145,7 @@ class TilePlaces:
     find: Callable[[int, int], torch.Tensor | None]
 
     def chunks(self, numel: int, numel_max: int) -> Iterator[tuple[int, int]]:
-        """Cut the gradient into (begin, count) runs that lie in one tile each, and fit a slot."""
+        """Cut the gradient into (begin, count) runs; each lies in one tile and fits a slot."""
         begin, end = self.offset, self.offset + numel
         while begin < end:
             following = (begin // self.tile_numel + 1) * self.tile_numel
@@ -159,15 +159,15 @@ class GradientShard:
     """Record of one parameter's gradient on this rank.
 
     Attributes:
-        name: What its keys begin with.
+        name: Prefix of its keys.
         offset: First element in the sub-group.
-        latest: The sum in the making; None before the first one.
-        window: What is still to be added to it, if anything.
-        seen: What the next step works on; None reads as zero, as do elements behind its end.
-        factors: What finished steps multiplied the seen value by, in order.
-        squares: Sum of squares of `latest`, 0-dim; fp64 where the device has it.
-        away: Begin, in the sub-group, and elements of what of the seen value is not on the drive:
-            tiles have it, or had it.
+        latest: The partial sum; None before the first one.
+        window: Gradients still to be added to `latest`, if any.
+        seen: The value that the next step uses; None reads as zero, as do elements past its end.
+        factors: Factors by which finished steps multiplied `seen`, in order.
+        squares: Sum of squares of `latest`, 0-dim; fp64 if the device supports it.
+        away: (first element in the sub-group, count) of each part of `seen` that was given to a
+            tile, and so is not on the drive.
     """
 
     name: str
@@ -181,7 +181,7 @@ class GradientShard:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it never got a gradient."""
+        """Whether the shard never got a gradient."""
         return self.latest is None and self.window is None
 
     def key(self, place: int) -> str:
@@ -206,7 +206,7 @@ class SeenPart:
 
 
 def zero_between(parts: Iterable[SeenPart], target: torch.Tensor) -> None:
-    """Make zero what no part of a range fills."""
+    """Zero the elements of `target` that no part fills."""
     end = 0
     for part in sorted(parts, key=lambda part: part.begin):
         target.narrow(0, end, part.begin - end).zero_()
