@@ -1,4 +1,4 @@
-"""What more host memory would be good for, and what wastes it, from the plan: a line for each."""
+"""Advice from the plan: traffic that more host memory would save, and settings that waste it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from memascend.plan.derive import Plan, derive
 from memascend.plan.shapes import ModelShapes
 from memascend.plan.stock import BUFFERS, POOL, stock
 
-#: What of stock's account is as large as which keys of a part of the JSON say.
+#: By section of the JSON: a component of stock's account, and the keys that set its size.
 _BUFFER_KEYS = {
     "offload_param": (POOL, ("buffer_count", "buffer_size")),
     "offload_optimizer": (BUFFERS, ("buffer_count",)),
 }
-#: What is offered to the plan.
+#: The additional memory for which savings are computed.
 MORE_BYTES = GIB
 
 
 def advise(shapes: ModelShapes, plan: Plan) -> str:
-    """Return what host memory above the plan's would save of the drive's traffic in a step."""
+    """Return a line with the traffic of a step that MORE_BYTES of host memory would save."""
     default = derive(shapes, request=plan.request)
     limit_bytes = plan.host_bytes if plan.limit_bytes is None else plan.limit_bytes
     if limit_bytes < default.host_bytes:
         return (
-            f"a host_memory_limit of {format_nbytes(default.host_bytes)} or more makes nothing "
-            f"smaller than is fast; it is {format_nbytes(limit_bytes)}"
+            f"host_memory_limit is {format_nbytes(limit_bytes)}, which makes buffers smaller than "
+            f"their defaults; a limit of {format_nbytes(default.host_bytes)} or more does not"
         )
     now = _moved_bytes(plan)
     richer = derive(shapes, request=plan.request, limit_bytes=limit_bytes + MORE_BYTES)
@@ -42,7 +42,7 @@ def advise(shapes: ModelShapes, plan: Plan) -> str:
 
 
 def advise_in_cpu(shapes: ModelShapes, plan: Plan) -> str:
-    """Return what the memory of `max_in_cpu` would be good for; empty where none is taken."""
+    """Return a line about the memory that `max_in_cpu` takes; empty if it takes none."""
     in_cpu_bytes = plan.host.get(PARAMETERS_IN_CPU, 0)
     if not in_cpu_bytes:
         return ""
@@ -51,15 +51,14 @@ def advise_in_cpu(shapes: ModelShapes, plan: Plan) -> str:
     instead = derive(shapes, request=request, limit_bytes=plan.host_bytes)
     text = (
         f"offload_param.max_in_cpu takes {format_nbytes(in_cpu_bytes)} of host memory; without it "
-        f"{format_nbytes(least.host_bytes)} instead of {format_nbytes(plan.host_bytes)} will do"
+        f"{format_nbytes(least.host_bytes)} instead of {format_nbytes(plan.host_bytes)} are enough"
     )
     saved = _moved_bytes(plan) - _moved_bytes(instead)
     if saved <= 0:
         return text
     return (
-        f"{text}, and as a host_memory_limit of {format_nbytes(plan.host_bytes)} the same memory "
-        f"would save {format_nbytes(saved)} of the {format_nbytes(_moved_bytes(plan))} that a step "
-        "moves"
+        f"{text}. As a host_memory_limit of {format_nbytes(plan.host_bytes)} the same memory would "
+        f"save {format_nbytes(saved)} of the {format_nbytes(_moved_bytes(plan))} that a step moves"
     )
 
 
@@ -70,13 +69,13 @@ def advise_pinning(
     *,
     locks_for_nothing: bool = False,
 ) -> str:
-    """Return what settings of pinned memory would take for nothing; empty where none is stated.
+    """Return a line about memory settings that have no effect; empty if none are stated.
 
     Args:
-        shapes: Of the model.
-        plan: Of the run.
-        settings: Of the DeepSpeed JSON.
-        locks_for_nothing: Whether DeepSpeed's `pin_memory` locks memory that no device copies.
+        shapes: The model.
+        plan: The plan of the run.
+        settings: The DeepSpeed JSON.
+        locks_for_nothing: Whether `pin_memory` locks memory that no device copies from.
     """
     account = stock(shapes, request=plan.request, settings=settings).host
     idle, idle_bytes, pinned = [], 0, []
@@ -91,13 +90,13 @@ def advise_pinning(
     lines = []
     if idle:
         lines.append(
-            f"no effect here: {', '.join(idle)}. DeepSpeed's buffers of that number and size, "
-            f"{format_nbytes(idle_bytes)}, are not made"
+            f"no effect here: {', '.join(idle)}. DeepSpeed's buffers of this number and size, "
+            f"{format_nbytes(idle_bytes)}, are not allocated"
         )
     if pinned and locks_for_nothing:
         lines.append(
-            f"{', '.join(pinned)} locks {format_nbytes(plan.host_bytes)} for nothing, since no "
-            "device copies from it by itself; false leaves it to the system"
+            f"{', '.join(pinned)} locks {format_nbytes(plan.host_bytes)} without a benefit, since "
+            "there is no GPU to copy from it; set it to false"
         )
     return "; ".join(lines)
 

@@ -1,8 +1,8 @@
 """The tensors of a Hugging Face model, from the numbers in its config.json alone.
 
-Each architecture gives every parameter with the name, the shape and the order that transformers 5
-gives it (experts fused into one tensor per layer), so that the sub-groups DeepSpeed cuts from that
-order come out the same. Pure; knows neither torch nor transformers.
+Each architecture yields every parameter with its name, shape and order in transformers 5 (experts
+fused into one tensor per layer), so that DeepSpeed would cut the same sub-groups from that order.
+Pure; knows neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from memascend.base.json_text import show_json
 from memascend.errors import ConfigError
 
-#: Far beyond any model; a config.json with more would only take memory and time.
+#: Far above any model; a config.json with more would only cost memory and time.
 LAYER_COUNT_MAX = 10_000
 COUNT_MAX = 1 << 40
 _LAYER_KEYS = ("num_hidden_layers", "n_layer")
@@ -23,10 +23,10 @@ Tensors = Iterator[tuple[str, Shape]]
 
 
 def tensors_of(config: Mapping[str, Any]) -> tuple[list[tuple[str, Shape]], dict[str, str]]:
-    """Return every (name, shape), and which name stands for which other one (tied weights).
+    """Return every (name, shape), and tied weights as name -> name of the tensor it shares.
 
     Raises:
-        ConfigError: The architecture is not known here, or a number is missing or impossible.
+        ConfigError: The architecture is unknown, or a number is missing or out of range.
     """
     numbers = numbers_of(config)
     tensors = list(_ARCHITECTURES[numbers.model_type](numbers))
@@ -40,7 +40,7 @@ def numbers_of(config: Mapping[str, Any]) -> Numbers:
     """Return the numbers of a config.json whose architecture is known.
 
     Raises:
-        ConfigError: It is not known here.
+        ConfigError: The architecture is unknown.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
@@ -54,7 +54,7 @@ def numbers_of(config: Mapping[str, Any]) -> Numbers:
 
 
 class Numbers:
-    """The numbers of a config.json; missing or null ones have the default of transformers."""
+    """The numbers of a config.json; missing or null ones have transformers' defaults."""
 
     def __init__(
         self, model_type: str, config: Mapping[str, Any], defaults: Mapping[str, Any]
@@ -67,7 +67,7 @@ class Numbers:
         """Return a whole number of at least 1.
 
         Raises:
-            ConfigError: It is missing, or something else.
+            ConfigError: It is missing, or has another type or value.
         """
         value = self._value(key, default)
         maximum = LAYER_COUNT_MAX if key in _LAYER_KEYS else COUNT_MAX
@@ -79,10 +79,10 @@ class Numbers:
         return value
 
     def flag(self, key: str) -> bool:
-        """Return true or false; what is missing is false.
+        """Return true or false; false if the key is missing.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: It has another type.
         """
         value = self._value(key, False)
         if not isinstance(value, bool):
@@ -97,7 +97,7 @@ class Numbers:
 
 
 def _decoder(numbers: Numbers, mlp: Callable[[Numbers, str], Tensors]) -> Tensors:
-    """Yield what Llama, Qwen, Mistral and Mixtral share; `mlp` gives what they do not."""
+    """Yield the tensors of Llama, Qwen, Mistral and Mixtral, which differ in `mlp`."""
     hidden = numbers.count("hidden_size")
     yield "model.embed_tokens.weight", (numbers.count("vocab_size"), hidden)
     for layer in range(numbers.count("num_hidden_layers")):
@@ -188,7 +188,7 @@ _ARCHITECTURES: dict[str, Callable[[Numbers], Tensors]] = {
     "gpt2": _gpt2,
 }
 
-# What transformers assumes for keys a config.json leaves out, and what the architecture itself is.
+# transformers' defaults for keys missing in a config.json, and fixed facts of the architecture.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias_allowed": True, "mlp_bias_allowed": True},
     "qwen2": {"qkv_bias": True},

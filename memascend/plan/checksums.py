@@ -1,7 +1,7 @@
 """The costs of verification: host memory of checksums, and drive bytes of keys in whole grains.
 
-Pure arithmetic for one rank. Both are the most that can be needed, with nothing in the resident
-cache: what is resident later has been on the drive before.
+Pure arithmetic for one rank. Both are upper bounds, with an empty resident cache: keys that become
+resident later have been on the drive before.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from memascend.plan.request import PlanRequest
 from memascend.plan.shapes import ModelShapes
 
 # As csrc/nvme/space/checksums.hpp keeps them.
-#: What one checksum stands for, and with verification the block of every transfer.
+#: Bytes that one checksum covers; with verification the unit of every transfer.
 GRAIN_BYTES = 64 << 10
 CHECKSUM_BYTES = 4
-#: Checksums of so much of a volume lie in one page.
+#: Bytes of a volume whose checksums fill one page.
 PAGE_SPAN_BYTES = PAGE_BYTES // CHECKSUM_BYTES * GRAIN_BYTES
-#: Memory for them is taken in multiples of this.
+#: Memory for checksums is taken in multiples of this.
 SLAB_BYTES = 64 << 10
-#: Of each volume: where one kind of keys ends and the next begins.
+#: Extra pages per volume, for the borders between kinds of keys.
 PAGES_BESIDE = 2
-#: Besides the sums: what a program sets by hand.
+#: Besides the sums: gradients that a program sets by hand.
 GRADIENTS_SET = 1
 
 
 def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Return the host bytes of the checksums of all that may lie on drives; 0 without any."""
+    """Return the host bytes of checksums for everything that may be on drives; 0 without any."""
     if request.verify == "off":
         return 0
     _, rounded = _key_bytes(shapes, request, GRADIENTS_SET)
@@ -36,7 +36,7 @@ def checksum_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
 
 
 def rounding_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Return the most drive bytes that keys take beyond their own, ending in whole grains."""
+    """Return the most drive bytes that rounding all keys up to whole grains adds."""
     if request.verify == "off":
         return 0
     exact, rounded = _key_bytes(shapes, request, 0)
@@ -44,8 +44,8 @@ def rounding_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
 
 
 def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) -> tuple[int, int]:
-    """Return the bytes of all keys together, as they are and in whole grains."""
-    sizes: list[tuple[int, int]] = []  # (bytes, how many such keys)
+    """Return the bytes of all keys together: exact, and in whole grains."""
+    sizes: list[tuple[int, int]] = []  # (bytes, number of such keys)
     world = request.world
     values = 2 if request.during_backward else 1
     if request.parameters_device == "nvme":
@@ -58,7 +58,7 @@ def _key_bytes(shapes: ModelShapes, request: PlanRequest, gradients_set: int) ->
             numel = tensor.shard_numel(world)
             sizes.append((numel * window.sum_itemsize, window.sums + gradients_set))
             sizes.append((numel * window.arriving_itemsize, window.places))
-            # Of whole sub-groups: one for each tensor is the most there can be.
+            # Keys of sub-groups: at most one sub-group per tensor.
             sizes.append((numel * request.master_itemsize, values))
             sizes.append((numel * request.state_itemsize, values * request.states))
     exact = sum(nbytes * count for nbytes, count in sizes)

@@ -1,13 +1,13 @@
 """Device memory, host memory and traffic for a number of tokens, in five ways to train.
 
-What forward saves for backward may stay on the device, go to pinned host memory (transformers'
-checkpointing with `offload`), or go to the drive (the section `activations`). With checkpointing it
-is one hidden state for each layer, without it everything in the table of layers.py.
+Saved activations stay on the device, go to pinned host memory (transformers' checkpointing with
+`offload`), or go to the drive (the section `activations`). With checkpointing they are one hidden
+state per layer, without it everything in the table of layers.py.
 
-Device memory is what lasts, and the largest of what comes on top at three moments: in the loss,
-when the largest gradient is reduced, and in the backward pass of a layer. Checkpoints, the reduce
-bucket and drive bytes are exact; the rest are estimates, named as such. Defaults and temporaries
-are those of DeepSpeed 0.19.8: runtime/zero/config.py, stage3.py and partitioned_param_coordinator.
+Peak device memory is the lasting memory plus the largest temporary of three moments: the loss, the
+reduction of the largest gradient, and the backward pass of a layer. Checkpoints, the reduce bucket
+and drive bytes are exact; the rest are estimates, named as such. Defaults and temporaries are those
+of DeepSpeed 0.19.8: runtime/zero/config.py, stage3.py and partitioned_param_coordinator.
 
 Pure arithmetic; neither torch nor DeepSpeed.
 """
@@ -38,38 +38,39 @@ from memascend.plan.layers import (
 from memascend.plan.shapes import ModelShapes, TensorShape
 from memascend.plan.stock import StockPlan
 
-#: CUDA's context, libraries' workspaces, and what the allocator cannot use.
+#: CUDA's context, workspaces of libraries, and fragmentation of the allocator.
 DEVICE_RESERVE_BYTES = 3 * GIB // 2
 #: Python, torch and the device's libraries.
 HOST_RESERVE_BYTES = 3 * GIB
-#: Stock squares a gradient's norm in fp64, so many elements at once (_constant_buffered_norm2).
+#: Stock computes a gradient's norm in fp64, on pieces of this many elements
+#: (_constant_buffered_norm2).
 NORM_NUMEL, FP64_BYTES = 250_000_000, 8
 
 # Components of device memory.
 GATHERED = "parameters gathered (estimate)"
-RELEASED = "parameters let go, still computed with"
+RELEASED = "parameters let go, kernels queued"
 BUCKET = "reduce bucket"
 CHECKPOINTS = "checkpoints, one for each layer"
-SAVED = "all that layers save (estimate)"
+SAVED = "saved activations (estimate)"
 KEPT = "activations.device_bytes"
-FLIGHT = "activations on their way"
+FLIGHT = "activations in flight"
 RESERVE = "driver, libraries, fragments (estimate)"
-# What comes on top, at one moment each.
+# Temporaries, each at its own moment.
 LOSS = "at the loss (estimate)"
 HEAD = "at the largest gradient (estimate)"
 LAYER = "in backward of a layer (estimate)"
-#: Of the traffic, and on the drive.
+#: The stream's name, in traffic and on the drive.
 ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to train: what is saved, and where it goes.
+    """A way to train: which activations are saved, and where.
 
     Attributes:
-        title: For people.
-        has_memascend: Else stock DeepSpeed.
-        has_checkpoints: Whether each layer saves its input alone, and is computed again.
+        title: Its name in output.
+        has_memascend: Whether memascend runs; else stock DeepSpeed.
+        has_checkpoints: Whether each layer saves only its input, and is recomputed in backward.
         place: "device", "host" or "drive".
     """
 
@@ -106,9 +107,9 @@ class DeviceSettings:
 
     Attributes:
         bucket_numel: reduce_bucket_size.
-        has_bucket: contiguous_gradients: whether the bucket is memory of its own.
+        has_bucket: contiguous_gradients: whether the bucket has memory of its own.
         prefetch_numel: stage3_prefetch_bucket_size.
-        live_numel: stage3_max_live_parameters, which bounds prefetching alone.
+        live_numel: stage3_max_live_parameters, which bounds only prefetching.
     """
 
     bucket_numel: int = _ZERO.reduce_bucket_size
@@ -118,7 +119,7 @@ class DeviceSettings:
 
     @classmethod
     def from_deepspeed(cls, settings: DeepSpeedSettings, *, hidden: int) -> DeviceSettings:
-        """Read a DeepSpeed JSON; "auto" is what Hugging Face's Trainer makes of the hidden size."""
+        """Read a DeepSpeed JSON; "auto" becomes Hugging Face Trainer's value for `hidden`."""
         zero, squared = settings.zero_optimization, hidden * hidden
         auto = zero.left_to_trainer
         prefetches_auto = "stage3_prefetch_bucket_size" in auto
@@ -138,12 +139,12 @@ class ContextPlan:
 
     Attributes:
         way: The way.
-        tokens: Of one micro-step: context times batch.
-        device: Device memory that lasts through the passes, by component.
-        moments: What comes on top, at one moment each.
-        host_bytes: The highest host memory, HOST_RESERVE_BYTES included.
-        host_activation_bytes: Of it, what was saved by forward.
-        drive_bytes: Of what was saved, on the drive: written and read once in each micro-step.
+        tokens: Tokens of one micro-step: context times batch.
+        device: Lasting device memory, by component.
+        moments: Temporary device memory, by moment.
+        host_bytes: Peak host memory, HOST_RESERVE_BYTES included.
+        host_activation_bytes: Host memory of saved activations.
+        drive_bytes: Saved activations on the drive: written and read once in each micro-step.
     """
 
     way: Way
@@ -156,22 +157,22 @@ class ContextPlan:
 
     @property
     def device_bytes(self) -> int:
-        """The highest device memory."""
+        """Peak device memory."""
         return sum(self.device.values()) + max(self.moments.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Everything but the number of tokens.
+    """All settings except the number of tokens.
 
     Attributes:
-        shapes: Of the model, from a config.json.
+        shapes: Shapes of the model, from a config.json.
         stock: Its account with stock DeepSpeed.
         ours: Its plan with memascend, slots of activations included.
-        device: What device memory depends on.
-        activations: The section of the block.
-        has_fused_loss: Whether logits are made in chunks, and never kept.
-        has_tiled_mlp: Whether MLPs go over their tokens in tiles.
+        device: Settings that device memory depends on.
+        activations: The section `activations` of the block.
+        has_fused_loss: Whether logits are computed in chunks, and not saved.
+        has_tiled_mlp: Whether MLPs process their tokens in tiles.
         rounds_pinned: Whether pinned memory is rounded up to a power of two, as torch does.
     """
 
@@ -199,12 +200,12 @@ class Training:
         return self.ours.request.param_itemsize
 
     def plan(self, way: Way, tokens: int, *, device_bytes: int = 0) -> ContextPlan:
-        """Count every byte.
+        """Compute the bytes for a number of tokens.
 
         Args:
             way: One of WAYS.
-            tokens: Of one micro-step on this rank: context times batch.
-            device_bytes: All memory of the device, a share of which the host may run ahead by.
+            tokens: Tokens of one micro-step on this rank: context times batch.
+            device_bytes: Total memory of the device; a share of it bounds released parameters.
         """
         widths = self.widths
         layer = layer_bytes(widths, self.itemsize, has_tiled_mlp=self.has_tiled_mlp)
@@ -234,14 +235,14 @@ class Training:
             drive_bytes=drive_bytes,
         )
 
-    # -- what forward saves ------------------------------------------------------------------------
+    # -- saved activations -------------------------------------------------------------------------
 
     def _saved(
         self, way: Way, tokens: int, widths: Widths, layer: LayerBytes
     ) -> tuple[dict[str, int], int]:
-        """Return what is on the device of what layers save, by component, and what goes to a drive.
+        """Return (saved activations on the device by component, bytes on the drive).
 
-        To the drive goes also what the last norm and the loss save.
+        The drive also gets the activations that the last norm and the loss save.
         """
         of_layer = layer.hidden if way.has_checkpoints else layer.saved
         in_layers = tokens * widths.layers * of_layer
@@ -262,11 +263,11 @@ class Training:
     # -- parameters and gradients ------------------------------------------------------------------
 
     def _gathered_numel(self) -> int:
-        """Return elements gathered at once.
+        """Return the most elements that are gathered at once.
 
-        Where forward turns to backward that is what will be used again within
-        stage3_max_reuse_distance, counted on the way there and on the way back. Elsewhere it is a
-        layer or a single large tensor. What is read ahead comes on top.
+        Between forward and backward these are the parameters that are used again within
+        stage3_max_reuse_distance, which counts both passes: half of it. Elsewhere it is a layer or
+        a single large tensor. Prefetched parameters are added.
         """
         largest = max(tensor.numel for tensor in self.shapes.tensors)
         layer = max(sum(tensor.numel for tensor in layer) for layer in self.shapes.layers())
@@ -275,7 +276,7 @@ class Training:
         return min(self.shapes.numel, in_use + ahead)
 
     def _released_bytes(self, device_bytes: int) -> int:
-        """Return the most that waits for kernels; stock has no limit, and nothing is counted."""
+        """Return the most bytes of released parameters that wait for kernels (memascend only)."""
         always = RELEASED_COUNT_MIN * _largest_in_layers(self.shapes.tensors) * self.itemsize
         return min(max(released_bytes_max(device_bytes), always), self.shapes.numel * self.itemsize)
 
@@ -283,11 +284,11 @@ class Training:
         return self.device.bucket_numel if self.device.has_bucket else 0
 
     def _gradient_bytes(self, way: Way, numel: int) -> int:
-        """Return what is taken beside the bucket while gradients are reduced.
+        """Return device bytes used beside the bucket while gradients are reduced.
 
-        A gradient that fits goes into the bucket, and the full bucket is copied once to be dealt
-        out; a larger one is reduced where it is. Stock then has its part on the device once more
-        as it comes back from host memory, once in fp32, and a piece of it in fp64.
+        A gradient that fits goes into the bucket, and the full bucket is copied once to be
+        scattered; a larger one is reduced in place. Stock then also has its partition on the device
+        as read back from host memory, once more in fp32, and a piece of it in fp64.
 
         Args:
             way: Stock or memascend.
@@ -303,13 +304,13 @@ class Training:
         piece = min(-(-numel // world), NORM_NUMEL)
         return nbytes + -(-reduced // world) * (self.itemsize + FP32_BYTES) + piece * FP64_BYTES
 
-    # -- what comes on top -------------------------------------------------------------------------
+    # -- temporaries -------------------------------------------------------------------------------
 
     def _moments(self, way: Way, tokens: int, widths: Widths, layer: LayerBytes) -> dict[str, int]:
         logits = FUSED_LOSS_TENSORS * layer.hidden
         if not self.has_fused_loss:
             logits = LOGITS_BYTES * widths.vocabulary
-        # What a layer has saved is counted among all that is saved where it is not computed again.
+        # Without recomputation the layer's saved activations are counted in _saved() already.
         backward = layer.backward if way.has_checkpoints else layer.gradients
         tile = min(tokens, widths.hidden) * layer.tile  # as DeepSpeed's examples divide tokens
         learning = self.shapes.trainable
@@ -336,19 +337,19 @@ def widths_of(shapes: ModelShapes) -> Widths:
     """
     if shapes.config is None:
         raise ConfigError(
-            f"{shapes.name}: what a context takes cannot be derived from the shapes of parameters. "
+            f"{shapes.name}: the memory of a context cannot be derived from shapes of parameters. "
             "Give the model's config.json, or a folder that holds it"
         )
     return Widths.from_config(shapes.config)
 
 
 def with_activations(footprint: Footprint, nbytes: int, micro_steps: int) -> Footprint:
-    """Return an account with what goes to the drive for backward, and comes back.
+    """Return an account with the traffic of saved activations added.
 
     Args:
-        footprint: Without it.
-        nbytes: Of one micro-step.
-        micro_steps: Of one optimizer step.
+        footprint: The account without activations.
+        nbytes: Bytes of activations on the drive in one micro-step.
+        micro_steps: Micro-steps of one optimizer step.
     """
     moved = nbytes * micro_steps
     return dataclasses.replace(

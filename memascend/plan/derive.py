@@ -1,9 +1,9 @@
-"""The plan: every host byte, drive byte and byte moved per step, before anything is allocated.
+"""The plan: host bytes, drive bytes and traffic per step, computed before anything is allocated.
 
-Pure arithmetic over shapes and a request, for one rank. The runtime is built from the same `Plan`,
-so its knobs are what will be reserved, and its components are the names memory is accounted under.
+Pure arithmetic over shapes and a request, for one rank. The runtime is built from the same `Plan`:
+it reserves the sizes of the knobs, and accounts for memory under the names of the components.
 
-Given a limit, the largest sizes that fit are taken; knobs.py says what shrinks first.
+With a limit, the largest sizes that fit are chosen; knobs.py defines the order of shrinking.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from memascend.plan.shapes import ModelShapes
 
 __all__ = ["LimitTooSmallError", "Plan", "PlanRequest", "default_limit", "derive"]
 
-#: Without a stated limit, take at most this share of what is free.
+#: Without a stated limit, take at most this share of the free memory.
 DEFAULT_SHARE = 0.5
-#: On the drive with verification: what tensors take beyond their own bytes, at most.
+#: On the drive with verification: the most bytes that rounding keys up adds.
 ROUNDING = "rounding up to whole grains"
-#: On the drive where the step begins during backward: what it changes, once more.
+#: On the drive if the step begins during backward: a second copy of the values that it changes.
 SECOND_VALUES = "second values"
 
 
@@ -48,24 +48,24 @@ SECOND_VALUES = "second values"
 class Plan(Footprint):
     """The knobs and bytes that one rank will reserve and move.
 
-    `host_initialization` and `host_step` are empty: nothing of ours comes on top.
+    `host_initialization` and `host_step` are empty: memascend takes no temporary host memory.
 
     Attributes:
-        model: Name of the model, for people.
-        request: What was asked for.
+        model: Name of the model, for messages.
+        request: The request that it was derived from.
         limit_bytes: The limit it was derived under, None without one.
-        bounce_bytes: Block for unaligned heads and tails.
-        staging_slot_count: Slots through which gradients and large parameters pass.
+        bounce_bytes: Size of the block for unaligned heads and tails.
+        staging_slot_count: Slots that gradients and large parameters pass through.
         staging_slot_bytes: Bytes of each.
         tile_numel: Elements of one tile, 0 when the optimizer is not on the drive.
         tile_count: Tiles in flight.
-        is_tiled: False when a tile is a whole sub-group because the optimizer asks for it.
-        parameter_slots_bytes: Budget of all parameter slots, reading ahead included.
-        prefetch_bytes: Of that budget, what may be filled by reading ahead.
+        is_tiled: False when a tile is a whole sub-group because the optimizer requires it.
+        parameter_slots_bytes: Budget of all parameter slots, read-ahead included.
+        prefetch_bytes: The part of that budget that read-ahead may fill.
         slot_bytes_max: Larger shards pass through the staging slots in chunks.
-        backward_parameters_bytes: What a backward pass reads of parameters.
-        resident: Of each stream, the bytes that stay in host memory instead of on the drive.
-        not_ours: Host memory that torch or DeepSpeed take besides, as far as the request shows it.
+        backward_parameters_bytes: Bytes of parameters that a backward pass reads.
+        resident: By stream, the bytes that stay in host memory instead of on the drive.
+        not_ours: Host memory that torch or DeepSpeed take in addition, as far as the request shows.
     """
 
     model: str
@@ -86,12 +86,12 @@ class Plan(Footprint):
 
     @property
     def checksum_bytes(self) -> int:
-        """Bytes of the checksums of what is on the drives; 0 without verification."""
+        """Host bytes of the checksums; 0 without verification."""
         return self.host.get(CHECKSUMS, 0)
 
     @property
     def spare_count(self) -> int:
-        """Blocks beside the tiles, for gradients that come before their tile is read."""
+        """Blocks beside the tiles, for gradients that arrive before their tile is read."""
         return spare_count(self.request)
 
     @property
@@ -106,12 +106,12 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
     Args:
         shapes: The model.
         request: Ranks, precisions, optimizer, devices, and the knobs the user fixed.
-        limit_bytes: What all components of one rank together may take; None: the defaults, with
+        limit_bytes: Host bytes for all components of one rank together; None: the defaults, with
             no resident cache.
 
     Raises:
-        LimitTooSmallError: The limit is below what the smallest knobs need.
-        ConfigError: Nothing is on a drive.
+        LimitTooSmallError: The limit is below the sum of the smallest knobs.
+        ConfigError: Neither parameters nor optimizer are on a drive.
     """
     if "nvme" not in (request.parameters_device, request.optimizer_device):
         raise ConfigError(
@@ -125,7 +125,7 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
     host = knobs.host(request)
     totals = _stream_bytes(shapes, request)
     resident: dict[str, int] = {}
-    # Where something had to shrink, what is left over is less than a step of a knob.
+    # If a knob had to shrink, less than one step of a knob is left: no cache.
     if rest_bytes is not None and knobs == choose_knobs(shapes, request, None):
         resident = _resident(totals, request, page_down(rest_bytes - sum(host.values())))
     host[RESIDENT_CACHE] = sum(page_up(nbytes) for nbytes in resident.values())
@@ -152,14 +152,14 @@ def derive(shapes: ModelShapes, *, request: PlanRequest, limit_bytes: int | None
 
 
 def default_limit(plan_default_bytes: int, *, available: int) -> int:
-    """Return the limit when the key is left out.
+    """Return the limit in bytes for a configuration without `host_memory_limit`.
 
-    It is what the plan takes by default (no resident cache), but no more than half of what is
-    free: the other half is for the model's own Python, torch, data loading and the page cache.
+    It is the size of the default plan (no resident cache), but at most half of the available
+    memory: the other half is for Python, torch, data loading and the page cache.
 
     Args:
         plan_default_bytes: `host_bytes` of a plan derived without a limit.
-        available: Bytes this process can have, from `memory_available`.
+        available: Bytes available to this process, from `memory_available`.
     """
     return min(plan_default_bytes, int(available * DEFAULT_SHARE))
 
@@ -178,7 +178,7 @@ def _shards_bytes(shapes: ModelShapes, request: PlanRequest) -> list[int]:
 
 
 def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
-    """Return the bytes of one rank's part of everything that lives on the drive, each once."""
+    """Return the bytes of one rank's part of each stream, before residency, one copy of each."""
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     has_parameters = request.parameters_device == "nvme"
     if request.optimizer_device != "nvme":
@@ -192,7 +192,7 @@ def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
 
 
 def _resident(totals: Mapping[str, int], request: PlanRequest, room_bytes: int) -> dict[str, int]:
-    """Share memory out, first to the stream of which a byte saves the drive most."""
+    """Divide memory among streams, first to the one that saves the most traffic per byte."""
     order = [PARAMETERS, GRADIENTS, MASTER, STATE]
     if request.gradient_accumulation_steps > 1 and not request.window.appends:
         order = [GRADIENTS, PARAMETERS, MASTER, STATE]
@@ -210,13 +210,13 @@ def _traffic(
     resident: Mapping[str, int],
     knobs: Knobs,
 ) -> dict[str, Any]:
-    """Return what lies on the drive and what moves in one optimizer step."""
+    """Return the bytes on the drive, and the traffic of one optimizer step, as Plan's fields."""
     steps, window = request.gradient_accumulation_steps, request.window
     drive = {stream: nbytes - resident.get(stream, 0) for stream, nbytes in totals.items()}
     # Frozen parameters are read like the others and never written.
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     written_parameters = min(drive[PARAMETERS], learning * request.param_itemsize)
-    # Where a sum is in memory, the last one gives way to it.
+    # With sums in memory, each new sum displaces the previous one to the drive.
     given_way_bytes = resident.get(GRADIENTS, 0) if steps > 1 else 0
     stored_numel = drive[GRADIENTS] // window.sum_itemsize
     passes_gradients = window.read_bytes * stored_numel
@@ -233,16 +233,17 @@ def _traffic(
     }
     on_drive = drive | {GRADIENTS: window.drive_bytes * stored_numel + given_way_bytes}
     if request.during_backward:
-        # Only what has nothing of its master weights in memory; those are there from the first on.
+        # Only sub-groups without master weights in memory are stepped early; the resident part is
+        # the first one.
         part = Fraction(drive[MASTER], max(1, totals[MASTER]))
         parameters = learning * request.param_itemsize
         on_drive[SECOND_VALUES] = int(part * (parameters + totals[MASTER] + totals[STATE]))
-        # Parameters in memory take their new values over from the drive, where a tile of their
-        # sub-group was early: all of them at most.
+        # Resident parameters read their new values from the drive if a tile of their sub-group was
+        # stepped early: at most all of them.
         kept_bytes = min(resident.get(PARAMETERS, 0), parameters)
         read[SECOND_VALUES] = written[SECOND_VALUES] = int(part * kept_bytes)
-        # Of a gradient the sum goes to its tile, if that is not left to the next forward pass.
-        # Those on the drive have their weights there, too.
+        # Sums of gradients go to their tiles instead of the drive, except tiles that are left to
+        # the next forward pass. Gradients on the drive have their master weights there, too.
         left_numel = stored_numel // LEFT_ONE_OF if request.overlaps else 0
         sums_bytes = window.sum_itemsize * (stored_numel - left_numel)
         read[GRADIENTS] -= sums_bytes
@@ -262,18 +263,19 @@ def _traffic(
 def _pass_bytes(
     nbytes: int, shapes: ModelShapes, request: PlanRequest, knobs: Knobs
 ) -> tuple[int, int]:
-    """Return what slots hold where a pass turns round, and what forward and backward read.
+    """Return (bytes still in slots when a pass ends, bytes that forward and backward read).
 
-    Of parameters, of which `nbytes` are on the drive. What is held is not read again, unless a step
-    has changed it: at the end of forward, and at that of backward in all micro-steps but the last.
-    Without room to read a layer ahead there is none to hold one.
+    Counts parameters, of which `nbytes` are on the drive. Shards still in slots are not read again
+    by the next pass, unless a step has changed them: this applies at the end of forward, and at the
+    end of backward in all micro-steps but the last. Without room to read a layer ahead none is
+    kept.
     """
     held_bytes = 0
     if knobs.prefetch_bytes >= knobs.slot_bytes:
         shards = _shards_bytes(shapes, request)
         slotted_bytes = sum(size for size in shards if size <= knobs.slot_bytes)
         held_bytes = min(nbytes, slotted_bytes, knobs.layer_bytes + knobs.prefetch_bytes)
-    # On the device is what forward used last, too.
+    # Parameters that forward used last are still on the device, too.
     both_bytes = min(request.passes_bytes(nbytes, shapes.numel), 2 * nbytes - held_bytes)
     return held_bytes, both_bytes
 
@@ -288,7 +290,7 @@ def _not_ours(shapes: ModelShapes, request: PlanRequest, knobs: Knobs) -> dict[s
     if request.parameters_device == "cpu":
         found["DeepSpeed: parameters on the CPU"] = sum(_shards_bytes(shapes, request))
     if request.optimizer_device == "cpu":
-        # Master weights, states, their fp32 gradients, and the flat buffer they come from.
+        # Master weights, states, gradients in their dtype, and the flat buffer of gradients.
         per_element = 2 * master + request.states_bytes + request.gradient_itemsize
         found["DeepSpeed: optimizer and gradients on the CPU"] = learning * per_element
     return found

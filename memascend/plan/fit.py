@@ -1,7 +1,7 @@
 """The longest context and the largest batch that fit, by the arithmetic of context.py.
 
-Memory depends on the tokens of a micro-step alone and grows with them, so the largest number that
-fits is found by halving.
+Memory depends only on the tokens of a micro-step and grows with them, so the largest number that
+fits is found by bisection.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from dataclasses import dataclass, field
 
 from memascend.plan.context import ContextPlan, Training, Way
 
-#: More tokens than any machine has memory for; ends the search where nothing grows.
+#: More tokens than fit on any machine; ends the search if memory does not grow.
 TOKENS_MAX = 1 << 40
 DEVICE, HOST = "device memory", "host memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What there is for one rank.
+    """Memory for one rank.
 
     Attributes:
         device_bytes: Device memory.
-        host_bytes: Host memory; None: enough.
+        host_bytes: Host memory; None: unlimited.
     """
 
     device_bytes: int
     host_bytes: int | None = None
 
     def short(self, plan: ContextPlan) -> dict[str, int]:
-        """Return what is missing, in bytes, by the kind of memory; empty where it fits."""
+        """Return the missing bytes by kind of memory; empty if the plan fits."""
         needed = {DEVICE: plan.device_bytes - self.device_bytes}
         if self.host_bytes is not None:
             needed[HOST] = plan.host_bytes - self.host_bytes
@@ -38,12 +38,12 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What fits of one way to train.
+    """The largest number of tokens that fits, for one way to train.
 
     Attributes:
         way: The way.
-        count: How many times the unit of tokens fit; 0: not even once.
-        limits: What one unit more would lack, in bytes, by the kind of memory.
+        count: Units of tokens that fit; 0: not even one.
+        limits: Missing bytes for one unit more, by kind of memory.
     """
 
     way: Way
@@ -55,9 +55,9 @@ def fit(training: Training, way: Way, *, room: Room, unit_tokens: int) -> Fit:
     """Find the largest multiple of a number of tokens that fits.
 
     Args:
-        training: The model and what it is trained with.
+        training: The model and its training settings.
         way: One of context.WAYS.
-        room: What there is.
+        room: The available memory.
         unit_tokens: The batch for the longest context; the context for the largest batch.
     """
 

@@ -1,6 +1,6 @@
 """Bytes of one rank by name: the form in which memascend and stock DeepSpeed are compared.
 
-Pure values; whoever fills them knows where the numbers come from.
+Pure values; the modules that fill them compute the numbers.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from memascend.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank, by name; for memascend and for what it is compared with.
+    """Bytes of one rank, by name; for memascend and for stock.
 
     Attributes:
-        host: Host memory all through training, by component.
-        host_initialization: What comes on top for a while at the start.
-        host_step: What comes on top for a while in a step.
-        drive: Bytes that lie on the drive, by stream.
+        host: Host memory throughout training, by component.
+        host_initialization: Temporary host memory during start, on top of `host`.
+        host_step: Temporary host memory in a step, on top of `host`.
+        drive: Bytes stored on the drive, by stream.
         read_bytes: Bytes read from the drive in one optimizer step, by stream.
         written_bytes: Bytes written to it.
-        passes_read_bytes: Of all read bytes those of the forward and backward passes; the rest is
-            read by the optimizer.
+        passes_read_bytes: The part of the read bytes in the forward and backward passes; the
+            optimizer reads the rest.
         passes_written_bytes: The same for written bytes.
     """
 
@@ -38,22 +38,22 @@ class Footprint:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory all through training."""
+        """Host memory throughout training."""
         return sum(self.host.values())
 
     @property
     def initialization_bytes(self) -> int:
-        """The highest host memory while starting."""
+        """Peak host memory during start."""
         return self.host_bytes + sum(self.host_initialization.values())
 
     @property
     def step_bytes(self) -> int:
-        """The highest host memory in a step. The additions come at different moments."""
+        """Peak host memory in a step. The temporaries exist at different moments."""
         return self.host_bytes + max(self.host_step.values(), default=0)
 
     @property
     def peak_bytes(self) -> int:
-        """The highest host memory of all."""
+        """Peak host memory."""
         return max(self.initialization_bytes, self.step_bytes)
 
     @property
@@ -62,16 +62,16 @@ class Footprint:
         return sum(self.drive.values())
 
     def step_seconds(self, *, read_gb_s: float, write_gb_s: float, ranks: int = 1) -> float:
-        """Return the seconds of one optimizer step whose computing costs nothing.
+        """Return the drive time of one optimizer step in seconds, without compute.
 
-        All planned bytes are moved; parameters that still lie in a slot make it less. Reads and
-        writes are taken to overlap fully, but the passes and the optimizer do not: the optimizer
-        starts when the last gradient is there.
+        All planned bytes are moved; parameters found in a slot reduce it. Reads and writes are
+        assumed to overlap fully, but passes and optimizer are not: the optimizer starts after the
+        last gradient has arrived.
 
         Args:
-            read_gb_s: What the drive reads, in 10^9 bytes per second.
-            write_gb_s: What it writes.
-            ranks: How many ranks share the drive.
+            read_gb_s: Read bandwidth of the drive, in 10^9 bytes per second.
+            write_gb_s: Its write bandwidth.
+            ranks: Number of ranks that share the drive.
 
         Raises:
             ConfigError: A speed is not above zero.

@@ -1,12 +1,12 @@
-"""The sizes that may be chosen: their defaults, their minimums, and how they shrink under a limit.
+"""The knobs: sizes with a default and a minimum, and how they shrink under a limit.
 
 Pure arithmetic for one rank. Every component is a multiple of the page and grows with its knob, so
 the sum of the minimums is exactly the smallest limit that works.
 
-Under a limit reading ahead goes first: it saves no more than the passes' share of the drive's time.
-Tiles and staging slots go next, but not below their knees, from where on the host's work for each
-of them outweighs the drive's; then the slots of a layer, without which shards go in chunks; and the
-knees at last.
+Under a limit, read-ahead shrinks first: it saves at most the passes' share of the drive time. Tiles
+and staging slots shrink next, but not below their knees, where the host's work per tile or slot
+outweighs the drive's. Then the slots of a layer shrink; shards without a slot move in chunks.
+Finally tiles and staging slots shrink below their knees.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ STAGING_SLOT_COUNT_MIN, STAGING_SLOT_BYTES_MIN = 2, 256 * KIB
 TILE_NUMEL, TILE_NUMEL_MIN = 1 << 20, 16 << 10
 TILE_NUMEL_STEP = PAGE_BYTES  # elements: keeps every block of a tile a multiple of the page
 TILE_COUNT = 3  # one is read, one computed, one written
-#: Gradients of so many tiles wait in memory where the step begins during backward: some for a
-#: neighbour in another layer, or of another sub-group, one that comes now, and those that are read.
+#: If the step begins during backward, gradients of this many tiles wait in memory: some for a
+#: neighbour in another layer, or in another sub-group, one that arrives, and those being read.
 SPARE_COUNT = 8
 GRADIENT_FP32_BYTES = 4
-#: Below these what the host does for each outweighs the drive: `bench_step.py --vary tile`.
+#: Below these the host's work per tile or slot outweighs the drive's: `bench_step.py --vary tile`.
 TILE_NUMEL_KNEE, STAGING_SLOT_BYTES_KNEE = 256 << 10, MIB
-#: What the host does for a tile takes so many times as long as for a chunk of a gradient.
+#: Host time for a tile, as a multiple of that for a chunk of a gradient.
 TILE_TO_CHUNK_COST = 5
 PARAMETER_SLOTS_BYTES_MIN = 4 * MIB
-#: With fewer elements on a rank tiles and reading ahead are smaller by default, in proportion, but
-#: not below the knee and two layers; staging slots are no larger than what passes through them.
+#: With fewer elements on a rank, default tiles and read-ahead shrink in proportion, but not below
+#: the knee and two layers; staging slots are no larger than the tensors that pass through them.
 SMALL_NUMEL = 64 << 20
-#: Larger shards (fused experts) go in chunks by default: two of them would outweigh all the rest.
+#: Larger shards (fused experts) move in chunks by default: slots for two would exceed all the rest.
 SLOT_BYTES_MAX = 512 * MIB
 
 
 class LimitTooSmallError(ConfigError):
-    """The host memory limit is below what the smallest knobs need.
+    """The host memory limit is below the sum of the smallest knobs.
 
     Attributes:
         limit_bytes: The limit.
@@ -82,17 +82,17 @@ class LimitTooSmallError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """The sizes that may be chosen.
+    """The sizes that the plan chooses.
 
     Attributes:
-        prefetch_bytes: Parameter slots that reading ahead may fill.
+        prefetch_bytes: Bytes of parameter slots for read-ahead.
         tile_numel: Elements of a tile, 0 without tiles.
         tile_count: Tiles in flight.
-        staging_slot_count: Staging slots.
+        staging_slot_count: Number of staging slots.
         staging_slot_bytes: Bytes of each.
-        layer_bytes: Parameter slots besides reading ahead: a layer in use, and writing back.
-        slot_bytes: Bytes of the largest shard that would take a slot, budget permitting.
-        checksum_bytes: Checksums of all that may lie on the drives.
+        layer_bytes: Bytes of parameter slots for a layer in use, and for write-back.
+        slot_bytes: Bytes of the largest shard that takes a slot, if the budget permits.
+        checksum_bytes: Bytes of checksums for everything that may be on the drives.
     """
 
     prefetch_bytes: int
@@ -105,7 +105,7 @@ class Knobs:
     checksum_bytes: int = 0
 
     def host(self, request: PlanRequest) -> dict[str, int]:
-        """Return the bytes of each component but the cache."""
+        """Return the bytes of each component except the cache."""
         checksums = {CHECKSUMS: self.checksum_bytes} if self.checksum_bytes else {}
         return {
             BOUNCE_BUFFERS: BOUNCE_BYTES,
@@ -117,18 +117,18 @@ class Knobs:
         }
 
     def host_bytes(self, request: PlanRequest) -> int:
-        """Return the bytes of all of them."""
+        """Return the bytes of these components together."""
         return sum(self.host(request).values())
 
     @property
     def slot_bytes_max(self) -> int:
-        """Bytes of the largest shard that takes a slot; larger ones go in chunks."""
+        """Bytes of the largest shard that takes a slot; larger ones move in chunks."""
         budget_bytes = self.layer_bytes + self.prefetch_bytes
         return min(self.slot_bytes, page_down(budget_bytes // SLOT_PARTS))
 
 
 def slot_sets(request: PlanRequest) -> tuple[str, ...]:
-    """Return the components that are slots of one size and number."""
+    """Return the components that are sets of slots of the same size and number."""
     return (STAGING_SLOTS, ACTIVATION_SLOTS) if request.has_activations else (STAGING_SLOTS,)
 
 
@@ -140,18 +140,18 @@ def tile_element_bytes(request: PlanRequest) -> int:
 
 
 def tiles_element_bytes(request: PlanRequest, tile_count: int) -> int:
-    """Return the same of all tiles, and of the gradients that wait for one."""
+    """Return the same for all tiles together, with the spare blocks for gradients."""
     spare_bytes = spare_count(request) * request.gradient_itemsize
     return tile_count * tile_element_bytes(request) + spare_bytes
 
 
 def spare_count(request: PlanRequest) -> int:
-    """Return how many tiles' gradients may wait in memory."""
+    """Return the number of spare blocks, for gradients that wait for their tile."""
     return SPARE_COUNT if request.during_backward else 0
 
 
 def scratch_element_bytes(request: PlanRequest) -> int:
-    """Return host bytes per element of what gradients are cast into; 0 if they are not."""
+    """Return host bytes per element of the block that gradients are cast into; 0 without one."""
     is_cast = casts(request.gradient_dtype, request.master_dtype)
     return request.master_itemsize if is_cast else 0
 
@@ -160,7 +160,7 @@ def choose_knobs(shapes: ModelShapes, request: PlanRequest, limit_bytes: int | N
     """Return the defaults, or the largest that fit.
 
     Raises:
-        LimitTooSmallError: Not even the smallest fit.
+        LimitTooSmallError: Even the smallest sizes do not fit.
     """
     knobs = _defaults(shapes, request)
     if limit_bytes is None:
@@ -204,13 +204,13 @@ def _defaults(shapes: ModelShapes, request: PlanRequest) -> Knobs:
 def tile_sizes(
     largest_numel: int, numel: int, *, is_tiled: bool, tile_bytes: int | None
 ) -> tuple[int, int]:
-    """Return the elements of a tile, and how many tiles there are, without a limit.
+    """Return (elements of a tile, number of tiles) without a limit.
 
     Args:
         largest_numel: Elements of the largest sub-group on this rank.
-        numel: Elements of all of them.
-        is_tiled: False where the optimizer needs a sub-group whole.
-        tile_bytes: fp32 weights of a tile, where the user fixed them.
+        numel: Elements of all sub-groups on this rank.
+        is_tiled: False if the optimizer needs whole sub-groups.
+        tile_bytes: Bytes of fp32 weights of a tile, if the user fixed them.
     """
     largest_numel = _tile_step_up(largest_numel)
     if not is_tiled:
@@ -223,9 +223,11 @@ def tile_sizes(
 
 
 def _staging_slot_bytes(shapes: ModelShapes, request: PlanRequest) -> int:
-    """Return the bytes of a staging slot; activations, which have as large ones, follow tokens.
+    """Return the bytes of a staging slot.
 
-    Not in proportion: where all gradients of a small model find room backward does not wait.
+    Slots of activations have the same size, and activations depend on tokens: then the full size.
+    Slots do not shrink in proportion to the model: backward does not wait if all gradients of a
+    small model fit.
     """
     if request.has_activations:
         return STAGING_SLOT_BYTES
@@ -256,10 +258,10 @@ def largest_sub_group_numel(shapes: ModelShapes, request: PlanRequest) -> int:
 
 
 def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, int, int]:
-    """Return (a layer in use and writing back, reading ahead, the largest slot) in bytes.
+    """Return bytes of (a layer in use and write-back, read-ahead, the largest slot).
 
-    The largest slot holds the largest shard that occurs again and again: the layers', not the
-    embedding's, which goes in chunks.
+    The largest slot holds the largest shard that occurs repeatedly: one of the layers, not the
+    embedding, which moves in chunks.
     """
     if request.parameters_device != "nvme":
         return 0, 0, 0
@@ -277,7 +279,7 @@ def _parameter_slots(shapes: ModelShapes, request: PlanRequest) -> tuple[int, in
     if request.prefetch_bytes is not None:
         return layer_bytes, page_up(request.prefetch_bytes), slot_bytes
     least_bytes = _in_proportion(PREFETCH_BYTES_MIN, 2 * in_use_bytes, _numel(shapes, request))
-    # Larger ones take no slot.
+    # Larger shards take no slot.
     all_bytes = sum(size * count for size, count in counts.items() if size <= slot_bytes)
     prefetch_bytes = min(max(page_up(least_bytes), 2 * slot_bytes), all_bytes)
     return layer_bytes, prefetch_bytes, slot_bytes
@@ -295,7 +297,7 @@ def _shrink_prefetch(knobs: Knobs, request: PlanRequest, excess_bytes: int) -> K
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """What tiles and staging slots do not shrink below."""
+    """Lower bounds for tiles and staging slots."""
 
     tile_numel: int
     slot_bytes: int
@@ -307,11 +309,11 @@ _MINIMUMS = _Least(TILE_NUMEL_MIN, STAGING_SLOT_BYTES_MIN, STAGING_SLOT_COUNT_MI
 
 
 def _shrink_moving(least: _Least, knobs: Knobs, request: PlanRequest, excess_bytes: int) -> Knobs:
-    """Shrink tiles and staging slots so that the host's work for both together is least.
+    """Shrink tiles and staging slots so that the host's work for both together is minimal.
 
     A step takes N / n tiles of n elements and N g / s chunks of s bytes, for N parameters whose
-    gradients have g bytes. Under a limit the sum of what they cost is least where each has memory
-    in proportion to the root of its own cost and price.
+    gradients have g bytes. For a fixed sum of memory the total cost is minimal if each kind has
+    memory in proportion to the square root of its cost times its price in bytes.
     """
     numel_bytes = tiles_element_bytes(request, knobs.tile_count) + scratch_element_bytes(request)
     sets = len(slot_sets(request))

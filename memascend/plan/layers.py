@@ -1,10 +1,10 @@
-"""What the layers of a model save for backward, in bytes per token, from its config.json alone.
+"""Saved activations of a model's layers, in bytes per token, from its config.json alone.
 
-Found by reading the layers of transformers 5.23 (models/*/modeling_*.py); each storage counts once,
+Derived from the layers of transformers 5.23 (models/*/modeling_*.py); each storage counts once,
 weights do not count. s is the bytes of an element, h the hidden size, q and k the widths of queries
 and of keys (heads, key-value heads, each times the head's size), i the width of the MLP, e the
-experts that a token goes to, of E. Attention is a flash or sdpa kernel, which is linear in tokens:
-eager attention saves squares of the context, and is not counted here.
+experts that a token goes to, of E in total. Attention is a flash or sdpa kernel, which is linear in
+tokens; eager attention is quadratic in the context and not supported here.
 
 | saved                                      | by                             | bytes           |
 |--------------------------------------------|--------------------------------|-----------------|
@@ -28,7 +28,7 @@ eager attention saves squares of the context, and is not counted here.
 | its output                                 | c_proj                         | s i             |
 | masks (twice)                              | dropout                        | h               |
 
-tests/plan/test_layers.py runs such layers and counts what they save, and the most that is alive.
+tests/plan/test_layers.py runs such layers and compares their saved and peak bytes with these.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from typing import Any
 from memascend.plan.architectures import numbers_of
 
 FP32_BYTES = 4
-#: Of the loss, for each element of the logits: log_softmax saves its result in fp32, and its
-#: backward pass has the gradient before and behind it besides (transformers' ForCausalLMLoss).
+#: Bytes of the loss per element of the logits: log_softmax saves its result in fp32, and its
+#: backward pass also holds its incoming and outgoing gradient (transformers' ForCausalLMLoss).
 LOGITS_BYTES = 3 * FP32_BYTES
-#: In the backward pass of an RMSNorm so many tensors in fp32 are alive, besides what it has saved.
+#: Tensors in fp32 that the backward pass of an RMSNorm holds, besides its saved activations.
 NORM_TENSORS = 5
-#: Of a fused loss, in tensors as large as a hidden state: the gradient, and logits of one chunk
-#: (Liger: at most twice tokens x hidden elements, ops/fused_linear_cross_entropy.py).
+#: Memory of a fused loss, in tensors as large as a hidden state: the gradient, and logits of one
+#: chunk (Liger: at most twice tokens x hidden elements, ops/fused_linear_cross_entropy.py).
 FUSED_LOSS_TENSORS = 3
 
 
@@ -55,15 +55,15 @@ class Widths:
     """The widths of a decoder.
 
     Attributes:
-        layers: How many there are.
+        layers: Number of layers.
         hidden: Elements of a hidden state.
         vocabulary: Elements of a token's logits.
-        heads: Of the queries.
-        kv_heads: Of the keys, and of the values.
+        heads: Heads of the queries.
+        kv_heads: Heads of the keys, and of the values.
         head_dim: Elements of a head.
-        inner: Elements of the MLP, of one expert.
-        experts: 0 where there is one MLP.
-        experts_per_token: Of them, those that a token goes to.
+        inner: Inner width of the MLP, or of one expert.
+        experts: Number of experts; 0 for a dense MLP.
+        experts_per_token: Experts that each token goes to.
         has_qk_norm: Whether queries and keys are normalized.
         is_gpt2: Whether norms, MLP and dropout are those of GPT-2.
     """
@@ -85,7 +85,7 @@ class Widths:
         """Read the content of a config.json.
 
         Raises:
-            ConfigError: An architecture that is not known, or a number that cannot be.
+            ConfigError: The architecture is unknown, or a number is out of range.
         """
         numbers = numbers_of(config)
         if numbers.model_type == "gpt2":
@@ -118,17 +118,17 @@ class Widths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes per token of one layer; all but the first are estimates.
+    """Bytes per token of one layer; all but `hidden` are estimates.
 
     Attributes:
-        hidden: Of its input: what a checkpoint of the layer is.
-        saved: Of everything it saves for backward.
-        largest: Of the largest tensor that it saves.
-        backward: At most in its backward pass, what is still saved included.
-        gradients: At most in its backward pass, what was saved left out.
-        tile: In backward with a tiled MLP, for each token of the tile that is in work.
-        final_norm: Of what the norm behind the last layer saves.
-        final_norm_largest: Of its largest tensor.
+        hidden: Its input, which is the checkpoint of the layer.
+        saved: All its saved activations.
+        largest: The largest saved tensor.
+        backward: Peak of its backward pass, remaining saved activations included.
+        gradients: Peak of its backward pass without saved activations.
+        tile: With a tiled MLP, bytes in backward per token of the current tile.
+        final_norm: Saved activations of the norm after the last layer.
+        final_norm_largest: The largest of these.
     """
 
     hidden: int
@@ -142,17 +142,17 @@ class LayerBytes:
 
 
 def layer_bytes(widths: Widths, itemsize: int, *, has_tiled_mlp: bool = False) -> LayerBytes:
-    """Count a layer.
+    """Return the bytes per token of a layer.
 
-    Its backward pass needs most in the MLP, with everything saved and the gradients of the two
-    widest tensors, of the input and of the output; or, where the MLP is narrow or tiled, in the
-    norm before it, which computes in fp32 when the MLP's part is gone.
+    The peak of its backward pass is in the MLP, with all saved activations and the gradients of the
+    two widest tensors, of the input and of the output. If the MLP is narrow or tiled, the peak is
+    in the norm before it, which computes in fp32 after the MLP's part is freed.
 
     Args:
-        widths: Of the model.
+        widths: Widths of the model.
         itemsize: Bytes of an element: 2 for bf16 and fp16.
-        has_tiled_mlp: Whether the MLP goes over its tokens in tiles and is computed again in
-            backward, so that it saves its input alone.
+        has_tiled_mlp: Whether the MLP processes its tokens in tiles and is recomputed in backward,
+            so that it saves only its input.
     """
     hidden = itemsize * widths.hidden
     inner = itemsize * widths.inner * widths.experts_per_token
@@ -171,7 +171,7 @@ def layer_bytes(widths: Widths, itemsize: int, *, has_tiled_mlp: bool = False) -
     if widths.experts:
         rest += 4 * widths.experts + 40 * widths.experts_per_token
         mlp += 2 * hidden * widths.experts_per_token
-        # Their outputs are weighed in fp32.
+        # The experts' outputs are multiplied by their weights in fp32.
         wide = max(wide, 3 * norm_largest * widths.experts_per_token)
     saved = rest if has_tiled_mlp else rest + mlp
     in_mlp = 2 * hidden + (0 if has_tiled_mlp else wide)
@@ -188,7 +188,7 @@ def layer_bytes(widths: Widths, itemsize: int, *, has_tiled_mlp: bool = False) -
 
 
 def _attention(widths: Widths, itemsize: int) -> int:
-    """Return what attention with rotary positions saves, its norms included."""
+    """Return the bytes that attention with rotary positions saves, with its norms."""
     queries, keys = widths.heads * widths.head_dim, widths.kv_heads * widths.head_dim
     saved = itemsize * (2 * queries + 2 * keys) + 4 * widths.heads
     if widths.has_qk_norm:

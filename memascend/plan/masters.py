@@ -1,8 +1,8 @@
-"""Master weights in 16 bits (DeepSpeed's sections bf16 and fp16): what they need, what lacks it.
+"""Master weights in 16 bits (DeepSpeed's sections bf16 and fp16): requirements and refusals.
 
-Neither torch nor DeepSpeed. They are stepped in tiles by DeepSpeed's own operator, which gives the
-bits of CPU offload. DeepSpeed's swapper of whole sub-groups does not: all of its buffers are of the
-master weights' dtype, and it rounds Adam's fp32 moments to that in every step.
+Neither torch nor DeepSpeed. Tiles are stepped by DeepSpeed's own operator, which is bit-identical
+to CPU offload. DeepSpeed's swapper of whole sub-groups is not: all of its buffers have the master
+weights' dtype, so it rounds Adam's fp32 moments to that in every step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memascend.errors import ConfigError
 from memascend.plan.states import keeps_bf16
 
 FP32, BF16, FP16 = "fp32", "bf16", "fp16"
-#: By the section that has it.
+#: By section of the DeepSpeed JSON.
 _KEYS = {
     **dict.fromkeys(("bf16", "bfloat16"), "bf16_master_weights_and_grads"),
     "fp16": "fp16_master_weights_and_grads",
@@ -21,7 +21,7 @@ _KEYS = {
 
 
 def narrow_key(settings: DeepSpeedSettings) -> str:
-    """Return the key that asks for master weights in 16 bits; empty where they are in fp32."""
+    """Return the key that asks for master weights in 16 bits; empty if they are in fp32."""
     found = (f"{name}.{key}" for name, key in _KEYS.items() if getattr(settings.halves[name], key))
     return next(found, "")
 
@@ -35,7 +35,7 @@ def master_dtype(settings: DeepSpeedSettings) -> str:
 
 
 def state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
-    """Return the dtype of each state: fp32, but for what asks for another one."""
+    """Return the dtype of each state: fp32, unless the settings ask for another one."""
     if keeps_bf16(block):
         return BF16
     asked = any(half.bf16_optimizer_states for half in settings.halves.values())
@@ -44,24 +44,24 @@ def state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
 
 
 def refusal_of_masters(key: str, found: str, remedy: str) -> ConfigError:
-    """Return the error for master weights in 16 bits that cannot be.
+    """Return the error for master weights in 16 bits that are not possible.
 
     Args:
         key: The option that asks for them.
-        found: The setting that stands in their way.
+        found: The setting that conflicts.
         remedy: The change that helps.
     """
     return ConfigError(
-        f"{key} keeps master weights in 16 bits, which streaming.optimizer steps with the bits of "
-        f"CPU offload, and nothing else: {found}. {remedy}, or leave {key} out"
+        f"{key} keeps master weights in 16 bits. Only streaming.optimizer steps these with the "
+        f"same results as CPU offload: {found}. {remedy}, or leave {key} out"
     )
 
 
 def check_masters(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
-    """Compare the key with what else the JSON states.
+    """Check the key against the rest of the JSON.
 
     Raises:
-        ConfigError: Its section is not enabled, or the tiles cannot serve.
+        ConfigError: Its section is not enabled, or the optimizer cannot step in tiles.
     """
     key = narrow_key(settings)
     if not key or settings.zero_optimization.offload_optimizer.device != "nvme":

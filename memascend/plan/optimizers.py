@@ -1,9 +1,9 @@
-"""Table of known optimizers: which step element by element, and with what state they begin.
+"""Table of known optimizers: which step element by element, and their initial states.
 
 An elementwise optimizer updates each element from that element's own weight, gradient and state, so
-a sub-group may be stepped tile by tile. All others (LAMB, Adafactor, Muon, whatever is not listed)
-need the sub-group whole: they look at whole tensors, or keep a running number per tensor that
-every tile would advance (NAdam). Pure data: no torch, no DeepSpeed.
+a sub-group may be stepped tile by tile. All others (LAMB, Adafactor, Muon, and those not listed)
+need the whole sub-group: they use whole tensors, or keep a running number per tensor that every
+tile would advance (NAdam). Pure data: no torch, no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class OptimizerKind:
 
     Attributes:
         states: Tensors of state per parameter.
-        options: Those that add one more tensor of state when they are set.
-        is_elementwise: Whether it may go by tiles.
-        start: Names of the states that it begins with, all of one value each; empty where it has
-            to make them itself.
+        options: Options that add one more tensor of state each when they are set.
+        is_elementwise: Whether it may be stepped in tiles.
+        start: Names of its initial states, each filled with one value; empty if the optimizer must
+            create them itself.
     """
 
     states: int
@@ -32,7 +32,7 @@ class OptimizerKind:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-#: By the name in a DeepSpeed JSON, or of the class, in lower case.
+#: By name in a DeepSpeed JSON, or name of the class, in lower case.
 _KINDS = {
     "adam": OptimizerKind(states=2, options=("amsgrad",), start=_MOMENTS),
     "adamw": OptimizerKind(states=2, options=("amsgrad",), start=_MOMENTS),
@@ -59,16 +59,16 @@ _UNKNOWN = OptimizerKind(states=2, options=("amsgrad",), is_elementwise=False)
 
 
 def kind_of(optimizer: str) -> OptimizerKind:
-    """Return what is known of an optimizer, by its name; one that is not known is stepped whole."""
+    """Return the facts of an optimizer by name; an unknown one steps whole sub-groups."""
     return _KINDS.get(optimizer.lower(), _UNKNOWN)
 
 
 def state_count_of(optimizer: str, options: Mapping[str, Any] | None = None) -> int:
-    """Return the tensors of state that an optimizer keeps per parameter.
+    """Return the number of state tensors that an optimizer keeps per parameter.
 
     Args:
-        optimizer: Its name, as in the DeepSpeed JSON or as the class is called.
-        options: Its parameters, of which momentum, amsgrad and centered may add a state.
+        optimizer: Its name in the DeepSpeed JSON, or the name of its class.
+        options: Its parameters; momentum, amsgrad and centered may add a state.
     """
     kind = kind_of(optimizer)
     return kind.states + sum(bool((options or {}).get(option)) for option in kind.options)

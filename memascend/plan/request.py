@@ -1,7 +1,7 @@
 """The input of a plan: ranks, precisions, optimizer and devices, read from a DeepSpeed JSON.
 
-Neither torch nor DeepSpeed. A key that the JSON leaves out, or leaves to the trainer ("auto"), gets
-the value DeepSpeed or the trainer would give it.
+Neither torch nor DeepSpeed. A key that is missing in the JSON, or left to the trainer ("auto"),
+gets the default of DeepSpeed or of the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memascend.plan.window import WindowBytes
 #: Bytes of an element, by the names of dtypes. Only a live model is in fp64.
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 #: Why an optimizer is stepped in whole sub-groups, in DeepSpeed's own buffers.
-NEEDS_WHOLE_GRADIENTS = "Muon works on whole gradients of its own"
+NEEDS_WHOLE_GRADIENTS = "Muon needs whole gradients"
 LEAVES_A_PART = "offload_optimizer.ratio leaves a part of it on the device"
 SCALES_IN_EVERY_CALL = "torch_autocast updates its loss scale with every call of the optimizer"
 _ZERO = ZeroOptimization()
@@ -35,19 +35,19 @@ _ZERO = ZeroOptimization()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """Everything but the model that decides how many bytes there are.
+    """All inputs of the plan except the model.
 
     Dtypes have the names of ITEMSIZES.
 
     Attributes:
         world: Ranks that share the model.
         gradient_accumulation_steps: Micro-steps of one optimizer step.
-        precision: The dtype of parameters.
-        arriving_dtype: That of a gradient as it is reduced; None: that of parameters.
-        accumulation_dtype: That of an accumulated gradient; None: that of parameters.
-        master_dtype: That of master weights.
-        state_dtype: That of each state.
-        optimizer: Name, as in the DeepSpeed JSON or as the class is called.
+        precision: Dtype of parameters.
+        arriving_dtype: Dtype of a gradient as it is reduced; None: that of parameters.
+        accumulation_dtype: Dtype of an accumulated gradient; None: that of parameters.
+        master_dtype: Dtype of master weights.
+        state_dtype: Dtype of each state.
+        optimizer: Its name in the DeepSpeed JSON, or the name of its class.
         state_count: Tensors of state per parameter; None: from the table, by name.
         is_elementwise: Whether a sub-group may be stepped in tiles; None: from the table, by name.
         sub_group_size: DeepSpeed's unit of the optimizer step, in elements of one rank.
@@ -55,18 +55,18 @@ class PlanRequest:
             Hugging Face's Trainer; a sub-group never spans two groups.
         parameters_device: "nvme", "cpu" or "none" (the accelerator).
         optimizer_device: The same for master weights, states and gradients.
-        reuse_numel: Elements within whose use DeepSpeed keeps a gathered parameter on the device
-            for its next one (stage3_max_reuse_distance).
-        tile_bytes: fp32 weights of one tile, when the user fixed them.
-        prefetch_bytes: Parameters read ahead, when the user fixed them.
+        reuse_numel: DeepSpeed keeps a gathered parameter on the device if it is used again within
+            this many elements (stage3_max_reuse_distance).
+        tile_bytes: Bytes of fp32 weights of one tile, if the user fixed them.
+        prefetch_bytes: Bytes of parameters to read ahead, if the user fixed them.
         max_in_cpu: Trainable elements that stay in host memory because the JSON asks for it.
-        largest_sub_group_numel: Elements of one rank's part of it, where they are known for sure;
-            None: derived from the shapes.
-        verify: "off", "reads" or "full": whether checksums are kept of what is on the drives.
+        largest_sub_group_numel: Elements of one rank's part of the largest sub-group, if known
+            exactly; None: derived from the shapes.
+        verify: "off", "reads" or "full": whether checksums are kept for data on the drives.
         volume_count: Drives that the tensors are striped over.
-        during_backward: Whether the step begins then, beside the values that it changes.
-        overlaps: Whether the step goes on behind the next forward pass, in part or as a whole.
-        has_activations: Whether what forward saves for backward goes to the drive.
+        during_backward: Whether the step begins during backward, writing second values.
+        overlaps: Whether the step overlaps the next forward pass, in part or as a whole.
+        has_activations: Whether saved activations go to the drive.
     """
 
     world: int = 1
@@ -95,7 +95,7 @@ class PlanRequest:
     has_activations: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what no run could have."""
+        """Raise ConfigError for values that are out of range."""
         for name in ("world", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -141,7 +141,7 @@ class PlanRequest:
 
     @property
     def window(self) -> WindowBytes:
-        """What the micro-steps of one optimizer step keep and move."""
+        """Bytes that the micro-steps of one optimizer step store and move."""
         return WindowBytes(
             steps=self.gradient_accumulation_steps,
             arriving_itemsize=ITEMSIZES[self.arriving_dtype or self.precision],
@@ -160,23 +160,23 @@ class PlanRequest:
 
     @property
     def is_tiled(self) -> bool:
-        """True where a sub-group is stepped in tiles; else it is stepped whole."""
+        """Whether sub-groups are stepped in tiles; else each is stepped whole."""
         known = kind_of(self.optimizer).is_elementwise
         return known if self.is_elementwise is None else self.is_elementwise
 
     @property
     def has_known_start(self) -> bool:
-        """True where states are made by us, in the tiles; others make them in memory of torch's."""
+        """Whether memascend creates the states, in the tiles; else the optimizer allocates them."""
         return self.is_tiled and bool(kind_of(self.optimizer).start)
 
     def passes_bytes(self, nbytes: int, numel: int) -> int:
-        """Return what forward and backward read of parameters, of `nbytes` on the drive.
+        """Return the bytes of parameters that forward and backward read.
 
-        A layer that backward recomputes is still in its slots when its gradient is computed. What
-        forward used last stays on the device where its use in backward is near.
+        A layer that backward recomputes is still in its slots when its gradient is computed.
+        Parameters that forward used last stay on the device if backward uses them soon.
 
         Args:
-            nbytes: Of one rank's parameters.
+            nbytes: Bytes of one rank's parameters on the drive.
             numel: Elements of all parameters.
         """
         kept_numel = min(numel, self.reuse_numel // 2)
@@ -191,16 +191,16 @@ class PlanRequest:
         world: int = 1,
         has_decay_groups: bool = True,
     ) -> PlanRequest:
-        """Read what decides the bytes from a DeepSpeed JSON and its `memascend` block.
+        """Build a request from a DeepSpeed JSON and its `memascend` block.
 
         Args:
-            ds_config: The JSON's content, or what was parsed of it.
-            block: Its block where it is parsed already; None: parsed here.
-            world: Ranks, which the JSON does not state.
+            ds_config: The JSON's content, or its parsed settings.
+            block: Its parsed block; None: parsed here.
+            world: Number of ranks, which the JSON does not state.
             has_decay_groups: See the class; the JSON does not state it.
 
         Raises:
-            ConfigError: Not ZeRO stage 3, or a value that cannot be.
+            ConfigError: Not ZeRO stage 3, or an invalid value.
         """
         if block is None:
             block = parse_block(find_block(ds_config) or {})
@@ -240,7 +240,7 @@ class PlanRequest:
 
 
 def _stated_max_in_cpu(block: MemAscendConfig, zero: ZeroOptimization) -> int:
-    """Return what is kept of the parameters because the JSON says so.
+    """Return `max_in_cpu` in elements if the JSON states it, else 0.
 
     Under a limit the plan decides, and DeepSpeed's own default does not count.
     """
@@ -250,10 +250,10 @@ def _stated_max_in_cpu(block: MemAscendConfig, zero: ZeroOptimization) -> int:
 
 
 def check_limit_can_be_kept(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
-    """Compare a stated limit with what else the JSON states.
+    """Check that the rest of the JSON allows a stated limit.
 
     Raises:
-        ConfigError: Something that is left to DeepSpeed grows with the model, beyond every limit.
+        ConfigError: A buffer that is left to DeepSpeed grows with the model, beyond any limit.
     """
     if block.host_memory_limit is None:
         return
@@ -261,8 +261,8 @@ def check_limit_can_be_kept(block: MemAscendConfig, settings: DeepSpeedSettings)
     off = sections_off(block)
     if set(off) - {"overflow_check"}:
         raise ConfigError(
-            f"{refusal}{', '.join(off)} is off, so that DeepSpeed's own buffers serve, which grow "
-            "with the model. Turn it on, or leave the limit out"
+            f"{refusal}{', '.join(off)} is off, so that DeepSpeed's own buffers are used, which "
+            "grow with the model. Turn it on, or leave the limit out"
         )
     for name in ("offload_param", "offload_optimizer"):
         if getattr(settings.zero_optimization, name).device == "cpu":
@@ -284,7 +284,7 @@ def sections_off(block: MemAscendConfig) -> list[str]:
 
 
 def why_whole_steps(settings: DeepSpeedSettings) -> str:
-    """Return what in the JSON makes a sub-group be stepped as a whole; empty where nothing does."""
+    """Return the reason in the JSON to step sub-groups whole; empty if there is none."""
     offload = settings.zero_optimization.offload_optimizer
     if settings.optimizer.type.lower() == "muon":
         return NEEDS_WHOLE_GRADIENTS
@@ -296,7 +296,7 @@ def why_whole_steps(settings: DeepSpeedSettings) -> str:
 
 
 def why_not_during_backward(block: MemAscendConfig, settings: DeepSpeedSettings) -> str:
-    """Return why steps that are to begin during backward do not, as far as the JSON shows it."""
+    """Return why `during_backward` is set but has no effect, as far as the JSON shows it."""
     if not block.streaming.optimizer.during_backward:
         return ""
     if "gradient_clipping" in settings.left_to_trainer:
@@ -304,17 +304,18 @@ def why_not_during_backward(block: MemAscendConfig, settings: DeepSpeedSettings)
     if settings.gradient_clipping:
         return (
             f"gradient_clipping is {settings.gradient_clipping}, and no gradient can be clipped "
-            "before the last one has come. Set it to 0"
+            "before the last one has arrived. Set it to 0"
         )
     if not _steps_in_one_pass(block, settings):
         return (
-            "that needs everything on the drive, streamed, and DeepSpeedCPUAdam stepped in one pass"
+            "it needs parameters and optimizer on the drive, all streams on, and DeepSpeedCPUAdam "
+            "stepped in one pass"
         )
     return ""
 
 
 def _steps_in_one_pass(block: MemAscendConfig, settings: DeepSpeedSettings) -> bool:
-    """Return whether all is on a drive, and DeepSpeedCPUAdam steps it in one pass."""
+    """Return whether parameters and optimizer are on a drive, stepped in the fused pass."""
     zero = settings.zero_optimization
     places = {zero.offload_param.device, zero.offload_optimizer.device}
     needed = {"buffer_pool", "direct_nvme", "streaming.gradients", "streaming.optimizer"}

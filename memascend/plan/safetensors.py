@@ -1,6 +1,6 @@
 """Shapes of tensors in safetensors files, from their headers alone.
 
-The headers may be anybody's: every length in them is checked before it is used.
+The headers are not trusted: every length in them is checked before it is used.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from memascend.base.json_text import parse_json, read_json_object, show_json
 from memascend.base.units import NBYTES_MAX
 from memascend.errors import ConfigError
 
-#: What the safetensors library itself accepts.
+#: Limit of the safetensors library.
 HEADER_BYTES_MAX = 100_000_000
 DIMENSION_COUNT_MAX = 64
 #: Bytes of one element.
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 PACKED_BYTES = {"U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4}
-#: Masks and counters, which are no parameters.
+#: Dtypes of masks and counters, which are not parameters.
 NO_PARAMETERS = {"BOOL": 1, "U64": 8, "I64": 8}
 _ITEMSIZES = FLOAT_BYTES | PACKED_BYTES | NO_PARAMETERS
 
@@ -32,8 +32,8 @@ class StoredShape:
 
     Attributes:
         name: Its name.
-        shape: Its shape; of a dtype that is not known here its bytes, in one dimension.
-        itemsize: Bytes of an element that is no float; None: a float, whatever its width.
+        shape: Its shape; for an unknown dtype its bytes, in one dimension.
+        itemsize: Bytes of an element that is not a float; None: a float of any width.
     """
 
     name: str
@@ -42,10 +42,10 @@ class StoredShape:
 
 
 def read_shapes(path: Path) -> Iterator[StoredShape]:
-    """Yield what may be a parameter of a file, of an index's files or of a folder's.
+    """Yield the possible parameters of a file, of an index's files or of a folder's files.
 
     Raises:
-        ConfigError: Missing, not safetensors, or damaged.
+        ConfigError: A file is missing, not safetensors, or damaged.
     """
     for file, wanted in _files(path):
         found = _read_header(file)
@@ -60,7 +60,7 @@ def read_shapes(path: Path) -> Iterator[StoredShape]:
 
 
 def _files(path: Path) -> list[tuple[Path, set[str]]]:
-    """Return the files to read, each with the names wanted of it (empty: all)."""
+    """Return the files to read, each with the tensor names to take from it (empty: all)."""
     if path.is_dir():
         index = path / "model.safetensors.index.json"
         if index.exists():
@@ -86,7 +86,7 @@ def _files(path: Path) -> list[tuple[Path, set[str]]]:
 
 
 def _read_header(path: Path) -> dict[str, StoredShape | None]:
-    """Return the shapes of a file's tensors; None for what is no parameter."""
+    """Return the shapes of a file's tensors by name; None for tensors that are not parameters."""
     try:
         with path.open("rb") as file:
             file_bytes = file.seek(0, 2)
@@ -143,11 +143,11 @@ def _entry_shape(path: Path, key: str, entry: Any, room_bytes: int) -> StoredSha
         return None
     if dtype in _ITEMSIZES:
         return StoredShape(key, tuple(entry["shape"]), PACKED_BYTES.get(dtype))
-    return StoredShape(key, (end - begin,), 1)  # such as two numbers in each byte
+    return StoredShape(key, (end - begin,), 1)  # such as dtypes that pack two numbers in a byte
 
 
 def _is_counts(value: Any) -> bool:
-    """Check for a list of few numbers, of a size that can be multiplied."""
+    """Return whether a value is a short list of numbers whose product can be computed."""
     if not isinstance(value, list) or len(value) > DIMENSION_COUNT_MAX:
         return False
     return all(type(n) is int and 0 <= n < NBYTES_MAX for n in value)

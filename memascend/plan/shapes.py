@@ -1,7 +1,7 @@
 """The shapes of a model's parameters, from a module, a config.json or safetensors headers.
 
-Everything the plan needs to know about a model, and all of it without torch: a module is only asked
-for names and shapes, and of a safetensors file only the header is read.
+This is all that the plan needs to know about a model. It works without torch: only names and shapes
+of a module are used, and only the header of a safetensors file is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TensorShape:
     Attributes:
         name: Its name in the module.
         shape: Its whole shape.
-        trainable: Whether it learns.
+        trainable: Whether it is trained.
         itemsize: Bytes of an element; None: those of the dtype that the model is trained in.
     """
 
@@ -50,7 +50,7 @@ class TensorShape:
         return -(-self.numel // world)
 
     def shard_bytes(self, world: int, itemsize: int) -> int:
-        """Return the bytes of that part; `itemsize` is that of the dtype of training."""
+        """Return the bytes of one rank's part; `itemsize` is that of the dtype of training."""
         return self.shard_numel(world) * (itemsize if self.itemsize is None else self.itemsize)
 
 
@@ -59,10 +59,10 @@ class ModelShapes:
     """The parameters of a model in the module's own order, each once.
 
     Attributes:
-        name: For people.
+        name: Name of the model, for messages.
         tensors: Every parameter.
-        tied: Names that stand for another tensor, and its name.
-        config: The content of its config.json; None where only shapes are known.
+        tied: Tied weights: name -> name of the tensor it shares.
+        config: The content of its config.json; None if only shapes are known.
     """
 
     name: str
@@ -77,7 +77,7 @@ class ModelShapes:
 
     @property
     def trainable(self) -> tuple[TensorShape, ...]:
-        """The parameters that learn."""
+        """The parameters that are trained."""
         return tuple(tensor for tensor in self.tensors if tensor.trainable)
 
     def sub_groups(
@@ -89,7 +89,7 @@ class ModelShapes:
         parameter groups.
 
         Args:
-            world: Ranks.
+            world: Number of ranks.
             sub_group_size: In elements of one rank.
             has_decay_groups: Norms and biases (one dimension) form a second parameter group.
         """
@@ -113,10 +113,10 @@ class ModelShapes:
         return closed
 
     def layers(self) -> list[list[TensorShape]]:
-        """Return tensors that are used together: those below the same numbered module.
+        """Return tensors that are used together: those under the same numbered module.
 
-        "model.layers.7.mlp.up_proj.weight" belongs to "model.layers.7". A tensor below no number
-        belongs to the module that holds it.
+        "model.layers.7.mlp.up_proj.weight" belongs to "model.layers.7". A tensor without a number
+        in its name belongs to the module that holds it.
         """
         groups: dict[str, list[TensorShape]] = {}
         for tensor in self.tensors:
@@ -131,7 +131,7 @@ def from_module(module: Any, name: str | None = None) -> ModelShapes:
 
     Args:
         module: Anything with `named_parameters(remove_duplicate=False)` like torch's.
-        name: For people; left out: the class of the module.
+        name: Name for messages; None: the class of the module.
 
     Raises:
         ConfigError: The module has no parameters.
@@ -146,8 +146,8 @@ def from_module(module: Any, name: str | None = None) -> ModelShapes:
         names[id(parameter)] = parameter_name
         # A partitioned parameter itself is empty; ZeRO keeps the shape it had.
         shape = tuple(int(n) for n in getattr(parameter, "ds_shape", parameter.shape))
-        # All that learn are stored in one dtype, which is not that of each of them; each of the
-        # others is stored in its own, as packed weights or norms in fp32 are.
+        # Trainable parameters are all stored in the model's dtype; frozen ones in their own, such
+        # as packed weights or norms in fp32.
         stored = None if parameter.requires_grad else getattr(parameter, "ds_tensor", parameter)
         itemsize = None if stored is None else stored.dtype.itemsize
         tensors.append(TensorShape(parameter_name, shape, parameter.requires_grad, itemsize))
@@ -158,7 +158,7 @@ def from_config(source: Path | str | Mapping[str, Any], name: str | None = None)
     """Derive every tensor from a Hugging Face config.json, as a path or as its content.
 
     Raises:
-        ConfigError: Unreadable, or of an architecture not known here; names those that are.
+        ConfigError: Unreadable, or of an unknown architecture; lists the known ones.
     """
     if isinstance(source, Mapping):
         config: Mapping[str, Any] = source
@@ -174,14 +174,14 @@ def from_config(source: Path | str | Mapping[str, Any], name: str | None = None)
 
 
 def from_safetensors(source: Path | str, name: str | None = None) -> ModelShapes:
-    """Read the headers of a .safetensors file, of an index's files, or of a folder's.
+    """Read the headers of a .safetensors file, of an index's files, or of a folder's files.
 
-    A checkpoint does not keep the module's order, which decides where DeepSpeed cuts sub-groups:
-    names are put in natural order, which comes close. A config.json is exact. Experts are counted
-    as they are stored, one by one in older checkpoints. Tied weights count once, as stored.
+    A checkpoint does not keep the module's order, which decides where DeepSpeed cuts sub-groups.
+    Names are sorted in natural order, which comes close; a config.json is exact. Experts are
+    counted as stored, one by one in older checkpoints. Tied weights count once, as stored.
 
-    Floats of any width are taken to be trained, in the dtype that DeepSpeed gives the model; what
-    weights are packed into, such as bytes, to be frozen as it is.
+    Floats of any width are assumed to be trained, in the dtype that DeepSpeed gives the model.
+    Integers, which hold packed weights, are assumed to be frozen in their own dtype.
 
     Raises:
         ConfigError: Missing, not safetensors, or damaged.
@@ -199,7 +199,7 @@ def builtin(name: str) -> ModelShapes:
     """Return the shapes of a public model that comes with this package; case does not matter.
 
     Raises:
-        ConfigError: No such model; names the nearest one and all of them.
+        ConfigError: No such model; lists all, and the nearest one.
     """
     known = {model.lower(): model for model in builtin_names()}
     found = known.get(name.lower())
@@ -216,7 +216,7 @@ def builtin(name: str) -> ModelShapes:
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Return the names that `builtin` takes."""
+    """Return the names that `builtin` accepts."""
     files = resources.files("memascend.plan").joinpath("models").iterdir()
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
@@ -234,6 +234,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts "layers.2" before "layers.10"."""
     key = []
     for index, part in enumerate(re.split(r"(\d+)", name)):
-        digits = part.lstrip("0")  # compared as text: there may be any number of them
+        digits = part.lstrip("0")  # compared as text: a name may have any number of digits
         key.append((len(digits), digits) if index % 2 else (-1, part))
     return key

@@ -1,7 +1,7 @@
-"""Adam's moments in bf16 (`streaming.optimizer.state_dtype`): what they need, and what lacks it.
+"""Adam's moments in bf16 (`streaming.optimizer.state_dtype`): requirements and refusals.
 
-Neither torch nor DeepSpeed. What a DeepSpeed JSON shows is refused before anything is made; what
-only the live optimizer shows, by whoever sees it, in the same words.
+Neither torch nor DeepSpeed. Conflicts in a DeepSpeed JSON are refused before anything is allocated.
+Conflicts that only the live optimizer shows are refused by its caller, with the same message.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
 
-#: For people, wherever such a run is shown.
+#: Shown with every such run.
 INEXACT = (
     'streaming.optimizer.state_dtype "bf16": Adam\'s moments are rounded to bf16 in every step, so '
     "losses and weights are not those of fp32 states"
 )
-#: Of the DeepSpeed JSON: those that become DeepSpeedCPUAdam.
+#: Names in the DeepSpeed JSON that become DeepSpeedCPUAdam.
 _OPTIMIZERS = ("adamw", "adam")
 
 
@@ -25,11 +25,11 @@ def keeps_bf16(block: MemAscendConfig) -> bool:
 
 
 def refusal(found: str, remedy: str) -> ConfigError:
-    """Return the error for states in bf16 that cannot be.
+    """Return the error for states in bf16 that are not possible.
 
     Args:
-        found: What is there instead of what they need.
-        remedy: What to do about it.
+        found: The setting that conflicts.
+        remedy: The change that helps.
     """
     return ConfigError(
         'memascend.streaming.optimizer.state_dtype="bf16" needs DeepSpeedCPUAdam, stepped in one '
@@ -38,10 +38,10 @@ def refusal(found: str, remedy: str) -> ConfigError:
 
 
 def check_state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> None:
-    """Compare the key with what else the JSON states.
+    """Check the key against the rest of the JSON.
 
     Raises:
-        ConfigError: The optimizer is on no drive, or is another one.
+        ConfigError: The optimizer is not on a drive, direct_nvme is off, or it is another one.
     """
     if not keeps_bf16(block):
         return
@@ -58,7 +58,7 @@ def check_state_dtype(block: MemAscendConfig, settings: DeepSpeedSettings) -> No
 
 
 def why_not_cpu_adam(settings: DeepSpeedSettings) -> tuple[str, str]:
-    """Return what makes another optimizer than DeepSpeedCPUAdam, and the remedy; else nothing."""
+    """Return (setting that prevents DeepSpeedCPUAdam, remedy); both empty if none does."""
     name = settings.optimizer.type
     if name.lower() not in _OPTIMIZERS:
         return f"optimizer.type is {name!r}", 'Set it to "AdamW" or "Adam"'

@@ -1,9 +1,9 @@
-"""The least time of a step: what the drive needs, what compute hides of it, and what it cannot.
+"""Lower bound of the time of a step: drive time, and the part of it that compute hides.
 
-Pure arithmetic. The optimizer begins after the last backward pass, as norm and verdict are known
-then, and goes on during the next forward pass, whose last layer computes no sooner than it is over.
-Of several micro-steps that is the first one. Reads and writes of what runs together are taken to
-overlap fully.
+Pure arithmetic. The optimizer begins after the last backward pass, when norm and verdict are known,
+and continues during the next forward pass, whose last layer cannot compute before the optimizer is
+done. With several micro-steps this is the forward pass of the first one. Reads and writes of parts
+that run together are assumed to overlap fully.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class _Moved(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveTime:
-    """What the drive alone needs for the parts of a step, in seconds.
+    """Drive time of the parts of a step, in seconds.
 
     Attributes:
-        first_forward_s: The forward pass behind a step, which finds nothing of it in slots.
+        first_forward_s: The forward pass after a step; it reads all parameters on the drive.
         forward_s: The forward pass of each further micro-step.
         backward_s: The backward pass of a micro-step.
-        last_backward_s: That of the last one, with what of the optimizer is read or stepped then.
+        last_backward_s: The last backward pass, with the optimizer's reads or steps during it.
         optimizer_s: The rest of the optimizer.
-        behind_s: That and the first forward pass, together.
-        micro_steps: Of a step.
-        goes_behind: Whether they are together.
+        behind_s: The rest of the optimizer and the first forward pass, overlapped.
+        micro_steps: Micro-steps of a step.
+        goes_behind: Whether the rest of the optimizer overlaps the first forward pass.
     """
 
     first_forward_s: float
@@ -54,13 +54,13 @@ class DriveTime:
     def of_plan(
         cls, plan: Plan, *, read_gb_s: float, write_gb_s: float, ranks: int = 1
     ) -> DriveTime:
-        """Return the time for what a plan moves.
+        """Return the drive time for the traffic of a plan.
 
         Args:
-            plan: Of one rank.
-            read_gb_s: What the drive reads, in 10^9 bytes per second.
-            write_gb_s: What it writes.
-            ranks: How many ranks share the drive.
+            plan: The plan of one rank.
+            read_gb_s: Read bandwidth of the drive, in 10^9 bytes per second.
+            write_gb_s: Its write bandwidth.
+            ranks: Number of ranks that share the drive.
         """
 
         def seconds(moved: _Moved) -> float:
@@ -71,7 +71,7 @@ class DriveTime:
         back = _Moved(plan.backward_parameters_bytes, 0)
         further_bytes = plan.read_bytes[PARAMETERS] - first.read - steps * back.read
         sums_read = plan.passes_read_bytes - plan.read_bytes[PARAMETERS]
-        # The last micro-step has more of sums than the others; spread evenly none takes longer.
+        # Traffic of sums is spread evenly over the micro-steps, though the last one has more.
         backward = back.beside(_Moved(sums_read / steps, plan.passes_written_bytes / steps))
         early, rest = _optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
         return cls(
@@ -88,12 +88,12 @@ class DriveTime:
     def step_s(
         self, compute_forward_s: float, compute_backward_s: float, *, last_layer_s: float = 0.0
     ) -> float:
-        """Return the least time of a step, one of many.
+        """Return the least time of a step in steady state, in seconds.
 
         Args:
-            compute_forward_s: For which the forward pass of a micro-step computes.
-            compute_backward_s: For which its backward pass does.
-            last_layer_s: Of the former that of the last layer.
+            compute_forward_s: Compute time of the forward pass of a micro-step.
+            compute_backward_s: Compute time of its backward pass.
+            last_layer_s: The part of `compute_forward_s` in the last layer.
         """
         further_s = max(compute_forward_s, self.forward_s)
         further_s += max(compute_backward_s, self.backward_s)
@@ -104,11 +104,11 @@ class DriveTime:
         return (self.micro_steps - 1) * further_s + first_s + last_s
 
     def unhidden_s(self, compute_forward_s: float, compute_backward_s: float) -> float:
-        """Return how much longer the optimizer makes a step, whatever runs beside it.
+        """Return the seconds that the optimizer adds to a step after all overlap.
 
         Args:
-            compute_forward_s: For which the forward pass of a micro-step computes.
-            compute_backward_s: For which its backward pass does.
+            compute_forward_s: Compute time of the forward pass of a micro-step.
+            compute_backward_s: Compute time of its backward pass.
         """
         passes = replace(
             self,
@@ -121,11 +121,11 @@ class DriveTime:
 
 
 def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
-    """Return what the optimizer moves during backward, and what it moves after that.
+    """Return the optimizer's traffic during backward, and after it.
 
     Args:
-        plan: Of one rank.
-        gradients_bytes: Of gradients, those that the optimizer reads.
+        plan: The plan of one rank.
+        gradients_bytes: Bytes of gradients that the optimizer reads.
     """
     read, written, request = plan.read_bytes, plan.written_bytes, plan.request
     second_read, second_written = (moved.get(SECOND_VALUES, 0) for moved in (read, written))
@@ -135,11 +135,11 @@ def _optimizer_parts(plan: Plan, gradients_bytes: int) -> tuple[_Moved, _Moved]:
         written[MASTER] + written[STATE] + written[PARAMETERS] + second_written,
     )
     if not request.during_backward:
-        # The first tiles are read during backward, but for their gradients.
+        # The first tiles are read during backward, without their gradients.
         tiles_numel = plan.tile_count * plan.tile_numel
         ahead = min(states, tiles_numel * (request.master_itemsize + request.states_bytes))
         return _Moved(ahead, 0), _Moved(every.read - ahead, every.written)
-    # Stepped then is only what has nothing of its master weights in memory, and is not left.
+    # Only tiles without master weights in memory, and not left to forward, are stepped early.
     early = 1 - 1 / LEFT_ONE_OF if request.overlaps else 1.0
     part = early * read[MASTER] / max(1, read[MASTER] + plan.resident.get(MASTER, 0))
     during = _Moved(

@@ -1,11 +1,11 @@
-"""The account of stock DeepSpeed 0.19.8, and for stock with the paper's four pieces.
+"""The account of stock DeepSpeed 0.19.8, and of stock with the paper's four pieces.
 
-What memascend is compared with: the host memory of ZeRO-Infinity on one rank, term by term, with
+This is the baseline for memascend: the host memory of ZeRO-Infinity on one rank, term by term, with
 DeepSpeed's own rounding. Pure arithmetic; tests/integration/test_stock_ledger.py measures the terms
-on a real run. Python, torch, the device's context and the page cache are not in it.
+on a real run. Python, torch, the device's context and the page cache are not counted.
 
-The four pieces are the paper's: a parameter pool with the sizes of the tensors, pinned memory
-without rounding, an engine without a file per tensor, an overflow check without temporaries.
+The paper's four pieces are: a parameter pool with the sizes of the tensors, pinned memory without
+rounding, an engine without a file per tensor, an overflow check without temporaries.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from memascend.plan.shapes import ModelShapes, TensorShape
 
 ALIGNED_BYTES = 1024  # AIO_ALIGNED_BYTES, per worker of one operation
 SWAPPABLE_BYTES_MIN = MIB  # MIN_AIO_BYTES
-GRADIENT_BYTES = 4  # a gradient on the drive is fp32
+GRADIENT_BYTES = 4  # gradients on the drive are fp32
 LAYERS_IN_FLIGHT = 2
 
-# The letters are those of the stock ledger's test.
+# The letters are those of tests/integration/test_stock_ledger.py.
 POOL, CACHE, WRITE_BACK = "A parameter pool", "B 16-bit cache", "C write-back buffer"
 BUFFERS, FLAT, SMALL = "D optimizer buffers", "E flat gradients", "F small parameters"
 SMALL_GROUPS = "optimizer kept in memory"
@@ -42,14 +42,14 @@ class StockPlan(Footprint):
     """The account of stock DeepSpeed.
 
     Attributes:
-        notes: What was raised above the JSON's values because stock would not run with them.
+        notes: Values that were raised above the JSON's, because stock would not run with those.
     """
 
     notes: tuple[str, ...] = ()
 
     @property
     def initialization_bytes(self) -> int:
-        """The highest host memory while starting: the flat gradients come last, twice."""
+        """Peak host memory during start: the flat gradients are allocated last, twice."""
         late = self.host_bytes + self.host_initialization.get(FLAT_SOURCE, 0)
         early = max(self.host_initialization.get(name, 0) for name in (COPY, FIRST_GRADIENTS))
         return max(late, self.host_bytes - self.host.get(FLAT, 0) + early)
@@ -65,11 +65,11 @@ def stock(
     """Return the account of stock DeepSpeed.
 
     Args:
-        shapes: Of the model.
-        request: Of the run.
-        settings: Of its DeepSpeed JSON; None: all of DeepSpeed's defaults.
+        shapes: The model.
+        request: The plan's request.
+        settings: The settings of the DeepSpeed JSON; None: DeepSpeed's defaults.
         rounds_pinned: Whether pinned memory is rounded up to a power of two, as torch does on
-            CUDA; without an accelerator pinning does nothing.
+            CUDA; without an accelerator pinning has no effect.
     """
     return _StockAccount(shapes, request, settings, rounds_pinned=rounds_pinned).plan()
 
@@ -77,12 +77,12 @@ def stock(
 def four_pieces(
     shapes: ModelShapes, *, request: PlanRequest, settings: DeepSpeedSettings | None = None
 ) -> StockPlan:
-    """Return the account of DeepSpeed with the paper's four pieces, and no more."""
+    """Return the account of DeepSpeed with only the paper's four pieces."""
     return _StockAccount(shapes, request, settings, has_pieces=True).plan()
 
 
 class _StockAccount:
-    """One rank's tensors and sub-groups, sorted by where stock keeps them."""
+    """One rank's tensors and sub-groups, and where stock stores each."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class _StockAccount:
         }
 
     def plan(self) -> StockPlan:
-        """Add everything up."""
+        """Return the sums."""
         return StockPlan(
             host=self._host(),
             host_initialization=self._initialization(),
@@ -132,10 +132,10 @@ class _StockAccount:
             **self._drive(),
         )
 
-    # -- who is where ------------------------------------------------------------------------------
+    # -- where tensors are stored ------------------------------------------------------------------
 
     def _fill_cache(self) -> list[bool]:
-        """Cut max_in_cpu among the parameter groups; return which sub-groups lie in it whole."""
+        """Divide max_in_cpu among the parameter groups; return which sub-groups fit in it whole."""
         if self._request.parameters_device == "none":
             return [False] * len(self._groups)
         is_resident = []
@@ -158,7 +158,7 @@ class _StockAccount:
     def _nbytes(self, tensor: TensorShape) -> int:
         """Return the bytes of this rank's part of a parameter on the drive.
 
-        Whatever its dtype is: stock's swapper takes all to be of the model's.
+        Stock's swapper assumes the model's dtype for every parameter.
         """
         return tensor.shard_numel(self._request.world) * self._request.param_itemsize
 
@@ -169,7 +169,10 @@ class _StockAccount:
         return sum(tensor.shard_numel(self._request.world) for tensor in tensors)
 
     def _swapped_group_numels(self) -> list[int]:
-        """Return the sub-groups whose optimizer state is on the drive: small ones are not."""
+        """Return the elements of each sub-group whose optimizer state is on the drive.
+
+        Small sub-groups stay in memory.
+        """
         if not self._has_optimizer_drive:
             return []
         nbytes_min = self._swappable_bytes_min
@@ -233,14 +236,18 @@ class _StockAccount:
         return max((t.shard_numel(self._request.world) for t in swappable), default=0)
 
     def _write_back_bytes(self) -> int:
-        """Count whole tensors, not shards, as stock does: it grows with the ranks."""
+        """Return the bytes of the write-back buffer.
+
+        Stock sizes it by the whole tensors of the largest sub-group, not by their shards. A
+        sub-group is cut by elements of one rank, so the buffer grows with the number of ranks.
+        """
         if not self._has_param_drive or all(self._is_resident):
             return 0
         largest = self._groups[self._group_numels.index(self._group_numel_max)]
         return sum(self._aligned(tensor.numel, self._request.param_itemsize) for tensor in largest)
 
     def _buffer_count(self) -> int:
-        """Return at least one for weights, gradient and each state, three times that in flight."""
+        """Return the number of buffers: at least weights, gradient and states, 3x if pipelined."""
         is_pipelined = self._optimizer.pipeline_read or self._optimizer.pipeline_write
         needed = (self._request.states + 2) * (3 if is_pipelined else 1)
         return max(self._optimizer.buffer_count, needed)
@@ -257,7 +264,7 @@ class _StockAccount:
             for numel in kept.elements()
         )
 
-    # -- what comes on top -------------------------------------------------------------------------
+    # -- temporaries -------------------------------------------------------------------------------
 
     def _initialization(self) -> dict[str, int]:
         if not self._has_optimizer:
@@ -315,7 +322,7 @@ class _StockAccount:
         }
 
     def _gradient_bytes(self) -> int:
-        """Return bytes of fp32 gradients in a step; those of small tensors wait on the device."""
+        """Return bytes of fp32 gradients in a step; small gradients stay on the device."""
         swapped = set(self._swapped_group_numels())
         step = ALIGNED_BYTES * self._workers // GRADIENT_BYTES
         shards = (

@@ -1,4 +1,4 @@
-"""A window of accumulation on the drive: sums and gradients that wait there, and what moves.
+"""A window of accumulation on the drive: its sums and waiting gradients, and their traffic.
 
 Pure arithmetic, for one element of a gradient whose sum is not in memory.
 """
@@ -12,7 +12,7 @@ from memascend.base.sizes import APPENDED_COUNT_MAX
 
 @dataclass(frozen=True, slots=True)
 class WindowBytes:
-    """What micro-steps of one window keep and move.
+    """Bytes per element that the micro-steps of one window store and move.
 
     Attributes:
         steps: Micro-steps.
@@ -26,22 +26,22 @@ class WindowBytes:
 
     @property
     def appends(self) -> bool:
-        """True where gradients wait to be added; else each is added as it comes."""
+        """Whether gradients wait to be added; else each is added as it arrives."""
         return self.steps > 1 and self.arriving_itemsize < self.sum_itemsize
 
     @property
     def places(self) -> int:
-        """Gradients on the drive that wait, at most."""
+        """Most gradients that wait on the drive."""
         return min(self.steps - 1, APPENDED_COUNT_MAX) if self.appends else 0
 
     @property
     def sums(self) -> int:
-        """Sums on the drive: one is in the making while the last one is still seen."""
+        """Sums on the drive: 2 if a partial sum is stored while the last one is still seen."""
         return 2 if self._sums_before_last else 1
 
     @property
     def drive_bytes(self) -> int:
-        """Bytes on the drive, at most."""
+        """Most bytes on the drive."""
         return self.sums * self.sum_itemsize + self.places * self.arriving_itemsize
 
     @property
