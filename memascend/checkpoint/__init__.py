@@ -1,1 +1,1 @@
-"""Files of a checkpoint: written, verified, divided otherwise, converted; not DeepSpeed."""
+"""Checkpoint files: write, verify, re-divide and convert them. Never knows DeepSpeed."""

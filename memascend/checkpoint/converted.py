@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint that is read in another dtype than it was saved in.
+"""Converts a checkpoint's tensor to another dtype while it is read.
 
 Knows torch and the readers of checkpoint files; never DeepSpeed. Widened values are exact, narrowed
 ones rounded to nearest even. Only a piece of the tensor is in memory.
@@ -24,9 +24,9 @@ class ConvertedReader:
         """Read nothing yet.
 
         Args:
-            reader: Where the bytes come from.
-            saved: What they are.
-            wanted: What they are to be.
+            reader: Source of the bytes.
+            saved: Dtype of the source.
+            wanted: Dtype to convert to.
         """
         self._reader = reader
         self._saved, self._wanted = saved, wanted
@@ -46,13 +46,13 @@ class ConvertedReader:
             part.copy_(piece)
 
     def close(self) -> None:
-        """Let go of file, pages and memory; reading on takes them again."""
+        """Release file, pages and memory; the next `fill` takes them again."""
         self._piece = None
         self._reader.close()
 
 
 def converted(tensor: LoadedTensor, wanted: torch.dtype) -> LoadedTensor:
-    """Return a tensor of a checkpoint in another dtype; itself if that is its own."""
+    """Return a checkpoint's tensor converted to `wanted`; unchanged if it has that dtype."""
     if tensor.dtype == wanted:
         return tensor
     reader = ConvertedReader(tensor.reader, saved=tensor.dtype, wanted=wanted)

@@ -1,7 +1,7 @@
-"""A checkpoint of another number of ranks, or of other sub-groups, put together anew by name.
+"""Loads a checkpoint of another number of ranks, or of other sub-groups, by parameter name.
 
-DeepSpeed writes beside the weights which parameters each saved sub-group held. So every rank
-knows where in whose files the elements lie that are its own now, and reads no others.
+DeepSpeed saves the parameters of each sub-group with the weights. So every rank can find the file
+and position of each of its elements, and reads only those.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _Tensors = Mapping[tuple[int, str | None], LoadedTensor]
 
 @dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """A checkpoint as it was divided when it was saved.
+    """The division of a checkpoint into sub-groups and ranks when it was saved.
 
     Attributes:
-        parameters: Those of each sub-group.
-        ranks: The part of each rank.
+        parameters: Parameters of each sub-group.
+        ranks: Each rank's part.
     """
 
     parameters: SubGroups
@@ -50,12 +50,12 @@ class SavedLayout:
 
     @property
     def world(self) -> int:
-        """How many ranks saved it."""
+        """Number of ranks that saved it."""
         return len(self.ranks)
 
 
 def read_parameters(path: Path) -> SubGroups | None:
-    """Return the parameters of each sub-group, out of a model_states.pt; None where it lacks them.
+    """Return the parameters of each sub-group from a model_states.pt; None if it lacks them.
 
     Raises:
         CheckpointError: The file is missing or cannot be read.
@@ -73,17 +73,17 @@ def read_parameters(path: Path) -> SubGroups | None:
 def open_divided(
     saved: SavedLayout, target: TargetOptimizer, *, rank: int, world: int
 ) -> CheckpointSource:
-    """Find what an optimizer wants in the files of all ranks that saved.
+    """Find an optimizer's tensors in the files of all ranks that saved the checkpoint.
 
     Args:
         saved: The checkpoint.
         target: The optimizer.
-        rank: Whose part is wanted.
-        world: How many ranks there are now.
+        rank: The rank whose part to find.
+        world: Present number of ranks.
 
     Raises:
-        CheckpointError: It is that of another model or optimizer, incomplete, or has states that
-            cannot be divided.
+        CheckpointError: The checkpoint is of another model or optimizer, incomplete, or has states
+            that cannot be divided.
     """
     own = saved.ranks[rank % saved.world]
     _check_model(own.folder, saved.parameters, target.parameters)
@@ -99,7 +99,7 @@ def open_divided(
         kind=target.kind,
         master_dtype=target.master_dtype,
     )
-    # The own one stands for what is the same on every rank.
+    # The own rank's source also provides the values that are equal on all ranks.
     needed = {own.rank, *(piece.rank for pieces in wanted for piece in pieces)}
     sources = {number: open_source(saved.ranks[number], as_saved) for number in sorted(needed)}
     tensors = {
@@ -141,7 +141,11 @@ def _reader(
 def _states(
     folder: Path, tensors: _Tensors, origins: Sequence[int]
 ) -> dict[str | None, torch.dtype]:
-    """Return the states of a sub-group that is made of several; they have to have the same."""
+    """Return the states of a sub-group made from saved ones, which must all have the same states.
+
+    Raises:
+        CheckpointError: They have different states.
+    """
     found: list[dict[str | None, torch.dtype]] = [
         {state: tensor.dtype for (index, state), tensor in tensors.items() if index == origin}
         for origin in origins
@@ -152,7 +156,11 @@ def _states(
 
 
 def _scalars(folder: Path, source: CheckpointSource, origins: Sequence[int]) -> dict[str, Any]:
-    """Return what the optimizer knows of a sub-group beside tensors: its count of steps."""
+    """Return the non-elementwise state of a sub-group, such as its step count.
+
+    Raises:
+        CheckpointError: The saved sub-groups differ in it, or it is a tensor with shape.
+    """
     states = source.optimizer_states["state"]
     found = []
     for origin in origins:
@@ -172,7 +180,7 @@ def _has_elements(value: object) -> bool:
 
 
 def _name(parameters: Sequence[NamedParameter], ids: Mapping[str, int]) -> str:
-    """Return DeepSpeed's name of a sub-group, by the numbers that its parameters have now."""
+    """Return DeepSpeed's name of a sub-group, from the present ids of its parameters."""
     return f"{ids[parameters[0].name]}_{ids[parameters[-1].name]}"
 
 

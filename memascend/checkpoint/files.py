@@ -1,7 +1,7 @@
-"""Files of a checkpoint, written and read a piece at a time.
+"""Files of a checkpoint, written and read piece by piece.
 
-Knows torch and the file system; never DeepSpeed. However large a tensor is, no more than a piece of
-it is in memory, and the page cache is left as soon as bytes were written or read.
+Knows torch and the file system; never DeepSpeed. Only one piece of a tensor is in memory at a time,
+and its pages are dropped from the page cache after they were written or read.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from memascend.base.progress import Advance
 from memascend.errors import CheckpointError
 from memascend.system.pages import page_out
 
-#: About so many bytes of a file may be in the page cache, on their way to the drive or from it.
+#: About this many bytes of a file may be in the page cache before they are flushed or dropped.
 FLUSH_BYTES = 64 << 20
-#: What is read at once where no staging slot is at hand.
+#: Bytes per read if there is no staging slot.
 PIECE_BYTES = 1 << 20
 
 
 class FlushedFile:
-    """A new file that is made durable, and leaves the page cache, while it grows."""
+    """A new file that is synced to the drive, and dropped from the page cache, while it grows."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Take an open file that nobody else writes to."""
+        """Take an open file; this object must be its only writer."""
         self._file = file
         self._unflushed_bytes = 0
 
     def write(self, piece: Any) -> int:
-        """Append anything with a buffer, and return its bytes, as files do."""
+        """Append an object with a buffer; return its bytes, as files do."""
         view = memoryview(piece).cast("B")
         self._file.write(view)
         self._unflushed_bytes += len(view)
@@ -44,7 +44,7 @@ class FlushedFile:
         return len(view)
 
     def make_durable(self) -> None:
-        """Wait until all that was written is on the drive."""
+        """Wait until all written bytes are on the drive."""
         self._file.flush()
         os.fsync(self._file.fileno())
         drop_cache(self._file.fileno())
@@ -52,7 +52,7 @@ class FlushedFile:
 
 
 class SummedFile(FlushedFile):
-    """A new file that is written once from front to end and summed up meanwhile; use `create`."""
+    """A new file that is written sequentially, with a running CRC-32; made by `create`."""
 
     def __init__(self, file: BinaryIO, advance: Advance | None) -> None:
         super().__init__(file)
@@ -63,14 +63,14 @@ class SummedFile(FlushedFile):
     @classmethod
     @contextmanager
     def create(cls, path: Path, advance: Advance | None = None) -> Iterator[SummedFile]:
-        """Make a file that is not there; on a clean exit all of it is on the drive.
+        """Create a file that must not exist; on a clean exit all of it is on the drive.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             advance: Called with the bytes of each write.
 
         Raises:
-            CheckpointError: The file cannot be made or written.
+            CheckpointError: The file cannot be created or written.
         """
         try:
             with path.open("xb") as file:
@@ -87,7 +87,7 @@ class SummedFile(FlushedFile):
             ) from error
 
     def write(self, piece: Any) -> int:
-        """Append anything with a buffer, and return its bytes, as files do."""
+        """Append an object with a buffer; return its bytes, as files do."""
         nbytes = super().write(piece)
         self.crc32 = zlib.crc32(memoryview(piece).cast("B"), self.crc32)
         self.nbytes += nbytes
@@ -96,20 +96,20 @@ class SummedFile(FlushedFile):
         return nbytes
 
     def flush(self) -> None:
-        """Do nothing: `create` makes all of it durable in the end."""
+        """Do nothing: `create` syncs the file at its end."""
 
 
 def drop_cache(descriptor: int) -> None:
     """Ask the kernel to forget the cached pages of a file; those not yet written stay."""
-    with suppress(OSError):  # a hint, which not every file system takes
+    with suppress(OSError):  # a hint that not every file system supports
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sum_file(path: Path, advance: Advance) -> tuple[int, int]:
-    """Read a file once, and return its size and the CRC-32 of its bytes.
+    """Read a file once; return its size in bytes and the CRC-32 of its content.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     view = memoryview(bytearray(PIECE_BYTES))
     crc32 = nbytes = 0
@@ -125,20 +125,20 @@ def sum_file(path: Path, advance: Advance) -> tuple[int, int]:
 
 
 class Reader(Protocol):
-    """Where the bytes of a tensor come from, in pieces."""
+    """Source of the bytes of a tensor, read in pieces."""
 
     def fill(self, begin_bytes: int, target: torch.Tensor) -> None:
         """Fill a uint8 tensor in host memory with the bytes from `begin_bytes` on."""
 
     def close(self) -> None:
-        """Let go of file and pages; reading on opens them again."""
+        """Release file and pages; the next `fill` opens them again."""
 
 
 class FileReader:
-    """The bytes of a tensor in a file; behind its end there are zeros."""
+    """Reads the bytes of a tensor from a file; past its end they are zeros."""
 
     def __init__(self, path: Path) -> None:
-        """Open nothing before it is read: a checkpoint has more files than a process may open."""
+        """Note the path; `fill` opens it: a checkpoint has more files than a process may open."""
         self._path = path
         self._file: BinaryIO | None = None
 
@@ -159,7 +159,7 @@ class FileReader:
             drop_cache(self._file.fileno())
 
     def close(self) -> None:
-        """Close it, and let its pages go; reading on opens it again."""
+        """Close the file and drop its pages; the next `fill` opens it again."""
         file, self._file = self._file, None
         if file is not None:
             drop_cache(file.fileno())
@@ -167,14 +167,14 @@ class FileReader:
 
 
 class TensorReader:
-    """The bytes of a tensor in memory, or mapped into it; behind its end there are zeros."""
+    """Reads the bytes of a tensor in memory or in a mapped file; past its end they are zeros."""
 
     def __init__(self, load: Callable[[], torch.Tensor], *, is_mapped: bool = False) -> None:
-        """Load nothing before it is read: a process may have fewer mappings than there are files.
+        """Note the loader. `fill` calls it: the number of mappings of a process is limited.
 
         Args:
-            load: Returns the tensor; of a file that it maps, few pages stay in memory.
-            is_mapped: Whether it maps a file.
+            load: Returns the tensor.
+            is_mapped: Whether it maps a file; pages that were read are then paged out.
         """
         self._load = load
         self._data: torch.Tensor | None = None
@@ -194,13 +194,13 @@ class TensorReader:
             self._page_out(self._data)
 
     def close(self) -> None:
-        """Let go of tensor and pages; reading on loads it again."""
+        """Release tensor and pages; the next `fill` loads it again."""
         data, self._data = self._data, None
         if data is not None:
             self._page_out(data)
 
     def _page_out(self, data: torch.Tensor) -> None:
-        """Give back the pages of a mapped file that were read."""
+        """Page out the pages of a mapped file that were read."""
         if self._read_bytes and self._is_mapped:
             begin = data.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
             page_out(begin, data.data_ptr() + data.nbytes - begin)

@@ -1,9 +1,9 @@
-"""A checkpoint's folder appears at once or not at all, whenever the machine stops.
+"""Publishes a checkpoint's folder atomically, also if the machine stops at any moment.
 
-It is written under a working name beside its place, made durable, and renamed when it is complete;
-`latest` follows after that. Where the tag exists already the two folders change places in one step,
-so that there is no moment without a complete one. What a killed save left behind is removed by the
-next. Knows the file system alone; one process (the leader) calls for all ranks.
+The folder is written under a working name beside its target, synced, and renamed when it is
+complete; `latest` is updated after that. If the tag exists, the two folders are exchanged in one
+step, so that a complete one always exists. The next save removes leftovers of a killed one. Knows
+only the file system; one process (the leader) calls for all ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 _PREFIX = ".memascend-"
 _WORKING, _REPLACED = ".saving", ".replaced"
-#: What belongs to a checkpoint and is replaced with it; anything else in a tag's folder is kept.
+#: Files that belong to a checkpoint and are replaced with it; other files in its folder are kept.
 _CHECKPOINT_FILES = ("*_states.pt", "*optim_states.pt", "memascend-rank*.json", "offloaded_tensors")
 
-#: Renaming is quick, removing what was replaced takes a while on a slow drive.
+#: Renaming is quick, but removing the replaced folder can be slow.
 _PATIENCE_S = 600.0
-#: Who has renamed or removed a working folder has nothing left to do but to give its lock back.
+#: A process that has renamed or removed a working folder only has to release its lock.
 _RELEASE_S = 10.0
 
 _AT_FDCWD = -100
@@ -42,7 +42,7 @@ class SavingFolder:
     """The working folder of one save."""
 
     def __init__(self, save_dir: str, tag: str) -> None:
-        """Take names only; `begin` makes the folder.
+        """Compute the paths; `begin` creates the folder.
 
         Raises:
             CheckpointError: The tag leads out of `save_dir`.
@@ -57,16 +57,16 @@ class SavingFolder:
         self.target = self._save_dir / tag
         self._parent = self.target.parent
         self.path = self._parent / f"{_PREFIX}{self.target.name}{_WORKING}"
-        #: What to save under instead of the tag.
+        #: The tag to save under, in place of the given one.
         self.tag = str(self.path.relative_to(self._save_dir))
         self._lock: int | None = None
 
     def begin(self) -> None:
-        """Remove what killed saves left, and make the working folder.
+        """Remove leftovers of killed saves, and create the working folder.
 
         Raises:
             CheckpointError: Another run is saving under this tag.
-            OSError: The folder cannot be made.
+            OSError: The folder cannot be created.
         """
         self._parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(self._parent):
@@ -82,10 +82,10 @@ class SavingFolder:
             self._lock = _try_lock(_lock_of(self.path), _RELEASE_S)
 
     def publish(self) -> None:
-        """Make the folders durable and put the checkpoint in its place. Files are durable.
+        """Sync the folders and move the checkpoint to its target. Files must be synced already.
 
         Raises:
-            OSError: The file system refused; the checkpoint that was there before still is.
+            OSError: The file system refused; the previous checkpoint is still in place.
         """
         for folder, _, _ in os.walk(self.path):
             sync(Path(folder))
@@ -99,13 +99,13 @@ class SavingFolder:
         self._unlock()
 
     def abandon(self) -> None:
-        """Remove the working folder if the save did not come to its end."""
+        """Remove the working folder if the save did not complete."""
         if self._lock is not None or self.path.is_dir():
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
     def _keep_others(self) -> None:
-        """Keep what others put into the tag's folder."""
+        """Copy files that do not belong to a checkpoint from the old folder into the new one."""
         for other in self.target.iterdir():
             is_ours = any(fnmatch(other.name, pattern) for pattern in _CHECKPOINT_FILES)
             place = self.path / other.name
@@ -122,7 +122,7 @@ class SavingFolder:
             sync(self._parent)
             shutil.rmtree(self.path)
             return
-        # Between these two `clean` knows what to do.
+        # If the process is killed between the two renames, `clean` repairs it.
         replaced = self._parent / f"{_PREFIX}{self.target.name}{_REPLACED}"
         os.rename(self.target, replaced)
         os.rename(self.path, self.target)
@@ -136,9 +136,9 @@ class SavingFolder:
 
 
 def clean(parent: Path) -> None:
-    """Remove what killed saves left in a folder; what a living one writes stays.
+    """Remove leftovers of killed saves in a folder; those of a running save stay.
 
-    A checkpoint that was moved away and whose successor did not arrive is put back.
+    A checkpoint that was moved away, but not replaced, is moved back.
     """
     with _alone_in(parent):
         _clean(parent)
@@ -153,7 +153,7 @@ def _clean(parent: Path) -> None:
             with suppress(PermissionError):  # another user's
                 os.rename(left, target)
                 sync(parent)
-    # A save that was killed when its folder had been renamed left no more than its lock file.
+    # A save that was killed after its folder was renamed left only its lock file.
     locks = parent.glob(f"{_PREFIX}*{_WORKING}{_lock_ending()}")
     names = {path.name.removesuffix(_lock_ending()) for path in locks}
     for name in sorted(names | {path.name for path in _left(parent, _WORKING)}):
@@ -161,19 +161,19 @@ def _clean(parent: Path) -> None:
         lock = _try_lock(_lock_of(left))
         if lock is None:
             continue
-        if _is_own(left):  # nobody can see the lock of another user
+        if _is_own(left):  # the lock of another user cannot be tested
             shutil.rmtree(left, ignore_errors=True)
         release_lock_file(lock, _lock_of(left))
 
 
 def check_space(folder: Path, nbytes: int, failure: str, remedy: str) -> None:
-    """Refuse before hours are spent: is there room?
+    """Refuse a save early if the file system lacks space.
 
     Args:
-        folder: On the file system that is written to.
-        nbytes: How many bytes are going to be written.
-        failure: How the message begins.
-        remedy: What else can be done than removing older checkpoints.
+        folder: A folder on the file system that is written to.
+        nbytes: Bytes that will be written.
+        failure: Start of the message.
+        remedy: An alternative to removing older checkpoints.
 
     Raises:
         CheckpointError: There is too little space.
@@ -209,14 +209,14 @@ def _lock_ending() -> str:
 
 
 def _lock_of(folder: Path) -> Path:
-    """Return the lock file of a folder that must be seen by its name, so it is beside that."""
+    """Return the lock file of a working folder; it is beside it, since the folder is renamed."""
     return folder.with_name(folder.name + _lock_ending())
 
 
 def _try_lock(path: Path, seconds: float = 0.0) -> int | None:
-    """Return a descriptor that holds the lock; None where a living process does for so long.
+    """Return a descriptor that holds the lock; None if another process holds it for `seconds`.
 
-    Where locks do not work nobody can tell, and the folder is left alone.
+    Also None if the file system has no locks: the caller then leaves the folder alone.
     """
     try:
         return take_lock_file(path, seconds)
@@ -226,19 +226,19 @@ def _try_lock(path: Path, seconds: float = 0.0) -> int | None:
 
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
-    """Keep other runs from making, renaming or removing working folders here; where locks work.
+    """Lock a folder so that no other run creates, renames or removes working folders in it.
 
-    Without it two runs that save the same tag would take each other's new folder, still without a
-    lock, or old one, which has none, for a killed save's.
+    Without the lock, two runs that save the same tag could take each other's folder, while it has
+    no lock file, for that of a killed save. If the file system has no locks, proceed without one.
 
     Raises:
-        CheckpointError: Another run does not come to an end of it.
+        CheckpointError: Another run has held the lock for _PATIENCE_S.
     """
     path = parent / f"{_PREFIX}saves{_lock_ending()}"
     try:
         descriptor = take_lock_file(path, _PATIENCE_S)
     except OSError as error:
-        if os.path.lexists(path):  # else there are no locks here
+        if os.path.lexists(path):  # else this file system has no locks
             log.warning(
                 "memascend: saving without a lock: %s: %s. Remove that file, or give each user a "
                 "folder",
@@ -267,7 +267,7 @@ def _link(source: str | Path, place: str | Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; False where the system cannot."""
+    """Exchange two folders in one step; return False if the system does not support it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

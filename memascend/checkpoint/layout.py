@@ -1,9 +1,8 @@
-"""Where ZeRO-3 leaves the elements of each parameter: pure arithmetic, neither torch nor DeepSpeed.
+"""How ZeRO-3 lays out the elements of each parameter: arithmetic, without torch and DeepSpeed.
 
-Every parameter is flattened and cut into as many runs of equal length as there are ranks, the last
-ones padded. A sub-group on a rank is those runs of its parameters, one behind the other. So an
-element is found by the parameter's name in any division of the same model, into whichever
-sub-groups and between however many ranks.
+Every parameter is flattened and cut into one run per rank, all of the same length, the last ones
+padded. A sub-group on a rank is the concatenation of these runs of its parameters. So an element
+can be found by its parameter's name in any division of the same model into sub-groups and ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """A parameter as a checkpoint knows it: name, and elements of the whole tensor."""
+    """A parameter in a checkpoint: its name, and the elements of the whole tensor."""
 
     name: str
     numel: int
@@ -26,12 +25,12 @@ SubGroups = Sequence[Sequence[NamedParameter]]
 
 @dataclass(frozen=True, slots=True)
 class ParameterRun:
-    """Elements that lie together in a sub-group, and in one parameter.
+    """Elements that are contiguous in a sub-group and in one parameter.
 
     Attributes:
         name: The parameter.
-        first: First element, counted in the whole parameter.
-        offset: First element, counted in the sub-group.
+        first: First element in the whole parameter.
+        offset: First element in the sub-group.
         numel: Elements, without padding.
     """
 
@@ -43,14 +42,14 @@ class ParameterRun:
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """Elements that lie together in a saved sub-group and in a wanted one.
+    """Elements that are contiguous in a saved sub-group and in a wanted one.
 
     Attributes:
-        rank: That saved them.
-        sub_group: Index of the saved one.
-        source: First element there.
+        rank: The rank that saved them.
+        sub_group: Index of the saved sub-group.
+        source: First element in the saved sub-group.
         target: First element in the wanted one.
-        numel: Elements.
+        numel: Number of elements.
     """
 
     rank: int
@@ -67,17 +66,17 @@ def flat(sub_groups: SubGroups) -> Iterator[NamedParameter]:
 
 
 def share_numel(numel: int, world: int) -> int:
-    """Count the elements of a parameter on each rank, padding included."""
+    """Return the elements of a parameter on each rank, padding included."""
     return -(-numel // world)
 
 
 def sub_group_numel(parameters: Sequence[NamedParameter], world: int) -> int:
-    """Count the elements of a sub-group on each rank, padding included."""
+    """Return the elements of a sub-group on each rank, padding included."""
     return sum(share_numel(parameter.numel, world) for parameter in parameters)
 
 
 def runs(parameters: Sequence[NamedParameter], *, rank: int, world: int) -> Iterator[ParameterRun]:
-    """Yield what a sub-group holds on a rank; where it holds padding there is no run."""
+    """Yield the runs of a sub-group on a rank, without padding."""
     for parameter, offset, share in _shares(parameters, world):
         first = rank * share
         numel = min(share, parameter.numel - first)
@@ -97,11 +96,11 @@ def _shares(
 
 
 class Division:
-    """How a model is divided into sub-groups and between ranks, looked up by name."""
+    """The division of a model into sub-groups and ranks, looked up by parameter name."""
 
     def __init__(self, sub_groups: SubGroups, world: int) -> None:
-        """Find every parameter once."""
-        #: By name: its sub-group, the offset of its run there, the elements of that with padding.
+        """Index every parameter."""
+        #: By name: sub-group, offset of the parameter's run in it, padded length of the run.
         self._runs = {
             parameter.name: (index, offset, share)
             for index, parameters in enumerate(sub_groups)
@@ -109,11 +108,11 @@ class Division:
         }
 
     def sub_group_of(self, name: str) -> int:
-        """Return the index of the sub-group that a parameter is in."""
+        """Return the index of a parameter's sub-group."""
         return self._runs[name][0]
 
     def find(self, run: ParameterRun) -> Iterator[SavedRun]:
-        """Yield where the elements of a run of another division lie in this one, in order."""
+        """Yield the locations in this division of a run of another one, in order."""
         sub_group, offset, share = self._runs[run.name]
         begin, end = run.first, run.first + run.numel
         while begin < end:

@@ -1,7 +1,7 @@
 """The manifest of a rank's part of a checkpoint: a JSON file beside the files it names.
 
-Read before anything else of a checkpoint is. It is not trusted: names stay inside the checkpoint's
-folder, sizes are compared with the files before they are used. Standard library and pydantic only.
+It is read first. It is not trusted: names must stay inside the checkpoint's folder, and sizes are
+compared with the files before they are used. Standard library and pydantic only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from memascend.base.json_text import parse_json, show_json
 from memascend.errors import CheckpointError
 
 VERSION = 1
-#: A larger manifest is not read: that of a model with a thousand sub-groups has a megabyte.
+#: Larger manifests are refused; that of a model with a thousand sub-groups has a megabyte.
 MANIFEST_BYTES_MAX = 32 << 20
-#: More files or sub-groups are not looked at, for each could be an error to report.
+#: Lists with more entries are refused before validation, which could report an error for each.
 ENTRY_COUNT_MAX = 1 << 18
-#: What file systems take, and less than a whole path may have.
+#: Limit of file systems for a name, and a limit for paths below theirs.
 NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 1024
-#: DeepSpeed rounds files up to what its I/O wants, which is less than this.
+#: DeepSpeed rounds file sizes up to its I/O alignment, which is below this.
 PADDING_BYTES_MAX = 1 << 20
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
@@ -37,7 +37,7 @@ class _ManifestModel(BaseModel):
 
 
 class FileEntry(_ManifestModel):
-    """A file: its place in the checkpoint's folder, its bytes, their CRC-32."""
+    """A file: its path in the checkpoint's folder, its bytes, their CRC-32."""
 
     name: Text
     nbytes: Count
@@ -45,7 +45,7 @@ class FileEntry(_ManifestModel):
 
 
 class SubGroupEntry(_ManifestModel):
-    """A sub-group: DeepSpeed's name of it when it was saved, and its elements on this rank."""
+    """A sub-group: DeepSpeed's name of it at the save, and its elements on this rank."""
 
     name: Text
     numel: Count
@@ -87,10 +87,10 @@ def manifest_name(rank: int) -> str:
 
 
 def read_manifest(folder: Path, rank: int) -> Manifest | None:
-    """Return the manifest of a rank; None where there is none at all: stock DeepSpeed saved.
+    """Return the manifest of a rank; None if no rank has one: stock DeepSpeed saved.
 
     Raises:
-        CheckpointError: It is missing among others, damaged, or of a later memascend.
+        CheckpointError: Only this rank's is missing, or it is damaged or of a later memascend.
     """
     path = folder / manifest_name(rank)
     if not path.is_file():
@@ -131,9 +131,9 @@ def read_manifest(folder: Path, rank: int) -> Manifest | None:
 
 
 def _check(path: Path, manifest: Manifest, rank: int) -> None:
-    """Check what the types alone do not."""
+    """Check consistency beyond the types."""
     if manifest.rank != rank:
-        raise _damaged(path, f"it is that of rank {manifest.rank}, expected {rank}")
+        raise _damaged(path, f"it is for rank {manifest.rank}, expected {rank}")
     sizes = {}
     for file in manifest.files:
         check_name(path, file.name)
@@ -144,7 +144,7 @@ def _check(path: Path, manifest: Manifest, rank: int) -> None:
     for tensor in manifest.tensors:
         if tensor.file not in sizes:
             raise _damaged(
-                path, f"{show_json(tensor.file)} belongs to a tensor and is no file of it"
+                path, f"{show_json(tensor.file)} belongs to a tensor, but is not listed in files"
             )
         if tensor.sub_group >= len(manifest.sub_groups):
             raise _damaged(
@@ -188,10 +188,10 @@ def _is_inside(folder: Path, name: str) -> bool:
 
 
 def check_nbytes(path: Path, nbytes: int, numel: int, dtype: str) -> None:
-    """Refuse a file that cannot be that of a tensor.
+    """Check that a file's size fits a tensor.
 
     Raises:
-        CheckpointError: It is too short, or longer than rounding explains.
+        CheckpointError: The file is too short, or longer than rounding explains.
     """
     expected = numel * ITEMSIZES[dtype]
     if not expected <= nbytes < expected + PADDING_BYTES_MAX:
@@ -206,7 +206,7 @@ def check_file(folder: Path, entry: FileEntry, nbytes: int, crc32: int) -> None:
     """Compare a file with its entry.
 
     Raises:
-        CheckpointError: Names the file, what is expected and what was found.
+        CheckpointError: They differ; states the file, and expected and found values.
     """
     if nbytes == entry.nbytes and f"{crc32:08x}" == entry.crc32:
         return
@@ -218,7 +218,7 @@ def check_file(folder: Path, entry: FileEntry, nbytes: int, crc32: int) -> None:
 
 
 def missing_file(path: Path) -> CheckpointError:
-    """Return the error for a file that should be there."""
+    """Return the error for a missing file."""
     return CheckpointError(
         f"checkpoint file {path} is missing. Likely cause: the checkpoint was not copied "
         "completely. Copy it again, or load another tag"

@@ -1,7 +1,7 @@
-"""A tensor that is put together from pieces of others while it is read.
+"""Assembles a tensor from pieces of others while it is read.
 
-Knows torch and the readers of checkpoint files; never DeepSpeed. Few files are open at a time,
-however many the pieces are in.
+Knows torch and the readers of checkpoint files; never DeepSpeed. The number of files that are open
+at a time is bounded.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 
 from memascend.checkpoint.files import Reader
 
-#: Of one tensor. Pieces that follow each other are in as many files as there were ranks.
+#: Files open for one tensor. Consecutive pieces are in as many files as there were ranks.
 OPEN_COUNT_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ByteSpan:
-    """Bytes that are together where they come from.
+    """A contiguous piece of a source.
 
     Attributes:
-        target: First byte in the tensor that is put together.
-        nbytes: How many there are.
-        reader: Where they come from.
-        source: First byte there.
+        target: First byte in the assembled tensor.
+        nbytes: Number of bytes.
+        reader: The source.
+        source: First byte in the source.
     """
 
     target: int
@@ -37,10 +37,10 @@ class ByteSpan:
 
 
 class PieceReader:
-    """A tensor that is read from pieces; what is in none of them is zero."""
+    """Reads a tensor from pieces; bytes in no piece are zero."""
 
     def __init__(self, spans: Sequence[ByteSpan]) -> None:
-        """Take spans in the order of their targets, none over another."""
+        """Take spans in the order of their targets, without overlap."""
         self._spans = [span for span in spans if span.nbytes]
         self._begins = [span.target for span in self._spans]
         self._open: OrderedDict[int, Reader] = OrderedDict()
@@ -62,7 +62,7 @@ class PieceReader:
         target[done - begin_bytes :].zero_()
 
     def close(self) -> None:
-        """Close whatever this has opened; reading on opens it again."""
+        """Close all readers in use; the next `fill` opens them again."""
         while self._open:
             self._open.popitem()[1].close()
 

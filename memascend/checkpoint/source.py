@@ -1,9 +1,9 @@
-"""A checkpoint as it lies in its folder: found, verified, and ready to be read tensor by tensor.
+"""Opens a checkpoint in its folder: finds its files, verifies them, and reads tensor by tensor.
 
-Everything is looked at before anything of a running model changes: files against the manifest, and
-tensors against the sub-groups of the optimizer that wants them. A checkpoint without a manifest is
-stock DeepSpeed's; there only sizes can be compared. What stock keeps in memory, and all of what CPU
-offload does, is in `optim_states.pt`, which is mapped, not read.
+Everything is checked before the running model changes: files against the manifest, and tensors
+against the sub-groups of the target optimizer. A checkpoint without a manifest was saved by stock
+DeepSpeed; then only sizes can be compared. Tensors that stock's NVMe offload keeps in memory, and
+all tensors of CPU offload, are in `optim_states.pt`, which is mapped, not read.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class RankFiles:
     """A rank's part of a checkpoint.
 
     Attributes:
-        folder: That of the tag.
-        rank: Whose part.
-        world: How many ranks saved it.
-        states: Its optim_states.pt.
-        manifest: What it consists of; None where it was saved without memascend.
+        folder: Folder of the tag.
+        rank: The rank.
+        world: Number of ranks that saved it.
+        states: The rank's optim_states.pt.
+        manifest: The rank's manifest; None if it was saved without memascend.
     """
 
     folder: Path
@@ -57,23 +57,23 @@ class RankFiles:
 
     @property
     def tensors(self) -> Path:
-        """The folder of the tensors' files."""
+        """Folder of the tensors' files."""
         return self.folder / "offloaded_tensors" / f"rank{self.rank:02d}"
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOptimizer:
-    """The optimizer that is to be restored.
+    """The optimizer to restore.
 
     Attributes:
         names: DeepSpeed's name of each sub-group.
-        numels: Elements of each on this rank.
-        group_count: Parameter groups.
+        numels: Elements of each sub-group on this rank.
+        group_count: Number of parameter groups.
         kind: Name of the optimizer's class.
-        master_dtype: Of the master weights.
-        parameters: Those of each sub-group.
+        master_dtype: Dtype of the master weights.
+        parameters: Parameters of each sub-group.
         groups: Index of each sub-group's parameter group.
-        ids: DeepSpeed's number of each parameter, by its name.
+        ids: DeepSpeed's id of each parameter, by its name.
     """
 
     names: Sequence[str]
@@ -86,7 +86,7 @@ class TargetOptimizer:
     ids: Mapping[str, int] = field(default_factory=dict)
 
     def regroup(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return saved parameter groups and their settings, as lists of the present sub-groups."""
+        """Return the saved parameter groups, with the indices of the present sub-groups."""
         return [
             {**group, "params": [index for index, own in enumerate(self.groups) if own == number]}
             for number, group in enumerate(saved)
@@ -95,7 +95,7 @@ class TargetOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensor:
-    """A tensor of a checkpoint, not read yet; `state` is None for the master weights."""
+    """A checkpoint's tensor, not read yet; `state` is None for the master weights."""
 
     sub_group: int
     state: str | None
@@ -108,9 +108,9 @@ class CheckpointSource:
     """A verified checkpoint.
 
     Attributes:
-        zero_states: What DeepSpeed's ZeRO optimizer saved of itself.
-        optimizer_states: What the base optimizer did, its tensors without elements.
-        tensors: Of every sub-group.
+        zero_states: Saved state of DeepSpeed's ZeRO optimizer.
+        optimizer_states: Saved state of the base optimizer, with empty tensors.
+        tensors: The tensors of every sub-group.
         model_states: The file that the module is loaded from; None: the one DeepSpeed chooses.
     """
 
@@ -120,7 +120,7 @@ class CheckpointSource:
     model_states: Path | None = None
 
     def weights(self) -> list[LoadedTensor]:
-        """Return the master weights alone."""
+        """Return only the master weights."""
         return [tensor for tensor in self.tensors if tensor.state is None]
 
     def add(
@@ -129,10 +129,10 @@ class CheckpointSource:
         readers: Mapping[str | None, tuple[torch.dtype, Reader]],
         scalars: Mapping[str, Any],
     ) -> None:
-        """Add a sub-group: its tensors by state, and what is the same for all its elements."""
+        """Add a sub-group: its tensors by state, and values shared by all its elements."""
         for state, (dtype, reader) in readers.items():
             self.tensors.append(LoadedTensor(sub_group, state, dtype, reader))
-        # A count that is a tensor would be counted up once for each sub-group that shares it.
+        # Copied: a step count that is a shared tensor would be advanced once per sub-group.
         values = copy.deepcopy(dict(scalars))
         values |= {s: torch.empty(0, dtype=d) for s, (d, _) in readers.items() if s is not None}
         if values:
@@ -145,24 +145,24 @@ class CheckpointSource:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a checkpoint that is not there.
+    """Check that a checkpoint's folder exists.
 
     Raises:
-        CheckpointError: Names those that are.
+        CheckpointError: It does not; lists the existing ones.
     """
     if not folder.is_dir():
         known = sorted(path.name for path in folder.parent.glob("*") if path.is_dir())
         raise CheckpointError(
-            f"there is no checkpoint {folder}. Likely cause: another tag or folder is meant. "
-            f"In {folder.parent} there is: {', '.join(known[:8]) or 'nothing'}"
+            f"there is no checkpoint {folder}. Likely cause: a wrong tag or folder. "
+            f"{folder.parent} has: {', '.join(known[:8]) or 'nothing'}"
         )
 
 
 def verify(folder: Path, entries: Sequence[FileEntry], advance: Advance) -> None:
-    """Compare files with their entries in manifests; all sizes first, then each file's bytes once.
+    """Compare files with their manifest entries: first all sizes, then each file's CRC-32.
 
     Raises:
-        CheckpointError: Names the file, what is expected, what was found, and what to do.
+        CheckpointError: A file is missing or differs; states expected and found values.
     """
     for entry in entries:
         path = folder / entry.name
@@ -176,10 +176,10 @@ def verify(folder: Path, entries: Sequence[FileEntry], advance: Advance) -> None
 
 
 def open_source(part: RankFiles, target: TargetOptimizer) -> CheckpointSource:
-    """Find every tensor that an optimizer wants.
+    """Find every tensor of an optimizer.
 
     Raises:
-        CheckpointError: It is that of another model or configuration, or incomplete.
+        CheckpointError: The checkpoint is of another model or configuration, or incomplete.
     """
     zero_states = read_zero_states(part.states)
     if part.manifest is not None:
@@ -225,7 +225,7 @@ def _add_sub_group(
     for state, value in values.items():
         path = files.get((sub_group, state))
         if path is None and state is not None:
-            # No file of a verified checkpoint is missing: such a state had not begun.
+            # A verified checkpoint has all of its files: a state without one was still empty.
             is_verified = part.manifest is not None
             is_tensor = _is_elementwise(state, value, numel)
             if not is_tensor or (is_verified and value.numel() == 0):
@@ -249,19 +249,19 @@ def _add_sub_group(
 
 
 def _is_elementwise(state: str, value: object, numel: int) -> bool:
-    """Tell if a value has a sub-group's shape, or stands for a tensor that is in a file."""
+    """Return whether a value is a sub-group's tensor, or an empty placeholder of one in a file."""
     if not isinstance(value, torch.Tensor) or state == "step":
         return False
     return value.shape in ((numel,), (0,))
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return the content of a file of torch's, with tensors that are mapped, not read.
+    """Return the content of a torch file, with tensors mapped instead of read.
 
-    Those of a file in torch's old format are in memory.
+    Tensors of a file in torch's old format are read into memory.
 
     Raises:
-        CheckpointError: It is missing, or cannot be read.
+        CheckpointError: The file is missing, or cannot be read.
     """
     if not path.is_file():
         raise missing_file(path)
@@ -273,7 +273,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def _unreadable_file(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file that is not what it should be."""
+    """Return the error for a file with unexpected content."""
     return CheckpointError(
         f"checkpoint file {path} cannot be read: {error!r:.200}. Likely cause: it is damaged, or "
         "of another ZeRO stage. Copy the checkpoint again, or load another tag"
@@ -281,10 +281,10 @@ def _unreadable_file(path: Path, error: Exception) -> CheckpointError:
 
 
 def read_zero_states(path: Path) -> Mapping[str, Any]:
-    """Return what DeepSpeed's ZeRO optimizer saved of itself, out of an optim_states.pt.
+    """Return the state of DeepSpeed's ZeRO optimizer from an optim_states.pt.
 
     Raises:
-        CheckpointError: It is missing, cannot be read, or is of another ZeRO stage.
+        CheckpointError: The file is missing, cannot be read, or is of another ZeRO stage.
     """
     content = read_torch_file(path)
     try:
@@ -297,10 +297,10 @@ def read_zero_states(path: Path) -> Mapping[str, Any]:
 
 
 def _stock_files(folder: Path, names: Sequence[str]) -> Files:
-    """Return stock's files by what they hold.
+    """Return stock's files by sub-group and state.
 
-    They are named by the ids of a sub-group's first and last parameter, which count on from model
-    to model in a process; so the saved ids may differ from the present ones by a constant.
+    File names contain the ids of a sub-group's first and last parameter. Ids keep increasing from
+    model to model in a process, so saved and present ids may differ by a constant.
     """
     found: dict[tuple[int, int], dict[str | None, Path]] = {}
     for path in folder.glob("*.tensor.swp"):
@@ -330,7 +330,7 @@ def _stock_files(folder: Path, names: Sequence[str]) -> Files:
 
 
 class _CountedReader:
-    """A tensor whose bytes are counted while they are read."""
+    """A reader that reports the bytes read."""
 
     def __init__(self, reader: Reader, advance: Advance) -> None:
         self._reader, self._advance = reader, advance
@@ -344,12 +344,12 @@ class _CountedReader:
 
 
 def counted(tensor: LoadedTensor, advance: Advance) -> LoadedTensor:
-    """Return a tensor of a checkpoint that calls back with the bytes that are read of it."""
+    """Return a checkpoint's tensor whose reads call `advance` with their bytes."""
     return replace(tensor, reader=_CountedReader(tensor.reader, advance))
 
 
 def saved_world(zero_states: Mapping[str, Any], default: int) -> int:
-    """Return how many ranks saved a ZeRO optimizer, or the default where it does not tell."""
+    """Return the number of ranks that saved a ZeRO optimizer; `default` if it is not stated."""
     count = zero_states.get("partition_count", default)
     return int(max(count) if isinstance(count, list) else count)
 

@@ -1,9 +1,10 @@
-"""Conversion of a checkpoint into a universal one, a tensor at a time.
+"""Converts a checkpoint into a universal one, tensor by tensor.
 
-The result is that of `ds_to_universal.py`, which reads the part of a whole rank into memory. Here
-tensors pass through one buffer from file to file. The files are upstream's:
-`zero/<parameter>/fp32.pt` and one for each state, `zero/optimizer_state.pt`, and copies of the
-model_states.pt. States in bf16 are widened to fp32, so that any run can load them.
+The result equals that of `ds_to_universal.py`, which reads a whole rank's part into memory. Here
+tensors pass from file to file through one buffer. The files are upstream's:
+`zero/<parameter>/fp32.pt` and one per state, `zero/optimizer_state.pt`, and copies of the
+model_states.pt. States in bf16 are widened to the master weights' dtype, so that any run can load
+them.
 """
 
 from __future__ import annotations
@@ -42,22 +43,23 @@ _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\
 
 
 def write_universal(folder: Path, output: Path) -> int:
-    """Convert a checkpoint, which is verified first and left as it is.
+    """Verify and convert a checkpoint, which is not changed.
 
     Args:
-        folder: That of the tag.
-        output: The folder to make; `latest_universal` beside it then names it.
+        folder: Folder of the tag.
+        output: The folder to create; `latest_universal` beside it then names it.
 
     Returns:
-        How many parameters were written.
+        Number of parameters written.
 
     Raises:
-        CheckpointError: It is damaged, incomplete, or cannot be divided; or `output` is there.
+        CheckpointError: The checkpoint is damaged, incomplete, or cannot be divided; or `output`
+            exists.
     """
     check_folder(folder)
     if output.exists():
         raise CheckpointError(
-            f"cannot convert into {output}: it is there already. Remove it, or name another folder"
+            f"cannot convert into {output}: it exists already. Remove it, or name another folder"
         )
     states = _find_states(folder)
     saved, target = _survey(folder, states)
@@ -80,7 +82,7 @@ def write_universal(folder: Path, output: Path) -> int:
             sync(working / path.name)
         working.rename(output)
         write_latest(str(output.parent), output.name, name="latest_universal")
-    except CheckpointError:  # an OSError too, with a cause and a remedy of its own
+    except CheckpointError:  # also an OSError, but with its own cause and remedy
         raise
     except OSError as error:
         raise CheckpointError(
@@ -101,13 +103,13 @@ def _find_states(folder: Path) -> list[Path]:
         if match is None or int(match[2]) != 0:
             raise CheckpointError(
                 f"cannot convert {folder}: {path.name} is not of ZeRO stage 3 alone. Likely cause: "
-                "the model was parallel otherwise too. Use ds_to_universal.py"
+                "the run also used another kind of parallelism. Use ds_to_universal.py"
             )
         found[int(match[1])] = path
     tags = sorted(path.parent.name for path in folder.glob("*/*optim_states.pt"))
     if not found and tags:
         raise CheckpointError(
-            f"cannot convert {folder}: it is not the folder of one checkpoint, but holds "
+            f"cannot convert {folder}: it is not the folder of one checkpoint, but contains "
             f"{', '.join(dict.fromkeys(tags))}. Name one of them"
         )
     for rank in range(max(found, default=0) + 1):
@@ -117,7 +119,7 @@ def _find_states(folder: Path) -> list[Path]:
 
 
 def _survey(folder: Path, states: Sequence[Path]) -> tuple[SavedLayout, TargetOptimizer]:
-    """Return how it is divided, and an optimizer that would have every parameter by itself."""
+    """Return the checkpoint's division, and a target with one sub-group per parameter."""
     world = len(states)
     manifests = [read_manifest(folder, rank) for rank in range(world)]
     _check_convertible(folder, manifests, world)
@@ -156,13 +158,13 @@ def _check_convertible(folder: Path, manifests: Sequence[Manifest | None], world
         )
     if first is None and (folder / "offloaded_tensors").is_dir():
         raise CheckpointError(
-            f"cannot convert {folder}: it is of stock DeepSpeed's NVMe offload, whose files do not "
-            "name what they hold. Load it with memascend, save it again, and convert that"
+            f"cannot convert {folder}: it was saved by stock DeepSpeed's NVMe offload, whose files "
+            "do not name their parameters. Load it with memascend, save it again, and convert that"
         )
 
 
 def _widened(source: CheckpointSource, target: TargetOptimizer) -> CheckpointSource:
-    """Return a source whose states are as wide as its master weights."""
+    """Return a source whose states are at least as wide as its master weights."""
     wide = target.master_dtype
     tensors = [
         converted(tensor, torch.promote_types(tensor.dtype, wide)) for tensor in source.tensors
@@ -193,7 +195,7 @@ def _pour(reader: Reader, nbytes: int, buffer: torch.Tensor, append: Write) -> N
 
 
 def _common(source: CheckpointSource) -> dict[str, Any]:
-    """Return what all parameters share, without tensors; upstream keeps that of rank 0."""
+    """Return the state shared by all parameters, without tensors; like upstream, from rank 0."""
     states = source.optimizer_states["state"]
     groups = source.optimizer_states["param_groups"]
     scalars = {

@@ -1,9 +1,9 @@
-"""Writes what `torch.save` writes, with tensors that need not be in memory.
+"""Writes files like `torch.save`, with tensors that need not be in memory.
 
-A file of torch's is a zip archive without compression: a pickle in which each tensor refers to a
-storage by number, and a record with the bytes of each storage. Here some tensors are stand-ins
-whose bytes come while the file is being written, in a stream. `torch.load` reads it, mapped or not.
-Knows torch and the file system; never DeepSpeed.
+A torch file is a zip archive without compression: a pickle in which each tensor refers to a storage
+by number, and a record with the bytes of each storage. Here some tensors are placeholders whose
+bytes are produced while the file is written. `torch.load` reads the file, mapped or not. Knows
+torch and the file system; never DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memascend.checkpoint.files import SummedFile
 
 #: torch aligns records so that mapped tensors are aligned for any arithmetic.
 _ALIGNMENT = 64
-#: Header of the extra field of a zip record that holds the padding: "FB" as torch writes it.
+#: Id of the zip extra field that holds the padding: "FB", as torch writes it.
 _PADDING_ID = b"FB"
 _EXTRA_HEADER = struct.Struct("<2sH")
 _LOCAL_HEADER_BYTES = 30
@@ -38,7 +38,7 @@ Write = Callable[[Any], None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamedTensor:
-    """A stand-in for a flat tensor whose bytes `write` hands over, piece by piece, when asked."""
+    """A placeholder of a flat tensor; `write` appends its bytes piece by piece."""
 
     numel: int
     dtype: torch.dtype
@@ -46,15 +46,15 @@ class StreamedTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its storage."""
+        """Bytes of its storage."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StorageOf:
-    """The reference in the pickle that stands for a tensor's storage, and an empty one of its kind.
+    """The pickle's reference to the storage of a StreamedTensor, with an empty storage of its kind.
 
-    torch has typed storages of older dtypes and an untyped one for newer ones, float8 among them.
+    torch has typed storages for older dtypes and an untyped one for newer ones such as float8.
     """
 
     tensor: StreamedTensor
@@ -62,7 +62,7 @@ class _StorageOf:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler as torch's, which collects the storages it meets."""
+    """A pickler like torch's; collects the storages it encounters."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
@@ -71,7 +71,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, StreamedTensor):
-            # As torch does it for this dtype: of an empty tensor only storage and shape differ.
+            # Reduce an empty tensor of this dtype as torch does, then replace storage and shape.
             empty = torch.empty(0, dtype=value.dtype, device="cpu")
             rebuild, arguments = empty.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
             storage, offset, _, strides, *rest = arguments
@@ -102,26 +102,26 @@ class _Pickler(pickle.Pickler):
 
 
 def _kind(storage: torch.storage.TypedStorage | torch.UntypedStorage) -> Any:
-    """Return the class that torch's files name for a storage."""
+    """Return the storage class that torch's files name."""
     if isinstance(storage, torch.UntypedStorage):
         return torch.UntypedStorage
     return getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]
 
 
 def save_streamed(content: object, file: SummedFile) -> None:
-    """Write `content`, in which any StreamedTensor stands for a tensor.
+    """Write `content`, with any StreamedTensor as a tensor.
 
     Args:
-        content: Anything torch.save takes, with tensors in host memory.
-        file: A new one; nothing else is to be written to it.
+        content: An object that torch.save accepts, with tensors in host memory.
+        file: A new file; nothing else may be written to it.
 
     Raises:
-        ValueError: A StreamedTensor handed over another number of bytes than it has.
+        ValueError: A StreamedTensor wrote another number of bytes than its size.
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(content)
-    # SummedFile knows no seek, so sizes follow each record, as in torch's own files.
+    # SummedFile has no seek, so sizes follow each record, as in torch's own files.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
         with _record(archive, file, "data.pkl") as append:
             append(pickled.getbuffer())

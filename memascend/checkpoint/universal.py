@@ -1,8 +1,8 @@
 """A universal checkpoint, as `ds_to_universal.py` makes it: a folder for each parameter.
 
-Any number of ranks reads it. Each file holds one whole tensor, which is mapped; a rank reads its
-own part of it. There is no manifest: what is compared are shapes, and the checksums that torch
-itself puts into its files.
+Any number of ranks can load it. Each file has one whole tensor, which is mapped; a rank reads its
+own part of it. There is no manifest: shapes are compared, and the checksums that torch writes into
+its files.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from memascend.errors import CheckpointError
 
 _MASTER = "fp32"
 _STEP = "step"
-#: What zipfile raises: it may also take a flipped bit for a password, a method, or a place.
+#: Exceptions of zipfile for damage: a flipped bit may look like a password, a method or an offset.
 _DAMAGE = (zipfile.BadZipFile, EOFError, RuntimeError, OSError, ValueError, zlib.error)
 
 
 def universal_files(folder: Path, target: TargetOptimizer) -> list[Path]:
-    """Return every file of a tensor that an optimizer wants.
+    """Return the files of all tensors of an optimizer.
 
     Raises:
-        CheckpointError: It is no universal checkpoint, or one is missing.
+        CheckpointError: The folder is not a universal checkpoint, or a file is missing.
     """
     if not (folder / "zero").is_dir():
         raise CheckpointError(
             f"{folder} is no universal checkpoint: it has no folder zero. Likely cause: "
-            '"checkpoint": {"load_universal": true} is set and another checkpoint is loaded. '
-            "Convert it with ds_to_universal.py, or remove the key: other numbers of ranks load it "
-            "as it is"
+            '"checkpoint": {"load_universal": true} is set for an ordinary checkpoint. Convert it '
+            "with ds_to_universal.py, or remove the key: memascend loads ordinary checkpoints with "
+            "any number of ranks"
         )
     found: list[Path] = []
     for parameter in flat(target.parameters):
@@ -52,10 +52,10 @@ def universal_files(folder: Path, target: TargetOptimizer) -> list[Path]:
 
 
 def verify_universal(paths: list[Path], advance: Advance) -> None:
-    """Compare files with the checksums in them; read each of them once.
+    """Read each file once and compare it with the checksums in it.
 
     Raises:
-        CheckpointError: Names the file that is damaged.
+        CheckpointError: A file is damaged.
     """
     for path in paths:
         try:
@@ -76,16 +76,16 @@ def verify_universal(paths: list[Path], advance: Advance) -> None:
 def open_universal(
     folder: Path, target: TargetOptimizer, *, rank: int, world: int
 ) -> CheckpointSource:
-    """Find every tensor that an optimizer wants.
+    """Find every tensor of an optimizer.
 
     Args:
-        folder: That of the tag.
+        folder: Folder of the tag.
         target: The optimizer.
-        rank: Whose part is target.
-        world: How many ranks there are now.
+        rank: The rank whose part to find.
+        world: Present number of ranks.
 
     Raises:
-        CheckpointError: It is that of another model or configuration, or incomplete.
+        CheckpointError: The checkpoint is of another model or configuration, or incomplete.
     """
     path = folder / "zero" / "optimizer_state.pt"
     zero_states = read_torch_file(path)
@@ -127,7 +127,7 @@ def open_universal(
 
 
 def parameter_reader(path: Path) -> TensorReader:
-    """Return the reader of a parameter's file, which is mapped when it is read."""
+    """Return a reader of a parameter's file, which maps it at the first read."""
     return TensorReader(functools.partial(_content, path), is_mapped=True)
 
 
@@ -136,7 +136,7 @@ def _file(folder: Path, parameter: str, state: str) -> Path:
 
 
 def _states(folder: Path, parameters: Sequence[NamedParameter]) -> list[str]:
-    """Return the states that the parameters of a sub-group all have, master weights first."""
+    """Return the states of a sub-group's parameters, which must be equal; master weights first."""
     found = [
         {path.stem for path in (folder / "zero" / p.name).glob("*.pt")} - {_STEP}
         for p in parameters
@@ -149,7 +149,7 @@ def _states(folder: Path, parameters: Sequence[NamedParameter]) -> list[str]:
 
 
 def _check_numel(path: Path, parameter: NamedParameter) -> torch.dtype:
-    """Refuse a file of another size than the parameter; return the dtype in it."""
+    """Check that a file has the parameter's number of elements; return its dtype."""
     tensor = _content(path)
     if tensor.numel() != parameter.numel:
         raise CheckpointError(
@@ -175,7 +175,7 @@ def _content(path: Path) -> torch.Tensor:
 
 
 def is_scalar(value: object) -> bool:
-    """Tell if a value of an optimizer's state is the same for every element: its count of steps."""
+    """Return whether a value of an optimizer's state is one for all elements, as a step count."""
     return not isinstance(value, torch.Tensor) or value.dim() == 0
 
 

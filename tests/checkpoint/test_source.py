@@ -121,7 +121,7 @@ def test_a_file_that_torch_cannot_read_is_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*missing.* there is: other"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*missing.* has: other"):
         check_folder(tmp_path / "missing")
 
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_converted_is_named(
         assert main(["checkpoint", "to-universal", str(saved), *more]) == 1
         return capsys.readouterr().err
 
-    assert "is there already" in refusal()
+    assert "exists already" in refusal()
     shutil.rmtree(folder)
     path = next(saved.glob("offloaded_tensors/*/*"))
     content = path.read_bytes()
