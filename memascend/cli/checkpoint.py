@@ -1,4 +1,4 @@
-"""`memascend checkpoint`: what can be done with a checkpoint outside of training."""
+"""`memascend checkpoint`: work on a checkpoint outside of training."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def checkpoint_command_parser(commands: argparse._SubParsersAction[Any]) -> None
     parser = commands.add_parser(
         "checkpoint",
         help="convert a checkpoint",
-        description="What can be done with a checkpoint outside of training.",
+        description="Work on a checkpoint outside of training.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     universal = actions.add_parser(
         "to-universal",
-        help="make a universal checkpoint of one of ZeRO stage 3",
-        description="Make a universal checkpoint of one that memascend saved, or DeepSpeed with "
-        "CPU offload. It is verified first and left as it is.",
+        help="convert a ZeRO stage 3 checkpoint into a universal one",
+        description="Convert a checkpoint of memascend, or of DeepSpeed with CPU offload, into a "
+        "universal one. It is verified first, and not changed.",
         epilog=UNIVERSAL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    universal.add_argument("folder", type=Path, metavar="FOLDER", help="that of the tag")
+    universal.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the tag")
     universal.add_argument(
         "--output", type=Path, metavar="FOLDER", help="default: FOLDER_universal"
     )

@@ -1,7 +1,7 @@
-"""`memascend doctor`: what this machine offers, what is missing, and one real write and read.
+"""`memascend doctor`: checks of this machine, with fixes, and one real write and read.
 
-Every check is a function that gives a `Check`; none raises. Exit status: 0 when nothing stands in
-the way, 1 when something does, 2 for a mistake in the command line.
+Every check is a function that returns a `Check`; none raises. Exit status: 0 without problems, 1
+with at least one problem, 2 for a mistake in the command line.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Check:
     """One finding.
 
     Attributes:
-        name: What was looked at.
-        state: "ok"; "note" for what works but could be better; "problem" for what is in the way.
-        found: What was found, with its values.
-        fix: What to do about it, empty when there is nothing to do.
+        name: Subject of the check.
+        state: "ok"; "note": works, but could be better; "problem": prevents training.
+        found: The finding, with its values.
+        fix: The remedy; empty if none is needed.
     """
 
     name: str
@@ -136,12 +136,12 @@ def _package(name: str, *, required: bool) -> Check:
 
 
 def _deepspeed() -> Check:
-    """Compare DeepSpeed's code with the code that is known, as a training does at its start."""
+    """Compare DeepSpeed's code with the known fingerprints, as training does at its start."""
     check = _package("deepspeed", required=True)
     if check.state != "ok":
         return check
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
             import deepspeed  # noqa: F401
 
             unknown = differing()
@@ -158,7 +158,7 @@ def _deepspeed() -> Check:
 
 
 def _activation() -> Check:
-    """Check that `import torch` will load memascend, so that no training script has to."""
+    """Check that `import torch` loads memascend, so that training scripts need not."""
     name = "activation"
     hooks = importlib.metadata.entry_points(group="torch.backends", name="memascend")
     if not hooks:
@@ -178,7 +178,7 @@ def _activation() -> Check:
 
 
 def _io_uring() -> Check:
-    """Create a ring for a moment: policies differ, and only the kernel knows the answer."""
+    """Create a ring for a moment: only an attempt shows if the system's policies allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
     descriptor = libc.syscall(_IO_URING_SETUP, 4, parameters)
@@ -246,7 +246,7 @@ def _heap() -> Check:
 
 
 def _compiler() -> Check:
-    """Look for what DeepSpeed's operators need: a wheel of ours brings none of them."""
+    """Look for the build requirements of DeepSpeed's operators, which our wheel does not ship."""
     lacking = []
     if not shutil.which(os.environ.get("CXX", "c++")):
         lacking.append("a C++ compiler")
@@ -268,9 +268,9 @@ def _libaio() -> Check:
 
 
 def _device() -> Check:
-    """Register some memory with the device, as an arena does: without, copies to it block."""
+    """Register some memory with the device, as an arena does: else copies to the device block."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
             from deepspeed.accelerator import get_accelerator
 
             from memascend.deepspeed.attach.device import device_of
@@ -314,18 +314,18 @@ def _free_space(path: Path) -> Check:
 
 
 def _largest_file(path: Path) -> int:
-    """Return the most bytes that a file there may have; no limit where that cannot be found out."""
+    """Return the largest file size in bytes of a file system; sys.maxsize if it is unknown."""
     try:
         from memascend import _core
 
         with tempfile.TemporaryFile(dir=path, prefix="memascend-doctor-") as file:
             return _core.largest_file_bytes(descriptor=file.fileno())
     except (ImportError, OSError):
-        return sys.maxsize  # the trial says why
+        return sys.maxsize  # the trial reports the reason
 
 
 def _wear(path: Path) -> Check:
-    """Read the SMART data of the drives below the folder."""
+    """Read the SMART data of the drives under the folder."""
     reading = read_drives([path])
     found = [drive.describe() for drive in reading.drives]
     if reading.silent:
@@ -342,12 +342,12 @@ def _wear(path: Path) -> Check:
 
 
 def _direct_io(path: Path) -> Check:
-    """Write one page past the page cache, the way every transfer goes."""
+    """Write one page with direct I/O, as every transfer does."""
     name = "direct I/O"
     page = mmap.mmap(-1, mmap.PAGESIZE)
     try:
         with tempfile.TemporaryFile(dir=path, prefix="memascend-doctor-") as file:
-            # The same file again, whoever may rename in that folder.
+            # Reopens the same file, also if it was renamed meanwhile.
             again = f"/proc/self/fd/{file.fileno()}"
             descriptor = os.open(again, os.O_RDWR | os.O_DIRECT)
             try:
@@ -370,7 +370,7 @@ def _smallest_transfer(descriptor: int, page: mmap.mmap) -> int:
 
 
 def _trial(path: Path) -> Check:
-    """Write, read and compare through the engine that a training run would choose."""
+    """Write, read and compare with the engine that a training run would choose."""
     name = "trial"
     try:
         from memascend import _core
@@ -398,11 +398,11 @@ def _trial(path: Path) -> Check:
         except OSError as error:
             return Check(name, "problem", str(error), "see the checks above, or another --path")
         if source[:] != target[:]:
-            found = f"{engine}: what was read differs from what was written"
+            found = f"{engine}: the data read differs from the data written"
             return Check(name, "problem", found, "do not train on this drive")
     found = f"{format_nbytes(TRIAL_BYTES)} written, read and compared by {engine}"
     if copies_on_write:
-        found += "; the file system copies what is overwritten: slower, and may run full in a step"
+        found += "; the file system is copy-on-write: slower, and may run full in a step"
         return Check(name, "note", found, COPY_ON_WRITE_FIX)
     return Check(name, "ok", found)
 

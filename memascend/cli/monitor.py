@@ -1,6 +1,6 @@
-"""`memascend monitor`: how a running job goes, live in the terminal or as a file for Prometheus.
+"""`memascend monitor`: status of a running job, live in the terminal or as a file for Prometheus.
 
-Reads what the ranks write and nothing else: a run does not notice that somebody looks.
+Only reads the files that the ranks write; a run does not notice it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from memascend.monitor.runs import RankFile, find_run, ranks_of
 from memascend.monitor.status import Status, VolumeRate
 from memascend.system.files import is_replaceable, replace_whole
 
-#: Seconds between two looks.
+#: Seconds between two updates.
 INTERVAL_S = 1.0
-#: A rank that has said nothing for so long is in a long phase, or stands still.
+#: A rank that has not written its status for this long is in a long phase, or hangs.
 SILENT_S = 10.0
 
 EPILOG = """\
 examples:
-  memascend monitor                            the latest run of yours on this machine
-  memascend monitor --once                     one look, also without a terminal
+  memascend monitor                            your latest run on this machine
+  memascend monitor --once                     print once, also without a terminal
   memascend monitor /scratch/runs              the latest of a folder: "status" in the block
   memascend monitor --prometheus /var/lib/node_exporter/memascend.prom
 
-Ends with the run. Without a terminal it takes one look, but with --prometheus it goes on and prints
-nothing. Exit status: 0, or 1 when there is no run or a rank ended without a word."""
+Ends with the run. Without a terminal it prints once; with --prometheus it continues and prints
+nothing. Exit status: 0, or 1 if there is no run or a rank died."""
 
 
 def monitor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -47,8 +47,8 @@ def monitor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "monitor",
         help="watch a running job",
-        description="Watch a running job: memory, drives, where the time of a step goes, time "
-        "left, wear.",
+        description="Watch a running job: memory, drives, the parts of a step's time, time left, "
+        "wear.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,7 +58,7 @@ def monitor_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="RUN",
         help="name or folder of a run, or a folder of runs (default: the latest that runs)",
     )
-    parser.add_argument("--once", action="store_true", help="take one look and end")
+    parser.add_argument("--once", action="store_true", help="print once and exit")
     parser.add_argument(
         "--prometheus",
         type=Path,
@@ -94,7 +94,7 @@ def monitor_command(args: argparse.Namespace, console: Console | None = None) ->
 def _watch(
     run: Path, look: Callable[[], list[RankFile]], console: Console | None
 ) -> list[RankFile]:
-    """Look again and again until every rank has ended; return what was seen last."""
+    """Update the view until every rank has ended; return the last status."""
     seen = look()
     shown = Live(view(seen), console=console or Console(quiet=True), auto_refresh=False)
     with shown:
@@ -114,7 +114,7 @@ def _died(ranks: Iterable[RankFile]) -> bool:
 
 def _check_prometheus(path: Path) -> None:
     if path.suffix != ".prom":
-        raise ConfigError(f"--prometheus {path}: the collector reads files named *.prom alone")
+        raise ConfigError(f"--prometheus {path}: the collector reads only files named *.prom")
     if not path.parent.is_dir() or not is_replaceable(path):
         raise ConfigError(
             f"--prometheus {path}: {path.parent.absolute()} is no folder, or a folder, link or "
@@ -133,11 +133,11 @@ def _write_prometheus(path: Path, ranks: Sequence[RankFile]) -> None:
 
 
 def view(ranks: Sequence[RankFile], now: float | None = None) -> RenderableType:
-    """Return what is shown of a run.
+    """Return the view of a run.
 
     Args:
-        ranks: Of the run, at least one.
-        now: Seconds since 1970; left out: it is now.
+        ranks: Status files of the run, at least one.
+        now: Seconds since 1970; None: the current time.
     """
     now = time.time() if now is None else now
     known = [rank.status for rank in ranks if rank.status is not None]
@@ -228,7 +228,7 @@ def _state(rank: RankFile, now: float) -> Text:
 
 
 def _volumes(known: Sequence[Status]) -> Table:
-    """Return a table of what each volume moves, all ranks together, and how long requests take."""
+    """Return a table of traffic and latency by volume, all ranks together."""
     table = _table("drive", "read", "written", "busy", "p99 read", "p99 write", "longest")
     traffic: dict[str, list[VolumeTraffic]] = {}
     rates: dict[str, list[VolumeRate]] = {}
@@ -259,7 +259,7 @@ def _slowest(latencies: Iterable[Latency], read: Callable[[Latency], float]) -> 
 
 
 def _components(known: Sequence[Status]) -> Table:
-    """Return a table of host memory by component, each the most that a rank has."""
+    """Return a table of host memory by component, each the maximum over ranks."""
     table = _table("component", "planned", "now", "peak")
     rows: dict[str, list[LedgerRow]] = {}
     for status in known:
@@ -277,7 +277,7 @@ def _components(known: Sequence[Status]) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    """Return a table whose first column is broken where there is little room."""
+    """Return a table whose first column wraps if the terminal is narrow."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", highlight=False)
     table.add_column(first, overflow="fold", min_width=4)
     for title in others:
@@ -300,7 +300,7 @@ def _total(times: StepTimes) -> float:
 
 
 def _seconds(seconds: float) -> str:
-    """Return a duration in the two largest of its units."""
+    """Return a duration in its two largest units."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, left = divmod(int(seconds), 60)
@@ -311,5 +311,5 @@ def _seconds(seconds: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return text of a file that somebody else may have written, without control characters."""
+    """Return text of a file that is not trusted, with control characters replaced."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,8 +1,8 @@
 """`memascend plan`: host memory, drive space and traffic of a run, before anything is allocated.
 
 Three accounts side by side: stock DeepSpeed, stock with the paper's four pieces, memascend. Needs
-neither torch nor DeepSpeed. Exit status: 0 when there is a plan, 1 when there cannot be one (a
-limit too small, a file that cannot be read), 2 for a mistake in the command line.
+neither torch nor DeepSpeed. Exit status: 0 with a plan, 1 without one (a limit too small, a file
+that cannot be read), 2 for a mistake in the command line.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from memascend.plan.stock import StockPlan, four_pieces, stock
 from memascend.system.memory import memory_total
 
 BILLION = 10**9
-#: The values of Hugging Face's example, taken without --config.
+#: The values of Hugging Face's example, used without --config.
 DEFAULT_CONFIG: dict[str, Any] = {
     "bf16": {"enabled": True},
     "zero_optimization": {
@@ -76,7 +76,7 @@ DEFAULT_CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW"},
     "gradient_accumulation_steps": 1,
 }
-#: The largest file of ext4 with its usual blocks.
+#: The largest file of ext4 with blocks of 4 KiB.
 EXT4_FILE_BYTES = 16 * TIB
 
 DEFAULT_NOTE = (
@@ -88,7 +88,7 @@ STOCK, PIECES, OURS = "stock 0.19.8", "four pieces", "memascend"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accounts:
-    """The three accounts of one model, and what they were made from."""
+    """The three accounts of one model, and their inputs."""
 
     settings: DeepSpeedSettings
     block: MemAscendConfig
@@ -98,7 +98,7 @@ class Accounts:
     memascend: Plan
 
     def columns(self) -> dict[str, Footprint]:
-        """Return the accounts by title, in the order they are shown."""
+        """Return the accounts by title, in the order of display."""
         return {STOCK: self.stock, PIECES: self.four_pieces, OURS: self.memascend}
 
 
@@ -119,14 +119,14 @@ def plan_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--config", type=Path, help="a DeepSpeed JSON (default: see the output)")
     parser.add_argument(
         "--limit",
-        help='host memory per rank: "6GiB", bytes, or a fraction of what is available, such as 0.5',
+        help='host memory per rank: "6GiB", bytes, or a fraction of available memory, such as 0.5',
     )
     parser.add_argument("--world", type=whole_number, default=1, help="ranks (default: 1)")
     parser.add_argument(
         "--nodes",
         type=whole_number,
         default=1,
-        help="machines that they are on, each with a drive of its own (default: 1)",
+        help="machines that the ranks are on, each with its own drive (default: 1)",
     )
     add_time_options(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -145,8 +145,9 @@ def plan_command(args: argparse.Namespace) -> int:
     check_context_options(args)
     if args.world % args.nodes:
         args.usage_error(
-            f"--world {args.world} does not divide by --nodes {args.nodes}: machines have equally "
-            f"many ranks. Nearest: --world {max(1, round(args.world / args.nodes)) * args.nodes}"
+            f"--world {args.world} is not a multiple of --nodes {args.nodes}: each machine needs "
+            "the same number of ranks. "
+            f"Nearest: --world {max(1, round(args.world / args.nodes)) * args.nodes}"
         )
     ds_config = DEFAULT_CONFIG if args.config is None else read_json_object(args.config, "--config")
     settings, block = parse_deepspeed(ds_config), _block(ds_config, args)
@@ -173,10 +174,10 @@ def plan_command(args: argparse.Namespace) -> int:
 
 
 def find_model(name: str) -> ModelShapes:
-    """Return the shapes behind a path or the name of a built-in model.
+    """Return the shapes of a model, from a path or the name of a built-in model.
 
     Raises:
-        ConfigError: Neither, or not readable.
+        ConfigError: No such path or model, or it cannot be read.
     """
     path = Path(name)
     if path.is_dir():
@@ -194,7 +195,7 @@ def find_model(name: str) -> ModelShapes:
 
 
 def markdown(rows: list[Accounts]) -> str:
-    """Return the table of the README: host memory of one rank in GiB, steady and at its highest."""
+    """Return the table of the README: steady and peak host memory of one rank in GiB."""
     titles = ["model", "parameters", "stock", "at its peak", "four pieces", "at its peak"]
     lines = [f"| {' | '.join([*titles, 'memascend', 'less than stock', 'on the drive'])} |"]
     lines.append("|---" * 9 + "|")
@@ -222,7 +223,7 @@ def _accounts(
     limit_bytes = _limit(block, args)
     ours = request
     if args.config is None or limit_bytes is not None:
-        # What the tutorials write for stock; under a limit it does not count.
+        # The tutorials set max_in_cpu for stock; a limit overrides it.
         ours = dataclasses.replace(request, max_in_cpu=0)
     return Accounts(
         settings,
@@ -313,7 +314,7 @@ def _saved(plan: Footprint, reference: Footprint) -> str:
 def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     plan = accounts.memascend
     notes = [
-        "drive time: of all planned bytes, the optimizer's after those of the passes, at "
+        "drive time: all planned bytes, first those of the passes, then those of the optimizer, at "
         f"{args.drive_read:g} GB/s read and {args.drive_write:g} GB/s written (--drive-read, "
         "--drive-write; 1 GB is 10^9 bytes), shared by all ranks of a machine",
         *time_notes(plan, args),
@@ -322,8 +323,8 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     if plan.drive[PARAMETERS]:
         notes.insert(
             1,
-            "parameters are read forward and backward, in each of "
-            f"{plan.request.gradient_accumulation_steps} micro-step(s), but for what "
+            "parameters are read in forward and in backward, in each of "
+            f"{plan.request.gradient_accumulation_steps} micro-step(s), except those that "
             "stage3_max_reuse_distance keeps on the device between the two",
         )
     if args.config is None:
@@ -331,7 +332,7 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
     notes += _note_of_packed(accounts.shapes)
     notes += _notes_of_block(accounts.block, accounts.settings)
     notes += [
-        f"besides memascend's: {name}: {format_nbytes(n)}" for name, n in plan.not_ours.items()
+        f"in addition to memascend: {name}: {format_nbytes(n)}" for name, n in plan.not_ours.items()
     ]
     notes += [f"stock: {note}" for note in accounts.stock.notes]
     if plan.tile_numel and not plan.is_tiled:
@@ -341,8 +342,9 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
         )
     if plan.checksum_bytes:
         notes.append(
-            f"verify {plan.request.verify}: 4 bytes of checksum for each 64 KiB on the drive, and "
-            f"tensors that end there ({format_nbytes(plan.drive[ROUNDING])} more of it at most)"
+            f"verify {plan.request.verify}: 4 bytes of checksum for each 64 KiB on the drive; keys "
+            f"are rounded up to 64 KiB (at most {format_nbytes(plan.drive[ROUNDING])} more on the "
+            "drive)"
         )
     notes += _note_of_files(plan.drive_bytes, plan.request.volume_count)
     notes.append(advise(accounts.shapes, plan))
@@ -357,42 +359,44 @@ def _notes(accounts: Accounts, args: argparse.Namespace) -> list[str]:
 
 
 def _note_of_packed(shapes: ModelShapes) -> list[str]:
-    """Return a note where some tensors are no floats, as only the files of a checkpoint show it."""
+    """Return a note if some tensors are not floats, which only checkpoint files show."""
     packed = [tensor for tensor in shapes.tensors if tensor.itemsize is not None]
     if not packed:
         return []
     nbytes = sum(tensor.shard_bytes(1, 0) for tensor in packed)
     return [
-        f"{len(packed)} tensor(s) that are no floats ({format_nbytes(nbytes)}) are taken to be "
+        f"{len(packed)} tensor(s) that are not floats ({format_nbytes(nbytes)}) are assumed to be "
         "frozen, all others to be trained"
     ]
 
 
 def _note_of_files(drive_bytes: int, volume_count: int) -> list[str]:
-    """Return a note where what a rank has on one volume is too large for one file of ext4."""
+    """Return a note if a rank's file on one volume is too large for ext4."""
     file_bytes = math.ceil(drive_bytes / volume_count)
     if file_bytes <= EXT4_FILE_BYTES:
         return []
     return [
-        f"each rank has a file of {format_nbytes(file_bytes)} on each volume, and ext4 ends one at "
-        f"{format_nbytes(EXT4_FILE_BYTES)}: name {math.ceil(drive_bytes / EXT4_FILE_BYTES)} "
-        "directories in volumes, or use XFS"
+        f"each rank has a file of {format_nbytes(file_bytes)} on each volume, and ext4 limits a "
+        f"file to {format_nbytes(EXT4_FILE_BYTES)}: name "
+        f"{math.ceil(drive_bytes / EXT4_FILE_BYTES)} directories in volumes, or use XFS"
     ]
 
 
 def _notes_of_block(block: MemAscendConfig, settings: DeepSpeedSettings) -> list[str]:
-    """Return what keeps a run from being the one that the column shows."""
+    """Return notes on settings of the JSON that make a run differ from memascend's column."""
     notes = []
     if is_disabled():
-        notes.append("MEMASCEND_DISABLE is set: a run would be stock DeepSpeed's")
+        notes.append("MEMASCEND_DISABLE is set: a run would use stock DeepSpeed")
     elif not block.enabled:
-        notes.append("memascend.enabled is false: a run would be stock DeepSpeed's")
+        notes.append("memascend.enabled is false: a run would use stock DeepSpeed")
     elif off := sections_off(block):
-        notes.append(f"the column is for all of memascend; this JSON turns off: {', '.join(off)}")
+        notes.append(
+            f"memascend's column is for all sections; this JSON turns off: {', '.join(off)}"
+        )
     if block.streaming.optimizer.enabled and (reason := why_whole_steps(settings)):
         notes.append(
-            f"the column is for steps in tiles, but streaming.optimizer is not used: {reason}. "
-            "Host memory of a run grows with the model"
+            f"memascend's column is for steps in tiles, but streaming.optimizer is not used: "
+            f"{reason}. Host memory of a run grows with the model"
         )
     if reason := why_not_during_backward(block, settings):
         notes.append(f"streaming.optimizer.during_backward has no effect: {reason}")

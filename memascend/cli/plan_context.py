@@ -1,7 +1,7 @@
-"""What `memascend plan` says of a context: `--context`, `--batch`, `--fit` and their like.
+"""Context in `memascend plan`: the options `--context`, `--batch`, `--fit` and their output.
 
-Device memory by component, host memory and traffic, for each way to train; and what fits. The
-arithmetic is in memascend/plan/context.py and fit.py.
+Device memory by component, host memory and traffic, for each way to train; and the longest context
+that fits. The arithmetic is in memascend/plan/context.py and fit.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from memascend.plan.layers import LOGITS_BYTES
 from memascend.plan.shapes import ModelShapes, builtin
 from memascend.plan.stock import StockPlan
 
-#: Of the table that `--table --fit` prints.
+#: Models and machines of the table that `--table --fit` prints.
 TABLE_MODELS = ("Qwen2.5-7B", "Llama-3.1-8B")
 TABLE_DEVICES, TABLE_HOSTS = (24 * GIB, 48 * GIB, 96 * GIB), (32 * GIB, 64 * GIB, 128 * GIB)
 TABLE_WAYS = (STOCK_CHECKPOINTS, STOCK_ON_HOST, OURS_CHECKPOINTS)
@@ -60,15 +60,15 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         default=1,
         metavar="N",
-        help="sequences of a rank's micro-step (default: 1)",
+        help="sequences per rank and micro-step (default: 1)",
     )
     group.add_argument("--device-memory", metavar="SIZE", help='of one rank, such as "24GiB"')
-    group.add_argument("--host-memory", metavar="SIZE", help="of one rank, Python and torch in it")
+    group.add_argument("--host-memory", metavar="SIZE", help="of one rank, with Python and torch")
     group.add_argument(
-        "--fused-loss", action="store_true", help="logits are made in chunks (Liger, TRL)"
+        "--fused-loss", action="store_true", help="logits are computed in chunks (Liger, TRL)"
     )
     group.add_argument(
-        "--tiled-mlp", action="store_true", help="MLPs go over their tokens in tiles (ALST)"
+        "--tiled-mlp", action="store_true", help="MLPs process their tokens in tiles (ALST)"
     )
     group.add_argument(
         "--fit",
@@ -78,13 +78,13 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_context_options(args: argparse.Namespace) -> None:
-    """Refuse options that mean nothing together, as a mistake in the command line."""
+    """Refuse combinations of options that make no sense, as a usage error."""
     if args.fit and not args.table and args.device_memory is None:
         args.usage_error("--fit needs --device-memory")
     if args.table and args.context is not None and not args.fit:
         args.usage_error("--context needs MODEL, or --fit beside --table")
     if args.compute is not None and (args.table or is_asked(args)):
-        args.usage_error("--compute goes with none of --table, --context and --fit")
+        args.usage_error("--compute cannot be combined with --table, --context or --fit")
     given = {
         "--device-memory": args.device_memory is not None,
         "--host-memory": args.host_memory is not None,
@@ -100,7 +100,7 @@ def check_context_options(args: argparse.Namespace) -> None:
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Return whether it is about a context."""
+    """Return whether --context or --fit is given."""
     return args.context is not None or args.fit
 
 
@@ -113,15 +113,15 @@ def training_of(
     block: MemAscendConfig,
     args: argparse.Namespace,
 ) -> Training:
-    """Return what the arithmetic starts from.
+    """Return the input of the arithmetic.
 
     Args:
-        shapes: Of the model, from a config.json.
+        shapes: Shapes of the model, from a config.json.
         stock: Its account with stock DeepSpeed.
         ours: Its plan with memascend.
-        settings: Of the DeepSpeed JSON.
-        block: Its block.
-        args: Of the command line.
+        settings: Settings of the DeepSpeed JSON.
+        block: The `memascend` block.
+        args: The command line.
 
     Raises:
         ConfigError: Only shapes are known, or a value cannot be used.
@@ -165,7 +165,7 @@ def context_json(training: Training, args: argparse.Namespace) -> dict[str, Any]
 
 
 def print_context(training: Training, args: argparse.Namespace) -> None:
-    """Print tables for people."""
+    """Print the tables and notes."""
     console = Console()
     if args.context is not None:
         plans = _plans(training, args)
@@ -177,11 +177,11 @@ def print_context(training: Training, args: argparse.Namespace) -> None:
 
 
 def fit_markdown(training_of_model: Callable[[ModelShapes], Training], args: Any) -> str:
-    """Return what fits, for a few models and machines, as Markdown.
+    """Return the contexts that fit, for a few models and machines, as Markdown.
 
     Args:
-        training_of_model: Makes what the arithmetic starts from.
-        args: Of the command line; a stated memory takes the place of a column's.
+        training_of_model: Returns the input of the arithmetic for a model.
+        args: The command line; a stated memory size replaces those of the table.
     """
     context = args.context or TABLE_CONTEXT
     titles = ["model", "device", "host", *(way.title for way in TABLE_WAYS)]
@@ -211,7 +211,7 @@ def whole_number(text: str) -> int:
     return number
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- computing -------------------------------------------------------------------------------------
 
 
 def _device_bytes(args: argparse.Namespace) -> int | None:
@@ -235,7 +235,7 @@ def _size(text: str | None, option: str) -> int | None:
 
 
 def _within(shapes: ModelShapes, ours: Plan, host_bytes: int | None) -> Plan:
-    """Return the plan with its activation slots, made to fit host memory where that can be."""
+    """Return the plan with activation slots, made to fit host memory if possible."""
     plan = derive(shapes, request=ours.request, limit_bytes=ours.limit_bytes)
     if host_bytes is None or plan.host_bytes + HOST_RESERVE_BYTES <= host_bytes:
         return plan
@@ -243,7 +243,7 @@ def _within(shapes: ModelShapes, ours: Plan, host_bytes: int | None) -> Plan:
         room_bytes = max(0, host_bytes - HOST_RESERVE_BYTES)
         return derive(shapes, request=ours.request, limit_bytes=room_bytes)
     except LimitTooSmallError:
-        return plan  # what is short will be said
+        return plan  # the output shows the missing bytes
 
 
 def _plans(training: Training, args: argparse.Namespace) -> list[ContextPlan]:
@@ -252,7 +252,7 @@ def _plans(training: Training, args: argparse.Namespace) -> list[ContextPlan]:
 
 
 def _fits(training: Training, args: argparse.Namespace) -> dict[str, tuple[Fit, Fit | None]]:
-    """Return the longest context, and the largest batch where a context is given, by title."""
+    """Return by title the longest context, and the largest batch if a context is given."""
     room = Room(device_bytes=_device_bytes(args) or 0, host_bytes=_host_bytes(args))
     units = (args.batch, args.context)
     found = {}
@@ -265,7 +265,7 @@ def _fits(training: Training, args: argparse.Namespace) -> dict[str, tuple[Fit, 
 
 
 def _added_seconds(training: Training, plan: ContextPlan, args: argparse.Namespace) -> float:
-    """Return what a step takes longer at least: drive time alone."""
+    """Return the seconds of drive time that activations add to a step."""
     steps = training.ours.request.gradient_accumulation_steps
     with_them = with_activations(training.ours, plan.drive_bytes, steps)
     return drive_seconds(with_them, args) - drive_seconds(training.ours, args)
@@ -316,12 +316,12 @@ def _table_of_fits(training: Training, args: argparse.Namespace) -> Table:
     sizes = f"{args.device_memory} of device memory"
     if args.host_memory is not None:
         sizes += f", {args.host_memory} of host memory"
-    table = Table(title=f"{escape(training.shapes.name)}: what fits in {sizes}, for one rank")
+    table = Table(title=f"{escape(training.shapes.name)}: contexts in {sizes}, for one rank")
     table.add_column("")
     table.add_column(f"longest context, batch {args.batch}", justify="right")
     if args.context is not None:
         table.add_column(f"largest batch, context {args.context}", justify="right")
-    table.add_column("what is short beyond")
+    table.add_column("limited by")
     for title, (longest, largest) in _fits(training, args).items():
         counts = [str(found.count) for found in (longest, largest) if found is not None]
         lacking = [f"{name} by {format_nbytes(n)}" for name, n in longest.limits.items()]
@@ -345,17 +345,17 @@ def _shown(nbytes: int | None) -> str:
 
 def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespace) -> list[str]:
     notes = [
-        "checkpointing is gradient checkpointing: one hidden state for each layer, which is "
-        "computed again in backward; its bytes are exact, what is called an estimate is not",
-        "attention is taken to be a flash or sdpa kernel; eager attention needs the square of the "
-        "context",
+        "checkpointing is gradient checkpointing: it saves one hidden state per layer, and "
+        "backward recomputes the layer; its bytes are exact, unlike those marked as estimates",
+        "attention is assumed to be a flash or sdpa kernel; eager attention needs memory quadratic "
+        "in the context",
     ]
     if args.config is None:
         notes.insert(0, "no --config: Hugging Face's example, and DeepSpeed's own defaults")
     if not training.has_fused_loss:
         notes.append(
-            f"logits take {LOGITS_BYTES} bytes for each token and word of the vocabulary; with a "
-            "fused loss they are never whole: --fused-loss counts with one"
+            f"logits take {LOGITS_BYTES} bytes for each token and entry of the vocabulary; a fused "
+            "loss computes them in chunks: --fused-loss counts with one"
         )
     notes.append(
         f"{format_nbytes(HOST_RESERVE_BYTES)} of host memory are for Python, torch and the "
@@ -370,16 +370,16 @@ def _notes(training: Training, plans: list[ContextPlan], args: argparse.Namespac
 
 
 def _advice(training: Training, ours: ContextPlan, device_bytes: int | None) -> str:
-    """Return what to set `device_bytes` to, so that least is written."""
+    """Return the value of `device_bytes` with the least writes."""
     key = "activations.device_bytes"
     if device_bytes is None:
-        return f"the larger {key}, the less is written; --device-memory says how large it can be"
+        return f"a larger {key} reduces writes; with --device-memory the largest value is shown"
     spare_bytes = device_bytes - ours.device_bytes
     if spare_bytes < 0:
         return f"with checkpointing and memascend the device lacks {format_nbytes(-spare_bytes)}"
     stays = page_down(min(spare_bytes, ours.drive_bytes))
     kept = training.activations.device_bytes + stays
     return (
-        f"{key} can be {kept} ({format_nbytes(kept)}) with checkpointing: {format_nbytes(stays)} "
-        f"of {format_nbytes(ours.drive_bytes)} less are written and read in each micro-step"
+        f"{key} can be {kept} ({format_nbytes(kept)}) with checkpointing: each micro-step then "
+        f"writes and reads {format_nbytes(stays)} of {format_nbytes(ours.drive_bytes)} less"
     )

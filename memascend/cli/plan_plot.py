@@ -16,7 +16,7 @@ SHARE_MIN = 1e-3
 
 
 def plot(columns: Mapping[str, Footprint], model: str, path: Path) -> None:
-    """Write the picture, in the form that the path's ending names.
+    """Write the picture, in the format of the path's suffix.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""How long a planned step takes: options of `memascend plan`, and what is printed for them."""
+"""Step time in `memascend plan`: its options and its output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from memascend.plan.derive import SECOND_VALUES, Plan
 from memascend.plan.footprint import Footprint
 from memascend.plan.step_time import DriveTime
 
-#: What a PCIe 4.0 drive sustains; shown in the output, since only a measurement is exact.
+#: Sustained bandwidth of a PCIe 4.0 drive; shown in the output, since only a measurement is exact.
 DRIVE_READ_GB_S, DRIVE_WRITE_GB_S = 5.0, 3.0
 
 
 def add_time_options(parser: argparse.ArgumentParser) -> None:
-    """Add the speeds of the drive, and the time for which a model computes."""
+    """Add the options for the drive's bandwidth and the compute time of the passes."""
     for name, does, default in (
         ("read", "reads", DRIVE_READ_GB_S),
         ("write", "writes", DRIVE_WRITE_GB_S),
@@ -26,58 +26,58 @@ def add_time_options(parser: argparse.ArgumentParser) -> None:
             type=_above_zero,
             default=default,
             metavar="GB/s",
-            help=f"what the drive {does} (default: {default:g})",
+            help=f"10^9 bytes per second that the drive {does} (default: {default:g})",
         )
     parser.add_argument(
         "--compute",
         type=_above_zero,
         nargs=2,
         metavar=("FORWARD", "BACKWARD"),
-        help="seconds for which the passes of a micro-step compute: what they hide of the drive's",
+        help="compute seconds of a micro-step's passes: gives the least time of a step",
     )
 
 
 def ranks_of_node(args: argparse.Namespace) -> int:
-    """Return how many ranks share a machine, and its drive."""
+    """Return the number of ranks per machine, which share its drive."""
     return int(args.world // args.nodes)
 
 
 def drive_seconds(plan: Footprint, args: argparse.Namespace) -> float:
-    """Return the drive's time for a step."""
+    """Return the drive time of a step in seconds."""
     return plan.step_seconds(**_speeds(args))
 
 
 def time_notes(plan: Plan, args: argparse.Namespace) -> list[str]:
-    """Return what compute hides of the optimizer's time."""
+    """Return notes on how far compute hides the optimizer's drive time."""
     drive = DriveTime.of_plan(plan, **_speeds(args))
     notes = []
     if plan.drive.get(SECOND_VALUES):
         what = "a part of the optimizer" if drive.optimizer_s else "the optimizer"
         notes.append(
-            f"{what} is stepped during the last backward pass, which has to compute for "
-            f"{drive.last_backward_s:.1f} s or more to hide it"
+            f"{what} overlaps the last backward pass; it is free only if that pass computes for "
+            f"{drive.last_backward_s:.1f} s or longer"
         )
     if drive.goes_behind:
-        rest = "the rest of it" if notes else "the optimizer"
+        rest = "the rest of the optimizer" if notes else "the optimizer"
         notes.append(
-            f"{rest} goes on during the next forward pass, which has to compute for "
-            f"{drive.behind_s:.1f} s or more to hide it"
+            f"{rest} overlaps the next forward pass; it is free only if that pass computes for "
+            f"{drive.behind_s:.1f} s or longer"
         )
     elif drive.optimizer_s:
         what = "the optimizer" if plan.tile_numel else "writing new parameters"
-        notes.append(f"{what} takes {drive.optimizer_s:.1f} s after backward, which nothing hides")
+        notes.append(f"{what} takes {drive.optimizer_s:.1f} s after backward, without overlap")
     if args.compute is not None:
         forward_s, backward_s = args.compute
         notes.append(
-            f"passes that compute for {forward_s:g} s and {backward_s:g} s: a step takes "
-            f"{drive.step_s(*args.compute):.1f} s or more, of which nothing can hide "
-            f"{drive.unhidden_s(*args.compute):.1f} s of the optimizer's"
+            f"with passes that compute for {forward_s:g} s and {backward_s:g} s, a step takes "
+            f"{drive.step_s(*args.compute):.1f} s or longer, of which the optimizer adds "
+            f"{drive.unhidden_s(*args.compute):.1f} s"
         )
     return notes
 
 
 def time_json(plan: Plan, args: argparse.Namespace) -> dict[str, float | None]:
-    """Return the same for programs."""
+    """Return the numbers for `--json`."""
     drive = DriveTime.of_plan(plan, **_speeds(args))
     found = {"hiding_forward_seconds": drive.behind_s if drive.goes_behind else None}
     if args.compute is not None:
@@ -87,7 +87,7 @@ def time_json(plan: Plan, args: argparse.Namespace) -> dict[str, float | None]:
 
 
 def _speeds(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the drive gives, as functions of the plan take it."""
+    """Return the drive's bandwidth and ranks, as keyword arguments of the plan's functions."""
     return {
         "read_gb_s": args.drive_read,
         "write_gb_s": args.drive_write,

@@ -159,7 +159,8 @@ def test_a_file_for_prometheus_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("x.txt", "*.prom alone"), ("none/x.prom", "no folder"), ("d.prom", "has")]
+    ("name", "reason"),
+    [("x.txt", "only files named *.prom"), ("none/x.prom", "no folder"), ("d.prom", "has")],
 )
 def test_a_file_that_would_not_be_read_or_cannot_be_written_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str

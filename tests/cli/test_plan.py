@@ -57,7 +57,7 @@ def test_a_checkpoint_of_packed_weights_alone_has_a_plan(
     assert as_json(capsys, str(weights))["memascend"]["drive"]["parameters"] == 4096
     assert main(["plan", str(weights)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 tensor(s) that are no floats (4.00 KiB) are taken to be frozen" in printed
+    assert "1 tensor(s) that are not floats (4.00 KiB) are assumed to be frozen" in printed
 
 
 def test_a_model_may_be_a_config_a_folder_or_safetensors(
@@ -214,7 +214,7 @@ def test_states_in_bf16_are_planned_and_need_adam(
 @pytest.mark.parametrize(
     ("block", "note"),
     [
-        ({"enabled": False}, "memascend.enabled is false: a run would be stock DeepSpeed's"),
+        ({"enabled": False}, "memascend.enabled is false: a run would use stock DeepSpeed"),
         ({"buffer_pool": {"enabled": False}}, "this JSON turns off: buffer_pool"),
         ({"streaming": {"optimizer": {"state_dtype": "bf16"}}}, "inexact: "),
         (

@@ -44,7 +44,7 @@ def test_every_way_to_train_stands_in_the_table(
         "host memory at its highest", "activations on the drive", "a step takes longer",
         "written of them in 1000 steps", "eager attention", "--fused-loss counts with one",
         "no --config: Hugging Face's example",
-        '"activations": {"enabled": true}', "--device-memory says how large it can be",
+        '"activations": {"enabled": true}', "with --device-memory the largest value is shown",
         *(way.title for way in WAYS),
     )  # fmt: skip
     assert [part for part in parts if part not in text] == []
@@ -124,7 +124,7 @@ def test_what_does_not_fit_says_what_is_short(
     monkeypatch.setenv("COLUMNS", "250")
     room = ("--device-memory", "3GiB", "--host-memory", "32GiB")
     text = printed(capsys, "Llama-3.1-8B", "--fit", "--context", "4096", *room)
-    assert "what fits in 3GiB of device memory, 32GiB of host memory" in text
+    assert "contexts in 3GiB of device memory, 32GiB of host memory" in text
     assert re.search(r"device memory by \d+\.\d\d GiB, host memory by \d+\.\d\d GiB", text)
     assert "largest batch, context 4096" in text
 
