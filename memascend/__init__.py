@@ -1,9 +1,9 @@
 """memascend: SSD-offloaded fine-tuning with DeepSpeed in a fraction of the host memory.
 
-Importing it installs the post-import hook that `torch` installs as well through the
-`torch.backends` entry point, and nothing else: `import memascend` is the explicit way to the same
-activation. The public names are those of `__all__`; what needs more than the standard library is
-imported when it is first asked for.
+Importing it only installs the post-import hook, which `torch` also installs through the
+`torch.backends` entry point: `import memascend` is the explicit way to the same activation. The
+public names are those of `__all__`; names that need more than the standard library are imported at
+first use.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name where it lives."""
+    """Import a public name from its module at first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,6 +1,6 @@
-"""Every error memascend raises on purpose: one family, each also the builtin a caller would expect.
+"""The errors that memascend raises: one family, each also derived from the matching builtin.
 
-A message states, in this order: what failed, with what values, the likely cause, and what to do.
+A message states, in this order: the failed operation, its values, the likely cause, and the remedy.
 The native core raises these classes by name, so this module imports nothing.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class MemAscendError(Exception):
-    """Root of the family."""
+    """Base class of all memascend errors."""
 
 
 class ConfigError(MemAscendError, ValueError):
@@ -16,16 +16,16 @@ class ConfigError(MemAscendError, ValueError):
 
 
 class UnsupportedDeepSpeedError(MemAscendError, RuntimeError):
-    """The installed DeepSpeed differs from the ones a seam was written for."""
+    """The installed DeepSpeed differs from the versions that the seams were written for."""
 
 
 class HostMemoryError(MemAscendError, MemoryError):
-    """Host memory of ours was asked for beyond what the system or the plan allows.
+    """A request for host memory exceeds the system's memory or the plan's limit.
 
     Attributes:
-        requested_bytes: What was asked for.
-        reserved_bytes: What was held already.
-        limit_bytes: What may be held, 0 when there is no stated limit.
+        requested_bytes: Bytes requested.
+        reserved_bytes: Bytes already reserved.
+        limit_bytes: The limit in bytes, 0 when none is stated.
     """
 
     requested_bytes: int = 0
@@ -51,51 +51,51 @@ class StoreError(MemAscendError, OSError):
 
 
 class StoreFullError(StoreError):
-    """The volume cannot hold what is to be reserved; raised before anything is written."""
+    """The volumes lack room for a reservation; raised before anything is written."""
 
 
 class CorruptionError(StoreError):
-    """Bytes on a volume are not those that were written there; `offset` is the grain's."""
+    """Bytes on a volume differ from those that were written; `offset` is that of the grain."""
 
 
 class TornStepError(MemAscendError, RuntimeError):
-    """An optimizer step ended half-way, so the values do not belong together any more."""
+    """An optimizer step or load ended half-way, so some values are new and others old."""
 
 
 class GradientGoneError(MemAscendError, RuntimeError):
-    """A gradient is asked for that a step during backward has used up; nothing was changed."""
+    """A gradient was requested that a step during backward has consumed; nothing was changed."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what}: streaming.optimizer.during_backward has stepped with this gradient, and kept "
             "it nowhere. Weights and optimizer states are those of before the step: training can "
-            "go on with another backward pass, or be saved. fix: change and read nothing between "
-            'backward and step(), or set "during_backward": false'
+            "continue with another backward pass, or be saved. fix: change and read nothing "
+            'between backward and step(), or set "during_backward": false'
         )
 
 
 class IncompleteGradientError(MemAscendError, RuntimeError):
-    """Gradients are to be used though a backward pass has failed or is not over."""
+    """Gradients were to be used after a backward pass that failed or is still running."""
 
     def __init__(self) -> None:
         super().__init__(
             "the gradients are incomplete: a backward pass of this engine failed or still runs. "
-            "likely cause: an error in a backward pass was caught and training went on without "
+            "likely cause: an error in a backward pass was caught and training continued without "
             "another forward pass, or it was caught inside engine.backward(); or a hook of a "
             "backward pass began another one of the same engine. Weights and optimizer states are "
-            "those of before. fix: let the error leave the outer backward(), then repeat the "
-            "micro-step from its forward pass on. A hook may call the engine while the backward() "
-            "of a loss runs that the engine has not computed (GradCache)"
+            "unchanged. fix: let the error leave the outer backward(), then repeat the micro-step "
+            "from its forward pass on. A hook may call the engine during the backward() of a loss "
+            "that the engine did not compute (GradCache)"
         )
 
 
 class WriteBudgetError(MemAscendError, RuntimeError):
-    """A run wrote more than the user allows; its checkpoint is complete."""
+    """A run wrote more than its write budget; its checkpoint is complete."""
 
 
 class EngineUnavailableError(MemAscendError, OSError):
-    """The I/O engine asked for by name cannot run here."""
+    """The I/O engine that was requested by name cannot run here."""
 
 
 class CheckpointError(MemAscendError, OSError):
-    """A checkpoint cannot be written, or is damaged, incomplete or of another model."""
+    """A checkpoint cannot be written, or is damaged, incomplete, or of another model."""

@@ -1,8 +1,8 @@
-"""Runtime: the one place where memory, store, pool and kernels are wired together and owned.
+"""Runtime: creates, connects and owns memory, store, pool and kernels.
 
-One runtime serves one model: its parameters and its optimizer share it. Nothing here is a
-singleton; two models in a process have two runtimes that know nothing of each other. Knows torch,
-never DeepSpeed: what stands in for a section that is switched off is given by the caller.
+One runtime serves one model: its parameters and its optimizer share it. There are no singletons;
+two models in a process have two independent runtimes. Knows torch, never DeepSpeed: the caller
+passes the stock replacements for sections that are off.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from memascend.volumes.prepare import prepared, volume_paths
 
 log = logging.getLogger(__name__)
 
-#: Most host memory of parameters when they are streamed, until there is a plan.
+#: Host memory budget of streamed parameters until there is a plan.
 PARAMETER_BUDGET_BYTES = 512 * MIB
 
-#: The stream of a key, by what stands before its first dot.
+#: The stream of a key, by its prefix before the first dot.
 STREAM_OF_PREFIX = {
     "param": PARAMETERS,
     "gradient": GRADIENTS,
@@ -62,21 +62,21 @@ STREAM_OF_PREFIX = {
 
 
 def stream_of(key: str) -> str | None:
-    """Return the stream that a key of the store belongs to; None for one that no plan knows."""
+    """Return the stream that a key of the store belongs to; None if no plan counts it."""
     return STREAM_OF_PREFIX.get(key.partition(".")[0])
 
 
 @dataclass(frozen=True)
 class StockParts:
-    """Parts of stock DeepSpeed that serve instead of sections that are off."""
+    """Parts of stock DeepSpeed that replace sections that are off."""
 
     memory: HostMemory | None = None  # instead of the allocator
     store: TensorIO | None = None  # instead of direct_nvme
-    slot_memory: HostMemory | None = None  # of the pool, where that store wants memory of its own
+    slot_memory: HostMemory | None = None  # for the pool, if that store needs its own memory
 
 
 def streams_parameters(config: MemAscendConfig) -> bool:
-    """Return whether streaming.parameters is on together with the sections it works over."""
+    """Return whether streaming.parameters and the sections it requires are on."""
     needed = (config.buffer_pool, config.direct_nvme, config.streaming.parameters)
     return all(section.enabled for section in needed)
 
@@ -98,25 +98,25 @@ class Runtime:
         staging_slot_bytes: int | None = None,
         limit_bytes: int | None = None,
     ) -> None:
-        """Open the store and take what every training needs; slots are taken when needed.
+        """Open the store and create the parts that every training needs; slots follow on demand.
 
         Args:
             config: The validated block.
-            directory: On the drive; for a block without `volumes`.
-            page_lock: Whether host memory is locked where the block does not say.
-            stock: For the sections that are off.
+            directory: A directory on the drive, for a block without `volumes`.
+            page_lock: Whether host memory is locked if the block does not state it.
+            stock: Replacements for the sections that are off.
             device: The rank's accelerator; None for the CPU.
-            parameter_budget_bytes: Most host memory of streamed parameters; must be the same on
+            parameter_budget_bytes: Host memory budget of streamed parameters; must be the same on
                 every rank. None: PARAMETER_BUDGET_BYTES.
-            staging_slot_bytes: None: STAGING_SLOT_BYTES.
-            limit_bytes: Most host memory of all components together; None: no limit.
+            staging_slot_bytes: Bytes of a staging slot; None: STAGING_SLOT_BYTES.
+            limit_bytes: Limit of the host memory of all components together; None: no limit.
         """
         self.config, self.directory, self.limit_bytes = config, directory, limit_bytes
         self._device = device = device or Device()
         self.new_event = None if device.new_event is None else EventPool(device.new_event)
-        self.walk = Walk(self._prepare_step)  # of the optimizer, behind its caller
-        self.lock = threading.RLock()  # of the data paths: backward has a thread for each device
-        self.helpers = KernelHelpers()  # of checks of gradients; joined when this goes
+        self.walk = Walk(self._prepare_step)  # the optimizer's, in the background
+        self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
+        self.helpers = KernelHelpers()  # for checks of gradients; joined with this object
         self.arena: HostAllocator | None = None
         if config.allocator.enabled:
             self.arena = _make_arena(
@@ -142,27 +142,27 @@ class Runtime:
         self.wear = _make_wear_meter(config)
 
     def _prepare_step(self) -> None:
-        """Make the device current on the thread of optimizer steps, whose reads give way."""
+        """Make the device current on the optimizer's thread; exclude its waits from the account."""
         self._device.use_here()
         _core.wait_behind()
 
     @property
     def io(self) -> TensorIO:
-        """The store, or what serves instead of it: DeepSpeed's engine, of whole keys."""
+        """The store; if direct_nvme is off, DeepSpeed's engine, which moves whole keys."""
         if self._io is None:
             raise AssertionError("direct_nvme is off and nothing was given instead")
         return self._io
 
     @property
     def staging(self) -> StagingSlots:
-        """The one set of staging slots, which all paths share."""
+        """The staging slots, shared by all data paths except activations."""
         if self._staging is None:
             self._staging = self._new_slots(STAGING_SLOTS)
         return self._staging
 
     @property
     def activations(self) -> ActivationStream:
-        """The stream of what forward saves for backward, with slots of its own."""
+        """The stream of saved activations, with its own staging slots."""
         if self._activations is None:
             new_stream = self._device.new_stream
             self._activations = ActivationStream(
@@ -195,13 +195,13 @@ class Runtime:
 
     @property
     def unregistered_bytes(self) -> int:
-        """Bytes of the arena whose copies block, as the device could not be told of them."""
+        """Bytes of the arena that could not be registered with the device: copies of them block."""
         return self.arena.unregistered_bytes if self.arena is not None else 0
 
     def adopt(self, plan: Plan) -> None:
-        """Exchange what served while the model was built for what the plan says, all at once.
+        """Replace the provisional slots and grants by those of the plan, all at once.
 
-        The tiles are left to whoever makes the optimizer.
+        The optimizer's attachment allocates the tiles afterwards.
 
         Raises:
             ValueError: A slot is in use.
@@ -215,12 +215,12 @@ class Runtime:
             self.pool.resize(0, slot_bytes_max=0)
         self._exchange_slots(plan.staging_slot_bytes, 0)
         if self.arena is not None:
-            # Registered memory goes back in whole pieces only: before new blocks settle in them.
+            # Registered memory is freed in whole pieces only: trim before new blocks occupy them.
             self.arena.core.trim()
         if self.store is not None:
             self.store.core.provide_checksums(nbytes=plan.checksum_bytes)
         self._exchange_slots(plan.staging_slot_bytes, plan.staging_slot_count)
-        _ = self.staging  # takes them where there were none
+        _ = self.staging  # allocates the slots if there were none
         if self.config.activations.enabled:
             _ = self.activations
         if self.pool.is_bounded:
@@ -232,9 +232,10 @@ class Runtime:
         self.plan = plan
 
     def _within_arena(self, resident: dict[str, int]) -> dict[str, int]:
-        """Reduce it where the arena must keep holes: the tiles come after this.
+        """Return the resident bytes, reduced by holes that the arena cannot free.
 
-        Holes are in registered pieces that are partly in use, and in explicit huge pages.
+        The tiles are allocated after this. Holes are in registered pieces that are partly in use,
+        and in explicit huge pages.
         """
         if self.arena is None:
             return resident
@@ -250,7 +251,7 @@ class Runtime:
         return resident
 
     def ledger(self) -> Ledger:
-        """Return every host byte of ours by component, planned and measured."""
+        """Return memascend's host memory by component, planned and measured."""
         planned = dict(self.plan.host) if self.plan is not None else {}
         measured = self.arena.core.components() if self.arena is not None else {}
         rows = [
@@ -280,16 +281,16 @@ class Runtime:
         )
 
     def note_checkpoint(self, folder: str) -> None:
-        """Note the checkpoint that an error about corrupted data tells the user to go on from.
+        """Note the checkpoint that an error about corrupted data recommends.
 
         Args:
-            folder: Of the last complete checkpoint.
+            folder: Folder of the last complete checkpoint.
         """
         if self.store is not None:
             self.store.core.set_recovery(describe_recovery(folder))
 
     def read_wear(self) -> Wear | None:
-        """Return what has been written to the drives so far; None without a store."""
+        """Return the account of writes to the drives so far; None without a store."""
         return self.wear.read(self._written_bytes) if self.store is not None else None
 
     def note_step(self) -> Wear | None:
@@ -301,7 +302,7 @@ class Runtime:
         return 0 if self.store is None else int(self.store.stats()["bytes_written"])
 
     def describe(self) -> str:
-        """Return one line for the log: what was really obtained."""
+        """Return one line for the log: the engine and memory that were actually obtained."""
         parts = ["engine DeepSpeed aio", "pinned memory of the accelerator"]
         if self.store is not None:
             core = self.store.core
@@ -314,7 +315,7 @@ class Runtime:
         return "; ".join(parts)
 
     def close(self) -> None:
-        """Wait for transfers and give the drive's space back; memory follows its last view."""
+        """Wait for transfers and free the drive's space; memory is freed with its last view."""
         if self._activations is not None:
             self._activations.close()
         if self.store is not None:
