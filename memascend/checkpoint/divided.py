@@ -159,7 +159,7 @@ def _scalars(folder: Path, source: CheckpointSource, origins: Sequence[int]) -> 
     """Return the non-elementwise state of a sub-group, such as its step count.
 
     Raises:
-        CheckpointError: The saved sub-groups differ in it, or it is a tensor with shape.
+        CheckpointError: The saved sub-groups differ in it, or a tensor has several elements.
     """
     states = source.optimizer_states["state"]
     found = []

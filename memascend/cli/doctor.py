@@ -191,7 +191,7 @@ def _io_uring() -> Check:
     if value not in ("", "0"):
         reason += f" (kernel.io_uring_disabled={value})"
         fix = "sysctl kernel.io_uring_disabled=0"
-    return Check("io_uring", "note", f"refused: {reason}; libaio or threads serve instead", fix)
+    return Check("io_uring", "note", f"refused: {reason}; libaio or threads are used instead", fix)
 
 
 def _page_lock_limit() -> Check:

@@ -71,7 +71,8 @@ class DriveTime:
         back = _Moved(plan.backward_parameters_bytes, 0)
         further_bytes = plan.read_bytes[PARAMETERS] - first.read - steps * back.read
         sums_read = plan.passes_read_bytes - plan.read_bytes[PARAMETERS]
-        # Traffic of sums is spread evenly over the micro-steps, though the last one has more.
+        # The last micro-step has more traffic of sums than the others. Spread evenly, the result
+        # stays a lower bound.
         backward = back.beside(_Moved(sums_read / steps, plan.passes_written_bytes / steps))
         early, rest = _optimizer_parts(plan, plan.read_bytes[GRADIENTS] - sums_read)
         return cls(

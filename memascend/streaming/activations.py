@@ -291,7 +291,7 @@ class ActivationStream:
             if record in self._reads:
                 self._reads.remove(record)
             elif record.data is not None and record.filled is not None:
-                record.filled.synchronize()  # no stream may have waited for the copies
+                record.filled.synchronize()  # perhaps no stream waits for the copies
             self._uncount(record)
             self._sizes.remove(record)
             self._records.pop(record.number, None)
