@@ -32,7 +32,8 @@ def adam(params: Any) -> DeepSpeedCPUAdam:
 def optimizer_of(state_dtype: torch.dtype = BF16, **options: Any) -> Optimizer:
     made = Optimizer(adam, state_dtype=state_dtype, **options)
     made.keeps_bf16_states = state_dtype == BF16
-    made._fused = fused_adam(made.optimizer, made.training.tiles.shape)
+    asked = state_dtype == BF16
+    made._fused = fused_adam(made.optimizer, made.training.tiles.shape, is_needed=asked)
     return made
 
 
