@@ -1,9 +1,9 @@
-"""Steps of the ZeRO-3 optimizer that go on behind the caller of `step()`.
+"""Background steps of the ZeRO-3 optimizer: they continue after `step()` has returned.
 
-What a step needs of all ranks, norm and verdict, is known when its first sub-group begins. The rest
-is each rank's own, and may go on while the next forward pass computes: a gather waits for its own
-parameters, who looks at a single master weight or state for its sub-group, and whoever looks at
-anything else waits for all of it.
+The gradient norm and the overflow verdict, which need all ranks, are known before the first
+sub-group is stepped. The rest is local to each rank and may overlap the next forward pass. A gather
+waits for its own parameters; reading one master weight or state waits for its sub-group; every
+other access waits for the end of the walk.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from memascend.deepspeed.optimizer.steps import Steps
 from memascend.streaming.optimizer import OptimizerStream
 from memascend.streaming.walk import Place, Step
 
-#: Of all elements, so many at most are in sub-groups that count as small.
+#: Sub-groups that count as small hold at most this fraction of all elements.
 SMALL_PART = 0.01
-#: What may come between backward and step.
+#: Reason for `forget_early`.
 LOADED = "a checkpoint was loaded between backward and step()"
 
 
 class StepsBehind(Steps):
-    """Has the steps of sub-groups go on behind their caller, and waits for them."""
+    """Runs the steps of sub-groups in the background, and waits for them where needed."""
 
     streams_gradients: bool
     stream: OptimizerStream
     persistent_parameters: list[Any]
     _param_swapper: Any
-    # Steps of sub-groups that are to go on behind the caller; None: each is made at once.
+    # Sub-group steps to run in the background; None: step each at once.
     _behind: list[Step] | None = None
-    # Numbers of sub-groups, as they are walked.
+    # Sub-group numbers in the order of the walk.
     _order: Sequence[int] = ()
 
     @property
     def _overlaps(self) -> bool:
-        """Whether steps may go on behind their caller; the same on every rank."""
+        """Whether steps may run in the background; the same on every rank."""
         wanted = self.attachment.runtime.config.streaming.optimizer.overlap
         return wanted and self.streams_gradients and self._param_swapper is not None
 
     def finish_walk(self) -> None:
-        """Have every value new that the last step makes. Any thread may call.
+        """Wait until the last step has written every value. Any thread may call.
 
         Raises:
-            StoreError: The step failed; raised once. `integrity` says so from its start on.
+            StoreError: The step failed; raised once. `integrity` is torn from its start on.
         """
         self.attachment.runtime.walk.finish()
 
     def finish_sub_group(self, name: str) -> None:
-        """Have the values of one sub-group new that the last step makes.
+        """Wait until the last step has written the values of one sub-group.
 
         Raises:
-            StoreError: The step failed before.
+            StoreError: The step failed before that.
         """
         walk = self.attachment.runtime.walk
         if walk.is_under_way:
@@ -61,15 +61,16 @@ class StepsBehind(Steps):
             self.finish_walk()
 
     def step(self, closure: Any = None) -> None:
-        """Step as upstream, once the step before is over."""
+        """Step as upstream, after the previous step has finished."""
         self.attachment.runtime.walk.finish()
         super().step(closure)
 
     def _post_step(self, timer_names: Any) -> None:
         if not self._behind:
             self.stream.drain()
-        # Upstream gathers these now, and would wait for them; a forward pass gathers them, too.
-        # Ranks must do alike, and one may not go behind where another does.
+        # Upstream would gather these now and wait for the walk; the next forward pass gathers them
+        # anyway. The condition is `_overlaps`, equal on all ranks, since a gather is a collective,
+        # while `_behind` may differ between ranks.
         persistent = self.persistent_parameters
         self.persistent_parameters = [] if self._overlaps else persistent
         try:
@@ -79,19 +80,18 @@ class StepsBehind(Steps):
         self._start_walk()
 
     def _start_walk(self) -> None:
-        """Have the steps that are to go on behind the caller begin."""
+        """Start the background steps, if there are any."""
         steps, self._behind = self._behind, None
         if steps:
-            self.integrity.note_change()  # until the last of them, whatever becomes of the first
+            self.integrity.note_change()  # torn until the last one, even if the first one fails
             in_order = [steps[number] for number in self._order]
             self.attachment.runtime.walk.start(in_order, self._places(), self.stream.drain)
 
     def _forward_order(self) -> list[int]:
-        """Return the numbers of sub-groups in the order in which a forward pass needs them.
+        """Return the sub-group numbers in the order in which a forward pass needs them.
 
-        Those of one parameter group are in the order of its parameters. Where norms and biases are
-        a group of their own, behind all others, every layer needs a part of it: what is small comes
-        first.
+        Small sub-groups come first, then all others by their first parameter. Norms and biases are
+        often a parameter group of their own, after the others, and every layer needs a part of it.
         """
         numels = [sum(param.ds_tensor.ds_numel for param in group) for group in self.fp16_groups]
         ascending = sorted(range(len(numels)), key=numels.__getitem__)
@@ -104,11 +104,11 @@ class StepsBehind(Steps):
         )
 
     def _walk_names(self) -> list[str]:
-        """Return the sub-groups in the order of the walk; before the first step none."""
+        """Return sub-group names in the order of the walk; empty before the first step."""
         return [self.fp32_partitioned_groups_flat[number].ds_id for number in self._order]
 
     def _places(self) -> dict[str, Place]:
-        """Return where in a walk each parameter has its new value, and each sub-group all."""
+        """Return the place in the walk at which each parameter and each sub-group is written."""
         assert self._param_swapper is not None
         places = {}
         for index, number in enumerate(self._order):

@@ -1,7 +1,7 @@
-"""Checkpoint hooks of the ZeRO-3 optimizer: what DeepSpeed saves of it, and what it loads.
+"""Checkpoint hooks of the ZeRO-3 optimizer.
 
-The engine's functions are in deepspeed/checkpoint/; they open a checkpoint and hand it over here
-while DeepSpeed's own loading is under way.
+The engine's functions are in deepspeed/checkpoint/; they open a checkpoint and pass it to the
+optimizer, which loads it when DeepSpeed's own loading reaches the optimizer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
     def checkpointing(
         self, source: CheckpointSource | None = None, *, with_states: bool = True
     ) -> Iterator[None]:
-        """Have DeepSpeed save this optimizer, or load `source`, as one that is not on NVMe.
+        """Within the context DeepSpeed saves or loads this optimizer as one that is not on NVMe.
 
         Args:
-            source: What is loaded; None for a save.
-            with_states: Whether all of it is, or the weights alone.
+            source: The checkpoint to load; None for a save.
+            with_states: Load the optimizer states too, not only the weights.
         """
         self.is_checkpointing = True
         self._source, self._loads_states = source, with_states
@@ -45,11 +45,11 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
 
     @property
     def model_states(self) -> Path | None:
-        """The file that the module is to be loaded from, if that is not the one DeepSpeed takes."""
+        """The file to load the module from; None: the one that DeepSpeed finds."""
         return None if self._source is None else self._source.model_states
 
     def restore_checkpoint(self) -> None:
-        """Take over the checkpoint that is being loaded; once, however often DeepSpeed asks.
+        """Load the checkpoint given to `checkpointing`; later calls do nothing.
 
         Raises:
             StoreError: The drive failed.
@@ -66,18 +66,18 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
         self.reset_swap_buffers()
 
     def _restore_from_bit16_weights(self) -> None:
-        """Take the checkpoint's exact weights where upstream loads weights alone."""
+        """While a checkpoint is loaded, take its master weights; otherwise as upstream."""
         if self.is_checkpointing:
             self.restore_checkpoint()
         else:
             super()._restore_from_bit16_weights()
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
-        """Load as upstream, also where parameters are on a drive and the optimizer is not.
+        """Load as upstream, also if parameters are on the drive and the optimizer is in memory.
 
-        Upstream takes it for granted that those parameters are in host memory too.
+        Upstream assumes that the parameters are in memory too.
         """
-        # Those of parameters on a drive are None.
+        # None for sub-groups whose parameters are on the drive.
         flats: list[Any] = self.fp16_partitioned_groups_flat
         if self.swap_optimizer or all(flat is not None for flat in flats):
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
@@ -94,7 +94,7 @@ class CheckpointedOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc
             self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
     def _take_over(self, zero_states: Any) -> None:
-        """Take over what the ZeRO optimizer knows beside the base optimizer."""
+        """Set the loss scaler and the overflow flag, which the base optimizer does not have."""
         self.loss_scaler = zero_states["loss_scaler"]
         self.dynamic_loss_scale = zero_states["dynamic_loss_scale"]
         self.overflow = zero_states["overflow"]

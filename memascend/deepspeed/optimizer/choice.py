@@ -1,8 +1,8 @@
-"""Choice of the streams that serve a model's optimizer: gradients, and the step in tiles.
+"""Chooses which streams serve a model's optimizer: gradients, and the step in tiles.
 
-Decided from the arguments of DeepSpeed's optimizer, before it is made. A stream that is on in the
-config and cannot serve is named once in the log, with the reason; DeepSpeed's own way is then
-taken, with the memory it costs.
+The arguments of DeepSpeed's optimizer decide, before it is constructed. If a stream is on in the
+config and cannot be used, the log says why, once, and DeepSpeed's own code runs, with the memory
+that it needs.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ log = logging.getLogger(__name__)
 
 
 def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a ZeRO-3 optimizer's gradients are streamed, and whether it is itself.
+    """Return (gradients are streamed, master weights and states are streamed).
 
-    One that is not on a drive has no streams.
+    Both are False for an optimizer that is not on a drive.
 
     Args:
         config: The active block.
-        arguments: Those of `DeepSpeedZeroOptimizer_Stage3`, by name.
+        arguments: The arguments of `DeepSpeedZeroOptimizer_Stage3`, by name.
 
     Raises:
-        ConfigError: A stream cannot serve that a limit needs, or master weights in 16 bits.
+        ConfigError: A stream cannot be used and is needed: for the host memory limit, for 16-bit
+            master weights or for 16-bit moments.
     """
     if not _is_on_drive(arguments.get("offload_optimizer_config")):
         return False, False
-    # Importing it compiles its kernels, so only where it may be used.
+    # Imported late: the import compiles its kernels.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     both = ""
@@ -65,7 +66,7 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
 
 
 def _serves(name: str, reason: str, config: MemAscendConfig) -> bool:
-    """Return whether there is no reason against a stream that is on; name the reason if not."""
+    """Return whether a stream that is on can be used: no `reason` is given. Log the reason."""
     if reason and config.host_memory_limit is not None:
         raise ConfigError(
             f"memascend.host_memory_limit={config.host_memory_limit!r} cannot be kept: "

@@ -1,14 +1,14 @@
-"""Steps of the ZeRO-3 optimizer that begin during backward, where nothing waits for all gradients.
+"""Early steps of the ZeRO-3 optimizer: tiles are stepped during backward.
 
-Without clipping a gradient is multiplied by what is known before backward. So a tile can be stepped
-as soon as its gradients are complete, unless the step is then not made: DeepSpeed leaves one out
-whose norm is not finite. Early steps lie beside the old values until `step()` has decided; what
-they were computed from is compared with what is true then.
+Without clipping the gradient factor is known before backward, so a tile can be stepped as soon as
+its gradients are complete. DeepSpeed may still skip the step, if the norm is not finite. So early
+steps write their results beside the old values. `step()` compares the hyperparameters and the loss
+scale with those that the early steps used, and takes or discards the results.
 
-A gradient is used up by an early step, so whoever changes what it is computed from is refused. Two
-whole steps are watched first: where a script changes or reads anything between backward and step,
-nothing is ever early, and where a parameter got no gradient its tiles are not: the step after may
-work on the gradient of the step before.
+An early step consumes its gradients, so a step with changed hyperparameters is an error. The first
+two steps are only watched. If the script changes or reads anything between backward and step in
+them, early steps are turned off for the run. If a parameter got no gradient in some step, its tiles
+are not early any more: its next step may use the gradient of the step before again.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from memascend.streaming.window import TilePlaces
 
 log = logging.getLogger(__name__)
 
-#: Of a sub-group, what a step is computed from, by name.
+#: The inputs of a sub-group's step besides tensors, by name.
 Basis = dict[str, Any]
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-#: Steps before the first early one. What happens in every step, or every other, shows in so many.
+#: Steps before the first early one: enough to see an event of every step or of every other step.
 WATCHED_COUNT = 2
 
 
 class StepsEarly(StepsBehind):
-    """Has tiles stepped while backward goes on, and hands them to the step or forgets them."""
+    """Steps tiles during backward, and gives the results to the step or discards them."""
 
     spool: GradientSpool
     groups: SubGroups
     clip_grad: float
     _fused: FusedAdam | None
     _early: EarlySteps | None = None  # None: no tile is stepped early
-    _early_basis: Sequence[Basis] = ()  # of the coming step; empty: no gradient of it has come
-    _doubt = ""  # why nothing of the coming step is early any more
+    _early_basis: Sequence[Basis] = ()  # of the coming step; empty: no gradient has arrived yet
+    _doubt = ""  # why the coming step can have no early tiles
     _watched_count = 0
     _arrived: set[tuple[str, int]]  # gradients of the coming step: sub-group and offset
-    _may_miss: set[tuple[str, int]]  # that did not come in some step
-    _early_keys: frozenset[str] = frozenset()  # that have second values
-    #: Tiles of all steps that were stepped during backward.
+    _may_miss: set[tuple[str, int]]  # gradients that did not arrive in some step
+    _early_keys: frozenset[str] = frozenset()  # keys that have a second key for early results
+    #: Tiles stepped during backward, summed over all steps.
     early_tile_count = 0
 
     def _set_up_early(self, tiles: Tiles) -> None:
-        """Make ready, where the configuration asks for it and this optimizer allows it."""
+        """Turn early steps on if they are configured and this optimizer allows them."""
         runtime = self.attachment.runtime
         if not runtime.config.streaming.optimizer.during_backward:
             return
@@ -79,7 +79,7 @@ class StepsEarly(StepsBehind):
         )
 
     def _why_never_early(self) -> str:
-        """Return why no tile of this run can be stepped early; empty where some can."""
+        """Return why this run cannot step tiles early; empty if it can."""
         if self.clip_grad > 0:
             return (
                 f"gradient_clipping is {self.clip_grad}, and no gradient can be clipped before the "
@@ -93,35 +93,36 @@ class StepsEarly(StepsBehind):
         return ""
 
     def finish_walk(self) -> None:
-        """Have every value new that the last step makes, and none in the making of the next one.
+        """Wait until the last step has written every value; stop early steps and wait for them.
 
         Raises:
-            StoreError: The step failed; raised once. `integrity` says so from its start on.
+            StoreError: The step failed; raised once. `integrity` is torn from its start on.
         """
         super().finish_walk()
         if self._early is not None:
             self._early.close()
 
     def forget_early(self, reason: str) -> None:
-        """Forget what was stepped early, or read: some value it rests on is about to change."""
+        """Discard early steps and tiles read ahead: one of their inputs is about to change."""
         if self._early is None:
             self.stream.forget_ahead()
             return
         if not self._early_basis:
-            return  # nothing has come for the coming step
+            return  # no gradient of the coming step has arrived
         self._early.forget()
         self._doubt = self._doubt or reason
         self._stop_if_watched(reason)
 
     def note_look(self) -> None:
-        """Note that the script reads a gradient, which may be gone another time."""
+        """Note that the script reads a gradient: an early step would have consumed it."""
         self._stop_if_watched("gradients are read")
 
     def step(self, closure: Any = None) -> None:
-        """Step as upstream; early tiles are the step's, or nobody's.
+        """Step as upstream; take the early steps or discard them.
 
         Raises:
-            GradientGoneError: It is not the step that was begun; nothing has changed.
+            GradientGoneError: The inputs differ from those of the early steps, which have consumed
+                their gradients. Nothing has changed.
         """
         try:
             super().step(closure)
@@ -129,30 +130,30 @@ class StepsEarly(StepsBehind):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Forget all that was for the coming step."""
+        """Reset the state kept for the coming step."""
         if self._early is not None:
             self._early.forget()
             self._arrived.clear()
         self._early_basis, self._doubt = (), ""
 
     def tile_places(self, name: str, offset: int) -> TilePlaces | None:
-        """Return where a gradient goes that the coming step works on; None: to the drive."""
+        """Return tile memory for a gradient of the coming step; None: write it to the drive."""
         if self._early is None:
             return None
         if (name, offset) in self._arrived:
-            if self.micro_step_id == 0:  # another backward pass takes the place of the one before
+            if self.micro_step_id == 0:  # this backward pass replaces the previous one
                 self._end_step()
             else:
-                self._stop_if_watched("another backward pass is added to a last one")
+                self._stop_if_watched("a backward pass added to a gradient that was final")
         if not self._early_basis:
             self._early_basis = self._basis(self._coming_scale())
             parts = [] if self._is_watched else self._early_parts()
-            if self._early is not None:  # there is room
+            if self._early is not None:  # the drive has room
                 self._early.begin(parts)
         return None if self._early is None else self._early.places(name, offset)
 
     def note_final(self, name: str, offset: int) -> None:
-        """Note that a gradient is what the coming step works on; read the first tiles of that."""
+        """Note that a gradient is final; step tiles that are complete, or read tiles ahead."""
         if self._early is None:
             if not self.integrity.is_torn:
                 self.stream.read_ahead(self._walk_names())
@@ -160,10 +161,10 @@ class StepsEarly(StepsBehind):
             self._arrived.add((name, offset))
             self._early.note()
 
-    # -- the step that is made -------------------------------------------------------------------
+    # -- in step() -------------------------------------------------------------------------------
 
     def _take_early(self) -> tuple[Begins, str]:
-        """Return where tiles begin that the coming step has already, or why it has none."""
+        """Return (begins of the tiles stepped early, why they were discarded or empty)."""
         if self._early is None or not self._early_basis:
             return {}, ""
         changed = _difference(self._early_basis, self._basis(float(self.loss_scale)))
@@ -189,10 +190,10 @@ class StepsEarly(StepsBehind):
         self._watched_count += 1
 
     def _check_gradients(self, early: Begins, reason: str) -> None:
-        """Refuse a step that needs a gradient which is gone.
+        """Check that every tile still to be stepped has its gradient.
 
         Raises:
-            GradientGoneError: Nothing has changed.
+            GradientGoneError: An early step consumed it. Nothing has changed.
         """
         for number, flat in enumerate(self.fp32_partitioned_groups_flat):
             tile_numel = self.groups.begins(flat.ds_id).step
@@ -213,11 +214,11 @@ class StepsEarly(StepsBehind):
 
     @property
     def _is_watched(self) -> bool:
-        """Whether it is still to be shown that nobody needs gradients but the step."""
+        """Whether this is one of the first steps, in which the script is only watched."""
         return self._watched_count < WATCHED_COUNT
 
     def _stop_if_watched(self, reason: str) -> None:
-        """Step nothing early in this run where a script needs what is then not there."""
+        """Turn early steps off for this run if it is still being watched."""
         if self._early is not None and self._is_watched:
             if dist.get_rank() == 0:
                 key = "streaming.optimizer.during_backward"
@@ -225,19 +226,20 @@ class StepsEarly(StepsBehind):
             self._discard_early()
 
     def _coming_scale(self) -> float:
-        """Return the loss scale that the coming step divides by, if it is made.
+        """Return the loss scale that the coming step divides by, unless it overflows.
 
-        Upstream brings the scale forward first: where it grows, the gradients have the one before.
+        Upstream updates the scale before it divides. So if the scale grows at this step, upstream
+        divides by the new one, though the loss was multiplied by the old one.
         """
         if self.custom_loss_scaler:
             return float(self.loss_scale)
         scaler = copy.copy(self.loss_scaler)
-        scaler.consecutive_hysteresis = False  # it says so in the log
+        scaler.consecutive_hysteresis = False  # else the copy logs its update
         scaler.update_scale(False)
         return float(scaler.cur_scale)
 
     def _basis(self, loss_scale: float) -> list[Basis]:
-        """Return what a step would be computed from now."""
+        """Return the inputs of a step made now, for each sub-group."""
         numbers = range(len(self.fp16_groups))
         states = [self.optimizer.state.get(flat, {}) for flat in self.fp32_partitioned_groups_flat]
         return [
@@ -245,7 +247,7 @@ class StepsEarly(StepsBehind):
                 "step": states[number].get("step"),
                 "loss_scale": loss_scale,
                 "gradient_clipping": self.clip_grad,
-                # A copy: a list of betas may be changed in place.
+                # Copied: the script may change a list of betas in place.
                 **{name: copy.deepcopy(self._group(number)[name]) for name in _HYPERPARAMETERS},
             }
             for number in numbers
@@ -255,7 +257,7 @@ class StepsEarly(StepsBehind):
         return self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
 
     def _early_parts(self) -> list[EarlyPart]:
-        """Return the sub-groups that may be stepped early, with room for their new values."""
+        """Return the sub-groups to step early, with room reserved for their results."""
         numbers = range(len(self.fp16_groups))
         flats = self.fp32_partitioned_groups_flat
         fused = self._fused
@@ -288,17 +290,17 @@ class StepsEarly(StepsBehind):
         )
 
     def _gradient_places(self, sub_group_id: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield parameter, offset and elements of each gradient that can come."""
+        """Yield parameter, offset and elements of each gradient that can arrive."""
         offset = 0
         for param in self.fp16_groups[sub_group_id]:
             numel = param.ds_tensor.ds_numel
-            # A rank that has nothing of a parameter but padding gets no gradient of it.
+            # A rank whose shard is only padding gets no gradient.
             if numel * self._get_param_partition_rank(param) < param.ds_numel:
                 yield param, offset, numel
             offset += numel
 
     def _may_be_early(self, sub_group_id: int) -> bool:
-        """Return whether a sub-group lies on the drive, where two of its values can lie."""
+        """Return whether all values of a sub-group are on the drive, none in memory."""
         group = self.groups.group(self.fp32_partitioned_groups_flat[sub_group_id].ds_id)
         store = self._resident_store()
         in_memory = sum(store.memory_of(key=key) for key in group.all_keys)
@@ -306,11 +308,11 @@ class StepsEarly(StepsBehind):
         return are_stored and not group.fills and in_memory == 0
 
     def _has_room(self, parts: list[EarlyPart]) -> bool:
-        """Find room for new values; without any nothing is early any more."""
+        """Reserve room for early results; if the drive is full, turn early steps off."""
         assert self._early is not None
         store = self._resident_store()
         keys = self._keys_of(parts)
-        # A key of which a write failed is readable again once it is made anew.
+        # After a failed write a key is unreadable until it is created again.
         reserve = functools.partial(make_anew, store) if self._early.has_failed else store.reserve
         self._early_keys |= set(keys)
         try:
@@ -319,7 +321,7 @@ class StepsEarly(StepsBehind):
         except StoreFullError as error:
             log.warning(
                 "memascend: streaming.optimizer.during_backward has no effect from now on: the "
-                "drive has no room for second values of what a step changes. %s",
+                "drive has no room for the new values of a step beside the old ones. %s",
                 error,
             )
             self._discard_early()
@@ -328,14 +330,14 @@ class StepsEarly(StepsBehind):
         return True
 
     def _keys_of(self, parts: list[EarlyPart]) -> list[str]:
-        """Return the keys that these sub-groups' steps give new values."""
+        """Return the keys that the steps of these sub-groups write."""
         names = [part.step.name for part in parts]
         members = [member for part in parts for member in part.step.members]
         of_states = [key for name in names for key in self.groups.group(name).all_keys]
         return of_states + [member.key for member in members if member.key is not None]
 
     def _discard_early(self) -> None:
-        """Step nothing early any more, and give the drive's space back."""
+        """Turn early steps off and free their space on the drive."""
         if self._early is not None:
             self._early.forget()
         self._early = None
@@ -354,12 +356,12 @@ class StepsEarly(StepsBehind):
         raise NotImplementedError
 
     def _may_overlap(self) -> bool:
-        """Return whether a step may go on behind its caller, if it is one of tiles alone."""
+        """Return whether a fused step may run in the background."""
         raise NotImplementedError
 
 
 def _difference(before: Sequence[Basis], now: Sequence[Basis]) -> str:
-    """Return the first of what is not as it was."""
+    """Describe the first value that differs; empty if none does."""
     for number, (old, new) in enumerate(zip(before, now, strict=True)):
         for name, value in old.items():
             if value != new[name]:

@@ -1,10 +1,9 @@
-"""DeepSpeedCPUAdam's step in one pass, where it gives the same bits.
+"""The fused step: DeepSpeedCPUAdam's step in one pass, if it gives the same bits.
 
-What is one pass here is four in its own step: the gradient is widened and multiplied, the step is
-made, and the new weight is rounded to 16 bits. Its numbers are computed as its C++ code does, in
-fp32 (`csrc/includes/cpu_adam.h`). Whether the bits are equal is tried at the start, with the
-operator that DeepSpeed has compiled on this machine: compilers differ in how they fuse the loop
-over what no vector holds.
+DeepSpeed needs four passes: widen the gradient, multiply it, step, and round the new weight to 16
+bits. The coefficients are computed in fp32 as in its C++ code (`csrc/includes/cpu_adam.h`). At the
+start the bits are compared with those of the operator that DeepSpeed has compiled on this machine,
+since compilers contract the scalar remainder loop differently.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ from memascend.streaming.updates import FusedUpdate
 
 log = logging.getLogger(__name__)
 
-#: Elements of a vector in DeepSpeed's operator: AVX2, AVX-512, NEON, fused alike everywhere, none.
+#: Elements of a vector in DeepSpeed's operator: AVX2, AVX-512, NEON; 1: the remainder is computed
+#: like a vector; the last: there are no vectors, all is remainder.
 TAIL_WIDTHS = (8, 16, 4, 1, 1 << 62)
 _DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-#: Of the random bits that moments in bf16 are rounded with: "memascend" on a telephone's keys.
+#: Seed of the stochastic rounding of bf16 moments: "memascend" on a telephone's keys.
 _SEED = 636272363
 
 
@@ -50,20 +50,20 @@ class Operator(Protocol):
     """DeepSpeed's compiled cpu_adam."""
 
     def create_adam(self, *arguments: Any) -> int:
-        """Make an optimizer of a number."""
+        """Create the optimizer with a number."""
 
     def adam_update(self, *arguments: Any) -> int:
-        """Step one."""
+        """Step the optimizer with a number."""
 
     def destroy_adam(self, number: int) -> int:
-        """Forget one."""
+        """Destroy the optimizer with a number."""
 
 
 @dataclass(slots=True)
 class BetaPowers:
-    """The powers that DeepSpeed's optimizer carries from step to step, with their rounding.
+    """Running powers of the betas in fp32, rounded as DeepSpeed's optimizer rounds them.
 
-    They are multiplied up while steps follow each other, and computed anew after a jump.
+    The next step multiplies them by beta; a jump or new betas compute them with pow().
     """
 
     beta1: float
@@ -74,11 +74,11 @@ class BetaPowers:
 
     @classmethod
     def at_start(cls, betas: tuple[float, float]) -> BetaPowers:
-        """Begin as an optimizer that has just been made."""
+        """Return the powers of an optimizer that has just been constructed."""
         return cls(fp32(betas[0]), fp32(betas[1]))
 
     def advance(self, step: int, betas: tuple[float, float]) -> None:
-        """Go to a step; the next, the same, or any other."""
+        """Set the powers to those of `step`: the next, the same, or any other."""
         beta1, beta2 = fp32(betas[0]), fp32(betas[1])
         has_new_betas = (beta1, beta2) != (self.beta1, self.beta2)
         if not has_new_betas and step == self.step:
@@ -94,7 +94,7 @@ class BetaPowers:
     def coefficients(
         self, group: Mapping[str, Any], factor: float, *, adamw: bool
     ) -> AdamCoefficients:
-        """Return the numbers of this step; betas are below 1."""
+        """Return the coefficients of this step; betas are below 1."""
         rate, decay = fp32(group["lr"]), fp32(group["weight_decay"])
         correction1 = root_scale = 1.0
         if group["bias_correction"]:
@@ -116,7 +116,7 @@ class BetaPowers:
 
 
 class FusedAdam:
-    """The steps of one DeepSpeedCPUAdam, and its running powers."""
+    """Fused steps of one DeepSpeedCPUAdam, and its running powers."""
 
     def __init__(
         self,
@@ -127,14 +127,14 @@ class FusedAdam:
         *,
         is_needed: bool,
     ) -> None:
-        """Begin where the optimizer is, which has not made a step yet.
+        """Take an optimizer that has not made a step yet.
 
         Args:
             optimizer: DeepSpeedCPUAdam.
-            tail_width: As `find_tail_width` has found it.
-            state_dtype: Of its moments.
-            rank: Of this process.
-            is_needed: Whether a step that the optimizer must do itself is an error.
+            tail_width: Result of `find_tail_width`.
+            state_dtype: Dtype of its moments.
+            rank: Rank of this process.
+            is_needed: Raise if a step cannot be fused, instead of leaving it to the optimizer.
         """
         self._optimizer = optimizer
         self._tail_width = tail_width
@@ -143,10 +143,10 @@ class FusedAdam:
         self._is_needed = is_needed
         self._powers = BetaPowers.at_start(optimizer.defaults["betas"])
         self._nothing = [torch.empty(0) for _ in range(4)]
-        self._helpers = KernelHelpers()  # joined when this goes
+        self._helpers = KernelHelpers()  # joined when this object is freed
 
     def advance(self, step: int, betas: tuple[float, float]) -> None:
-        """Follow the optimizer's operator to a step that somebody else has called it for."""
+        """Set the running powers to a step for which the operator was called elsewhere."""
         self._powers.advance(step, betas)
 
     def of(
@@ -156,16 +156,16 @@ class FusedAdam:
         states: Mapping[str, torch.dtype],
         sub_group: int = 0,
     ) -> FusedUpdate | None:
-        """Return the update of a sub-group's tiles; None for what the optimizer must do itself.
+        """Return the update of a sub-group's tiles; None if the optimizer must step by itself.
 
         Args:
-            group: Its hyperparameters, as they are now.
-            values: The optimizer's state of it.
+            group: Current hyperparameters of the sub-group.
+            values: The optimizer's state of the sub-group.
             states: Dtypes of its state tensors.
-            sub_group: Its number; with moments in bf16 others are rounded with other random bits.
+            sub_group: Its number; selects the random bits that round moments in bf16.
 
         Raises:
-            ConfigError: The optimizer must, and cannot.
+            ConfigError: The optimizer must step by itself, and fused steps are needed.
         """
         reason = self.why_not(group, values, states)
         if not reason:
@@ -175,10 +175,12 @@ class FusedAdam:
         return None
 
     def early(self, coming: Iterable[tuple[Mapping[str, Any], int]]) -> list[FusedUpdate]:
-        """Return updates of a step that may come; neither they nor this change the optimizer.
+        """Return the updates of a step that DeepSpeed may still skip.
+
+        Neither this call nor the updates change the optimizer.
 
         Args:
-            coming: Of each sub-group in order its hyperparameters, and the number of its step.
+            coming: (hyperparameters, number of the step) for each sub-group, in order.
         """
         powers, updates = replace(self._powers), list[FusedUpdate]()
         for sub_group, (group, step) in enumerate(coming):
@@ -192,7 +194,7 @@ class FusedAdam:
         values: Mapping[str, Any],
         states: Mapping[str, torch.dtype],
     ) -> str:
-        """Return why the optimizer must step by itself; nothing if it need not."""
+        """Return why the optimizer must step by itself; empty if a fused step can replace it."""
         if states != dict.fromkeys(MOMENTS, self._state_dtype):
             return f"its states are {dict(states)}, not {MOMENTS} in {self._state_dtype}"
         if type(values.get("step")) is not int:
@@ -207,11 +209,11 @@ class FusedAdam:
         values: MutableMapping[str, Any],
         **tensors: Any,
     ) -> None:
-        """Step, and bring the optimizer's own numbers to this step."""
+        """Step, and advance the optimizer's count of steps and running powers."""
         values["step"] += 1
         self.advance(values["step"], group["betas"])
         optimizer = self._optimizer
-        # Steps nothing, but goes to this step too: a later step may be its own.
+        # On empty tensors: advances the operator's powers, since it may make a later step itself.
         _step_stock(optimizer.ds_opt_adam, optimizer.opt_id, values["step"], group, self._nothing)
         self._apply(group, sub_group, self._powers, values=values, **tensors)
 
@@ -246,17 +248,17 @@ class FusedAdam:
 def fused_adam(
     optimizer: Any, shape: TileShape, rank: int = 0, *, is_needed: bool = False
 ) -> FusedAdam | None:
-    """Return the fused steps of an optimizer; None where its own are to be taken.
+    """Return the fused steps of an optimizer; None if it must step by itself.
 
     Args:
-        optimizer: Any; one that has not made a step yet.
+        optimizer: Any optimizer; only a DeepSpeedCPUAdam without steps so far can be fused.
         shape: Dtypes of its tiles.
-        rank: Of this process: others round moments in bf16 with other random bits.
-        is_needed: Whether the block asks for moments in bf16, which only fused steps serve. The
-            dtype does not say so: it is bf16 too where DeepSpeed keeps states in it.
+        rank: Rank of this process; selects the random bits that round moments in bf16.
+        is_needed: Whether the block asks for moments in bf16, which need fused steps. The dtype
+            in `shape` cannot tell: it is bf16 too if DeepSpeed itself keeps states in bf16.
 
     Raises:
-        ConfigError: They are needed, and cannot be had.
+        ConfigError: Fused steps are needed and not possible.
     """
     reason = _why_not_fused(optimizer, shape, is_needed=is_needed)
     if not reason:
@@ -272,7 +274,7 @@ def fused_adam(
 
 
 def _why_not_fused(optimizer: Any, shape: TileShape, *, is_needed: bool) -> str:
-    """Return why an optimizer must step by itself; nothing if it need not, or not in every step."""
+    """Return why an optimizer must make every step by itself; empty if it need not."""
     kind = type(optimizer)
     if kind is not DeepSpeedCPUAdam:
         return f"the optimizer is {kind.__module__}.{kind.__qualname__}"
@@ -297,16 +299,16 @@ def _has_kernel(shape: TileShape) -> bool:
 
 # -- the check -----------------------------------------------------------------------------------
 
-#: Whole vectors of every width in TAIL_WIDTHS, and a tail of every width.
+#: Has whole vectors and a remainder for every width in TAIL_WIDTHS.
 _NUMEL = 5 * 64 + 15
-#: DeepSpeed numbers its own from 0 on.
+#: DeepSpeed numbers its optimizers from 0.
 _TRIAL_NUMBER = -1
-#: One after the other, the same again, and a jump, as after a checkpoint.
+#: Consecutive steps, a repeated one, and a jump, as after loading a checkpoint.
 _STEPS = (1, 2, 2, 3, 1000, 1001)
 
 
 def find_tail_width(optimizer: Any, shape: TileShape) -> int | None:
-    """Return the width with which fused steps give the bits of DeepSpeed's operator, if any does.
+    """Return the vector width for which fused steps equal DeepSpeed's bits; None if none does.
 
     Args:
         optimizer: A DeepSpeedCPUAdam; not stepped.
@@ -323,7 +325,7 @@ def find_tail_width(optimizer: Any, shape: TileShape) -> int | None:
 
 
 def _groups_to_try(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield the optimizer's own hyperparameters, and some that a scheduler may come to."""
+    """Yield the optimizer's own hyperparameters, and some that a scheduler may set."""
     for group in optimizer.param_groups:
         own = {name: value for name, value in group.items() if name != "params"}
         yield own
@@ -335,7 +337,7 @@ def _groups_to_try(optimizer: Any) -> Iterator[dict[str, Any]]:
 def _steps_of_both(
     optimizer: Any, group: dict[str, Any], shape: TileShape, tail_width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Step the same values both ways; yield what must be equal, step by step."""
+    """Step the same values both ways; yield pairs of tensors that must be equal."""
     operator: Operator = optimizer.ds_opt_adam
     operator.create_adam(
         _TRIAL_NUMBER,
@@ -398,7 +400,7 @@ def _step_stock(
 
 
 def _values(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of usual sizes, and among them some of any bits: NaN, infinity, denormals."""
+    """Return _NUMEL values: 75 % normal, the rest random bits (NaN, infinity, denormals)."""
     usual = torch.randn(_NUMEL, generator=generator).to(dtype)
     integers = torch.int32 if dtype.itemsize == 4 else torch.int16
     limits = torch.iinfo(integers)
@@ -410,7 +412,7 @@ def _values(generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare bits; of a NaN only that it is one."""
+    """Compare bits; any NaN equals any other."""
     integers = torch.int32 if left.element_size() == 4 else torch.int16
     both_nan = left.isnan() & right.isnan()
     return bool((both_nan | (left.view(integers) == right.view(integers))).all())

@@ -1,8 +1,8 @@
 """Gradient hooks of the ZeRO-3 optimizer: DeepSpeed's flat buffer, or the spool in its place.
 
-What goes to the spool is added up in the same dtype, at the same micro-steps and with the same
-stale values as in the flat buffer; norms and the overflow verdict come from the sums of squares
-that the spool finds in passing.
+The spool accumulates in the same dtype, at the same micro-steps and with the same stale values as
+the flat buffer. Norms and the overflow verdict come from the sums of squares that the spool
+computes while it copies.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             super()._setup_for_real_optimizer()
 
     def _verdict(self) -> torch.Tensor | None:
-        """Return an element that is not finite exactly if one in the buffer is not.
+        """Return one element: inf if the flat buffer has a non-finite value, else 0.
 
-        None where upstream is to look itself.
+        None: upstream must check by itself.
         """
         check = self.attachment.runtime.overflow_check
         gradients = self.grad_partitions_flat_buffer
@@ -69,23 +69,23 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
     def initialize_optimizer_states(self) -> None:
-        """Initialize as upstream; after this it makes no zeros but those of the flat buffer.
+        """Initialize as upstream, then intercept the allocation of the flat buffer.
 
-        In here it makes the gradients of sub-groups in memory. The gradient of a single sub-group
-        is as large as the flat buffer, but it is used.
+        Not earlier: the call allocates gradients of sub-groups in memory. If there is only one
+        sub-group its gradient is as large as the flat buffer, and it is used.
         """
         super().initialize_optimizer_states()
         numel = sum(p.partition_numel() for group in self.fp16_groups for p in group)
         self._setting_up.enter_context(AbsentBuffers(torch.zeros, {numel}))
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
-        """Take the reduced gradients of a bucket; the last step has used those before."""
+        """Store the reduced gradients of a bucket, after the last step has read the old ones."""
         self.attachment.runtime.walk.finish()
         for param, grad_partition in zip(params_to_release, grad_partitions, strict=True):
             begin = param.partition_numel() * self._get_param_partition_rank(param)
             if begin < param.ds_numel:
                 self._offload_boundary_param_ids.add(param.ds_id)
-                with self.attachment.runtime.lock:  # hooks of another thread may read parameters
+                with self.attachment.runtime.lock:  # other threads' hooks may read parameters
                     self._take_gradient(param, grad_partition.view(-1))
                 if not get_accelerator().is_synchronized_device() and param.grad is not None:
                     param.grad.record_stream(get_accelerator().current_stream())
@@ -116,20 +116,20 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self._hand_over(group_index, offset, finished)
 
     def _narrow_dtype(self, param: Any) -> torch.dtype | None:
-        """Return the dtype in which a gradient was reduced, if upstream has widened it for a sum.
+        """Return the dtype in which a gradient was reduced, if upstream widened it to accumulate.
 
-        None where the configuration announces no micro-steps: where a script ends windows in
-        `step()`, the only gradient of one would be stored twice.
+        Else None; also without `gradient_accumulation_steps`: if the script ends a window by itself
+        after one micro-step, its only gradient would be stored twice.
         """
         if self.gradient_accumulation_steps == 1 or self.all2all_process_group is not None:
             return None
         dtype = self.get_param_comm_dtype(param)
-        if dtype == self.dtype:  # upstream takes every gradient to be of this one
+        if dtype == self.dtype:  # upstream assumes this dtype for every gradient
             dtype = torch.promote_types(dtype, param.grad.dtype)
         return dtype if dtype.itemsize < self.gradient_accumulation_dtype.itemsize else None
 
     def _finalize_offload_gradient_accumulation(self) -> None:
-        """Finish a window whose end was not known during its backward passes."""
+        """Finish a window if its last backward pass was not known to be the last."""
         self.forget_early("the end of a window was stated after its backward pass")
         for param in (param for group in self.fp16_groups for param in group):
             if param.ds_id not in self._offload_boundary_param_ids:
@@ -152,7 +152,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self.norm_for_param_grads[self.get_param_id(param)] = shard.squares**0.5
 
     def _hand_over(self, group_index: int, offset: int, gradient: torch.Tensor) -> None:
-        """Give a finished gradient to DeepSpeed's own swapper, or to its gradients in memory."""
+        """Pass a final gradient to DeepSpeed's own swapper, or copy it to the one in memory."""
         parameter = self.fp32_partitioned_groups_flat[group_index]
         if self._swappable_optimizer_subgroup(group_index):
             self.optimizer_swapper.swap_out_gradients(
@@ -163,6 +163,6 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         target.copy_(gradient, non_blocking=True)
 
     def _verdict(self) -> torch.Tensor:
-        """Return an element that is not finite exactly if one of a gradient is not."""
-        # Where upstream keeps the buffer that this stands in for.
+        """Return one element: finite exactly if all gradients are."""
+        # Upstream's flat buffer, which this replaces, is on this device.
         return self.spool.sum_of_squares().reshape(1).to(self.device)

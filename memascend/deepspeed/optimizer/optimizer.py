@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-3 optimizer with its host buffers, its swapper and its overflow check replaced.
 
-Overrides small hook methods only; the step loop is upstream's. There are four kinds, since where
-gradients are kept, and how sub-groups are stepped, is one of two base classes each. Constructing
-ZeroOptimizer gives the kind that the config asks for; without an active block, a stock optimizer.
+Only small hook methods are overridden; the step loop is upstream's. There are four kinds: gradients
+in the spool or in the flat buffer, times steps in tiles or of whole sub-groups. Constructing
+ZeroOptimizer gives the kind that the config selects; without an active block, a stock optimizer.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from memascend.streaming.sub_groups import StepIntegrity
 
 log = logging.getLogger(__name__)
 
-#: Those that master weights are stepped for.
+#: Parameter dtypes that can be trained, besides a model that is all fp64.
 _TRAINED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class ZeroOptimizer(CheckpointedOptimizer):
-    """Stands where DeepSpeed looks up DeepSpeedZeroOptimizer_Stage3."""
+    """Replaces DeepSpeedZeroOptimizer_Stage3."""
 
     _config: MemAscendConfig
-    # Upstream's attributes that are assigned to below.
+    # Upstream's attributes that this class assigns.
     offload_optimizer_fast_init: bool
     max_params_in_cpu: int
     optimizer_swapper: Any
@@ -64,12 +64,12 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     streams_gradients: bool
     streams_optimizer: bool
-    #: A GradientSpool; None where DeepSpeed's own buffers serve.
+    #: A GradientSpool; None if neither gradients nor the optimizer are streamed.
     spool: Any = None
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Make the kind that the config asks for; without an active block, a stock optimizer."""
-        if cls is not ZeroOptimizer:  # a kind that is copied: without arguments
+        """Return the kind that the config selects; without an active block, a stock optimizer."""
+        if cls is not ZeroOptimizer:  # copy.copy calls this for a kind, without arguments
             return super().__new__(cls)
         names = ("module", "init_optimizer", "param_names", "timers", "ds_config")
         given = dict(zip(names, arguments, strict=False)) | keywords
@@ -102,7 +102,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     @property
     def attachment(self) -> Attachment:
-        """The runtime's attachment; that of the parameters when they are on the drive too."""
+        """The model's attachment: the parameters' if they are on the drive, else a new one."""
         if self._attachment is None:
             first = next((param for group in self.fp16_groups for param in group), None)
             swapper = getattr(first, "nvme_swapper", None)
@@ -116,7 +116,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     @property
     def _param_swapper(self) -> ParameterSwapper | None:
-        """Ours, or None when parameters are not on the drive or the stock swapper serves."""
+        """Our parameter swapper; None without offloaded parameters or with the stock swapper."""
         first = next((param for group in self.fp16_groups for param in group), None)
         return None if first is None else swapper_of(first)
 
@@ -134,7 +134,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
             _warn_ignored("offload_optimizer.fast_init", reason)
 
     def _decide_parameters_in_cpu(self) -> None:
-        """Keep parameters in host memory only where the user says how many, and no limit binds.
+        """Keep parameters in host memory only if `max_in_cpu` is stated and there is no limit.
 
         DeepSpeed's default, 10^9 elements, would hold a whole small model.
         """
@@ -145,7 +145,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         if not is_stated or config.host_memory_limit is not None:
             if is_stated and self.max_params_in_cpu > 0:
                 limit = f"memascend.host_memory_limit={config.host_memory_limit!r}"
-                _warn_ignored("offload_param.max_in_cpu", f"{limit} decides what stays in memory")
+                _warn_ignored("offload_param.max_in_cpu", f"{limit} sets how much stays in memory")
             self.max_params_in_cpu = 0
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
@@ -171,7 +171,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
 
     def _adopt_plan(self) -> None:
-        """Take the parameters' and staging memory that the plan says, and log the plan."""
+        """Derive the plan, resize slots and staging memory to it, and log its advice."""
         limit_bytes = self.attachment.runtime.limit_bytes
         plan = plan_for(self, self.module, self._config, self.settings, limit_bytes)
         self._drop_unused()
@@ -200,7 +200,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
                 attachment=self.attachment,
                 pin_memory=self.offload_param_pin_memory,
             )
-        # Without any, upstream makes a stand-in of one element.
+        # If no parameter stays in memory upstream allocates a dummy of one element.
         has_any = not self.params_in_nvme_and_cpu or self.max_params_in_cpu > 0
         with self.attachment.host_buffers("parameters in cpu" if has_any else None):
             super()._create_param_groups_fp16_flat_cpu_memory()
@@ -212,14 +212,14 @@ class ZeroOptimizer(CheckpointedOptimizer):
     # -- backward --------------------------------------------------------------------------------
 
     def clear_backward_seen_flag(self) -> None:
-        """Begin a forward pass; drop the gradients of a backward pass that an error has left.
+        """Begin a forward pass; drop the gradients of a backward pass that an error aborted.
 
         Upstream would add the next gradients to those not reduced, or find a parameter twice in a
-        bucket. A reduced gradient is overwritten by the next pass, unless that adds to it: after an
-        error in a later micro-step of a window `zero_grad` begins the window anew.
+        bucket. Gradients that were reduced are overwritten by the next pass, unless it accumulates:
+        after an error in a later micro-step the script must call `zero_grad`.
 
-        Inside a running backward pass nothing is dropped: what has come is reduced, so that the
-        next pass finds the buckets empty.
+        Inside a running backward pass the gradients in the buckets are reduced instead, so that the
+        inner pass finds the buckets empty.
         """
         if self.passes.continues():
             self._keep_gradients()
@@ -227,14 +227,14 @@ class ZeroOptimizer(CheckpointedOptimizer):
         super().clear_backward_seen_flag()
 
     def drop_left(self) -> None:
-        """Drop the gradients of a backward pass that an error has left, if there is one."""
+        """Drop the gradients of a backward pass that an error aborted, if there is one."""
         if self.passes.was_left():
             self._drop_gradients()
 
     def _drop_unreduced(self) -> None:
-        """Drop the gradients of a pass that began and that DeepSpeed never reduced, too.
+        """Drop the gradients of an aborted pass, also if it failed in the final reduction.
 
-        Its depth says so between two passes, as behind an error at the end of one.
+        Upstream's depth is then above 0 while no pass runs.
         """
         is_open = self._backward_active_depth > 0 and not self.passes.is_under_way()
         if is_open or self.passes.was_left():
@@ -245,17 +245,17 @@ class ZeroOptimizer(CheckpointedOptimizer):
             bucket.clear_params()
         for param in (param for group in self.fp16_groups for param in group):
             param.grad = None
-        self._backward_active_depth = 0  # else upstream does not reduce at the end of the next
-        self._end_step()  # the next pass may bring gradients in another order
+        self._backward_active_depth = 0  # else upstream skips the reduction after the next pass
+        self._end_step()  # gradients of the next pass may arrive in another order
         self.passes.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a window of micro-steps anew as upstream, also behind an error."""
+        """Drop all gradients as upstream, and those of an aborted pass."""
         self._drop_unreduced()
         super().zero_grad(set_to_none)
 
     def enter_backward(self) -> None:
-        """Begin a backward pass as upstream, once for a graph.
+        """Begin a backward pass as upstream, once per graph.
 
         Upstream counts a graph with two outputs twice, and would not reduce at its end.
         """
@@ -263,27 +263,27 @@ class ZeroOptimizer(CheckpointedOptimizer):
             super().enter_backward()
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """Reduce as upstream at the end of a pass; passes inside another are one micro-step.
+        """Reduce as upstream at the end of a pass; nested passes are one micro-step.
 
         Raises:
-            IncompleteGradientError: A pass inside this one has failed, and the script went on.
+            IncompleteGradientError: A pass inside this one failed, and the script continued.
         """
         with self.passes.ending():
             if self.passes.is_inner:
                 self._keep_gradients()
                 return
             super().independent_gradient_partition_epilogue()
-        # Each graph inside was counted, and only this one is left.
+        # The graphs of inner passes were counted too; only this one still runs.
         self._backward_active_depth = min(self._backward_active_depth, 1)
 
     def _keep_gradients(self) -> None:
-        """Reduce what buckets hold, for later passes of the same micro-step to add to."""
+        """Reduce the buckets; later passes of the same micro-step add to these gradients."""
         super().independent_gradient_partition_epilogue()
         self._epilogue_ran_this_backward = False  # the micro-step is not over
         self.passes.keep()
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
-        """Take the gradients of a bucket; of parameters that earlier passes had, add them."""
+        """Store the gradients of a bucket; add those of parameters reduced by an earlier pass."""
         adding = [self.passes.adds(param.ds_id) for param in params_to_release]
         taken = []
         for adds in sorted(set(adding)):
@@ -306,7 +306,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         """Step as upstream.
 
         Raises:
-            IncompleteGradientError: The last backward pass has failed, or was not reduced.
+            IncompleteGradientError: The last backward pass failed, or was not reduced.
         """
         self.passes.check()
         if any(bucket.params for bucket in self.ipg_buckets.values()):
@@ -314,10 +314,10 @@ class ZeroOptimizer(CheckpointedOptimizer):
         super().step(closure)
 
     def _partition_all_parameters(self) -> None:
-        """Partition as upstream; shards that were read ahead and not used are let go too.
+        """Partition as upstream, and release shards that were read ahead and not used.
 
-        Whatever changes parameters (a step, a load) comes after this, and would otherwise change
-        only their host copy.
+        A step or a load follows and changes the parameters on the drive; a shard read before would
+        be stale.
         """
         super()._partition_all_parameters()
         self._drop_unused()
@@ -338,7 +338,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
             swapper.synchronize_writes()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Exchange as upstream between ranks, on a verdict that stands in for the flat buffer."""
+        """Return whether a rank has an overflow; our verdict replaces the check of the buffer."""
         verdict = self._verdict() if partition_gradients else None
         if verdict is None:
             return bool(super().has_overflow(partition_gradients))
@@ -359,19 +359,19 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.integrity.mend()
 
     def reset_swap_buffers(self) -> None:
-        """Give the parameters the values of the master weights."""
+        """Write the values of the master weights to the parameters."""
         self._partition_all_parameters()
         super().reset_swap_buffers()
         self._finish_writes()
         self.integrity.mend()
 
     def destroy(self) -> None:
-        """Destroy as upstream, and give the large host buffers back, which DeepSpeed never lets go.
+        """Destroy as upstream, and free the large host buffers, which DeepSpeed never frees.
 
-        Parameters stay readable; they are the model's, not the optimizer's.
+        Parameters stay readable: they belong to the model.
 
         Raises:
-            StoreError: The last step failed behind its caller; all is given back nevertheless.
+            StoreError: The last step failed in the background; everything is freed nevertheless.
         """
         try:
             self.finish_walk()
@@ -393,7 +393,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
             self._discard(swapper)
         if spool is not None:
             spool.discard()
-        del swapper, spool  # and with them the tiles, whose memory goes back below
+        del swapper, spool  # frees the tiles; the arena returns their memory below
         runtime = self.attachment.runtime
         if runtime.store is not None:
             runtime.store.trim()
@@ -402,11 +402,11 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
 
 class StreamedTiledOptimizer(ZeroOptimizer, StreamedGradients, TiledSteps):
-    """Gradients in the spool, steps in tiles: what a block switches on by itself."""
+    """Gradients in the spool, steps in tiles: the default of a block."""
 
 
 class StreamedWholeOptimizer(ZeroOptimizer, StreamedGradients, WholeSteps):
-    """Gradients in the spool until their sub-group is stepped whole."""
+    """Gradients in the spool; sub-groups are stepped whole."""
 
 
 class FlatTiledOptimizer(ZeroOptimizer, FlatGradients, TiledSteps):
@@ -414,7 +414,7 @@ class FlatTiledOptimizer(ZeroOptimizer, FlatGradients, TiledSteps):
 
 
 class FlatWholeOptimizer(ZeroOptimizer, FlatGradients, WholeSteps):
-    """Both as DeepSpeed does it, over our store and memory; also for an optimizer in memory."""
+    """Both as in DeepSpeed, in our store and memory; also for an optimizer in memory."""
 
 
 def _choose_kind(config: MemAscendConfig, arguments: Mapping[str, Any]) -> type[ZeroOptimizer]:
@@ -425,13 +425,13 @@ def _choose_kind(config: MemAscendConfig, arguments: Mapping[str, Any]) -> type[
 
 
 def _warn_ignored(key: str, reason: str) -> None:
-    """Log once that a stated key has no effect, also where INFO is not shown yet or at all."""
+    """Warn on rank 0 that a stated key has no effect. A warning, since INFO may not be shown."""
     if dist.get_rank() == 0:
         log.warning("memascend: zero_optimization.%s is ignored: %s", key, reason)
 
 
 def _refuse_several_contexts(module: torch.nn.Module) -> None:
-    """Refuse what DeepSpeed mixes up: it gives any list of parameters to one swapper."""
+    """Refuse parameters with several swappers: DeepSpeed passes any list of them to one."""
     swappers = {id(swapper_of(param)) for param in module.parameters() if swapper_of(param)}
     if len(swappers) > 1:
         raise ConfigError(
@@ -442,26 +442,26 @@ def _refuse_several_contexts(module: torch.nn.Module) -> None:
 
 
 def _refuse_nothing_to_train(module: torch.nn.Module, optimizer: Any) -> None:
-    """Refuse a model without sub-groups, of which DeepSpeed takes the largest."""
+    """Refuse a model without sub-groups: DeepSpeed would fail to find the largest one."""
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if any(param.requires_grad for param in given):
         return
     of_model = [param.requires_grad for param in module.parameters()]
     raise ConfigError(
-        f"there is nothing to train: of the {len(given)} tensors given to "
-        f"{type(optimizer).__name__} none requires a gradient, of the model's {len(of_model)} "
-        f"tensors {sum(of_model)} do. likely cause: all weights are frozen, or adapters were added "
-        "after the optimizer was made. fix: requires_grad_(True) on what is to be trained, before "
+        f"there is nothing to train: none of the {len(given)} tensors given to "
+        f"{type(optimizer).__name__} requires a gradient; of the model's {len(of_model)} tensors "
+        f"{sum(of_model)} do. likely cause: all weights are frozen, or adapters were added after "
+        "the optimizer was made. fix: requires_grad_(True) on the parameters to train, before "
         "deepspeed.initialize, and give it those parameters; to run without training, leave the "
         "optimizer out"
     )
 
 
 def _refuse_dtypes(optimizer: Any) -> None:
-    """Refuse parameters that DeepSpeed would keep in the dtype of a frozen one, or cannot step.
+    """Refuse dtypes that cannot be trained, also that of a frozen first parameter.
 
-    It takes the dtype of all weights from the first parameter that it is given. A model that is in
-    fp64 as a whole is none of these.
+    DeepSpeed takes the dtype of all weights from the first parameter that it is given. A model that
+    is entirely in fp64 is allowed.
     """
     given = [param for group in optimizer.param_groups for param in group["params"]]
     first = given[0].dtype

@@ -1,13 +1,13 @@
-"""Backward passes of one engine: which are under way, how they end, and passes inside of others.
+"""Tracks the backward passes of one engine: running, failed, and nested in another.
 
 A hook of a running `engine.backward()` may call the engine again, forward and backward: GradCache
-does, and a reentrant checkpoint around the whole engine. DeepSpeed reduces gradients when the outer
-call ends. So the inner passes are one micro-step: their gradients are reduced one pass after the
-other, and a parameter that has a gradient of an earlier pass adds to it.
+does, and so does a reentrant checkpoint around the whole engine. DeepSpeed reduces gradients when
+the outer call ends. So the inner passes are one micro-step: the gradients of each pass are reduced
+when it ends, and a parameter that has a gradient of an earlier pass adds to it.
 
-DeepSpeed resets its own notes with every forward pass, and cannot tell a pass that failed from one
-that still runs. These notes can: autograd calls back when a graph has run to its end, and a seam
-sees every call of `engine.backward()` begin and end.
+DeepSpeed resets its own state in every forward pass, and cannot tell a failed pass from a running
+one. This class can: autograd calls back when a graph has finished, and a seam wraps
+`engine.backward()`.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _NO_GRAPH = -1
 
 
 def _current_graph() -> int:
-    """Return the number of the graph that autograd runs on this thread; -1 without one."""
+    """Return the number of the graph that autograd runs on this thread; -1 if none."""
     return int(torch._C._current_graph_task_id())
 
 
 class BackwardPasses:
-    """Notes of one optimizer. Hooks on autograd's threads call, while their caller waits."""
+    """State of one optimizer. Hooks on autograd's threads call it while their caller waits."""
 
     def __init__(self) -> None:
-        self._call_count = 0  # of engine.backward(), under way
-        self._graph: int | None = None  # of this engine's outputs; it has not run to its end
+        self._call_count = 0  # nested calls of engine.backward()
+        self._graph: int | None = None  # the running graph of this engine's outputs
         self._has_failed = False
         self._is_open = False  # a pass began, and not all of its gradients are reduced
-        self._reduced: set[int] = set()
-        self._earlier: set[int] = set()  # with a gradient of an earlier pass of the outer call
+        self._reduced: set[int] = set()  # ds_ids reduced in this pass
+        self._earlier: set[int] = set()  # ds_ids reduced in earlier passes of the outer call
 
     def enter(self) -> bool:
         """Note that a pass begins, on the thread that runs its graph.
 
         Returns:
-            Whether the graph is new; each output of the engine in a graph calls this once.
+            Whether the graph is new: every output of the engine in a graph calls this once.
 
         Raises:
-            IncompleteGradientError: Another pass has not run to its end.
+            IncompleteGradientError: Another pass has failed or not finished.
         """
         graph = _current_graph()
         if graph != _NO_GRAPH and graph == self._graph:
@@ -62,7 +62,7 @@ class BackwardPasses:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Stand around a call of `engine.backward()`."""
+        """Wrap a call of `engine.backward()`."""
         self._call_count += 1
         try:
             yield
@@ -74,10 +74,10 @@ class BackwardPasses:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Stand around the reduction at the end of a pass; an inner one calls `keep`.
+        """Wrap the reduction at the end of a pass; an inner pass calls `keep` within it.
 
         Raises:
-            IncompleteGradientError: A pass inside this one has failed, and the script went on.
+            IncompleteGradientError: A pass inside this one failed, and the script continued.
         """
         self.check()
         try:
@@ -90,54 +90,54 @@ class BackwardPasses:
 
     @property
     def is_inner(self) -> bool:
-        """Whether the `engine.backward()` that ends is inside another one."""
+        """Whether the current `engine.backward()` is inside another one."""
         return self._call_count > 1
 
     def continues(self) -> bool:
-        """Return whether a forward pass begins inside a backward pass with gradients to be kept."""
+        """Return whether a backward pass runs that still has gradients to reduce."""
         return self.is_under_way() and self._is_open
 
     def was_left(self) -> bool:
-        """Return whether an error has left a backward pass; never while one is under way."""
+        """Return whether a backward pass was aborted by an error; False while one runs."""
         return not self.is_under_way() and (self._has_failed or self._graph is not None)
 
     def check(self) -> None:
-        """Check that no pass was left whose gradients are to be used.
+        """Check that every pass so far has finished without an error.
 
         Raises:
-            IncompleteGradientError: Some pass failed, or has not run to its end.
+            IncompleteGradientError: A pass has failed or not finished.
         """
         if self._has_failed or self._graph is not None:
             raise IncompleteGradientError
 
     def note_reduced(self, ds_ids: Iterable[int]) -> None:
-        """Note parameters of which a gradient was stored."""
+        """Note parameters whose gradients were stored."""
         self._reduced.update(ds_ids)
 
     def adds(self, ds_id: int) -> bool:
-        """Return whether a parameter's gradient is added to that of an earlier pass."""
+        """Return whether a parameter's gradient must be added to that of an earlier pass."""
         return ds_id in self._earlier
 
     def keep(self) -> None:
-        """Have later passes of the same outer call add to the gradients that were stored."""
+        """Make later passes of the same outer call add to the stored gradients."""
         self._earlier |= self._reduced
         self._reduced.clear()
 
     def forget(self) -> None:
-        """Reset the notes: all gradients are reduced, or dropped."""
+        """Reset: all gradients are reduced, or dropped."""
         self._graph, self._has_failed, self._is_open = None, False, False
         self._earlier.clear()
         self._reduced.clear()
 
     def is_under_way(self) -> bool:
         """Return whether a backward pass runs."""
-        # Autograd runs a hook on the thread that runs its graph, also on a device's own thread. The
-        # count finds a thread of the script that a hook waits for, too.
+        # Autograd runs a hook on the thread that runs its graph, which may be a device's thread.
+        # The count also covers a thread of the script for which a hook waits.
         return self._call_count > 0 or _current_graph() != _NO_GRAPH
 
 
 def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stand around `DeepSpeedEngine.backward`: the optimizer knows when it begins and ends."""
+    """Wrap `DeepSpeedEngine.backward`, so that the optimizer knows when it begins and ends."""
 
     @functools.wraps(original)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What a DeepSpeedCPUAdam must be for its step to be made by somebody else.
+"""Conditions under which a fused step can replace a DeepSpeedCPUAdam's own.
 
-Each function returns the reason why it is not, in words; nothing where it is.
+Each check returns the reason why it cannot, in words; an empty string if it can.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _NUMBERS = ("lr", "betas", "eps", "weight_decay")
 
 
 def fp32(value: float) -> float:
-    """Round to fp32; beyond its range is infinity, as in C."""
+    """Round to fp32; a value out of its range becomes infinity, as in C."""
     return ctypes.c_float(value).value
 
 
 def why_not_plain_numbers(group: Mapping[str, Any]) -> str:
-    """Tell why a step's numbers cannot be computed; betas from 1 on would divide by zero."""
+    """Return why hyperparameters give no coefficients; a beta of 1 would divide by zero."""
     numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
     are_plain = all(isinstance(number, (int, float)) for number in numbers)
     if are_plain and all(0 <= fp32(beta) < 1 for beta in group["betas"]):
@@ -30,7 +30,7 @@ def why_not_plain_numbers(group: Mapping[str, Any]) -> str:
 
 
 def why_not_plain_step(optimizer: Any) -> str:
-    """Tell why step() is not the class's own, or has hooks that see gradients or weights."""
+    """Return a reason if step() is replaced, or has hooks that may read gradients or weights."""
     step = vars(optimizer).get("step")
     hooks = (
         optimizer._optimizer_step_pre_hooks,

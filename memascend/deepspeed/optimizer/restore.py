@@ -1,8 +1,8 @@
-"""Tensors of an optimizer for a checkpoint, and how it takes them back.
+"""Lists an optimizer's tensors for saving, and loads them from a checkpoint.
 
-The same for both ways of stepping: sub-groups in tiles, and whole ones in DeepSpeed's own swapper,
-which keeps sub-groups too small for a drive in memory. Between the two a checkpoint may be
-exchanged, since both describe their tensors in the same terms.
+Both ways of stepping use it: sub-groups in tiles, and whole sub-groups in DeepSpeed's own swapper,
+which keeps very small ones in memory. Both describe their tensors in the same form, so a checkpoint
+of one can be loaded by the other.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class StoredTensor:
     Attributes:
         sub_group: Index.
         state: Name of the state, None for the master weights.
-        dtype: Of its elements.
-        numel: Elements.
-        key: In the store.
-        file_name: Stock's, in the rank's folder.
+        dtype: Dtype of its elements.
+        numel: Number of its elements.
+        key: Key in the store.
+        file_name: Name of stock's file in the rank's folder.
         padded_bytes: Size of stock's file.
     """
 
@@ -61,11 +61,11 @@ class StoredTensor:
 
 
 def stored_tensors(optimizer: Any, aio: Aio) -> list[StoredTensor]:
-    """Return everything that is not in memory, in the order of the sub-groups.
+    """Return the tensors that are on the drive, in the order of the sub-groups.
 
     Args:
-        optimizer: Any of ours whose states are on a drive.
-        aio: The section of the DeepSpeed config: stock reads files in units that it decides.
+        optimizer: A ZeroOptimizer whose states are on the drive.
+        aio: The `aio` section of the DeepSpeed config, which sets the alignment of stock's files.
     """
     alignment = AIO_ALIGNED_BYTES * aio.intra_op_parallelism
     found = []
@@ -93,21 +93,21 @@ def stored_tensors(optimizer: Any, aio: Aio) -> list[StoredTensor]:
 
 
 def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedTensor]) -> None:
-    """Give an optimizer what a checkpoint holds.
+    """Load a checkpoint into an optimizer.
 
     Args:
-        optimizer: Any of ours whose states are on a drive.
-        state_dict: The base optimizer's; tensors that are in `tensors` have no elements there.
-            Without keys: master weights alone are loaded.
-        tensors: Of every sub-group.
+        optimizer: A ZeroOptimizer whose states are on the drive.
+        state_dict: The base optimizer's, in which tensors listed in `tensors` are empty. An empty
+            dict: load only the master weights.
+        tensors: The tensors of every sub-group.
 
     Raises:
         StoreError: The drive failed; some of the tensors are loaded, others not.
-        TornStepError: Half a step of DeepSpeed's own swapper came before.
+        TornStepError: A step in DeepSpeed's own swapper ended half-way before.
     """
     tensors = _as_kept(optimizer, tensors)
     optimizer.begin_load()
-    # What failed until now was raised, and all of it is replaced.
+    # Earlier write errors do not matter: every value is replaced.
     with suppress(StoreError):
         optimizer.attachment.runtime.staging.wait_writes()
     if state_dict:
@@ -127,10 +127,7 @@ def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedT
 
 
 def _as_kept(optimizer: Any, tensors: list[LoadedTensor]) -> list[LoadedTensor]:
-    """Return tensors of a checkpoint with Adam's moments in the dtype that this run keeps them in.
-
-    Those of a run that keeps them in another one are converted while they are read.
-    """
+    """Return the tensors, with Adam's moments converted to this run's dtype while they are read."""
     base = optimizer.optimizer
     if type(base) is not DeepSpeedCPUAdam:
         return tensors
@@ -151,16 +148,16 @@ def _as_kept(optimizer: Any, tensors: list[LoadedTensor]) -> list[LoadedTensor]:
 def replay_beta_powers(
     optimizer: Any, parameters: list[torch.Tensor], note: Callable[[int, tuple[float, float]], None]
 ) -> None:
-    """Bring what DeepSpeed's Adam knows beside its states to where the saved run had it.
+    """Set the running beta powers of DeepSpeed's Adam to those of the saved run.
 
-    It multiplies the powers of its betas up in fp32, a factor a step. One that begins at a later
-    step takes them from pow(), which rounds differently after a few steps, and so do the weights.
-    Steps on one element that nobody uses, at a few microseconds each, give the same powers.
+    They are not in the checkpoint. The operator multiplies them by beta in fp32 at every step; if
+    it begins at a later step it takes pow(), which is rounded differently, and the weights would
+    differ. So the steps are replayed on one unused element, at a few microseconds each.
 
     Args:
-        optimizer: Nothing is done for any but DeepSpeedCPUAdam.
-        parameters: Those it has states of.
-        note: Called with each step and its betas: who else carries such powers replays it too.
+        optimizer: The base optimizer; does nothing unless it is a DeepSpeedCPUAdam.
+        parameters: The parameters that have states.
+        note: Called with each replayed step and its betas.
     """
     if type(optimizer) is not DeepSpeedCPUAdam:
         return

@@ -1,8 +1,8 @@
-"""Steps of the ZeRO-3 optimizer over whole sub-groups, and what both ways of stepping share.
+"""Steps of the ZeRO-3 optimizer over whole sub-groups, and the base of both ways of stepping.
 
-Upstream's step loop stays in charge: for each sub-group it prepares, unscales, steps, writes back
-and releases. Here DeepSpeed's own swapper does that over our store and memory; in tiled_steps.py
-all of it happens in the optimizer step.
+Upstream's step loop is kept: for each sub-group it prepares, unscales, steps, writes back and
+releases. Here DeepSpeed's own swapper does this with our store and memory; in tiled_steps.py all of
+it happens in the optimizer step.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """Overrides that both ways of stepping share."""
 
     optimizer: Any
-    #: Whether all values belong to the same step.
+    #: Tracks whether all values belong to the same step.
     integrity: StepIntegrity
     #: Whether Adam's moments are in bf16.
     keeps_bf16_states = False
 
     def step(self, closure: Any = None) -> None:
-        """Step as upstream; refused after one that ended half-way.
+        """Step as upstream.
 
         Raises:
-            TornStepError: Load a checkpoint first.
+            TornStepError: The last step ended half-way; load a checkpoint first.
         """
         self.integrity.check()
         super().step(closure)
 
     def finish_walk(self) -> None:
-        """Return when the last step is over, wherever it goes on behind its caller."""
+        """Wait until the last step is over, if it runs in the background."""
 
     def tile_places(self, name: str, offset: int) -> TilePlaces | None:
-        """Return where a gradient goes that the coming step works on; None: to the drive."""
+        """Return tile memory for a gradient of the coming step; None: write it to the drive."""
         return None
 
     def note_final(self, name: str, offset: int) -> None:
-        """Note that a gradient of a sub-group is what the coming step works on."""
+        """Note that a gradient is final: the coming step uses its value."""
 
     def forget_early(self, reason: str) -> None:
-        """Forget what was done for the coming step: what it works on is about to change."""
+        """Discard work done ahead for the coming step: its inputs are about to change."""
 
     def _end_step(self) -> None:
-        """Forget all that was for the coming step."""
+        """Reset the state kept for the coming step."""
 
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
-        """Note a step that DeepSpeed's Adam was brought through after a load."""
+        """Note a step that was replayed on DeepSpeed's Adam after a load."""
 
     def _gradient_factor(self, total_norm: torch.Tensor) -> Any:
-        """Return what upstream's unscale_and_clip_grads multiplies gradients by."""
+        """Return the factor by which upstream's unscale_and_clip_grads multiplies gradients."""
         scale = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
@@ -70,7 +70,7 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return 1.0 / scale
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        """Set as upstream, also for a parameter whose shard is on the drive."""
+        """Set a gradient as upstream, also for a parameter whose shard is on the drive."""
         if not param.requires_grad:
             return
         _check_local(value, param)
@@ -86,7 +86,7 @@ class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def set_local_hp_param(
         self, value: torch.Tensor, param: Any, optim_state_key: str | None = None
     ) -> None:
-        """Set as upstream, also for a parameter whose shard is on the drive."""
+        """Set a master weight or state as upstream, also if the parameter is on the drive."""
         if not param.requires_grad:
             return
         _check_local(value, param)
@@ -102,7 +102,7 @@ class WholeSteps(Steps):
     streams_optimizer = False
 
     def step(self, closure: Any = None) -> None:
-        """Step; all values then belong together."""
+        """Step as upstream; all values then belong to the same step."""
         super().step(closure)
         self.integrity.mend()
 
@@ -130,18 +130,18 @@ class WholeSteps(Steps):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _create_fp32_partitions(self) -> None:
-        # Temporaries, or master weights that stock leaves pageable too: not for the arena, whose
-        # memory would stay taken after them.
+        # Not in the arena: temporaries would keep its memory taken, and stock too leaves master
+        # weights in pageable memory.
         with self.attachment.host_buffers(None):
             super()._create_fp32_partitions()
 
     def initialize_optimizer_states(self) -> None:
-        """Initialize as upstream; gradients that stay in host memory are in the arena."""
+        """Initialize as upstream; gradients that stay in host memory are put in the arena."""
         with self.attachment.host_buffers(None if self.swap_optimizer else "gradients"):
             super().initialize_optimizer_states()
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """Unscale as upstream; the factor is noted for gradients that outlive the step."""
+        """Unscale as upstream, and note the factor for gradients that outlive the step."""
         super().unscale_and_clip_grads(sub_group_id, total_norm)
         if self._swappable_optimizer_subgroup(sub_group_id):
             parameter = self.fp32_partitioned_groups_flat[sub_group_id]
@@ -167,16 +167,16 @@ class WholeSteps(Steps):
         return self._kept(part, group_index, release_swap_buffers), group_index
 
     def _kept(self, part: torch.Tensor, group_index: int, is_released: bool) -> torch.Tensor:
-        """Return a copy where `part` lies in a swap buffer that is free again.
+        """Return a copy of `part` if it is in a swap buffer that was released.
 
-        On a device that shares memory with the host upstream hands out that very memory, which the
-        next sub-group overwrites.
+        If the device is the CPU upstream returns a view of that buffer, which the next sub-group
+        overwrites.
         """
         is_lent = is_released and self._swappable_optimizer_subgroup(group_index)
         return part.clone() if is_lent else part
 
     def _discard(self, swapper: Any) -> None:
-        """Give memory and the drive's space of sub-groups back."""
+        """Free the memory and the drive space of all sub-groups."""
         store = self.attachment.runtime.store
         if store is None:
             return
@@ -188,7 +188,7 @@ class WholeSteps(Steps):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Refuse to save half a step; everything is where it belongs between steps.
+        """Check that all values may be saved; between steps they are already in the store.
 
         Raises:
             TornStepError: The last step or load ended half-way.
@@ -196,21 +196,21 @@ class WholeSteps(Steps):
         self.integrity.check()
 
     def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
-        """Yield state, dtype and key of what the store has of a sub-group, its weights first."""
+        """Yield (state, dtype, key) of a sub-group's stored tensors; weights (None) come first."""
         swap_info = self.optimizer_swapper.swap_params_info.get(name)
         if swap_info is None:
             return  # in memory
         for number, context in enumerate(swap_info.tensors):
-            # The first holds the master weights, whose name has no state before it.
+            # The first one is the master weights; the names of the others begin with the state.
             owner = str(context.compute_tensor.ds_id)
             state = owner.removesuffix(f"-{name}") if number > 0 else None
             yield state, self.optimizer_swapper.dtype, context.swap_path
 
     def begin_load(self) -> None:
-        """Make ready for all values to be replaced.
+        """Prepare to replace all values.
 
         Raises:
-            TornStepError: Half a step came before.
+            TornStepError: The last step or load ended half-way.
         """
         if self.integrity.is_torn:
             raise TornStepError(
@@ -230,7 +230,7 @@ class WholeSteps(Steps):
             swap_info.has_state_tensors = False
 
     def load_tensor(self, tensor: Any) -> None:
-        """Take over a LoadedTensor: the master weights of a sub-group, or one of its states."""
+        """Load a LoadedTensor: the master weights of a sub-group, or one of its states."""
         parameter = self.fp32_partitioned_groups_flat[tensor.sub_group]
         states = self.optimizer.state[parameter]
         if not self._swappable_optimizer_subgroup(tensor.sub_group):
@@ -256,11 +256,11 @@ class WholeSteps(Steps):
 
 
 def _check_local(value: torch.Tensor, param: Any) -> None:
-    """Compare lengths; upstream asks `ds_tensor`, which is empty while it is on the drive."""
+    """Compare lengths; upstream uses `ds_tensor`, which is empty while it is on the drive."""
     numel = param.partition_numel()
     if value.numel() != numel:
         raise ValueError(
             f"cannot set this rank's part of a parameter of shape {tuple(param.ds_shape)}: it has "
-            f"{numel} elements and the value has {value.numel()}. Give the part alone; "
-            "safe_set_full_fp32_param and its like take whole tensors"
+            f"{numel} elements and the value has {value.numel()}. Pass only this rank's part; "
+            "safe_set_full_fp32_param and similar functions take whole tensors"
         )

@@ -1,9 +1,8 @@
-"""The dtype in which shards of trained parameters are stored: that of the optimizer.
+"""Converts the shards of trained parameters to the dtype of the optimizer.
 
-DeepSpeed takes the dtype of the first parameter that is trained for all of them, and with CPU
-offload moves their shards into flat buffers of it. They were partitioned in another one where a
-module was cast after zero.Init: `module.to(dtype)` changes only what stands for an absent
-parameter, until it is gathered from its shard again.
+DeepSpeed takes the dtype of the first trained parameter for all, and with CPU offload copies their
+shards into flat buffers of that dtype. A shard has another dtype if its module was cast after
+zero.Init: `module.to(dtype)` casts only the placeholder of an absent parameter, not its shard.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ log = logging.getLogger(__name__)
 def store_as(
     params: Sequence[Any], dtype: torch.dtype, *, attachment: Attachment, pin_memory: bool
 ) -> None:
-    """Have the shards of parameters be of a dtype, on the drive or in host memory.
+    """Convert shards to a dtype, on the drive or in host memory.
 
     Args:
-        params: All that are trained; none of them is gathered.
-        dtype: The optimizer's.
-        attachment: Their model's.
-        pin_memory: Whether shards in host memory are to be page-locked.
+        params: All trained parameters; none of them is gathered.
+        dtype: The optimizer's dtype.
+        attachment: The model's attachment.
+        pin_memory: Page-lock converted shards in host memory.
 
     Raises:
-        ConfigError: DeepSpeed's own swapper has one of another dtype.
+        ConfigError: DeepSpeed's own swapper holds a shard of another dtype.
         StoreError: The drive failed.
     """
     others = [param for param in params if _stored_dtype(param) != dtype]
@@ -67,7 +66,7 @@ def store_as(
 
 
 def _stored_dtype(param: Any) -> torch.dtype:
-    """Return the dtype of a shard; one in DeepSpeed's own swapper has a stand-in of another."""
+    """Return the dtype of a shard; in DeepSpeed's own swapper the swapper's dtype decides."""
     is_stock = param.ds_tensor.final_location == "nvme" and swapper_of(param) is None
     dtype: torch.dtype = param.nvme_swapper.dtype if is_stock else param.ds_tensor.dtype
     return dtype

@@ -1,7 +1,7 @@
-"""Stands where stage 3 looks for its optimizer swapper when the optimizer is streamed.
+"""The optimizer swapper that stage 3 uses when the optimizer is streamed.
 
-Stage 3 asks it little: the step itself goes through the overrides of TiledSteps, which never bring
-a whole sub-group into memory.
+Stage 3 calls few of its methods: the step itself goes through the overrides of TiledSteps, which
+never bring a whole sub-group into memory.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from memascend.streaming.sub_groups import Member, SubGroups
 
 
 class StreamedSwapper:
-    """The surface of DeepSpeed's OptimizerSwapper that remains."""
+    """The methods of DeepSpeed's OptimizerSwapper that are still called."""
 
     def __init__(self, *, groups: SubGroups, spool: GradientSpool) -> None:
         self._groups = groups
         self._spool = spool
 
     def is_swappable_tensor(self, tensor: Any = None, numel: int | None = None) -> bool:
-        """Answer that every sub-group is on the drive, however small."""
+        """Return True for every sub-group, however small: all are on the drive."""
         return bool(getattr(tensor, "swappable", True))
 
     def initialize_parameters(
         self, parameters: Sequence[Any], src_tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Store master weights; those that were streamed in already stay."""
+        """Store master weights, except those that were already streamed in."""
         for parameter, source in zip(parameters, src_tensors, strict=True):
             if not self._groups.contains(parameter.ds_id):
                 member = Member(0, source.numel(), source.dtype, tensor=source)
@@ -38,15 +38,15 @@ class StreamedSwapper:
     def swap_out_gradients(
         self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]
     ) -> None:
-        """Store gradients of a finished window (DeepSpeed's flat buffer did the adding up)."""
+        """Store gradients of a finished window, which DeepSpeed's flat buffer has accumulated."""
         for offset, gradient in zip(gradient_offsets, gradient_tensors, strict=True):
             self._spool.put(parameter.ds_id, offset, gradient.view(-1))
 
     def purge_state(self) -> None:
-        """Forget optimizer state; master weights stay."""
+        """Drop optimizer states; master weights stay."""
         self._groups.forget_states()
 
     def log_timers(self) -> None:
-        """Do nothing: reads and writes overlap what upstream times, prepares and finishes."""
+        """Do nothing: upstream times separate phases, which overlap here."""
 
     pre_backward = post_backward = log_timers

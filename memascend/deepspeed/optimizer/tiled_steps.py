@@ -1,8 +1,8 @@
-"""Steps of the ZeRO-3 optimizer in tiles: no sub-group is ever held whole.
+"""Steps of the ZeRO-3 optimizer in tiles: no whole sub-group is ever in memory.
 
-Upstream's step loop stays in charge: for each sub-group it prepares, unscales, steps, writes back
-and releases. Here all of that happens in its optimizer step, tile by tile; what comes before only
-notes values, what comes after has nothing left to do.
+Upstream's step loop is kept: for each sub-group it prepares, unscales, steps, writes back and
+releases. Here all of that happens in the optimizer step, tile by tile. The calls before it only
+record values, and those after it do nothing.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class TiledSteps(StepsEarly):
     streams_optimizer = True
     spool: GradientSpool
     groups: SubGroups
-    # One pass over a tile; None: the optimizer's own step.
+    # Fused step; None: the optimizer steps by itself.
     _fused: FusedAdam | None = None
-    # Of each sub-group in the step under way; None: the optimizer steps it.
+    # One per sub-group, for the current step; None: the optimizer steps it.
     _updates: Sequence[FusedUpdate | None] = ()
     _factor: Any = 1.0
-    # Called with the bytes of master weights that were stored at the start.
+    # Called with the bytes of master weights stored since the last call, at the start.
     _filled: Callable[[int], None] | None = None
-    # Stores again what an accessor gave out.
+    # Stores the tensor that an accessor returned, after the accessor has changed it.
     _put_back: Callable[[], None] | None = None
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Dtype of the shards of all that is trained."""
+        """Dtype of the shards of trained parameters."""
         flat = self.fp16_partitioned_groups_flat[0]
         dtype: torch.dtype = self.dtype if flat is None else flat.dtype
         return dtype
@@ -111,7 +111,7 @@ class TiledSteps(StepsEarly):
         if runtime.plan is not None:
             numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
         gradient_dtype = master_dtype = self.master_weights_and_grads_dtype
-        if self.streams_gradients:  # DeepSpeed's flat buffer gives them cast already
+        if self.streams_gradients:  # gradients from DeepSpeed's flat buffer are already cast
             gradient_dtype = self.gradient_accumulation_dtype
         return TileShape(
             numel=numel,
@@ -129,7 +129,8 @@ class TiledSteps(StepsEarly):
         return state_dtype(self.optimizer, master, in_bf16=self.keeps_bf16_states)
 
     def _create_fp32_partitions(self) -> None:
-        # Upstream makes room for a whole sub-group, which is then streamed past it.
+        # Upstream allocates a buffer of a whole sub-group, which stays unused: master weights are
+        # streamed.
         numels = self.fp16_partitioned_groups_flat_numel
         nbytes = sum(numels) * self.master_weights_and_grads_dtype.itemsize
         leads = dist.get_rank() == 0
@@ -140,15 +141,15 @@ class TiledSteps(StepsEarly):
             super()._create_fp32_partitions()
 
     def _swap_in_sub_group_to_flat_buffer(self, flat_buffer: Any, sub_group_id: int) -> None:
-        """Stream the master weights of a sub-group from its parameters; the buffer stays empty."""
+        """Create the master weights of a sub-group from its parameters; the buffer is unused."""
         name = self.fp32_partitioned_groups_flat[sub_group_id].ds_id
         numel = self.fp16_partitioned_groups_flat_numel[sub_group_id]
         self.groups.create(name, numel, self._members(sub_group_id), self._filled)
 
     def initialize_optimizer_states(self) -> None:
-        """Make nothing ahead: gradients and moments begin as zeros that are stored nowhere."""
+        """Allocate nothing: gradients and moments begin as zeros, which need not be stored."""
         if isinstance(self.optimizer, torch.optim.Adagrad):
-            # As upstream: this class makes its states, of no elements here, when constructed.
+            # As upstream: Adagrad creates its states when constructed, here without elements.
             self.optimizer = torch.optim.Adagrad(
                 self.fp32_partitioned_groups_flat, **self.optimizer.defaults
             )
@@ -159,7 +160,7 @@ class TiledSteps(StepsEarly):
         self.stream.drain()
 
     def _discard(self, swapper: StreamedSwapper) -> None:
-        """Give memory and the drive's space of sub-groups back."""
+        """Free the memory and the drive space of all sub-groups."""
         self._discard_early()
         self.stream.forget_ahead()
         self.groups.discard()
@@ -169,10 +170,10 @@ class TiledSteps(StepsEarly):
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if sub_group_id == 0:
-            early, reason = self._take_early()  # first: nothing else uses the tiles then
-            # A gradient that did not reach the drive stops the step before a weight changes.
+            early, reason = self._take_early()  # first: early steps use the tiles until then
+            # If writing a gradient failed, raise before any weight changes.
             self.attachment.runtime.staging.wait_writes()
-            # Reading ahead crosses sub-groups, so all states are known before the walk.
+            # The walk reads ahead across sub-groups, so all states must exist before it.
             for other in range(len(self.fp16_groups)):
                 self._make_state(other)
             self._updates = [self._fused_update(other) for other in range(len(self.fp16_groups))]
@@ -186,7 +187,7 @@ class TiledSteps(StepsEarly):
             self.stream.begin(self._walk_names(), early)
 
     def _make_state(self, sub_group_id: int) -> None:
-        """Give a sub-group, before its first step, states as the optimizer would begin them."""
+        """Before a sub-group's first step, add the states that the optimizer would create."""
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         if self.groups.group(parameter.ds_id).states:
             return
@@ -203,7 +204,7 @@ class TiledSteps(StepsEarly):
         }
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """Note the factor, for tiles and for gradients that outlive the step."""
+        """Note the factor; the tiles are multiplied by it when they are stepped."""
         self._factor = self._gradient_factor(total_norm)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
@@ -220,16 +221,16 @@ class TiledSteps(StepsEarly):
             fused=fused,
         )
         if fused is not None:
-            step_whole()  # without any gradient: schedulers count calls
+            step_whole()  # has no gradients, so it steps nothing; schedulers count the calls
         if self._behind is None:
             self.stream.step(step)
         else:
             self._behind.append(functools.partial(self.stream.step, step))
 
     def _fused_update(self, sub_group_id: int) -> FusedUpdate | None:
-        """Return the fused update of a sub-group, if it may be taken.
+        """Return the fused update of a sub-group; None: the optimizer must step by itself.
 
-        Never again after a step of the optimizer's own: its running powers are not known then.
+        After one such step always None: the optimizer's running powers are then unknown.
         """
         if self._fused is None:
             return None
@@ -243,10 +244,10 @@ class TiledSteps(StepsEarly):
         return update
 
     def _may_go_behind(self) -> bool:
-        """Return whether this step may go on behind its caller, on this rank.
+        """Return whether this step may run in the background on this rank.
 
-        Of what runs beside a forward pass it may use the store and its tiles alone: no optimizer
-        whose numbers the script changes, no staging slots, no device.
+        A background step may touch only the store and its tiles: not the optimizer's
+        hyperparameters, staging slots or the device.
         """
         if None in self._updates or self.spool.needs_slots(self.gradient_accumulation_dtype):
             return False
@@ -262,8 +263,8 @@ class TiledSteps(StepsEarly):
     def _may_reorder(self) -> bool:
         """Return whether sub-groups may be stepped in any order.
 
-        DeepSpeedCPUAdam has one running power of each beta for all of them. Where betas or numbers
-        of steps differ, how it is rounded depends on whose step came before.
+        DeepSpeedCPUAdam has one running power of each beta for all sub-groups. If their betas or
+        counts of steps differ, its rounding depends on the order.
         """
         flats = self.fp32_partitioned_groups_flat
         taken = {
@@ -277,10 +278,10 @@ class TiledSteps(StepsEarly):
             self._unflatten_partitioned_parameters(sub_group_id)
 
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
-        """Release nothing: no sub-group was taken."""
+        """Do nothing: no sub-group is in memory."""
 
     def reset_swap_buffers(self) -> None:
-        """Give parameters the values of their master weights, after a load."""
+        """Write the values of the master weights to the parameters, after a load."""
         self.finish_walk()
         self.forget_early(LOADED)
         for sub_group_id, flat in enumerate(self.fp32_partitioned_groups_flat):
@@ -332,7 +333,7 @@ class TiledSteps(StepsEarly):
         self.finish_sub_group(flat.ds_id)
         dtype = flat.dtype
         if optim_state_key is not None:
-            # Of the two the wider one: DeepSpeed gathers states in fp32.
+            # The wider dtype, since DeepSpeed gathers states in fp32.
             stored = self.optimizer.state[flat][optim_state_key].dtype
             dtype = torch.promote_types(stored, dtype)
         value = torch.empty(numel, dtype=dtype)
@@ -341,7 +342,7 @@ class TiledSteps(StepsEarly):
         return value, group_index
 
     def _writeback_swap_state(self, *_: Any, **__: Any) -> None:
-        """Store what an accessor gave out; only accessors end here."""
+        """Store the tensor that an accessor returned; only accessors call this."""
         put_back, self._put_back = self._put_back, None
         if put_back is not None:
             self.finish_walk()
@@ -358,7 +359,7 @@ class TiledSteps(StepsEarly):
             part, group_index = self._get_fp32_grad_state_partition(param, False)
             full = update_func(self._fp32_state_allgather(param, part), param)
             begin = part.numel() * self._get_param_partition_rank(param)
-            # Behind the end of the tensor the partition is padding.
+            # Elements of the partition beyond the tensor's end are padding.
             flat = full.flatten()
             count = max(0, min(part.numel(), flat.numel() - begin))
             if count:
@@ -368,7 +369,7 @@ class TiledSteps(StepsEarly):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Have everything in the store: tiles in flight, and states that so far are one value.
+        """Write everything to the store: tiles in flight, and states that are still one fill value.
 
         Raises:
             TornStepError: The last step or load ended half-way.
@@ -377,14 +378,14 @@ class TiledSteps(StepsEarly):
         self.groups.settle()
 
     def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
-        """Yield state, dtype and key of what the store has of a sub-group, its weights first."""
+        """Yield (state, dtype, key) of a sub-group's stored tensors; weights (None) come first."""
         group = self.groups.group(name)
         yield None, self.groups.master_dtype, group.key()
         for state, dtype in group.states.items():
             yield state, dtype, group.key(state)
 
     def begin_load(self) -> None:
-        """Make ready for all values to be replaced; what failed until now does not matter."""
+        """Prepare to replace all values; earlier errors are ignored."""
         with suppress(Exception):
             self.finish_walk()
         with suppress(Exception):
@@ -397,12 +398,12 @@ class TiledSteps(StepsEarly):
         self.groups.forget_states()
 
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
-        """Bring the fused step's running powers through it, too."""
+        """Replay a step on the fused step's running powers too."""
         if self._fused is not None:
             self._fused.advance(step, betas)
 
     def load_tensor(self, tensor: Any) -> None:
-        """Take over a LoadedTensor: the master weights of a sub-group, or one of its states."""
+        """Load a LoadedTensor: the master weights of a sub-group, or one of its states."""
         parameter = self.fp32_partitioned_groups_flat[tensor.sub_group]
         self.groups.load(
             parameter.ds_id, state=tensor.state, dtype=tensor.dtype, source=tensor.reader.fill
