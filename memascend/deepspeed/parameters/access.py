@@ -1,9 +1,9 @@
-"""A weight that a module uses outside of the weight's own module, as `self.head.weight`.
+"""Access to a weight outside of its own module, such as `self.head.weight` in another module.
 
-DeepSpeed gathers one that is absent, and from then on for the module that uses it. One that it has
-gathered ahead it gives as it is: while the gather is not over it may have no element, and its sum
-is 0; in the backward pass, where it has left again, there is an error. How far a gather is depends
-on the drive. So one that is gathered ahead is treated as an absent one.
+If the weight is absent DeepSpeed gathers it, and from then on fetches it for the module that uses
+it. If it is being prefetched DeepSpeed returns it as it is. Until the gather ends it may have no
+elements, so that its sum is 0, and in backward, where it is released again, its use is an error.
+The progress of a gather depends on the drive. So a prefetched weight is treated as an absent one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from memascend.deepspeed.parameters.gather import swapper_of
 
 
 def wrap_access(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ZeROOrderedDict.__getitem__: what is gathered ahead is here when it is used."""
+    """Replace ZeROOrderedDict.__getitem__: finish the gather of a prefetched weight before use."""
 
     @functools.wraps(original)
     def get(parameters: Any, key: str) -> Any:
         param = original(parameters, key)
-        # First, as upstream does: no status may become a condition of a compiled graph.
+        # First, as upstream: a compiled graph must not depend on a parameter's status.
         if torch.compiler.is_compiling() or not parameters._in_forward:
             return param
         if FWD_MODULE_STACK and FWD_MODULE_STACK[-1] is parameters._parent_module:
-            return param  # the module's own, which DeepSpeed has fetched
+            return param  # the module's own weight: DeepSpeed has fetched it
         swapper = swapper_of(param)
         if swapper is not None and swapper.late_gathers.is_ahead(param):
             register_external_parameter(FWD_MODULE_STACK[-1], param)

@@ -1,4 +1,4 @@
-"""Builds the parameter swapper that zero.Init asks for: ours, or stock's over our engine."""
+"""Builds the parameter swapper for zero.Init: ours, or stock's with our store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original, updated=())
     def build(ds_config: Any, model_dtype: torch.dtype) -> Any:
-        config = getattr(ds_config, "memascend", None)  # attached where the config is constructed
+        config = getattr(ds_config, "memascend", None)  # set when the config is constructed
         if config is None:
             return original(ds_config, model_dtype)
         settings = parse_deepspeed(ds_config._param_dict)
@@ -55,7 +55,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         with attachment.serving_aio("parameter buffers"):
             swapper = original(ds_config, model_dtype)
-        # The optimizer finds the attachment here, so that a model has one runtime.
+        # The optimizer takes the attachment from here, so that a model has one runtime.
         swapper.memascend_attachment = attachment
         return swapper
 
@@ -66,7 +66,7 @@ def _note_inactive_streaming(config: MemAscendConfig) -> None:
     off = [name for name in ("buffer_pool", "direct_nvme") if not getattr(config, name).enabled]
     if config.streaming.parameters.enabled and off and dist.get_rank() == 0:
         log.warning(
-            "memascend: streaming.parameters is not used: it works over %s, which %s off",
+            "memascend: streaming.parameters is not used: it needs %s, which %s off",
             " and ".join(off),
             "is" if len(off) == 1 else "are",
         )

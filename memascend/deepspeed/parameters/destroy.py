@@ -1,9 +1,9 @@
-"""After `engine.destroy()` DeepSpeed keeps the model alive no longer.
+"""Removes DeepSpeed's references to a model at `engine.destroy()`.
 
-With CPU offload parameters stay readable then, and a model may be given to another engine: so it is
-here. Drive space, descriptors, threads and memory of parameters go with the model, when the script
-drops it. DeepSpeed has two references to every module that it has served, in a list and in a cache
-of the process; both are removed here.
+As with CPU offload, parameters stay readable after it, and another engine may use the model. Drive
+space, descriptors, threads and memory of parameters are freed with the model, when the script drops
+it. DeepSpeed has two process-wide references to every module that it has run, in a list and in a
+cache; both are removed here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from memascend.deepspeed.parameters.module_order import released_params_cache
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
-    """Stand around `DeepSpeedZeRoOffload.destroy`, of engines that train and others.
+    """Wrap `DeepSpeedZeRoOffload.destroy`, which training and inference engines call.
 
-    The rank is through with this model until another engine has it: its status says so.
+    Marks the rank's status as finished with this model.
     """
 
     @functools.wraps(original)
@@ -29,7 +29,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
         swappers = set(filter(None, map(swapper_of, self.module.parameters())))
         for swapper in swappers:
-            # An engine that does not train has no optimizer of ours, which would say it.
+            # An inference engine has no optimizer of ours, which would do this.
             swapper.memascend_attachment.leave()
         if swappers:
             _forget_module(self.module)
@@ -39,6 +39,6 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
 
 def _forget_module(module: Any) -> None:
     stack = parameter_offload.FWD_MODULE_STACK
-    # In place, and by identity: it is the same list for all engines.
+    # In place: all engines share the list.
     stack[:] = [one for one in stack if one is not module]
-    released_params_cache().cache_clear()  # other engines fill it anew
+    released_params_cache().cache_clear()  # other engines fill it again

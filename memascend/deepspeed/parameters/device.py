@@ -1,4 +1,4 @@
-"""Answers of the device to the parameter swapper: streams, copies to it, whose memory is whose."""
+"""Device functions of the parameter swapper: streams, copies, shared memory, a rank's slice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def stream_here() -> Any:
 
 
 def on_stream(stream: Any) -> AbstractContextManager[object]:
-    """Make what `stream_here` returned the current stream of a block."""
+    """Return a context in which a stream is current; None, from `stream_here`: no effect."""
     if stream is None:
         return nullcontext()
     block: AbstractContextManager[object] = get_accelerator().stream(stream)
@@ -24,7 +24,7 @@ def on_stream(stream: Any) -> AbstractContextManager[object]:
 
 
 def start_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Start copying a host tensor to the device; None on a synchronous device."""
+    """Start copying a host tensor to the device; return the copy, None on a synchronous device."""
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
         return None
@@ -37,10 +37,10 @@ def shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def slice_of_rank(param: Any, numel: int) -> torch.Tensor:
-    """Return the rank's slice of a whole parameter where it is complete, else as much new memory.
+    """Return a view of the rank's slice of a gathered parameter; new memory if it has padding.
 
-    DeepSpeed then copies the slice onto itself and lets the parameter go; the slice keeps its
-    memory until it is stored.
+    DeepSpeed then copies the slice onto itself and releases the parameter; the view keeps the
+    memory until the slice is stored.
     """
     whole: torch.Tensor = param.data
     begin = numel * param.ds_zero_partition_rank
@@ -50,8 +50,8 @@ def slice_of_rank(param: Any, numel: int) -> torch.Tensor:
 
 
 def device_shard(param: Any) -> torch.Tensor:
-    """Return what is staged of a parameter on the device, to be stored."""
+    """Return a parameter's shard on the device, to be stored."""
     shard: torch.Tensor = param.ds_tensor.data
     if shard.numel() != param.ds_tensor.ds_numel:
-        raise AssertionError(f"parameter {param.ds_id} has no shard to store: it was let go")
+        raise AssertionError(f"parameter {param.ds_id} has no shard to store: it was released")
     return shard

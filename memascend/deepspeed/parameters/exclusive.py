@@ -1,10 +1,9 @@
-"""Calls that one thread at a time makes, and that Ctrl-C leaves nothing half-way behind.
+"""A decorator for methods that one thread at a time runs, and that recover from Ctrl-C.
 
-Backward runs hooks on autograd's thread of each device, the host included, and a wait for the drive
-or the device lets go of the interpreter's lock: another thread's hook then begins in the middle of
-the first one's. A lock of the data paths is held for one call. A collective may begin under it, but
-none is waited for. It is reentrant, since a signal's handler runs in the middle of a call of the
-same thread.
+Backward runs hooks on autograd's thread of each device, the host included. A wait for the drive or
+the device releases the GIL, so another thread's hook may begin in the middle of the first one's. So
+each call holds the runtime's lock. A collective may begin under the lock, but none is waited for.
+The lock is reentrant, since a signal handler may run in the middle of a call on the same thread.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Recoverable(Protocol):
-    """What shares the data paths with other threads."""
+    """An object whose methods are `exclusive`."""
 
     lock: AbstractContextManager[Any]
-    is_interrupted: bool  # by a call that was left before all was let go
+    is_interrupted: bool  # Ctrl-C ended a call, and `recover` has not completed since
 
     def recover(self) -> None:
-        """Let everything go, in whatever state an interrupted call has left it."""
+        """Release everything, in any state that an interrupted call has left."""
 
 
 Owner = TypeVar("Owner", bound=Recoverable)
@@ -33,10 +32,10 @@ Result = TypeVar("Result")
 def exclusive(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """Hold the owner's lock during a call, and let go of everything after Ctrl-C in it.
+    """Hold the owner's lock during a call; after Ctrl-C in it, release everything.
 
-    Ctrl-C may leave any line, so nothing is believed of what the call has left; an error leaves a
-    state that was thought of. Where Ctrl-C comes again, the next call begins with letting go.
+    Ctrl-C may end a call at any line, so its state cannot be trusted. An Exception is handled by
+    the method itself. If Ctrl-C interrupts `recover` too, the next call begins with it.
     """
 
     def whole(self: Owner, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
@@ -47,7 +46,7 @@ def exclusive(
         except Exception:
             raise
         except BaseException:
-            self.is_interrupted = True  # before any call, which Ctrl-C may come behind
+            self.is_interrupted = True  # first, since Ctrl-C may come again after any call
             _recover(self)
             raise
 

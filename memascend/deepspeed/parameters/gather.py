@@ -1,11 +1,14 @@
-"""Wraps the gather and partition calls of zero.Init around our parameter swapper.
+"""Wraps the gather and partition calls of zero.Init for parameters of our swapper.
 
-Six things happen here: a list is split by the swappers that have its parameters, since DeepSpeed
-gives any list to the first one's; a gather waits until the optimizer has written what it reads;
-slots of gathered parameters go back early; a list larger than the pool is gathered in turns, each
-of which is read as a whole first; what a gather has begun is given up when it fails, so that it can
-be tried again; and a parameter that is still being read is gathered later, so that the module
-before it need not wait. Parameters of other swappers pass through to the stock functions untouched.
+- A list is split by swapper, since DeepSpeed passes any list to the swapper of its first parameter.
+- A gather waits until the optimizer has written the parameters that it reads.
+- Slots of gathered parameters are released early.
+- A list larger than the pool is gathered in turns; each turn is read as a whole first.
+- A gather that fails is undone, so that it can be tried again.
+- A parameter that is still being read is gathered later, so that the module before it need not
+  wait (late_gathers.py).
+
+Parameters of other swappers go to the stock functions.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ Parameter = Any
 
 
 def swapper_of(param: Parameter) -> ParameterSwapper | None:
-    """Return our swapper of a ZeRO parameter, or None when it has a stock one or none."""
+    """Return a parameter's swapper if it is ours; None if it has a stock one or none."""
     swapper = getattr(param, "nvme_swapper", None)
     return swapper if isinstance(swapper, ParameterSwapper) else None
 
@@ -40,10 +43,10 @@ def swapper_of(param: Parameter) -> ParameterSwapper | None:
 def by_swapper(
     params: Iterable[Parameter],
 ) -> list[tuple[ParameterSwapper | None, list[Parameter]]]:
-    """Split parameters by the swapper that has their shards: one of ours, a stock one, or none.
+    """Split parameters by their swapper; None stands for a stock one or none.
 
-    Parts come in the order of their first ids, which is the same on every rank: DeepSpeed hands
-    over sets, and each part may begin a collective.
+    The parts are ordered by their lowest ids, so that the order is the same on every rank:
+    DeepSpeed passes sets, and each part may begin a collective.
     """
     parts: dict[int, list[Parameter]] = {}
     for param in sorted(params, key=lambda param: param.ds_id):
@@ -52,7 +55,7 @@ def by_swapper(
 
 
 def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace Init._convert_to_deepspeed_param: give the parameter our coordinator's gather."""
+    """Replace Init._convert_to_deepspeed_param: the coordinator gathers our parameters in turns."""
 
     @functools.wraps(original)
     def convert(init: Any, param: Parameter) -> None:
@@ -67,9 +70,9 @@ def wrap_convert(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_for_stock(param: Parameter) -> None:
-    """Refuse a parameter whose values DeepSpeed's own swapper would change without a word.
+    """Refuse a parameter whose values DeepSpeed's own swapper would change silently.
 
-    All of its buffers are of the model's dtype, and what is copied into one is cast.
+    All of its buffers have the model's dtype, and it casts the values that it copies into them.
     """
     stock = param.nvme_swapper
     if not hasattr(stock, "memascend_attachment") or param.dtype == stock.dtype:
@@ -83,11 +86,11 @@ def _refuse_for_stock(param: Parameter) -> None:
 
 
 def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace Init._partition_param: a modified parameter gets a slot to be partitioned into.
+    """Replace Init._partition_param: a modified parameter is partitioned into a slot.
 
-    What it lets go of on the device is counted. The first partitioning of a parameter too small for
-    the drive makes a pinned tensor; it comes from our arena. A list of parameters is given to the
-    context of its first one; each is partitioned in its own.
+    Counts the device memory that it releases. At the first partitioning a parameter too small for
+    the drive gets a pinned tensor; it is in our arena. DeepSpeed passes a list of parameters to the
+    zero.Init context of the first one; here each is partitioned in its own context.
     """
 
     @functools.wraps(original)
@@ -124,11 +127,11 @@ def wrap_partition(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class _GatherHandle:
-    """A handle of gathers in flight; when waiting for one fails, none of them is half there.
+    """A handle of gathers in flight; if waiting for one fails, all parameters are absent again.
 
-    A collective runs on a stream of its own and holds `param.ds_tensor` itself, whose memory is
-    exchanged when the swapper lets it go. Without aliases of it, device memory would be taken again
-    in the order of another stream.
+    `shards` keeps the device memory of the shards until the wait. A collective runs on its own
+    stream and refers only to `param.ds_tensor`, whose data is replaced when the swapper releases
+    the shard: the allocator could then reuse the memory too early, in the order of another stream.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class _GatherHandle:
         self._is_given_up = False
 
     def wait(self, **keywords: Any) -> None:
-        """Wait as DeepSpeed does, who asks once for each parameter."""
+        """Wait for the gathers. DeepSpeed calls this once for each parameter."""
         if self._is_given_up:
             return
         try:
@@ -157,17 +160,17 @@ class _GatherHandle:
         self._shards = ()
 
     def give_up(self) -> None:
-        """Have all of them absent again."""
+        """Make all parameters absent again."""
         self._is_given_up = True
         self._swapper.give_up(self._params)
 
 
 def wrap_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace Init._all_gather, the gather of any list that a script has: in turns of each swapper.
+    """Replace Init._all_gather, which scripts call: gather each swapper's parameters in turns.
 
-    Parameters that are gathered already are left out, since they have no host copy. A rank that is
-    alone copies: upstream's has a list copied and one parameter sent to itself, and the library of
-    the collective may not take its dtype, as gloo takes neither float8 nor int16.
+    Parameters that are already gathered are left out, since they have no host copy. With one rank
+    the gather is a copy, for a single parameter too: upstream would use a collective for it, whose
+    library may not support its dtype (gloo supports neither float8 nor int16).
     """
 
     @functools.wraps(original)
@@ -198,7 +201,7 @@ def wrap_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
                     swapper.wait_for_updates(turn)
                     swapper.wait_for_released()
                     swapper.swap_in(turn, async_op=False)
-                    if not async_op:  # else nobody would keep the copies until the gather is over
+                    if not async_op:  # else nothing keeps the copies until the gather is over
                         swapper.start_copies(turn)
                     gather(turn, is_alone=swapper.is_alone)
                     swapper.after_gather(turn)
@@ -210,7 +213,7 @@ def wrap_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 def _coalesced_in_turns(
     gather: Callable[..., Any], swapper: ParameterSwapper
 ) -> Callable[..., Any]:
-    """Wrap the coordinator's gather: one handle, whatever the number of turns."""
+    """Wrap the coordinator's gather: gather in turns, return one handle for all of them."""
 
     def begin(listed: Sequence[Parameter], **keywords: Any) -> Any:
         handles: list[Any] = []
@@ -250,7 +253,7 @@ def _coalesced_in_turns(
 
 
 def wrap_coordinated(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace PartitionedParameterCoordinator.__all_gather_params: a list for each swapper."""
+    """Replace PartitionedParameterCoordinator.__all_gather_params: call it for each swapper."""
 
     @functools.wraps(original)
     def gather(coordinator: Any, params: Iterable[Parameter], forward: bool) -> None:
@@ -261,10 +264,10 @@ def wrap_coordinated(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace PartitionedParameterCoordinator._fetch_sub_module_impl, for parameters of ours.
+    """Replace PartitionedParameterCoordinator._fetch_sub_module_impl.
 
-    Late gathers learn which module is fetched, and DeepSpeed traces anew where its trace lacks a
-    parameter of the module.
+    Passes the parameters of the fetched module to the late gathers, and drops DeepSpeed's trace if
+    it lacks a parameter of the module.
     """
 
     @functools.wraps(original)
@@ -289,9 +292,9 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace InflightParamRegistry.__setitem__: who needs a parameter waits for that one alone.
+    """Replace InflightParamRegistry.__setitem__: give each parameter of a list its own handle.
 
-    Late gathers learn where its handle is: who uses it sooner than its module waits, too.
+    Passes the registry to the late gathers, so that a use before the parameter's module can wait.
     """
 
     @functools.wraps(original)
@@ -307,10 +310,10 @@ def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _whole_or_not_at_all(params: Iterable[Parameter], handles: Sequence[Any]) -> Iterator[None]:
-    """Give up what a gather has begun when it fails, as when the device is out of memory.
+    """Undo a gather that fails, for instance because the device is out of memory.
 
-    DeepSpeed would find parameters that it takes to be on their way for ever, and slots would not
-    come back. What was not absent before is not this gather's.
+    Otherwise its parameters would stay in flight for DeepSpeed and slots would stay taken. Only
+    parameters that were absent before belong to this gather.
     """
     own = [param for param in params if _is_absent(param)]
     try:
@@ -318,7 +321,7 @@ def _whole_or_not_at_all(params: Iterable[Parameter], handles: Sequence[Any]) ->
     except BaseException:
         try:
             for handle in handles:
-                with suppress(Exception):  # the first error is the one to raise
+                with suppress(Exception):  # the first error is raised below
                     handle.wait()
         finally:  # Ctrl-C may end a wait
             for swapper, part in by_swapper(own):

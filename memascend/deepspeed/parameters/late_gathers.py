@@ -1,22 +1,21 @@
-"""Gathers that begin when what they gather is needed, not when DeepSpeed asks for them.
+"""Late gathers: they begin when a module needs its parameters, not when DeepSpeed prefetches them.
 
-DeepSpeed gathers the parameters of the next modules before it lets the current one compute. A
-parameter that is still being read, or that the optimizer has still to write, would hold that up:
-its gather is noted instead, and begins when the module is fetched that needs it. Until then
-DeepSpeed takes the parameter to be in flight, and its shard is like any other that was read ahead:
-it gives way to what is needed sooner, and is read again then. Where DeepSpeed waits without a
-module, it lets go of what it gathered ahead, and nothing is gathered. Where a script uses a
-parameter sooner than its module does, or gathers it by hand, its gather begins and is waited for.
+DeepSpeed gathers the parameters of the next modules before the current module computes. A parameter
+that is still being read, or that the optimizer has yet to write, would delay it. So its gather is
+noted, and begins when DeepSpeed fetches the module that needs it. Until then DeepSpeed sees the
+parameter as in flight, and its shard is like any other that was read ahead: if the slot is needed
+sooner it is evicted, and read again later. If DeepSpeed waits outside of a fetch it only releases
+prefetched parameters, so the gather is dropped. If a script uses or gathers a parameter before its
+module does, the gather begins and is waited for.
 
-The gathers of a rank that is alone are copies: those of what has arrived begin sooner, at the first
-gather or wait behind its arrival. Several ranks have to begin theirs in the same order and at the
-same places, but their drives are not equally fast, and which parameter of a module is waited for
-first differs between them, as DeepSpeed has these in a set. So with several ranks every gather of
-the coordinator is noted, and with the first wait for a module those of all of its parameters begin,
-as one.
+With one rank a gather is a copy: it begins at the first gather or wait after its shard has arrived.
+Several ranks must begin their gathers in the same order and at the same places, but their drives
+differ in speed, and they wait for the parameters of a module in different orders, since DeepSpeed
+keeps these in a set. So with several ranks every gather of the coordinator is noted, and at the
+first wait for a module the gathers of all its parameters begin, as one.
 
-A gather begins on the stream that it was asked for on, whoever begins it: DeepSpeed waits for that
-one, and a script may have made another one current.
+A gather begins on the stream on which DeepSpeed requested it: DeepSpeed waits for that stream, and
+a script may have made another one current.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from memascend.deepspeed.parameters.device import on_stream, stream_here
 
 Parameter = Any
-#: Gathers a list, and returns a handle for all of it; gives up all of it when it fails.
+#: Gathers a list and returns one handle for it; if it fails, none of the list is gathered.
 Begin = Callable[[Sequence[Parameter]], Any]
 
 
 class Swapper(Protocol):
-    """What is asked of whoever reads the shards."""
+    """The methods of the parameter swapper that late gathers use."""
 
     lock: AbstractContextManager[Any]
 
     def late(self, params: Iterable[Parameter]) -> list[Parameter]:
-        """Return those whose gathers would wait for the drive or the optimizer's walk."""
+        """Return the parameters whose gathers would wait for the drive or the optimizer's walk."""
 
     def wait_for_updates(self, params: Iterable[Parameter]) -> None:
-        """Return when the optimizer's walk has given these parameters their new values."""
+        """Wait until the optimizer's walk has written these parameters."""
 
     def give_up(self, params: Sequence[Parameter]) -> None:
-        """Have parameters as they were before a gather that failed, whatever it had come to."""
+        """Make the parameters of a failed gather absent again."""
 
 
 class LateGather:
-    """The handle of one parameter whose gather has not begun, or has meanwhile, or has failed."""
+    """The handle of one parameter whose gather begins late; `begun` is None before that."""
 
     def __init__(self, gathers: LateGathers, param: Parameter, begin: Begin) -> None:
         self.param = param
@@ -63,10 +62,10 @@ class LateGather:
         self._gathers = gathers
 
     def wait(self, **keywords: Any) -> None:
-        """Wait as DeepSpeed's coordinator does; return at once if the gather has failed.
+        """Begin the gather if needed, and wait for it, as DeepSpeed's coordinator does.
 
-        It does not have this handle any more: behind an error the parameter is absent. So it is
-        where the coordinator fetches for no module, and nobody has begun the gather.
+        The parameter is absent on return if the gather has failed before, or if it has not begun
+        and the coordinator waits outside of a fetch. An error makes the parameter absent too.
         """
         try:
             self._gathers.begin_awaited(self.param)
@@ -78,7 +77,7 @@ class LateGather:
 
 
 class GatherHandles:
-    """The handle of a list: of one gather that has begun, and of late ones."""
+    """The handle of a list: one gather that has begun, and late ones."""
 
     def __init__(self, gathers: LateGathers, begun: Any, late: Iterable[LateGather]) -> None:
         self._gathers = gathers
@@ -104,20 +103,20 @@ class GatherHandles:
 
 
 class Fetching(threading.local):
-    """The needs of the module that the coordinator fetches parameters for; one for each thread.
+    """The parameters needed by the module that is being fetched; one for each thread.
 
-    Parameters of several models may be among them. Each part is the late gathers of a swapper, and
-    the ids of its parameters; the order of parts is the same on every rank.
+    They may belong to several models: `needed` has, for each swapper, its late gathers and the ids
+    of its parameters, in the same order on every rank. None outside of a fetch.
     """
 
     needed: Sequence[tuple[LateGathers, frozenset[int]]] | None = None
 
 
 class LateGathers:
-    """Of one swapper. Any thread may call; the swapper's lock is held while gathers begin."""
+    """Those of one swapper. Any thread may call; gathers begin under the swapper's lock."""
 
     def __init__(self, swapper: Swapper, *, is_alone: bool) -> None:
-        """Begin with none.
+        """Note none yet.
 
         Args:
             swapper: Reads the shards.
@@ -125,20 +124,20 @@ class LateGathers:
         """
         self._swapper = swapper
         self._is_alone = is_alone
-        self._noted: dict[int, LateGather] = {}  # by ds_id, in the order in which they were noted
-        self._registries: dict[int, Any] = {}  # by ds_id: DeepSpeed's, with handles by parameter
+        self._noted: dict[int, LateGather] = {}  # by ds_id, oldest first
+        self._registries: dict[int, Any] = {}  # by ds_id: DeepSpeed's registry of handles
         self.fetching = Fetching()
 
     def late(self, absent: Iterable[Parameter]) -> list[Parameter]:
-        """Return those of a list whose gathers are to be noted; with several ranks all."""
+        """Return the parameters whose gathers are to be noted; with several ranks all of them."""
         if not self._is_alone:
             return list(absent)
-        # What nobody reads yet is needed now: DeepSpeed has read whatever it gathers ahead.
+        # DeepSpeed reads a shard before it prefetches the gather: an unread one is needed now.
         unread = PartitionedParamStatus.NOT_AVAILABLE
         return self._swapper.late(p for p in absent if p.ds_tensor.status is not unread)
 
     def note(self, params: Iterable[Parameter], begin: Begin) -> list[LateGather]:
-        """Have absent parameters in flight, as DeepSpeed sees them, and gather them later."""
+        """Mark absent parameters as in flight, to be gathered later with `begin`."""
         gathers = [LateGather(self, param, begin) for param in params]
         with self._swapper.lock:
             for one in gathers:
@@ -147,11 +146,11 @@ class LateGathers:
         return gathers
 
     def note_registry(self, param: Parameter, registry: Any) -> None:
-        """Remember where DeepSpeed has the handle of a parameter until it waits for it."""
+        """Note the registry in which DeepSpeed keeps a parameter's handle until it waits."""
         self._registries[param.ds_id] = registry
 
     def withdraw(self, params: Iterable[Parameter]) -> None:
-        """Have parameters absent again whose gathers have not begun."""
+        """Make parameters absent again, if their gathers have not begun."""
         with self._swapper.lock:
             for param in params:
                 if param.ds_id in self._noted:
@@ -159,13 +158,13 @@ class LateGathers:
                     del self._noted[param.ds_id]
 
     def give_up(self, gather: LateGather) -> None:
-        """Have a parameter absent again, and all that is being gathered together with it."""
+        """Make a parameter absent again, and all parameters of the same gather."""
         self.withdraw([gather.param])
         if gather.begun is not None and gather.param.ds_status is ZeroParamStatus.INFLIGHT:
             gather.begun.give_up()
 
     def begin(self, needed: Iterable[Parameter] = ()) -> None:
-        """Begin the gathers of what is needed and, on a rank that is alone, of what is here.
+        """Begin the gathers of needed parameters; with one rank, also of those that have arrived.
 
         Raises:
             StoreError: A read failed, or the walk did.
@@ -173,11 +172,11 @@ class LateGathers:
         self._begin_of({param.ds_id for param in needed})
 
     def is_ahead(self, param: Parameter) -> bool:
-        """Check if DeepSpeed has gathered a parameter ahead, and not waited for it yet."""
+        """Return whether DeepSpeed has prefetched a parameter and not waited for it yet."""
         return param in self._registries.get(param.ds_id, ())
 
     def finish(self, params: Iterable[Parameter]) -> None:
-        """Have those here now that DeepSpeed gathers ahead; it does not wait for them any more.
+        """Finish the gathers of prefetched parameters; DeepSpeed no longer waits for them.
 
         Raises:
             StoreError: A read failed, or the walk did.
@@ -192,7 +191,9 @@ class LateGathers:
                 here.wait_stream(handle.stream)
 
     def begin_awaited(self, param: Parameter) -> None:
-        """Begin the gather of a parameter that the coordinator waits for, and what goes with it.
+        """Begin the gather of a parameter for which the coordinator waits; see LateGather.wait.
+
+        With several ranks begin those of all parameters of the fetched module.
 
         Raises:
             StoreError: A read failed, or the walk did.
@@ -207,10 +208,10 @@ class LateGathers:
                 gathers._begin_of(ids)
 
     def _begin_of(self, needed_ids: AbstractSet[int]) -> None:
-        # What is needed and not noted another thread may be about to begin: with the lock.
+        # Take the lock even if no needed id is noted: another thread may be about to begin it.
         if not (needed_ids or (self._noted and self._is_alone)):
             return
-        # Before the lock is taken: hooks of other threads want it meanwhile.
+        # Without the lock: hooks of other threads need it meanwhile.
         noted = [g.param for g in list(self._noted.values()) if g.param.ds_id in needed_ids]
         self._swapper.wait_for_updates(noted)
         with self._swapper.lock:
@@ -222,7 +223,7 @@ class LateGathers:
                     self._begin(gathers)
 
     def _due(self, needed_ids: AbstractSet[int]) -> list[LateGather]:
-        """Return what is noted and needed and, on a rank that is alone, what is here."""
+        """Return noted gathers that are needed; with one rank, also those that have arrived."""
         noted = self._noted.values()
         waiting = [one.param for one in noted if one.param.ds_id not in needed_ids]
         late = self._swapper.late(waiting) if self._is_alone else waiting

@@ -1,11 +1,10 @@
-"""The order of parameters that DeepSpeed has traced, where a module's own list has grown since.
+"""Drops DeepSpeed's trace of parameters if a module has gained an external parameter since.
 
-A module that touches a weight of another one outside its forward pass gets it registered as an
-external parameter, at the first touch that finds it absent. The trace of the modules does not have
-it there, and DeepSpeed's coordinator raises "tracing error" in the next pass. Whether the first
-touch finds a weight absent follows from how far ahead was gathered, which CPU offload and a drive
-do differently: a training that CPU offload serves must not end here. Knows DeepSpeed's coordinator
-alone.
+If a module uses a weight of another module outside that one's forward pass, DeepSpeed registers it
+as an external parameter at the first use that finds it absent. The trace does not have it there,
+and DeepSpeed's coordinator raises "tracing error" in the next pass. A use finds the weight absent
+or not depending on the prefetch, which differs between CPU offload and a drive. A training that
+works with CPU offload must work here too. Knows only DeepSpeed's coordinator.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ Parameter = Any
 
 
 def forget_stale_order(coordinator: Any, params: Iterable[Parameter]) -> None:
-    """Have DeepSpeed trace anew where it would raise "tracing error" for a module.
+    """Invalidate the trace if DeepSpeed would raise "tracing error" for a module.
 
-    As it does itself where another module comes than the trace has: without a trace it gathers
-    what each module needs, and records the next pass.
+    DeepSpeed does the same if the order of modules differs from the trace. Without a trace it
+    gathers the parameters of each module when it fetches the module, and records the next pass.
 
     Args:
         coordinator: A PartitionedParameterCoordinator, about to fetch a module.
@@ -30,22 +29,22 @@ def forget_stale_order(coordinator: Any, params: Iterable[Parameter]) -> None:
     """
     if coordinator.is_complete_trace() and not _has_next(coordinator, set(params)):
         coordinator._invalidate_trace()
-        # It has answers of the old order, by which a weight would stay gathered until the step.
+        # It caches results for the old order; by these a weight would stay gathered until the step.
         released_params_cache().cache_clear()
 
 
 def released_params_cache() -> Any:
-    """Return the cache of all coordinators' answers to the question what a module lets go."""
+    """Return the cached function that lists the parameters a module releases; process-wide."""
     function = vars(PartitionedParameterCoordinator)[
         "_PartitionedParameterCoordinator__params_to_release"
     ]
-    while not hasattr(function, "cache_clear"):  # behind DeepSpeed's decorator for profilers
+    while not hasattr(function, "cache_clear"):  # inside DeepSpeed's decorator for profilers
         (function,) = (cell.cell_contents for cell in function.__closure__)
     return function
 
 
 def _has_next(coordinator: Any, params: set[Parameter]) -> bool:
-    """Return whether the trace goes on with what of a module is not fetched ahead yet."""
+    """Return whether the trace continues with the module's parameters that are not fetched yet."""
     step = _private(coordinator, "step_id")
     fetched_for = _private(coordinator, "most_recent_step_id_param_fetched_for")
     due = {param for param in params if fetched_for[param] < step}

@@ -1,8 +1,7 @@
-"""Stand-ins: `ds_tensor.data` of every shard that is absent, one tensor for each dtype.
+"""Stand-ins: `ds_tensor.data` of every absent shard, one tensor for each dtype.
 
-0-dim as in stock DeepSpeed, so that most uses of absent data fail loudly. Elementwise operations of
-a script do not: what they read is NaN, and what they write is found out here, since it would be
-lost.
+They are 0-dim as in stock DeepSpeed, so that most uses of absent data raise. Elementwise operations
+of a script do not raise: they read NaN, and a write, which would be lost, is detected by `check`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 
 from memascend.errors import StoreError
 
-#: Low bits of the NaN: fewer than its quiet bit, which any arithmetic sets, in every format.
+#: Largest mark in the NaN's low bits: below the quiet bit, which arithmetic sets, in every dtype.
 _MARK_MAX = 0x3F
 
 
@@ -19,11 +18,11 @@ class StandIns:
     """The stand-ins of one swapper."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Make none yet."""
         self._made: dict[torch.dtype, tuple[torch.Tensor, list[int]]] = {}
 
     def of(self, dtype: torch.dtype, number: int) -> torch.Tensor:
-        """Return the stand-in of a dtype; the first number tells it from those of other models."""
+        """Return the stand-in of a dtype. The first call's `number` marks it as this model's."""
         if dtype not in self._made:
             is_float = dtype.is_floating_point or dtype.is_complex
             plain = torch.tensor(torch.inf if is_float else 1, device="cpu").to(dtype)
@@ -34,10 +33,10 @@ class StandIns:
         return self._made[dtype][0]
 
     def check(self) -> None:
-        """Refuse to go on after a script has written to an absent shard; once for each time.
+        """Check that the script has not written to an absent shard since the last check.
 
         Raises:
-            StoreError: It has, since the last check.
+            StoreError: It has; the value is lost.
         """
         for stand_in, expected in self._made.values():
             raw = _bytes_of(stand_in)
@@ -45,10 +44,10 @@ class StandIns:
                 raw.copy_(torch.tensor(expected, dtype=torch.uint8, device="cpu"))
                 raise StoreError(
                     "a value was written to param.ds_tensor of a parameter whose shard is on the "
-                    "drive, and is lost: what stands there holds no value. Likely cause: the "
+                    "drive, and is lost: ds_tensor is only a placeholder then. Likely cause: the "
                     "script works on partitions, as an average of weights does. fix: change the "
                     "parameter inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), "
-                    "and read it inside the same"
+                    "and read it inside such a context too"
                 )
 
 

@@ -1,11 +1,12 @@
-"""DeepSpeed's parameter swapper surface over our parameter path.
+"""DeepSpeed's parameter swapper interface over our parameter stream.
 
 Keeps the contract of AsyncPartitionedParameterSwapper (0.19.x): `param.ds_tensor` is one object
 whose `.data` is re-pointed and whose `.status` follows PartitionedParamStatus. Unlike stock, a
-gathered parameter holds no host buffer: its slot goes back when the copy to the device has passed.
+gathered parameter holds no host buffer: its slot is released after the copy to the device.
 
-With a budget every shard is on the drive, tiny ones included. One that has no slot is a device
-tensor while it is read or written: assembled there, or the rank's slice of the whole parameter.
+With a budget every shard is on the drive, tiny ones included. A shard too large for a slot is a
+device tensor while it is read or written: assembled there when it is read, and the rank's slice of
+the gathered parameter when it is written.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from memascend.streaming.shards import Shard, ShardState
 SWAPPABLE_BYTES_MIN = 1 << 20
 #: Bytes gathered in one turn. Fixed, so that every rank cuts the same list in the same places.
 TURN_BYTES = 256 << 20
-#: What available_swap_in_buffers answers: prefetch is limited in bytes, by the stream.
+#: Result of available_swap_in_buffers. The stream limits the prefetch, in bytes.
 PREFETCH_COUNT_MAX = 64
 
 Parameter = Any
 
 
 class ParameterSwapper:
-    """One per zero.Init context; every parameter of that context refers to it as `nvme_swapper`."""
+    """One per zero.Init context; every parameter of that context has it as `nvme_swapper`."""
 
     def __init__(
         self,
@@ -66,15 +67,15 @@ class ParameterSwapper:
         """Take no memory yet.
 
         Args:
-            attachment: What the model works with.
-            stream: The path underneath. With a budget it takes shards of any size.
-            dtype: Of the model, for shards that do not exist yet.
+            attachment: The model's attachment.
+            stream: The parameter stream. With a budget it takes shards of any size.
+            dtype: The model's dtype, for the sizes of shards that do not exist yet.
             swappable_bytes_min: Without a budget: smaller shards stay in host memory.
-            lock: Of the data paths, reentrant; None: nobody else uses them.
-            is_alone: Whether this is the only rank, which may gather what has arrived.
+            lock: The runtime's lock, reentrant; None: a new one.
+            is_alone: Whether this is the only rank.
             new_event: Makes an event of the device; None when the device is the CPU.
-            released_bytes_max: Most device memory of gathered parameters that were let go while
-                kernels may still use it.
+            released_bytes_max: Limit of device memory of released parameters that kernels may still
+                use.
         """
         self.lock = lock or threading.RLock()
         self.is_interrupted = False
@@ -86,14 +87,14 @@ class ParameterSwapper:
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
         self._released = ReleasedMemory(limit_bytes=released_bytes_max)
         self._shards: dict[int, Shard] = {}  # by ds_id; each is owned by its parameter
-        # A collective may still read their slots; they are let go when it has been waited for.
+        # Slots that a collective may still read; released after the wait for it.
         self._gathering: dict[Shard, None] = {}
         self._stand_ins = StandIns()
 
     # -- surface of the stock swapper ------------------------------------------------------------
 
     def swappable_tensor(self, param: Parameter = None, numel: int | None = None) -> bool:
-        """Return whether a shard lives on the drive; exactly one of the arguments is given."""
+        """Return whether a shard is kept on the drive; exactly one of the arguments is given."""
         if (param is None) == (numel is None):
             raise ValueError("swappable_tensor takes either param or numel")
         count = param.ds_tensor.ds_numel if numel is None else numel
@@ -105,7 +106,7 @@ class ParameterSwapper:
 
     @exclusive
     def get_buffer(self, param: Parameter, numel: int) -> torch.Tensor:
-        """Return memory for a first partitioning; the caller fills and stores it."""
+        """Return memory for a parameter's first shard; the caller fills and stores it."""
         self._stream.drop(self._shard(param, numel))
         return self._stage_outgoing(param, numel)
 
@@ -116,7 +117,7 @@ class ParameterSwapper:
         async_op: bool = False,
         force_buffer_release: bool = False,
     ) -> None:
-        """Store shards and give their slots back; on return the bytes are in the store."""
+        """Store shards and release their slots; on return the bytes are in the store."""
         for param in params:
             shard = self._shard(param)
             try:
@@ -130,12 +131,11 @@ class ParameterSwapper:
 
     @exclusive
     def swap_in(self, params: Sequence[Parameter], async_op: bool = True) -> None:
-        """Read shards: all of them, or with `async_op` as many as may be read ahead.
+        """Read shards and wait for them; with `async_op` only start reading ahead.
 
-        A list may hold a parameter twice (a prefetch window spans forward and backward use), one
-        that is gathered already or one that is on its way. What is needed now is there on return;
-        what else is read ahead stays on its way. A prefetch window may hold parameters of other
-        models, which are not read ahead here.
+        A list may hold a parameter twice (a prefetch window spans forward and backward use), and
+        parameters that are gathered or being read. Reading ahead starts as many reads as fit and
+        skips parameters of other models, which a prefetch window may hold.
         """
         self._stand_ins.check()
         self._let_go_gathered()
@@ -166,14 +166,14 @@ class ParameterSwapper:
 
     @exclusive
     def remove_partition_and_release_buffers(self, params: Iterable[Parameter]) -> None:
-        """Let shards go without writing; the store already holds the truth. Idempotent."""
+        """Release shards without writing: the store has the same bytes. Idempotent."""
         for param in params:
-            if param.ds_status is not ZeroParamStatus.INFLIGHT:  # else its gather lets it go
+            if param.ds_status is not ZeroParamStatus.INFLIGHT:  # else its gather releases it
                 self._let_go(self._shard(param))
 
     @exclusive
     def swap_into_buffer(self, param: Parameter, dest_buffer: torch.Tensor) -> None:
-        """Read a shard into memory that is not ours; any alignment, any device."""
+        """Read a shard into the caller's memory; any alignment, any device."""
         shard = self._shard(param)
         self._stream.read_into(shard, dest_buffer.narrow(0, 0, shard.numel))
 
@@ -195,15 +195,15 @@ class ParameterSwapper:
         finally:
             self._show_changes()
 
-    # -- what our gather and step hooks call -----------------------------------------------------
+    # -- called by our gather and step hooks -----------------------------------------------------
 
     @exclusive
     def turns(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
-        """Cut parameters into turns that hold a limited number of bytes, one parameter at least.
+        """Cut parameters into turns of limited bytes, each with at least one parameter.
 
-        The limit is TURN_BYTES, or the share of the budget where that is less. In the order of
-        their ids: DeepSpeed hands over sets, whose order differs from rank to rank, and every rank
-        must cut in the same places.
+        The limit is TURN_BYTES or the share of the budget, whichever is less. The order is that of
+        the ids: DeepSpeed passes sets, whose order differs between ranks, and every rank must cut
+        in the same places.
         """
         turns: list[list[Parameter]] = []
         turn_bytes = 0
@@ -220,7 +220,7 @@ class ParameterSwapper:
 
     @exclusive
     def late(self, params: Iterable[Parameter]) -> list[Parameter]:
-        """Return those whose gathers would wait for drive or walk; for a rank that is alone."""
+        """Return the parameters whose gathers would wait for the drive or the optimizer's walk."""
         return [
             param
             for param in params
@@ -230,10 +230,10 @@ class ParameterSwapper:
 
     @exclusive
     def start_copies(self, params: Iterable[Parameter]) -> None:
-        """Have a gather over several ranks find shards on the device, where they are on their way.
+        """Start copying shards to the device, for a gather over several ranks.
 
-        Upstream takes each there by a copy that the host waits for. A gather over one rank does
-        not, and copies straight into the parameter. On a synchronous device there is no way.
+        Upstream copies each shard while the host waits. Skips shards of a gather over one rank,
+        which copies straight into the parameter, and does nothing on a synchronous device.
         """
         for param in params:
             shard = self._shards.get(param.ds_id)
@@ -245,33 +245,33 @@ class ParameterSwapper:
 
     @exclusive
     def note_released(self, nbytes: int) -> None:
-        """Count device memory of a parameter that was let go, on the stream that used it last."""
+        """Count the device memory of a released parameter, with an event on the current stream."""
         event = event_here(self._new_event)
         if event is not None:
             self._released.note(nbytes, event)
 
     def wait_for_updates(self, params: Iterable[Parameter]) -> None:
-        """Return when the optimizer's walk has given these parameters their new values.
+        """Wait until the optimizer's walk has written these parameters.
 
-        Of all ranks alike, and without the lock, which hooks of other threads want meanwhile.
+        Does not hold the lock, which hooks of other threads need meanwhile.
 
         Raises:
-            StoreError: The walk failed before.
+            StoreError: The walk failed before that.
         """
         self._stream.walk.wait_for([self.key(param) for param in params])
 
     @exclusive
     def wait_for_released(self) -> None:
-        """Return when the device has caught up so far that more may be gathered."""
+        """Wait until kernels are done with enough released memory that more may be gathered."""
         self._released.wait()
 
     @exclusive
     def after_gather(self, params: Iterable[Parameter]) -> None:
-        """Let the slots of gathered parameters go, once nothing reads them any more.
+        """Release the slots of gathered parameters, as soon as nothing reads them any more.
 
-        On a synchronous device a gather over one rank aliases the slot instead of copying it (stock
-        then computes with memory that another parameter overwrites); the alias is replaced by a
-        copy. An alias of a device tensor stays: nobody reuses that.
+        On a synchronous device a gather over one rank makes the parameter an alias of the slot
+        (stock then computes with memory that another parameter overwrites). The alias is replaced
+        by a copy, unless it is of a device tensor, which is not reused.
         """
         on_drive = [(p, self._shard(p)) for p in params if self._lives_on_drive(p)]
         staged = [(param, shard) for param, shard in on_drive if shard.is_staged]
@@ -288,10 +288,10 @@ class ParameterSwapper:
 
     @exclusive
     def give_up(self, params: Sequence[Parameter]) -> None:
-        """Have parameters as they were before a gather that failed, whatever it had come to.
+        """Make the parameters of a failed gather absent again.
 
-        Nothing has computed with them; memory that copies and collectives still fill is used again
-        in the order of the stream that they were issued on.
+        Nothing has computed with them. Copies and collectives may still fill their memory; it is
+        reused in the order of the stream on which they were issued.
         """
         event = event_here(self._new_event)
         for param in params:  # all of them before the first wait
@@ -299,12 +299,12 @@ class ParameterSwapper:
                 param.data = param.data.new_empty(0)
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE
         for param in filter(self._lives_on_drive, params):
-            with suppress(StoreError):  # nobody needs it now; who does will see the error
+            with suppress(StoreError):  # the next read of the shard raises it
                 self._let_go(self._shard(param), event)
 
     @exclusive
     def recast(self, param: Parameter, dtype: torch.dtype) -> None:
-        """Store a shard in another dtype from now on, rounded to nearest; nothing has gathered it.
+        """Convert a stored shard to another dtype, rounded to nearest; it must not be gathered.
 
         Raises:
             StoreError: The drive failed; the shard is lost.
@@ -317,9 +317,9 @@ class ParameterSwapper:
 
     @exclusive
     def stage_for_update(self, param: Parameter) -> None:
-        """Give a gathered parameter's shard memory, so that modified data can be partitioned.
+        """Give a gathered parameter's shard a slot, so that modified data can be partitioned.
 
-        Where it still has the store's own it gets a slot: only the store writes there.
+        Also if the store has lent its own memory: only the store may write there.
         """
         shard = self._shard(param)
         if not shard.is_staged or shard.is_lent:
@@ -328,13 +328,12 @@ class ParameterSwapper:
 
     @exclusive
     def drop_unused(self) -> None:
-        """Let every host copy go before a step changes the parameters.
+        """Drop every host copy before a step changes the parameters.
 
-        A shard that was read ahead and not used, or kept after its use, would otherwise outlive its
-        update.
+        A shard that was read ahead, or kept after its use, would otherwise be stale after the step.
 
         Raises:
-            StoreError: A script has written to an absent shard.
+            StoreError: The script has written to an absent shard.
         """
         self._gathering.clear()
         self._stand_ins.check()
@@ -344,16 +343,16 @@ class ParameterSwapper:
             self._show_changes()
 
     def key(self, param: Parameter) -> str:
-        """Return the store's name for a parameter's shard."""
+        """Return the store's key of a parameter's shard."""
         return self._shard(param).key
 
     # -- inner -----------------------------------------------------------------------------------
 
     def _shard(self, param: Parameter, numel: int | None = None) -> Shard:
-        """Return the record of a parameter's shard; `numel` is needed before it has one.
+        """Return the record of a parameter's shard; pass `numel` before `ds_tensor` exists.
 
         Raises:
-            StoreError: The parameter is another swapper's.
+            StoreError: The parameter belongs to another swapper.
         """
         shard = self._shards.get(param.ds_id)
         if shard is None:
@@ -365,12 +364,12 @@ class ParameterSwapper:
         return shard
 
     def _show_changes(self) -> None:
-        # In `finally`: a generator would be left to the garbage collector by Ctrl-C at its `yield`,
-        # which runs it at any time and swallows the next one.
+        # Callers use `finally`, not a context manager: Ctrl-C at the `yield` of its generator would
+        # leave the rest to the garbage collector, which runs at any time and swallows a Ctrl-C.
         for shard in self._stream.take_changes():
             seen = shard.owner.ds_tensor
             if seen is None:
-                continue  # DeepSpeed is about to make it
+                continue  # DeepSpeed is about to create it
             if shard.state is ShardState.READING:
                 seen.status = PartitionedParamStatus.INFLIGHT
             elif shard.tensor is not None:
@@ -380,7 +379,7 @@ class ParameterSwapper:
                 self._mark_absent(shard.owner)
 
     def _stage_outgoing(self, param: Parameter, numel: int) -> torch.Tensor:
-        """Return where DeepSpeed copies the rank's slice of a whole parameter, to be stored."""
+        """Return the memory into which DeepSpeed copies the rank's slice, to be stored."""
         try:
             slot = self._stream.stage(self._shard(param))
         finally:
@@ -404,10 +403,10 @@ class ParameterSwapper:
                 self._let_go(shard)
 
     def recover(self) -> None:
-        """Let every shard go, in whatever state an interrupted call has left it."""
+        """Release every shard, in any state that an interrupted call has left."""
         gathering = [s for s in self._gathering if s.owner.ds_status is ZeroParamStatus.INFLIGHT]
         event = event_here(self._new_event)
-        if event is not None:  # a copy out of a slot may have been issued and not been noted yet
+        if event is not None:  # a copy out of a slot may have been issued and not noted yet
             event.synchronize()
         for shard in self._stream.recover(besides=gathering):
             self._gathering.pop(shard, None)
@@ -423,8 +422,8 @@ class ParameterSwapper:
             self._mark_absent(shard.owner)
 
     def _mark_absent(self, param: Parameter) -> None:
-        # DeepSpeed asks an absent shard for its dtype when a collective is over. That is not the
-        # parameter's own: a module that was cast while it was partitioned has another.
+        # DeepSpeed reads an absent shard's dtype after a collective. It may differ from the
+        # parameter's: a module may have been cast while it was partitioned.
         param.ds_tensor.data = self._stand_ins.of(self._shard(param).dtype, param.ds_id)
         param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
@@ -434,7 +433,7 @@ def _of_another_model(param: Parameter) -> StoreError:
     error = StoreError(
         f"{key!r} belongs to another model, or to another deepspeed.zero.Init context: its shard "
         "is not in this one's store. cause: a list of parameters of several models was given to "
-        "the swapper of one of them. fix: give each parameter to its own, param.nvme_swapper"
+        "the swapper of one of them. fix: pass each parameter to its own, param.nvme_swapper"
     )
     error.key = key
     return error
