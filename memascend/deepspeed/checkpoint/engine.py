@@ -1,11 +1,11 @@
 """`engine.save_checkpoint` and `engine.load_checkpoint` of models whose optimizer is on a drive.
 
-Upstream's own functions do what they do for any ZeRO-3 optimizer. Around them a save is atomic, and
-the optimizer's tensors go straight from the store into the checkpoint; a load verifies everything
-first and takes them straight back. What upstream does for NVMe alone (copying a folder of files) is
-skipped: during both, the engine reports that its optimizer is not on NVMe.
+Upstream's own functions run as for any ZeRO-3 optimizer. In addition a save is atomic and writes
+the optimizer's tensors directly from the store; a load verifies everything first and reads them
+directly into the store. Upstream's NVMe code, which copies a folder of files, is skipped: during a
+save or load the engine reports that its optimizer is not on NVMe.
 
-A model whose optimizer is elsewhere, or without a block, gets upstream's functions unchanged.
+A model whose optimizer is elsewhere, or without a block, uses upstream's functions unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from memascend.errors import CheckpointError, ConfigError, MemAscendError, Write
 log = logging.getLogger(__name__)
 
 _FORBIDDEN = "\nlikely cause: this user may not write there\nfix: change that, or save elsewhere"
-#: What has other causes in a save than in a transfer.
+#: Cause and fix of errors that have other causes in a save than in a transfer.
 _REFUSALS = {
     errno.ENOSPC: "\nlikely cause: its file system is full\nfix: free space, then save again",
     errno.EACCES: _FORBIDDEN,
@@ -101,7 +101,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             custom_load_fn=custom_load_fn,
         )
         result = _load(self, load, load_dir, tag, load_optimizer_states, load_module_only)
-        if result[0] is not None:  # what upstream has read; nothing without a checkpoint
+        if result[0] is not None:  # the path that upstream read; None without a checkpoint
             _note(self, load_dir, tag or Path(result[0]).parent.name)
         return result
 
@@ -136,7 +136,7 @@ def wrap_load_zero_checkpoint(original: Callable[..., bool]) -> Callable[..., bo
 
 
 def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Replace `DeepSpeedEngine._get_all_ckpt_names`, which names a file for each rank there is."""
+    """Replace `DeepSpeedEngine._get_all_ckpt_names`, which names a file for each current rank."""
 
     @functools.wraps(original)
     def _get_all_ckpt_names(self: Any, *arguments: Any, **keywords: Any) -> list[str]:
@@ -148,14 +148,14 @@ def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[...,
 
 
 def _note(engine: Any, folder: str, tag: object) -> None:
-    """Note a complete checkpoint: a run whose drive corrupts data can resume from it."""
+    """Note a complete checkpoint: an error about corrupted data names it to resume from."""
     attachment = attachment_of(engine)
     if attachment is not None:
         attachment.runtime.note_checkpoint(str(Path(folder, str(tag)).absolute()))
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
-    """Return the optimizer whose states are in our store; None where upstream serves it."""
+    """Return the optimizer if its states are in our store, else None."""
     optimizer = engine.optimizer
     if not isinstance(optimizer, ZeroOptimizer) or not optimizer.swap_optimizer:
         return None
@@ -202,7 +202,7 @@ def _save(
 
 @contextmanager
 def explained(folder: SavingFolder) -> Iterator[None]:
-    """Explain what an error of the system means for the checkpoint.
+    """Turn an OSError of the system into a CheckpointError with cause and fix.
 
     Raises:
         CheckpointError: Instead of an OSError that is not ours.
@@ -216,13 +216,13 @@ def explained(folder: SavingFolder) -> Iterator[None]:
         advice = _REFUSALS.get(code) or _core.describe_cause(code=code)
         raise CheckpointError(
             code,
-            f"cannot save to {folder.target}: {error.strerror or error}; what was saved before is "
+            f"cannot save to {folder.target}: {error.strerror or error}; earlier checkpoints are "
             f"untouched{advice}",
         ) from error
 
 
 def _stop_over_budget(engine: Any, optimizer: ZeroOptimizer, folder: SavingFolder) -> None:
-    """Stop every rank alike, after a checkpoint that makes it harmless."""
+    """Stop all ranks after a checkpoint if one has exceeded its budget and is to stop then."""
     attachment = optimizer.attachment
     stops = torch.tensor([attachment.is_to_stop()], dtype=torch.int32, device=engine.device)
     dist.all_reduce(stops, op=dist.ReduceOp.MAX)
@@ -249,14 +249,14 @@ def _refuse(engine: Any) -> None:
 
 
 def _check_same_tag(engine: Any, tag: str) -> None:
-    """Refuse ranks with different tags: a folder is renamed once it is complete on all of them."""
+    """Check that all ranks have the same tag: they write one folder, which is then renamed."""
     own = zlib.crc32(tag.encode())
     sums = torch.tensor([own, -own], dtype=torch.int64, device=engine.device)
     dist.all_reduce(sums, op=dist.ReduceOp.MAX)
     if sums.tolist() != [own, -own]:
         raise CheckpointError(
-            f"cannot save: the tag is {tag!r} on rank {engine.global_rank} and another one "
-            "elsewhere. Give save_checkpoint the same tag on every rank"
+            f"cannot save: the tag is {tag!r} on rank {engine.global_rank} and differs on another "
+            "rank. Give save_checkpoint the same tag on every rank"
         )
 
 
@@ -282,7 +282,7 @@ def _load(
         return load(tag=tag, load_optimizer_states=load_optimizer_states)
     with_states = load_optimizer_states and not load_module_only
     if with_states and optimizer.use_muon:
-        log.warning("memascend: Muon's optimizer state starts anew, as in stock DeepSpeed")
+        log.warning("memascend: Muon's optimizer state is reset, as in stock DeepSpeed")
         with_states = False
     _refuse(engine)
     load_dir, tag = str(load_dir), str(tag)
@@ -294,6 +294,6 @@ def _load(
         # Without optimizer states upstream would gather all weights in fp32 on every rank.
         path, *others = load(tag=tag, load_optimizer_states=True)
         restore_frozen()
-    if path is not None and rest is not source:  # not the place of what was taken apart
+    if path is not None and rest is not source:  # not the temporary file without frozen parameters
         path = str(Path(load_dir, tag, Path(path).name))
     return path, *others

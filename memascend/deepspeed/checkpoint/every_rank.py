@@ -1,4 +1,4 @@
-"""Steps of a save or a load that every rank takes, or none."""
+"""Actions of a save or a load that succeed on every rank or raise on every rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Result = TypeVar("Result")
 
 
 def rank_of(engine: Any) -> int:
-    """Return the number under which upstream saves a rank's tensors."""
+    """Return the rank number that upstream uses in the file names of a rank's tensors."""
     return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank)
 
 
 def on_every_rank(action: Callable[[], Result]) -> Result:
-    """Do something on every rank; an error of one is an error of all, and nobody waits forever.
+    """Run an action on every rank; if one rank raises, all raise, so that none waits forever.
 
     Raises:
         CheckpointError: It failed on another rank.
@@ -28,6 +28,6 @@ def on_every_rank(action: Callable[[], Result]) -> Result:
 
 def _failed_elsewhere(ranks: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint failed on another rank ({ranks}), and so on this one. The cause, and what "
-        "to do, are in the error of that rank"
+        f"the checkpoint failed on another rank ({ranks}), and so on this one. The cause and the "
+        "fix are in the error of that rank"
     )

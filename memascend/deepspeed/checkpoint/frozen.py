@@ -1,8 +1,8 @@
-"""Frozen parameters on a drive, into a checkpoint and out of it.
+"""Saves and loads frozen parameters that are on the drive.
 
-DeepSpeed saves, in `model_states.pt`, each rank's part of every parameter that no optimizer has, as
-it lies in host memory. Of one that is on a drive that is a placeholder. Here the parts stream
-between the store and that file, and none is ever in memory as a whole. Their dtype may be any.
+DeepSpeed saves each rank's part of every parameter without an optimizer in `model_states.pt`, from
+host memory. For a parameter on the drive that is a placeholder. Here the parts are streamed between
+the store and that file, and none is ever in memory as a whole. Any dtype is allowed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def frozen_parameters(engine: Any) -> dict[str, Any]:
-    """Return the frozen parameters by name; none where DeepSpeed has the values of all of them.
+    """Return all frozen parameters by name; an empty dict if none of them is on the drive.
 
-    Without a budget small ones stay in host memory beside those on the drive.
+    Without a budget small ones are in host memory, others on the drive.
     """
     every = engine._get_zero_frozen_param_attributes(lambda param: param)
     every = {name: param for name, param in every.items() if param.ds_numel > 0}
@@ -47,15 +47,16 @@ def _is_on_drive(param: Any) -> bool:
 
 
 def put_in(content: dict[str, Any], frozen: dict[str, Any], slots: StagingSlots) -> int:
-    """Have the content of this rank's model_states.pt hold what is on the drive.
+    """Replace the placeholders of frozen parameters on the drive by streamed tensors.
 
     Args:
-        content: As DeepSpeed has saved it; where frozen parameters are left out nothing is done.
-        frozen: The frozen parameters by name, of which those on the drive are put in.
-        slots: What the bytes pass through, while the file is written.
+        content: Content of this rank's model_states.pt, as DeepSpeed has saved it; unchanged if
+            frozen parameters are left out.
+        frozen: The frozen parameters by name.
+        slots: Staging slots for the bytes while the file is written.
 
     Returns:
-        The bytes that come on top.
+        The bytes that this adds to the file.
     """
     fragments = content.get(FROZEN_PARAM_FRAGMENTS)
     if not fragments:
@@ -85,16 +86,16 @@ def _copy(slots: StagingSlots, key: str, nbytes: int, append: Write) -> None:
 def taken_apart(
     engine: Any, source: CheckpointSource, load_dir: str, tag: str
 ) -> Iterator[tuple[CheckpointSource, Callable[[], None]]]:
-    """Have upstream load a checkpoint without its frozen parameters, where some are on a drive.
+    """Separate a checkpoint's frozen parameters from the rest, if some are on the drive.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
         source: The checkpoint.
-        load_dir: Where checkpoints are.
-        tag: Which one.
+        load_dir: Folder of the checkpoints.
+        tag: Name of the checkpoint.
 
     Yields:
-        What upstream is to load, and what gives the frozen parameters their values behind it.
+        (source that upstream loads, function that then restores the frozen parameters).
 
     Raises:
         CheckpointError: A file cannot be read.
@@ -104,7 +105,7 @@ def taken_apart(
     if not files:
         yield source, lambda: None
         return
-    # Upstream's choice.
+    # The file that upstream would load.
     number = 0 if engine.load_universal_checkpoint() else rank_of(engine) % len(files)
     own = source.model_states or files[number]
     content = read_torch_file(own)
@@ -122,7 +123,7 @@ def taken_apart(
 
 
 def _files(engine: Any, load_dir: str, tag: str) -> Iterator[Path]:
-    """Yield the model_states.pt of every rank that saved; of this one where each has a folder."""
+    """Yield the model_states.pt of every saved rank; with node-local storage only this rank's."""
     if engine.use_node_local_storage():
         yield Path(engine._get_ckpt_name(load_dir, tag))
         return
@@ -133,16 +134,16 @@ def _files(engine: Any, load_dir: str, tag: str) -> Iterator[Path]:
 
 
 def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None:
-    """Store the values of frozen parameters, from the parts of all ranks that saved."""
+    """Store the values of frozen parameters, from the parts of all saved ranks."""
     saved = [read_torch_file(path)[FROZEN_PARAM_FRAGMENTS] or {} for path in files]
     optimizer = engine.optimizer
-    optimizer._partition_all_parameters()  # what is gathered has the old values
+    optimizer._partition_all_parameters()  # gathered parameters have the old values
     rank = dist.get_rank(group=optimizer.dp_process_group)
     is_own = engine.use_node_local_storage()
     missing = []
     for name, param in frozen.items():
         count, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype
-        # Where somebody saved placeholders they are of another size.
+        # Placeholders, as saved by stock, have another size.
         part_numel = count if is_own else -(-param.ds_numel // len(saved))
         parts = [fragments[name] for fragments in saved if name in fragments]
         if [part.numel() for part in parts] != [part_numel] * len(saved):
@@ -163,7 +164,7 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
     if missing and rank == 0:
         log.warning(
             "memascend: the checkpoint does not have %d of %d frozen parameters (%s), which keep "
-            "the values of this run: it was saved where they were left out",
+            "the values of this run: it was saved without them",
             len(missing),
             len(frozen),
             ", ".join(missing[:3]),
@@ -177,13 +178,21 @@ def _fill(
     offset_bytes: int,
     target: torch.Tensor,
 ) -> None:
-    """Fill bytes with the elements from `begin` on, which lie behind one another in all parts."""
+    """Fill `target` from the concatenation of all parts.
+
+    Args:
+        parts: The parts of the saved ranks, of equal length.
+        dtype: Dtype of the elements of `target`.
+        begin: First element of this rank.
+        offset_bytes: Offset of `target` from there.
+        target: Bytes to fill; elements beyond the last part become zero.
+    """
     values = target.view(dtype)
     position, numel = begin + offset_bytes // dtype.itemsize, parts[0].numel()
     done = 0
     while done < values.numel():
         number, at = divmod(position + done, numel)
-        if number >= len(parts):  # the padding of the last rank
+        if number >= len(parts):  # padding of the last rank
             values[done:].zero_()
             return
         count = min(numel - at, values.numel() - done)

@@ -1,8 +1,8 @@
-"""Finds and verifies a checkpoint for the optimizer of an engine, however it was divided.
+"""Finds and verifies a checkpoint for the optimizer of an engine, in any division.
 
-One that was saved by as many ranks with the same sub-groups is read as it lies. Another one is put
-together by name (checkpoint/divided.py), and so is a universal one (checkpoint/universal.py). Until
-every rank has found everything nothing of the model changes.
+A checkpoint with the same number of ranks and the same sub-groups is read directly. Any other one
+is assembled by parameter name (checkpoint/divided.py), and so is a universal one
+(checkpoint/universal.py). The model changes only after every rank has verified its files.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ log = logging.getLogger(__name__)
 def opened(
     engine: Any, optimizer: ZeroOptimizer, load_dir: str, tag: str
 ) -> Iterator[CheckpointSource]:
-    """Open a checkpoint that every rank found sound; nothing of the model has changed so far.
+    """Open a checkpoint after every rank has verified it; the model is unchanged so far.
 
     Args:
-        engine: DeepSpeed's.
-        optimizer: What it is for.
-        load_dir: Where checkpoints are.
-        tag: Which one.
+        engine: DeepSpeed's engine.
+        optimizer: The optimizer that will be restored.
+        load_dir: Folder of the checkpoints.
+        tag: Name of the checkpoint.
 
     Raises:
         CheckpointError: It is damaged, incomplete, or of another model, here or on another rank.
@@ -95,7 +95,7 @@ class _Opener:
         return rank_of(self.engine) == 0
 
     def put_back(self) -> None:
-        """Move a checkpoint back to its place, if a save was killed between its two renames."""
+        """Rename a checkpoint back, if a save was killed between its two renames."""
         if self.leads and not self.folder.is_dir() and self.folder.parent.is_dir():
             clean(self.folder.parent)
 
@@ -117,7 +117,7 @@ class _Opener:
     def _open_divided(
         self, target: TargetOptimizer, parameters: SubGroups, world: int
     ) -> CheckpointSource:
-        # Before any work is done for as many ranks as a file happens to claim.
+        # Check the last rank's file first: the number of ranks is only a claim of a file.
         if not self._states(world - 1).is_file():
             raise missing_file(self._states(world - 1))
         saved = SavedLayout(parameters, [self._part(rank, rank, world) for rank in range(world)])
@@ -136,7 +136,7 @@ class _Opener:
         return replace(source, model_states=self._model_states(self.rank % world))
 
     def _saved_parameters(self, world: int) -> SubGroups | None:
-        """Return the parameters of each saved sub-group; None where it cannot be divided anew."""
+        """Return the parameters of each saved sub-group; None if it cannot be divided anew."""
         path = self._model_states(self.rank % world)
         if not self._may_divide or (world == self.world and not path.is_file()):
             return None
@@ -144,11 +144,11 @@ class _Opener:
 
     @property
     def _may_divide(self) -> bool:
-        """True where all ranks' files are in this folder, under the numbers of the ranks."""
+        """True if all ranks' files are in this folder, under the numbers of the ranks."""
         return not self.engine.use_node_local_storage() and self.engine.mp_world_size == 1
 
     def _saved_world(self) -> int:
-        """Return how many ranks saved it, by this rank's part, or by that of the first."""
+        """Return how many ranks saved it, from this rank's files or those of the first rank."""
         own = rank_of(self.engine)
         has_own = (self.folder / manifest_name(own)).is_file()
         manifest = read_manifest(self.folder, own if has_own or not self._may_divide else 0)
@@ -172,7 +172,7 @@ class _Opener:
             if part.manifest.world != part.world:
                 raise CheckpointError(
                     f"checkpoint {self.folder}: {manifest_name(part.rank)} is of a checkpoint of "
-                    f"{part.manifest.world} ranks, others are of {part.world}. Likely cause: files "
+                    f"{part.manifest.world} ranks, the others of {part.world}. Likely cause: files "
                     "of several checkpoints in one folder. Copy it again, or load another tag"
                 )
             entries |= {entry.name: entry for entry in part.manifest.files}
@@ -205,7 +205,7 @@ class _Opener:
         return byte_progress(f"verifying checkpoint {self.folder}", nbytes, leads=self.leads)
 
     def _part(self, number: int, rank: int, world: int) -> RankFiles:
-        """Return the part of a rank; `number` is upstream's in the folder of the tensors' files."""
+        """Return a rank's files; `number` is its number in the names of its tensors' folder."""
         manifest = read_manifest(self.folder, number)
         return RankFiles(self.folder, number, world, self._states(rank), manifest)
 
@@ -227,16 +227,16 @@ class _Opener:
     def _other_world(self, world: int) -> CheckpointError:
         return CheckpointError(
             f"checkpoint {self.folder} was saved by {world} ranks and is loaded by {self.world}. "
-            "It cannot be divided anew with use_node_local_storage, with a model that is parallel "
-            "otherwise too, or where its model_states.pt does not name the parameters. Load it "
+            "It cannot be divided anew with use_node_local_storage, with model parallelism, or if "
+            "its model_states.pt does not name the parameters. Load it "
             f"with {world} ranks"
         )
 
 
 def _is_divided_otherwise(saved: SubGroups | None, wanted: SubGroups) -> bool:
-    """Tell if a checkpoint of as many ranks has to be put together by name.
+    """Return whether a checkpoint of the same number of ranks must be assembled by name.
 
-    One with other names but the same sizes is that of a wrapped model, and is read as it lies.
+    One with other names but the same sizes is that of a wrapped model, and is read directly.
     """
     if saved is None or saved == wanted:
         return False
@@ -245,7 +245,7 @@ def _is_divided_otherwise(saved: SubGroups | None, wanted: SubGroups) -> bool:
 
 
 def target_of(optimizer: ZeroOptimizer) -> TargetOptimizer:
-    """Describe a live optimizer for a checkpoint that it is restored from."""
+    """Describe a live optimizer, to be restored from a checkpoint."""
     names = optimizer.param_names
     parameters = tuple(
         tuple(NamedParameter(names[param], param.ds_numel) for param in group)

@@ -1,4 +1,4 @@
-"""Writes one rank's tensors and manifest into a checkpoint that DeepSpeed has begun."""
+"""Writes one rank's tensors and manifest into a checkpoint, after DeepSpeed's own files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> None:
-    """Write what DeepSpeed left to us, and make this rank's files durable.
+    """Write this rank's tensors and manifest, and make its files durable.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
         folder: The working folder, with DeepSpeed's files in it.
-        rank: Whose part.
+        rank: Number of the rank in file names (`rank_of`).
         leads: Whether this rank shows progress.
 
     Raises:
@@ -48,7 +48,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     is_portable = runtime.config.checkpoint.portable
     twice = [tensor for tensor in tensors if tensor.state is None or is_portable]
     once = [tensor for tensor in tensors if tensor.state is not None and not is_portable]
-    # DeepSpeed's files of this rank: of the module, and of the optimizer.
+    # DeepSpeed's files of this rank, for the module and for the optimizer.
     names = str(folder.path.parent), folder.path.name
     model_states = Path(engine._get_ckpt_name(*names))
     zero_states = Path(engine._get_zero_ckpt_name(*names))
@@ -72,7 +72,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
             writer.replace(model_states, module)
         else:
             writer.note(model_states, *sum_file(model_states, advance))
-    # Others of DeepSpeed's files may be this rank's too; what is durable already costs nothing.
+    # This rank may have written other files too; a second sync of a file costs nothing.
     for path in folder.path.iterdir():
         if path.is_file():
             sync(path)
@@ -81,7 +81,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
 
 
 class _Writer:
-    """A writer of files that keeps the manifest's account of them."""
+    """Writes files and collects their manifest entries."""
 
     def __init__(self, folder: Path, target: Path, slots: StagingSlots, advance: Advance) -> None:
         self._folder, self._target = folder, target
@@ -89,12 +89,12 @@ class _Writer:
         self.files: list[FileEntry] = []
 
     def note(self, path: Path, nbytes: int, crc32: int) -> None:
-        """Enter a file that is complete into the manifest."""
+        """Add a complete file to the manifest."""
         name = path.relative_to(self._folder).as_posix()
         self.files.append(FileEntry(name=name, nbytes=nbytes, crc32=f"{crc32:08x}"))
 
     def add(self, tensor: StoredTensor, also: Write | None = None) -> None:
-        """Write the file of a tensor; `also` gets its bytes too."""
+        """Write the file of a tensor; `also` gets the same bytes."""
         path = self._target / tensor.file_name
         with SummedFile.create(path, self._advance) as file:
             for staged in self._slots.stream(key=tensor.key, nbytes=tensor.nbytes):
@@ -105,10 +105,10 @@ class _Writer:
         self.note(path, file.nbytes, file.crc32)
 
     def add_also_to(self, path: Path, tensors: list[StoredTensor]) -> None:
-        """Write DeepSpeed's file again with tensors that its tools take for granted there.
+        """Rewrite DeepSpeed's file with the tensors that its tools expect there.
 
         `zero_to_fp32.py` reads the master weights, `ds_to_universal.py` and CPU offload the states
-        too. They pass by on their way into files of their own.
+        too. Each tensor is read once and written to this file and to its own file.
         """
         content = torch.load(path, map_location="cpu", weights_only=False)
         zero_states = content["optimizer_state_dict"]
@@ -124,7 +124,7 @@ class _Writer:
         self.replace(path, content)
 
     def replace(self, path: Path, content: object) -> None:
-        """Write a file of torch's again, with whatever is streamed in its content."""
+        """Rewrite a torch file, with the streamed tensors in its content."""
         path.unlink()
         with SummedFile.create(path, self._advance) as file:
             save_streamed(content, file)
@@ -165,7 +165,7 @@ def _manifest(
 
 
 def _step(optimizer: ZeroOptimizer) -> int | None:
-    """Return the optimizer's own count, without steps that overflowed; None where it has none."""
+    """Return the optimizer's count of steps, without overflowed ones; None if it has none."""
     for parameter in optimizer.fp32_partitioned_groups_flat:
         step = optimizer.optimizer.state.get(parameter, {}).get("step")
         if isinstance(step, int | float | torch.Tensor):
