@@ -132,18 +132,18 @@ class Lender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device as host memory sees it.
+    """One device as host memory uses it.
 
     Attributes:
-        registers: Whether memory should be registered with it: it copies by itself.
-        registrar: Who registers memory; None for CUDA's driver.
-        pci_address: For the choice of a NUMA node; None where it is not known.
-        new_event: Makes an event of it; None where copies are over on return.
-        wait_idle: Waits until it has nothing to do; None where copies are over on return.
-        new_stream: Makes a stream, and returns what makes it the current one of a block; None where
-            there are none.
-        use_here: Makes it the current device of the calling thread. A new thread has device 0, and
-            a rank with another one would get a second context there, of half a GiB.
+        registers: Whether host memory should be registered with it: its copies are asynchronous.
+        registrar: Registers memory; None: CUDA's driver does.
+        pci_address: Selects the NUMA node; None if it is not known.
+        new_event: Makes an event of it; None if copies are synchronous.
+        wait_idle: Waits until the device is idle; None if copies are synchronous.
+        new_stream: Makes a stream; returns a function whose contexts make it the current one. None
+            if there are no streams.
+        use_here: Makes it the current device of the calling thread. A new thread has device 0; a
+            rank with another device would get a second context there, of half a GiB.
     """
 
     registers: bool = False

@@ -1,1 +1,1 @@
-"""From a configuration with a block to a running attachment."""
+"""Builds a model's attachment from a configuration with a block."""

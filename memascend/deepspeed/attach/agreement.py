@@ -1,8 +1,8 @@
-"""What has to be the same on every rank is compared, before anything is made of it.
+"""Compares settings that must be the same on every rank, before they are used.
 
-Machines of one run may have files of their own, and an old one on one of them. Ranks that cut
-tensors in other places, or ask for a collective that others do not, would wait for ever; and so
-would those that wait for a rank that has ended alone.
+Each machine of a run may have its own copy of a file, and one of them may be old. Ranks that cut
+tensors in different places, or begin different collectives, would wait forever; so would ranks that
+wait for a rank that has failed alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memascend.config.block import MemAscendConfig
 from memascend.errors import ConfigError, MemAscendError
 from memascend.version import __version__
 
-#: Of the block, the sections that decide how tensors are cut, and when ranks talk to each other.
+#: Sections of the block that decide how tensors are cut, and when ranks communicate.
 _COMPARED = ("buffer_pool", "streaming", "checkpoint", "verify")
 
 
@@ -29,8 +29,7 @@ def check_agreement(config: MemAscendConfig) -> None:
     """Compare this rank's block and releases with those of rank 0; all ranks call this.
 
     Raises:
-        ConfigError: They differ somewhere; raised by every rank, by those that differ with the
-            first difference.
+        ConfigError: A rank differs. Every rank raises; those that differ name the first difference.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -43,15 +42,17 @@ def check_agreement(config: MemAscendConfig) -> None:
 
 @contextmanager
 def all_or_none(refusal: Callable[[str], MemAscendError]) -> Iterator[None]:
-    """Raise on every rank where the block raises on one; all ranks call this.
+    """Raise on every rank if the context's body raises on one; all ranks call this.
 
-    The others would wait for that rank in their next collective. So the block holds none.
+    Otherwise the other ranks would wait for that rank in their next collective. The body must not
+    contain a collective.
 
     Args:
-        refusal: Makes the error of the ranks on which nothing failed, from the others' numbers.
+        refusal: Makes the error of the ranks on which nothing failed, from the names of those on
+            which it did.
 
     Raises:
-        MemAscendError: The block raised on other ranks; where it did, its own error.
+        MemAscendError: The body raised on other ranks. A rank on which it raised keeps its error.
     """
     error: Exception | None = None
     try:
@@ -66,7 +67,7 @@ def all_or_none(refusal: Callable[[str], MemAscendError]) -> Iterator[None]:
 
 
 def _ranks_where(is_so: bool) -> list[int]:
-    """Return the ranks that called this with true."""
+    """Return the ranks that called this with True; all ranks call this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [0] if is_so else []
     told = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=_device())
@@ -76,7 +77,7 @@ def _ranks_where(is_so: bool) -> list[int]:
 
 
 def _facts(config: MemAscendConfig) -> dict[str, Any]:
-    """Return what is compared, by the name that a user knows it by."""
+    """Return the compared values by the names that messages use."""
     block = config.model_dump(mode="json")
     facts: dict[str, Any] = {
         "the release of memascend": __version__,
@@ -98,7 +99,7 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 
 def _text_of_rank_0(text: str) -> str:
-    """Return the text that rank 0 called this with."""
+    """Return the text that rank 0 passed; all ranks call this."""
     raw = text.encode()
     length = torch.tensor([len(raw)], dtype=torch.int64, device=_device())
     dist.broadcast(length, src=0)
@@ -113,7 +114,7 @@ def _message(own: Mapping[str, Any], first: Mapping[str, Any], ranks: list[int])
     fix = "Give every machine the same releases and the same DeepSpeed JSON"
     names = [name for name in {**first, **own} if own.get(name) != first.get(name)]
     if not names:
-        return f"{_named(ranks)} differ from rank 0, and say in what. {fix}"
+        return f"{_named(ranks)} differ from rank 0; see the errors of these ranks. {fix}"
     name = names[0]
     return (
         f"{name} is {json.dumps(own.get(name))} on rank {dist.get_rank()} and "

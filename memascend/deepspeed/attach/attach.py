@@ -1,4 +1,4 @@
-"""From a DeepSpeed config with a block to a running attachment: checks, wiring, log lines."""
+"""Builds a model's attachment from a DeepSpeed config with a block: checks, wiring, log lines."""
 
 from __future__ import annotations
 
@@ -48,24 +48,27 @@ log = logging.getLogger(__name__)
 
 
 def attach(config: MemAscendConfig, settings: DeepSpeedSettings, nvme_path: object) -> Attachment:
-    """Build the runtime of a model and log in one line what it got.
+    """Build the runtime of a model, and log in one line what was obtained. All ranks call this.
 
     Args:
         config: The active block.
-        settings: Of the DeepSpeed JSON.
+        settings: Settings of the DeepSpeed JSON.
         nvme_path: Directory on the drive.
+
+    Raises:
+        MemAscendError: The block cannot be served on this rank or another one.
     """
     check_agreement(config)
     limit_bytes = stated_limit(config)
     sizes = building_sizes(limit_bytes)
-    with all_or_none(_cannot_begin):  # from here to its end there is no other collective
+    with all_or_none(_cannot_begin):  # no other collective inside
         _check(config, settings, limit_bytes)
         parts = _build(config, settings, os.path.abspath(str(nvme_path)), limit_bytes, sizes)
     return Attachment(*parts, place=_rank_place(config))
 
 
 def _cannot_begin(ranks: str) -> MemAscendError:
-    return MemAscendError(f"{ranks} cannot begin, and say why; so none does")
+    return MemAscendError(f"{ranks} cannot begin, so no rank does; see the errors of these ranks")
 
 
 def _check(config: MemAscendConfig, settings: DeepSpeedSettings, limit_bytes: int | None) -> None:
@@ -113,7 +116,7 @@ def _measure(runtime: Runtime) -> Measures:
 
 
 def _rank_place(config: MemAscendConfig) -> RankPlace | None:
-    """Return where the status of this rank goes; all ranks have the same name for the run."""
+    """Return the place of this rank's status file; all ranks use the same name of the run."""
     if config.status is False:
         return None
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -148,8 +151,8 @@ def _watch_drives(config: MemAscendConfig, directory: str) -> DriveWatch:
 
 
 def _check_report(config: MemAscendConfig) -> None:
-    """Refuse a report that cannot be written, before hours of training."""
-    if config.report is None or dist.get_rank() != 0:  # rank 0 writes it, maybe on another machine
+    """Refuse a report that cannot be written, before training begins."""
+    if config.report is None or dist.get_rank() != 0:  # rank 0 writes it, perhaps elsewhere
         return
     path = Path(config.report)
     folder = path.parent
@@ -189,7 +192,7 @@ def _warn_of_memory(config: MemAscendConfig, limit_bytes: int | None) -> None:
 
 def _wants_pinning(settings: DeepSpeedSettings) -> bool:
     zero = settings.zero_optimization
-    # True is DeepSpeed's own default since 0.19.6.
+    # DeepSpeed's default is True since 0.19.6.
     offload = (zero.offload_param, zero.offload_optimizer)
     return any(part.pin_memory for part in offload if part.stated)
 
@@ -200,10 +203,10 @@ def _stock_parts(
     """Return stock parts for the sections that are off."""
     memory = None if config.allocator.enabled else PinnedMemory()
     if config.direct_nvme.enabled or not config.buffer_pool.enabled:
-        return StockParts(memory=memory)  # without both, stock swappers do it all
+        return StockParts(memory=memory)  # if both are off the stock swappers need no parts
     handle = _stock_aio_handle(settings)
     folder = tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=directory)
-    # DeepSpeed's engine copies through a buffer of its own unless it allocated the memory itself.
+    # DeepSpeed's engine copies through its own buffer unless it allocated the memory itself.
     store, slot_memory = AioFileStore(handle, folder), LockedMemory(handle)
     return StockParts(memory=memory, store=store, slot_memory=slot_memory)
 
@@ -228,7 +231,7 @@ def _stock_aio_handle(settings: DeepSpeedSettings) -> Any:
 def _show_log_lines() -> None:
     """Make our INFO lines visible once on each machine, unless the application set our logger up.
 
-    DeepSpeed's own handler lets nothing below WARNING pass; only its format is borrowed.
+    DeepSpeed's own handler drops lines below WARNING, so only its format is used.
     """
     ours = logging.getLogger("memascend")
     if ours.level != logging.NOTSET or ours.handlers:
@@ -242,7 +245,7 @@ def _show_log_lines() -> None:
         ours.propagate = False
 
 
-#: DeepSpeed keys that a section takes the meaning from.
+#: DeepSpeed keys that have no effect while a section is on.
 _IDLE_KEYS = {
     "buffer_pool": (("offload_param", "buffer_count"), ("offload_param", "buffer_size")),
     "streaming.optimizer": tuple(
@@ -274,4 +277,4 @@ def _log_armed(
     if config.direct_nvme.enabled and "aio" in settings.stated:
         idle.append("aio")
     if idle:
-        log.info("memascend: these keys have no meaning here and are ignored: %s", ", ".join(idle))
+        log.info("memascend: these keys have no effect and are ignored: %s", ", ".join(idle))

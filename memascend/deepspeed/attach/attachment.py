@@ -1,4 +1,4 @@
-"""One model's runtime with the DeepSpeed side that it serves, and its report at the end."""
+"""The attachment: one model's runtime in DeepSpeed, its status, and its report at the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Attachment:
-    """A runtime together with the DeepSpeed side it serves. Parameters and optimizer share one."""
+    """One model's runtime, as its parameter swapper and its optimizer use it; they share one."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Attachment:
         self._report = self._claim_report()
         self.begin()
         self._trace = trace
-        # Scripts that end without engine.destroy() get their report all the same.
+        # For scripts that end without engine.destroy().
         atexit.register(_finish, weakref.ref(self), os.getpid())
         self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
 
     def ledger(self) -> Ledger:
-        """Return every host byte of ours by component, planned and measured."""
+        """Return our host memory by component, planned and measured, and the traffic."""
         return replace(
             self.runtime.ledger(),
             machine=platform.node(),
@@ -69,9 +69,9 @@ class Attachment:
         )
 
     def adopt(self, plan: Plan) -> None:
-        """Have the runtime take the memory that the plan says, and log the plan on rank 0."""
+        """Resize the runtime's memory to the plan, and log the plan on rank 0."""
         if self._trace is not None:
-            self._trace.mark()  # what served while the model was built
+            self._trace.mark()  # the sizes used while the model was built
         self.runtime.adopt(plan)
         if self._trace is not None:
             self._trace.mark()
@@ -79,41 +79,41 @@ class Attachment:
             log.info("memascend: host memory of this rank:\n%s", describe_plan(plan))
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """Return a block that is a phase of a step, for whoever traces the run."""
+        """Return a context that the trace records as a phase of a step."""
         return nullcontext() if self._trace is None else self._trace.phase(name)
 
     def note_step(self) -> None:
-        """Count an optimizer step; log once on a machine that its write budget is exceeded."""
+        """Count an optimizer step; warn once on each machine if its write budget is exceeded."""
         wear = self.runtime.note_step()
         if wear is not None and self._speaks:
             stops = self.runtime.config.wear.over_budget == "stop"
-            after = "Training stops after the next checkpoint" if stops else "Training goes on"
+            after = "Training stops after the next checkpoint" if stops else "Training continues"
             log.warning(
                 "memascend: over memascend.wear.write_budget: %s. %s", wear.describe(), after
             )
 
     def is_to_stop(self) -> bool:
-        """Check if more was written than allowed, and the user wants to stop then."""
+        """Return whether the write budget is exceeded and `over_budget` is "stop"."""
         wear = self.runtime.read_wear()
         stops = self.runtime.config.wear.over_budget == "stop"
         return stops and wear is not None and wear.is_over_budget
 
     def begin(self) -> None:
-        """Begin the account of a model: of a new one, or behind an engine that is destroyed."""
+        """Note that the model is active: a new one, or one with a new engine."""
         self._is_finished = False
         models.join(self, self.runtime.limit_bytes)
 
     def leave(self) -> None:
-        """Say that an engine of this model is destroyed; another one may train the model yet."""
+        """Note that an engine of this model was destroyed; another may still train the model."""
         models.leave(self)
         if self.status is not None:
             self.status.finish()
 
     def finish(self, *, is_well: bool = True) -> None:
-        """Say that this rank is through; log and write what was measured, once on each machine.
+        """Note that this rank is finished; log and write the ledger, once on each machine.
 
         Args:
-            is_well: False where an error has ended the program: such a rank died.
+            is_well: False if an error ended the program: the status then shows a dead rank.
         """
         self._tell_what_failed_last()
         models.leave(self)
@@ -134,75 +134,76 @@ class Attachment:
                 ledger.write(self._report)
             except OSError as error:
                 log.error(
-                    "memascend: cannot write memascend.report=%r: %s. The table above has it all",
+                    "memascend: cannot write memascend.report=%r: %s. The log line before this one "
+                    "has the same numbers",
                     str(self._report),
                     error.strerror or error,
                 )
 
     def _claim_report(self) -> Path | None:
-        """Return where this model's report goes; None without one, and on ranks that write none."""
+        """Return the file of this model's report; None if this rank writes none."""
         if self.runtime.config.report is None or not self._speaks:
             return None
         named = report_of_rank(Path(self.runtime.config.report), self._rank)
         claimed = models.claim_report(named)
         if claimed != named.absolute():
             log.info(
-                "memascend: the report of this model will be in %s: %s is that of another model of "
-                "this process",
+                "memascend: the report of this model will be in %s: %s is the report of another "
+                "model of this process",
                 claimed,
                 named,
             )
         return claimed
 
     def _tell_what_failed_last(self) -> None:
-        """Log an error of the last step that nobody has asked for, before the program ends."""
+        """Log an error of the last step that was not raised yet, before the program ends."""
         try:
             self.runtime.walk.finish()
         except Exception:
             log.exception(
-                "memascend: rank %d: the last optimizer step failed. fix: go on from the last "
+                "memascend: rank %d: the last optimizer step failed. fix: resume from the last "
                 "checkpoint; nothing was saved since",
                 self._rank,
             )
 
     def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
-        """Return a context in which DeepSpeed's host buffers come from the arena; not with None."""
+        """Return a context in which DeepSpeed's host buffers are in the arena; None: not there."""
         return nullcontext() if self._host_buffers is None else self._host_buffers(component)
 
     def serving_aio(self, component: str) -> AbstractContextManager[None]:
-        """Return a context in which DeepSpeed's swappers get handles over our store."""
+        """Return a context in which DeepSpeed's swappers use our store."""
         if self.runtime.store is None:
             return nullcontext()
         return serving(store=self.runtime.store, memory=self.runtime.memory, component=component)
 
     def staging_folder(self, nvme_path: str) -> str:
-        """Return a folder for DeepSpeed's optimizer files; a new one where our store has them."""
+        """Return a folder for DeepSpeed's optimizer files; an empty one if our store keeps them."""
         if self.runtime.store is None:
             return os.path.join(nvme_path, "zero_stage_3")
-        # As stock, which makes its folders where there are none; it need not be the store's.
+        # As stock, which creates missing folders. It need not be the store's folder.
         provide_directory(nvme_path)
         return tempfile.mkdtemp(prefix=f"memascend-{os.getpid()}-", dir=nvme_path)
 
 
 def speaks_for_machine(rank: int) -> bool:
-    """Return whether a rank gives the account of its machine, whose drives no other one sees."""
+    """Return whether a rank reports for its machine: one on each, since drives are local."""
     is_on_another = rank >= local_world_size()
     return rank == 0 or (is_on_another and local_rank() == 0)
 
 
 def report_of_rank(report: Path, rank: int) -> Path:
-    """Return the file of a rank that speaks for its machine: "a.rank8.json" beside "a.json"."""
+    """Return the report of a rank that reports for its machine: rank 8's is "a.rank8.json"."""
     return report.with_name(f"{report.stem}.rank{rank}{report.suffix}") if rank else report
 
 
 def attachment_of_optimizer(optimizer: Any) -> Attachment | None:
-    """Return the attachment of a ZeRO optimizer, which only a model that is trained has."""
+    """Return the attachment of a ZeRO optimizer; None if it is not ours."""
     found = getattr(optimizer, "attachment", None)
     return found if isinstance(found, Attachment) else None
 
 
 def attachment_of(engine: Any) -> Attachment | None:
-    """Return the attachment of a DeepSpeed engine; None when its model has none."""
+    """Return the attachment of a DeepSpeed engine; None if its model has none."""
     found = attachment_of_optimizer(getattr(engine, "optimizer", None))
     if found is not None:
         return found
@@ -213,7 +214,7 @@ def attachment_of(engine: Any) -> Attachment | None:
     return None
 
 
-#: Stands on DeepSpeed's engine class as `engine.memascend`.
+#: Added to DeepSpeed's engine class as `engine.memascend`.
 ENGINE_PROPERTY = property(
     attachment_of, doc="memascend's attachment of this engine, None without a block."
 )
@@ -221,13 +222,13 @@ ENGINE_PROPERTY = property(
 
 def _device_bytes_peak() -> int | None:
     accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():  # the CPU, whose memory is the process's
+    if accelerator.is_synchronized_device():  # the CPU: its memory is host memory
         return None
     return int(accelerator.max_memory_allocated())
 
 
 def _status_file(attachment: weakref.ref[Attachment], place: RankPlace) -> StatusFile:
-    """Return the file of an attachment, which it does not keep alive."""
+    """Return the status file of an attachment; it does not keep the attachment alive."""
 
     def living() -> Attachment:
         found = attachment()
@@ -248,7 +249,7 @@ def _counters(runtime: Runtime) -> Mapping[str, int | float]:
 
 def _finish(attachment: weakref.ref[Attachment], process: int) -> None:
     found = attachment()
-    # A forked child that ends by itself has nothing to report, and neither store nor memory.
+    # Not in a forked child, which has neither store nor memory.
     if found is not None and os.getpid() == process:
-        # Python has left there what it printed of an error that nobody caught.
+        # Python sets sys.last_type when it prints an uncaught exception.
         found.finish(is_well=getattr(sys, "last_type", None) is None)

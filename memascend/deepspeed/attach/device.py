@@ -1,7 +1,7 @@
-"""What the device is to host memory. DeepSpeed's accelerator is asked what it can do, not its name.
+"""The properties of a device that host memory needs, from the methods of DeepSpeed's accelerator.
 
-Memory that is registered with the device is copied without blocking the host. CUDA's driver is
-asked directly, all others through the accelerator.
+Memory that is registered with the device is copied without blocking the host. On CUDA the driver
+registers it directly, on other devices the accelerator does.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from memascend.base.interfaces import Device
 
 
 def device_of(accelerator: Any) -> Device:
-    """Return what there is to know of the accelerator's current device, and bring it into use.
+    """Describe the accelerator's current device, and create its context with one allocation.
 
-    Setting a device does not bring it into use everywhere, and until then CUDA registers nothing.
+    Setting a device does not always create a context, without which CUDA registers nothing.
     """
     if accelerator.is_synchronized_device():
         return Device()
     first = torch.empty(1, device=accelerator.current_device_name())
-    has_driver = first.is_cuda and torch.version.cuda is not None  # ROCm's are "cuda" as well
+    has_driver = first.is_cuda and torch.version.cuda is not None  # ROCm devices are "cuda" too
     return Device(
         registers=True,
         registrar=None if has_driver else AcceleratorRegistrar(accelerator),
@@ -42,14 +42,14 @@ class AcceleratorRegistrar:
         self._accelerator = accelerator
 
     def register(self, address: int, nbytes: int) -> str:
-        """Register a range; return what failed."""
+        """Register a range; return the error, empty on success."""
         name = type(self._accelerator).__name__
         try:
             if self._accelerator.register_host_memory(address, nbytes):
                 return ""
             failure = (
-                f"{name}.register_host_memory refuses {nbytes} bytes, or has no way to do it. fix: "
-                '"allocator": {"enabled": false} takes the pinned memory of the accelerator'
+                f"{name}.register_host_memory refuses {nbytes} bytes, or is not supported. fix: "
+                '"allocator": {"enabled": false} uses the pinned memory of the accelerator'
             )
         except Exception as error:
             failure = f"{name}.register_host_memory of {nbytes} bytes: {error}"
@@ -57,7 +57,7 @@ class AcceleratorRegistrar:
         return failure
 
     def unregister(self, address: int, nbytes: int) -> str:
-        """Take a range back; return what failed."""
+        """Unregister a range; return the error, empty on success."""
         try:
             self._accelerator.unregister_host_memory(address)
         except Exception as error:
@@ -67,7 +67,7 @@ class AcceleratorRegistrar:
         return ""
 
     def unregister_when_idle(self, address: int, nbytes: int) -> str:
-        """Wait for copies in flight and take a range back; return what failed."""
+        """Wait for copies in flight and unregister a range; return the error, empty on success."""
         try:
             self._accelerator.synchronize()
         except Exception as error:
@@ -75,7 +75,7 @@ class AcceleratorRegistrar:
         return self.unregister(address, nbytes)
 
     def _forget_refusal(self) -> None:
-        """Have the refusal reported here: ROCm's runtime gives it to the next kernel's launch."""
+        """Clear the error: ROCm's runtime reports it again at the next kernel launch."""
         with contextlib.suppress(Exception):
             torch.zeros(1, device=self._accelerator.current_device_name())
 
@@ -84,7 +84,7 @@ def _pci_address(device: torch.device) -> str | None:
     ask = getattr(getattr(torch, device.type, None), "get_device_properties", None)
     properties = ask(device) if ask is not None else None
     if not hasattr(properties, "pci_bus_id"):
-        return None  # not of every device, nor of an older torch
+        return None  # not available for every device, nor in an older torch
     domain, bus, number = (
         int(getattr(properties, f"pci_{name}_id")) for name in ("domain", "bus", "device")
     )

@@ -1,6 +1,6 @@
-"""What the models of one process have between them: the machine's memory, and names of reports.
+"""State shared by the models of one process: their memory limits, and the names of their reports.
 
-Each has a runtime and a limit of its own, and none knows of another but through here.
+Each model has its own runtime and limit; this module is their only connection.
 """
 
 from __future__ import annotations
@@ -8,32 +8,32 @@ from __future__ import annotations
 import weakref
 from pathlib import Path
 
-#: Of each model that trains or is used: its limit in bytes, 0 without one.
+#: Limit of each active model in bytes, 0 without one.
 _limits: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 #: Reports that models of this process have written or are going to write.
 _reports: set[Path] = set()
 
 
 def join(model: object, limit_bytes: int | None) -> None:
-    """Note a model, which this keeps not alive, and the host memory that it may take."""
+    """Note a model and its limit; does not keep the model alive."""
     _limits[model] = limit_bytes or 0
 
 
 def leave(model: object) -> None:
-    """Note that a model is through and gives its memory back."""
+    """Note that a model is finished and frees its memory."""
     _limits.pop(model, None)
 
 
 def limits_bytes() -> int:
-    """Return what all models that are here may take together."""
+    """Return the sum of the limits of all active models, in bytes."""
     return sum(_limits.values())
 
 
 def claim_report(path: Path) -> Path:
-    """Return the file for a model's report: the path, or beside it where another model has that.
+    """Return the file for a model's report: the path, or a numbered one if it is taken.
 
     Args:
-        path: As the block names it. The second model of a process gets "report-2.json" for it.
+        path: The path in the block. A second model with "report.json" gets "report-2.json".
     """
     path = claimed = path.absolute()
     number = 1

@@ -1,4 +1,4 @@
-"""Refusing a configuration that cannot work with an active block, before a weight is loaded."""
+"""Refuses a configuration that cannot work with an active block, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _TURN_OFF = 'turn memascend off with "memascend": {"enabled": false}'
 
 
 def check_config(settings: DeepSpeedSettings) -> None:
-    """Refuse what cannot work together with an active block.
+    """Refuse settings that cannot work with an active block.
 
     Raises:
-        ConfigError: Names the keys, the values and what to do.
+        ConfigError: Names the keys, the values and the fix.
     """
     zero = settings.zero_optimization
     if zero.stage != 3:

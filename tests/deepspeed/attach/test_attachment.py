@@ -83,7 +83,7 @@ def test_every_rank_adopts_the_plan_and_rank_0_says_it(
 
 
 @pytest.mark.parametrize(
-    ("over_budget", "after"), [("stop", "stops after the next checkpoint"), ("warn", "goes on")]
+    ("over_budget", "after"), [("stop", "stops after the next checkpoint"), ("warn", "continues")]
 )
 def test_a_budget_that_is_exceeded_is_said_once_with_what_comes_of_it(
     make: Make, over_budget: str, after: str, caplog: pytest.LogCaptureFixture
