@@ -1,1 +1,1 @@
-"""What is replaced in DeepSpeed and transformers, and how it is armed."""
+"""The seams in DeepSpeed, transformers and TRL, and how they are armed."""

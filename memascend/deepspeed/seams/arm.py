@@ -1,11 +1,11 @@
 """The only file that assigns to DeepSpeed: watches for a block, and installs the table of seams.
 
-Nothing is replaced until a config with an active `memascend` block is seen; one wrapper around
-DeepSpeedConfig's constructor watches for that. Every replacement is a dispatcher, so models without
-a block keep running stock code after arming too.
+Nothing is replaced until a config with an active `memascend` block is constructed; a wrapper around
+DeepSpeedConfig's constructor watches for it. Every replacement is a dispatcher, so models without a
+block run stock code after arming too.
 
-Replacements use names that another DeepSpeed may not have. So nothing here imports one of them
-before the fingerprints are compared: another release must end in a refusal, not in an ImportError.
+Replacements use names that another DeepSpeed release may not have. So they are imported only after
+the fingerprints are compared: another release must be refused, not end in an ImportError.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from memascend.errors import UnsupportedDeepSpeedError
 
 log = logging.getLogger(__name__)
 
-#: Stands for what upstream does not have.
+#: The original of a seam that upstream does not have.
 ABSENT: Any = object()
-#: What stood at each seam before it was armed; empty while disarmed.
+#: The original of each seam, by name; empty while disarmed.
 _originals: dict[str, Any] = {}
 
 
@@ -42,7 +42,7 @@ _originals: dict[str, Any] = {}
 def observe(config_module: types.ModuleType) -> None:
     """Wrap DeepSpeedConfig's constructor so that a block is noticed. Idempotent.
 
-    An active block stays with the config, parsed, as `memascend`.
+    The config gets an active block, parsed, as its attribute `memascend`.
 
     Args:
         config_module: `deepspeed.runtime.config`.
@@ -80,7 +80,7 @@ def arm() -> None:
     if is_armed():
         return
     check_fingerprints()
-    # Subclasses the optimizer by name; imported now, it keeps the stock one as its base.
+    # It subclasses the optimizer: imported before arming, its base is the stock class.
     importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     replacements = []
     for seam in SEAMS:
@@ -102,7 +102,7 @@ def disarm() -> None:
 
 
 def is_armed() -> bool:
-    """Check if the seams are installed."""
+    """Return whether the seams are installed."""
     return bool(_originals)
 
 
@@ -124,7 +124,7 @@ def _place(seam: Seam) -> tuple[Any, str]:
 
 
 def find(seam: Seam) -> Any:
-    """Return what stands at a seam, or ABSENT where upstream has nothing of the name."""
+    """Return the current object at a seam, or ABSENT if there is none."""
     owner, name = _place(seam)
     return getattr(owner, name, ABSENT)
 
@@ -133,7 +133,7 @@ def check_fingerprints() -> None:
     """Compare the installed DeepSpeed with the definitions the seams were written for.
 
     Raises:
-        UnsupportedDeepSpeedError: Has the release to install, and some definitions that differ.
+        UnsupportedDeepSpeedError: Names the release to install, and some definitions that differ.
     """
     version = importlib.import_module("deepspeed").__version__
     unknown = differing()
@@ -143,8 +143,8 @@ def check_fingerprints() -> None:
         raise UnsupportedDeepSpeedError(refusal(version, unknown))
     if version not in fingerprints.VERSIONS:
         log.warning(
-            "DeepSpeed %s was not tested with memascend, but what it relies on is the same as in "
-            "%s",
+            "DeepSpeed %s was not tested with memascend, but all code that memascend relies on is "
+            "the same as in %s",
             version,
             fingerprints.VERSIONS[-1],
         )
@@ -153,14 +153,14 @@ def check_fingerprints() -> None:
 def differing() -> dict[str, str]:
     """Return each definition whose code is not known, with its fingerprint or MISSING.
 
-    Only while disarmed: afterwards our own code stands there.
+    Call it only while disarmed: afterwards it would see our own code.
     """
     unknown = {}
     for module, attribute in relied_on():
         name = f"{module}.{attribute}"
         try:
             found = fingerprint(module, attribute)
-        except (ImportError, AttributeError, OSError):  # OSError: there is no source of it
+        except (ImportError, AttributeError, OSError):  # OSError: no source file
             found = MISSING
         if found not in fingerprints.KNOWN.get(name, ()):
             unknown[name] = found

@@ -1,8 +1,8 @@
-"""Recognising upstream definitions: a hash of their tokens, comments and layout dropped.
+"""Fingerprints of upstream definitions: hashes of their tokens, without comments and layout.
 
-A seam is only safe over the definition it was written for. Comparing tokens instead of versions
-accepts every release in which that definition did not change, and refuses a changed one inside a
-known release.
+A seam is only safe for the definition it was written for. Comparing tokens instead of versions
+accepts every release in which that definition did not change, and refuses a known release in which
+it was patched.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LAYOUT = frozenset(
         tokenize.ENDMARKER,
     )
 )
-#: Comments, continued lines, texts, words and single signs.
+#: Comments, line continuations, strings, words and single characters.
 _CPP_TOKENS = re.compile(
     r"""//[^\n]*|/\*.*?\*/|\\\n|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\w+|[^\w\s]""", re.DOTALL
 )
-#: From Python 3.12 on: the two ends of an f-string, between which its parts are tokens.
+#: Start and end of an f-string, since Python 3.12, which splits it into tokens.
 _FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 _FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
@@ -55,19 +55,19 @@ def resolve(module: str, attribute: str) -> object:
 def fingerprint(module: str, attribute: str) -> str:
     """Return 16 hex digits that change when the code of a definition changes.
 
-    Works on the source text, because decorators may hide a function behind a wrapper that shows
-    nothing of it. A name that the module merely imported is followed to where it is defined.
+    Works on the source text, because a decorator may hide a function behind a wrapper. A name that
+    the module only imports is looked up in the module that defines it.
 
     Args:
         module: A module of the installed release.
-        attribute: A function or a class in it, dotted; or a name that is assigned in one, as
-            `Engine.rank` is by `self.rank = 0`, which stands for all these statements; or a file of
-            C++ beside the module, given by its path.
+        attribute: A function or a class in it, dotted; or an attribute assigned in one, such as
+            `Engine.rank` by `self.rank = 0`, which stands for all these statements; or the path of
+            a C++ file relative to the module.
 
     Raises:
         ImportError: There is no such module.
         AttributeError: There is no such definition.
-        OSError: The source is not at hand.
+        OSError: There is no source file.
     """
     if "/" in attribute:
         return _hash_file(module, attribute)
@@ -82,7 +82,7 @@ def fingerprint(module: str, attribute: str) -> str:
 
 
 def forget_sources() -> None:
-    """Release what parsed sources take, about 12 MiB for all seams, once they are compared."""
+    """Free the parsed sources, about 12 MiB for all seams."""
     _parsed.cache_clear()
     _assignments.cache_clear()
 
@@ -94,9 +94,9 @@ def _parsed(module: str) -> tuple[str, ast.Module]:
 
 
 def _children(node: ast.AST, name: str, wanted: str) -> list[ast.AST]:
-    """Return the definition of a name in a node, or else the statements that assign it there.
+    """Return the definitions of a name in a node, or else the statements that assign it there.
 
-    A property with a setter has two.
+    A property with a setter has two definitions.
     """
     found: list[ast.AST] = [
         child
@@ -125,7 +125,7 @@ def _assignments(node: ast.AST) -> dict[str, list[ast.AST]]:
 
 
 def _hash_file(module: str, path: str) -> str:
-    """Return the fingerprint of a file of C++, which no tokenizer of Python reads."""
+    """Return the fingerprint of a C++ file, which Python's tokenizer cannot read."""
     folder = Path(inspect.getfile(importlib.import_module(module))).parent
     text = (folder / path).read_text(encoding="utf-8")
     tokens = [
@@ -150,7 +150,7 @@ def _hash_tokens(source: str) -> str:
 
 
 def _texts(source: str) -> Iterator[str]:
-    """Yield each token's text. An f-string is one token, as it is in every Python below 3.12."""
+    """Yield each token's text. An f-string is one token, as in Python before 3.12."""
     lines = source.splitlines(keepends=True)
     depth, begin = 0, (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -166,7 +166,7 @@ def _texts(source: str) -> Iterator[str]:
 
 
 def _between(lines: list[str], begin: tuple[int, int], end: tuple[int, int]) -> str:
-    """Return the text from one place to another; a place is a line from 1 on, and a column."""
+    """Return the text between two places; a place is (line from 1, column from 0)."""
     chosen = lines[begin[0] - 1 : end[0]]
     chosen[-1] = chosen[-1][: end[1]]
     chosen[0] = chosen[0][begin[1] :]

@@ -1,4 +1,4 @@
-"""The words in which another release of DeepSpeed is refused: the advice first, then the facts.
+"""The message that refuses another release of DeepSpeed: the advice first, then the facts.
 
 Knows release numbers and names of definitions; compares no code, and imports nothing of DeepSpeed.
 """
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from memascend.deepspeed.seams.fingerprints import VERSIONS
 
-#: As in pyproject.toml.
+#: Supported releases, as in pyproject.toml.
 RANGE = ">=0.19.8,<0.20"
-#: Stands for the fingerprint of a definition that upstream does not have.
+#: The fingerprint of a definition that upstream does not have.
 MISSING = "missing"
 
 NAMED_MAX = 3
@@ -20,17 +20,17 @@ TURN_OFF = 'to train without memascend: MEMASCEND_DISABLE=1, or "memascend": {"e
 
 
 def refusal(release: str, differing: Mapping[str, str]) -> str:
-    """Return three lines: what to install, what differs, how to do without memascend.
+    """Return three lines: the release to install, the differences, how to turn memascend off.
 
     Args:
-        release: The installed DeepSpeed's own number.
+        release: Version of the installed DeepSpeed.
         differing: Each definition whose code is not known, with its fingerprint or MISSING.
     """
     return "\n".join((advice(release), _differences(differing), TURN_OFF))
 
 
 def advice(release: str) -> str:
-    """Return how a refused release compares with the supported ones, and the command to run."""
+    """Return why a release is refused (older, patched or newer), and the command to run."""
     newest = VERSIONS[-1]
     if _numbers(release) < _numbers(VERSIONS[0]):
         return (
@@ -49,7 +49,7 @@ def advice(release: str) -> str:
 
 
 def _differences(differing: Mapping[str, str]) -> str:
-    """Name a few definitions, those first that are gone."""
+    """Name a few definitions; missing ones come first."""
     names = sorted(differing, key=lambda name: differing[name] != MISSING)
     shown = [
         f"{name} ({MISSING})" if differing[name] == MISSING else name for name in names[:NAMED_MAX]
@@ -63,5 +63,5 @@ def _differences(differing: Mapping[str, str]) -> str:
 
 
 def _numbers(release: str) -> list[int]:
-    """Return the numbers of a release, for comparing it with others."""
+    """Return the first three numbers of a release, to compare it with others."""
     return [int(number) for number in re.findall(r"\d+", release)[:3]]

@@ -1,9 +1,9 @@
-"""The table of what is replaced in DeepSpeed, why, and by what.
+"""The table of seams: the definitions replaced in DeepSpeed, with reason and replacement.
 
 Each row has the fingerprint of the upstream definition it was written for (see fingerprint.py), and
-so has each definition that our subclasses override or rely on (`WATCHED`). A release is known by
-these, not by its version number. Replacements are named here and imported when they are armed, so
-that watching for a block costs nothing.
+so has each definition that our code overrides or relies on (`WATCHED`). Fingerprints, not version
+numbers, decide whether a release is supported. Replacements are named here and imported when they
+are armed, so that watching for a block costs nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Seam:
     """One place where DeepSpeed is altered.
 
     Attributes:
-        name: How the seam is called in messages.
+        name: Name of the seam in messages.
         module: The upstream module.
         attribute: The definition in it, dotted.
         reason: Why it is replaced.
-        replacement: Our module and the name in it, with a colon between them.
+        replacement: Our replacement as "module:name".
         is_wrapper: The replacement is a function that takes the upstream definition and returns
-            what stands in its place; otherwise it stands there itself.
+            the new one; otherwise it is the new one itself.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Seam:
     is_wrapper: bool = True
 
     def replace(self, original: Any) -> Any:
-        """Return what stands in the place of the upstream definition."""
+        """Return the new definition."""
         replacement = import_name(self.replacement)
         return replacement(original) if self.is_wrapper else replacement
 
 
 def import_name(path: str) -> Any:
-    """Return a definition of ours, given as its module and its name with a colon between them."""
+    """Import and return a definition given as "module:name"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -56,14 +56,14 @@ SEAMS: tuple[Seam, ...] = (
         "parameter swapper",
         f"{_ZERO}.partition_parameters",
         "AsyncPartitionedParameterSwapper",
-        "zero.Init looks the class up here; ours stages in size classes and gives slots back early",
+        "zero.Init looks the class up here; ours stages in size classes and releases slots early",
         f"{_OURS}.parameters.build:wrap_param_swapper",
     ),
     Seam(
         "gather",
         f"{_ZERO}.partition_parameters",
         "Init._convert_to_deepspeed_param",
-        "gives the coordinator gathers that begin when what they gather is needed",
+        "gives the coordinator gathers that begin when their parameters are needed",
         f"{_OURS}.parameters.gather:wrap_convert",
     ),
     Seam(
@@ -84,29 +84,29 @@ SEAMS: tuple[Seam, ...] = (
         "parameters in flight",
         f"{_ZERO}.partitioned_param_coordinator",
         "InflightParamRegistry.__setitem__",
-        "of a list that is gathered ahead, each parameter is waited for alone",
+        "each parameter of a prefetched list is waited for separately",
         f"{_OURS}.parameters.gather:wrap_register",
     ),
     Seam(
         "fetch",
         f"{_ZERO}.partitioned_param_coordinator",
         "PartitionedParameterCoordinator._fetch_sub_module_impl",
-        "gathers begin with the module that needs them, of several ranks the same ones; a trace "
-        "that lacks one of its parameters is made anew",
+        "gathers begin with the module that needs them, the same on every rank; a trace that lacks "
+        "one of its parameters is dropped",
         f"{_OURS}.parameters.gather:wrap_fetch",
     ),
     Seam(
         "access",
         f"{_ZERO}.parameter_offload",
         "ZeROOrderedDict.__getitem__",
-        "a weight that is used outside its module when it is gathered ahead is waited for",
+        "the use of a prefetched weight outside its module waits for its gather",
         f"{_OURS}.parameters.access:wrap_access",
     ),
     Seam(
         "destroy",
         f"{_ZERO}.parameter_offload",
         "DeepSpeedZeRoOffload.destroy",
-        "DeepSpeed keeps every module alive that it ever served",
+        "DeepSpeed keeps every module alive that it has ever run",
         f"{_OURS}.parameters.destroy:wrap_destroy",
     ),
     Seam(
@@ -152,21 +152,21 @@ SEAMS: tuple[Seam, ...] = (
             ("load_checkpoint", "a load verifies first, and takes tensors straight back"),
             ("zero_nvme_offload_optimizer", "false during both: no folder is copied"),
             ("_load_zero_checkpoint", "upstream reads whole files into memory"),
-            ("_get_all_ckpt_names", "other ranks than there are may have saved"),
+            ("_get_all_ckpt_names", "another number of ranks may have saved"),
         )
     ),
     Seam(
         "forward",
         _ENGINE,
         "DeepSpeedEngine.forward",
-        "what it saves for backward goes to the drive; its time is measured",
+        "saved activations go to the drive; its time is measured",
         f"{_OURS}.activations.forward:wrap_forward",
     ),
     Seam(
         "backward",
         _ENGINE,
         "DeepSpeedEngine.backward",
-        "an error that has left it is told from a call that is under way",
+        "tells a call that an error has ended from a running one",
         f"{_OURS}.optimizer.passes:wrap_backward",
     ),
     Seam(
@@ -199,8 +199,8 @@ SEAMS: tuple[Seam, ...] = (
     ),
 )
 
-#: Attributes that no method defines, by which ours reads an engine, a config and a parameter. Each
-#: stands for the statements that assign it.
+#: Attributes of an engine, a config and a parameter that our code reads and that no method defines.
+#: Each stands for the statements that assign it.
 ENGINE_ATTRIBUTES = (
     "_config",
     "checkpoint_engine",
@@ -219,7 +219,7 @@ PARAMETER_ATTRIBUTES = (
     *("ds_zero_partition_rank", "ds_zero_partition_world_size"),
 )
 
-#: Definitions that ours overrides, calls or reads, or whose behaviour it relies on.
+#: Definitions that our code overrides, calls or reads, or whose behaviour it relies on.
 WATCHED: tuple[tuple[str, str], ...] = (
     *(
         (f"{_ZERO}.stage3", f"DeepSpeedZeroOptimizer_Stage3.{method}")
@@ -375,10 +375,10 @@ WATCHED: tuple[tuple[str, str], ...] = (
 
 
 def relied_on() -> list[tuple[str, str]]:
-    """Return module and name of every definition whose code must be known.
+    """Return (module, name) of every definition whose code must be known.
 
-    Of the optimizer class the methods that matter are in WATCHED one by one, and of AsyncIOBuilder
-    only the name is used.
+    The optimizer class is left out, since WATCHED lists its relevant methods, and AsyncIOBuilder,
+    since only its name is used.
     """
     by_name_only = (
         "AsyncIOBuilder",

@@ -1,9 +1,9 @@
-"""The only file that assigns to transformers: three functions and a list, where it is in use.
+"""The only file that assigns to transformers: three functions and a list, if it is imported.
 
-Nothing here is needed for training, so a release whose code is not known is left as it is, and one
-line is logged. transformers is never imported by us: what is replaced is looked up by transformers
-when it loads weights, which is after it has built the model and so after `seams` has armed. What
-stands there then is imported when it is armed, after DeepSpeed's code was compared.
+Training does not need these, so a release whose code is not known is left unchanged, and one line
+is logged. We never import transformers. It looks the functions up when it loads weights, after it
+has built the model and so after the seams were armed. The replacements are imported when they are
+installed, after DeepSpeed's fingerprints were compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from memascend.deepspeed.seams.table import import_name
 
 log = logging.getLogger(__name__)
 
-#: Where transformers looks the functions up.
+#: The module in which transformers looks the functions up.
 MODULE = "transformers.modeling_utils"
 WRAPPERS = {
     "_load_state_dict_into_zero3_model": "memascend.deepspeed.weights.pretrained:wrap_load",
     "load_state_dict": "memascend.deepspeed.weights.pretrained:wrap_read",
 }
-#: Used by name alone, where it is there.
+#: Wrapped if it exists; its code is not compared.
 BY_NAME = {"save_on_cpu": "memascend.deepspeed.activations.offload:wrap_save_on_cpu"}
 #: The releases whose code is known, and its fingerprints.
 VERSIONS = ("5.23.0",)
@@ -35,21 +35,21 @@ KNOWN = {
 }
 
 
-#: Where the Trainer looks up the callbacks that every Trainer has, by a list's name alone.
+#: Module and name of the list of callbacks that every Trainer has.
 TRAINER_MODULE, CALLBACKS = "transformers.trainer", "DEFAULT_CALLBACKS"
 
-#: What stood there before; empty while nothing is wrapped.
+#: The original functions by name; empty while nothing is wrapped.
 _originals: dict[str, Any] = {}
-#: What differed, and was logged; looked at no more.
+#: Functions whose code is not known. They were logged, and are not compared again.
 _refused: list[str] = []
-#: What was added to the Trainer's callbacks.
+#: Our class in the Trainer's list of callbacks.
 _callbacks: list[type[Any]] = []
 
 
 def arm() -> None:
-    """Wrap all functions where transformers is imported and knows them, or none. Idempotent.
+    """Wrap the functions if transformers is imported; those compared all or none. Idempotent.
 
-    Its Trainer may be imported later than the model is built.
+    The Trainer may be imported after the model is built, so its callback is added at its import.
     """
     after_import(TRAINER_MODULE, _register_callback)
     module: Any = sys.modules.get(MODULE)
@@ -71,7 +71,7 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Restore what stood there."""
+    """Restore the originals."""
     if _originals:
         vars(sys.modules[MODULE]).update(_originals)
     _originals.clear()
@@ -83,7 +83,7 @@ def disarm() -> None:
 
 
 def _register_callback(module: ModuleType) -> None:
-    """Give every Trainer that is made from now on a callback, where the list of them is known."""
+    """Add a callback to every Trainer constructed from now on, if the list exists."""
     listed, base = getattr(module, CALLBACKS, None), getattr(module, "TrainerCallback", None)
     if isinstance(listed, list) and isinstance(base, type) and not _callbacks:
         trainer_callback = import_name("memascend.deepspeed.monitor.logs:trainer_callback")
@@ -92,14 +92,14 @@ def _register_callback(module: ModuleType) -> None:
 
 
 def is_armed() -> bool:
-    """Check if the functions whose code must be known are wrapped."""
+    """Return whether the functions whose code must be known are wrapped."""
     return _originals.keys() >= WRAPPERS.keys()
 
 
 def _fingerprint(name: str) -> str:
     try:
         return fingerprint(MODULE, name)
-    except (AttributeError, ImportError, OSError, TypeError):  # others may have replaced it
+    except (AttributeError, ImportError, OSError, TypeError):  # another program replaced it
         return "missing"
 
 
@@ -110,8 +110,8 @@ def _log_refusal() -> None:
         return
     log.warning(
         "memascend: transformers %s loads weights with code that is not known here, which is left "
-        "as it is: %s. Training is the same; but while pretrained weights are loaded, what was "
-        "read of their files stays in memory and in the page cache. Known to work: %s",
+        "as it is: %s. Training is the same; but while pretrained weights are loaded, the pages "
+        "read from their files stay in memory and in the page cache. Known to work: %s",
         sys.modules["transformers"].__version__,
         ", ".join(_refused),
         ", ".join(VERSIONS),

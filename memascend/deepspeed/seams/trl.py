@@ -1,8 +1,8 @@
-"""The only file that assigns to TRL: one method, where TRL is in use and has it.
+"""The only file that assigns to TRL: one method, if TRL is imported and has it.
 
-Its chunked loss gathers the head's weight again in backward, by the parameter that it saved in
-forward. What comes back from hooks of saved tensors is never that parameter, but a tensor of its
-own. Only names are used; a TRL without them is left as it is.
+TRL's chunked loss gathers the head's weight again in backward, using the parameter that it saved in
+forward. Hooks of saved tensors return another tensor, never that parameter. Only names are used; a
+TRL without them is left unchanged.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from memascend.deepspeed.seams.table import import_name
 
 MODULE, FUNCTION = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
 
-#: The class that was given an `apply` before the one it inherits.
+#: The class that was given an `apply` of its own, instead of the inherited one.
 _changed: list[type[Any]] = []
 
 
 def arm() -> None:
-    """Wrap the function where TRL is imported and has it. Idempotent."""
+    """Wrap the function if TRL is imported and has it. Idempotent."""
     function = getattr(sys.modules.get(MODULE), FUNCTION, None)
     if isinstance(function, type) and not _changed:
         wrap_apply = import_name("memascend.deepspeed.activations.saved_parameters:wrap_apply")
@@ -28,6 +28,6 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Restore what stood there."""
+    """Restore the original."""
     while _changed:
         del _changed.pop().apply
