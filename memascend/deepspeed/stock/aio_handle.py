@@ -1,7 +1,7 @@
-"""DeepSpeed's `aio_handle` surface over our store, so that its own swappers run over our engine.
+"""DeepSpeed's `aio_handle` interface over our store, for DeepSpeed's own swappers.
 
-A path is a key: no file is opened. Every transfer is compared with its request below this file, so
-wait() either returns the count that DeepSpeed expects or raises.
+A path is a key: no file is opened. The store compares every transfer with its request, so wait()
+either returns the count that DeepSpeed expects or raises.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AioHandle:
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Start writing `buffer` as a whole key, or into it from `file_offset` on; return 0."""
+        """Start writing `buffer`: as a whole key, or into the key at `file_offset`; return 0."""
         offset = file_offset if file_offset > 0 else None
         ticket = self._store.write(key=filename, source=buffer, offset_bytes=offset)
         self._tickets.append(ticket)
@@ -71,15 +71,15 @@ class AioHandle:
     # -- memory ----------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return a 1-D host tensor of the exact size; it goes back with its last view."""
+        """Return a 1-D host tensor of the exact size; its memory is freed with its last view."""
         return self._memory.tensor(num_elem, example_tensor.dtype, component=self._component)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Do nothing: memory goes back when the last view of it is gone."""
+        """Free nothing: memory is freed with its last view. Return whether it is ours."""
         return self._memory.contains(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether DeepSpeed may hand the tensor to a transfer without copying it first."""
+        """Return whether DeepSpeed may pass the tensor to a transfer without copying it first."""
         return self._memory.contains(tensor)
 
 
@@ -88,9 +88,9 @@ _serving: ContextVar[Callable[..., AioHandle] | None] = ContextVar("memascend_ai
 
 @contextmanager
 def serving(*, store: TensorIO, memory: HostMemory, component: str) -> Iterator[None]:
-    """Have AsyncIOBuilder() of DeepSpeed's swapper modules give handles over `store`, inside."""
+    """Within the context, AsyncIOBuilder() of DeepSpeed's swapper modules gives our handles."""
 
-    def make_handle(**_settings: Any) -> AioHandle:  # the store has settings of its own
+    def make_handle(**_settings: Any) -> AioHandle:  # the store has its own settings
         return AioHandle(store=store, memory=memory, component=component)
 
     token = _serving.set(make_handle)

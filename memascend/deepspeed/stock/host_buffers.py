@@ -1,12 +1,12 @@
 """Puts the host buffers that DeepSpeed creates itself into our arenas, at their exact size.
 
-DeepSpeed writes `pin_memory(torch.zeros(n, device="cpu"))`: a pageable tensor, a pinned copy
+DeepSpeed calls `pin_memory(torch.zeros(n, device="cpu"))`: a pageable tensor and a pinned copy
 rounded up to a power of two, both alive at once. Inside HostBuffers the factory call itself returns
-arena memory; it is already page-locked, so the pin_memory call after it has nothing left to do.
+arena memory, which is already page-locked, so the pin_memory call after it does nothing.
 
 On the CPU accelerator "device" tensors are CPU tensors too. DeepSpeed names host memory by its own
 OffloadDeviceEnum (or by no device at all) and device memory by the accelerator's name, so the type
-of the argument tells them apart.
+of the argument distinguishes them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch.overrides import TorchFunctionMode
 
 from memascend.base.interfaces import HostMemory
 
-# Smaller tensors share a chunk: a page each would waste more than they hold.
+# Tensors up to this size share a chunk; a page for each would waste memory.
 SHARED_BYTES_MAX = 64 << 10
 CHUNK_BYTES = 1 << 20
 _CACHE_LINE_BYTES = 64
 
 
 class HostBuffers(TorchFunctionMode):
-    """Serves torch.zeros and torch.empty for host memory from a HostMemory while it is entered.
+    """While entered, torch.zeros and torch.empty for the host allocate from a HostMemory.
 
-    Calling it enters the mode with the allocations inside charged to a component of the ledger:
-    `with host_buffers("gradients"): ...`. Calls nest; None inside another lets all through.
+    Calling it enters the mode and charges allocations to a component of the ledger:
+    `with host_buffers("gradients"): ...`. Calls nest; with None allocations are torch's own.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -44,7 +44,7 @@ class HostBuffers(TorchFunctionMode):
 
     @contextmanager
     def __call__(self, component: str | None) -> Iterator[None]:
-        """Enter the mode, charging what is allocated inside to `component`."""
+        """Enter the mode; allocations inside are charged to `component`."""
         outer, self._component = self._component, component
         try:
             with self:
@@ -89,18 +89,18 @@ class HostBuffers(TorchFunctionMode):
             )
             offset = 0
         self._chunk_used_bytes = offset + nbytes
-        # A storage of its own: torch.save writes a whole one, and refuses one of several dtypes.
+        # A separate storage: torch.save writes whole storages, and refuses one of several dtypes.
         piece = torch.frombuffer(self._chunk[offset : offset + nbytes].numpy(), dtype=dtype)
         return piece.zero_() if zero else piece
 
 
 class AbsentBuffers(TorchFunctionMode):
-    """Serves a factory function for host memory of given sizes with tensors that take no memory.
+    """While entered, a factory function returns host tensors of given sizes without memory.
 
-    For buffers that DeepSpeed makes and nobody will use: one element stands for all of them. Its
-    pin_memory gives it back as it is. A size says nothing about the use of a buffer: the mode is to
-    be entered only where DeepSpeed makes no other buffer of that size. Buffers of ours are let
-    through, since only DeepSpeed names host memory by its OffloadDeviceEnum.
+    For buffers that DeepSpeed allocates and that are never used: one element is expanded to the
+    size, and pin_memory returns it unchanged. The size alone identifies a buffer, so enter the mode
+    only where DeepSpeed allocates no other buffer of that size. Our own buffers are not affected,
+    since only DeepSpeed names host memory by its OffloadDeviceEnum.
     """
 
     def __init__(self, factory: Any, numels: set[int]) -> None:
@@ -126,7 +126,7 @@ class AbsentBuffers(TorchFunctionMode):
 
 
 def _numel(arguments: tuple[Any, ...]) -> int:
-    """Return the one positional size, as DeepSpeed writes it; 0 for any other form."""
+    """Return the size if it is one positional integer, as DeepSpeed passes it; else 0."""
     if len(arguments) == 1 and isinstance(arguments[0], int):
         return arguments[0]
     return 0

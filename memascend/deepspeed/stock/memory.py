@@ -1,9 +1,8 @@
 """Stock DeepSpeed's own memory and file I/O behind our interfaces, for sections that are off.
 
-With these an ablation is one config key: `allocator.enabled: false` stages in the accelerator's
-pinned memory, `direct_nvme.enabled: false` reads and writes a file per tensor through DeepSpeed's
-libaio engine. They keep stock's properties, power-of-two rounding and unchecked transfer results
-included.
+So an ablation is one config key: `allocator.enabled: false` uses the accelerator's pinned memory,
+`direct_nvme.enabled: false` reads and writes a file per tensor through DeepSpeed's libaio engine.
+Both keep stock's properties, such as power-of-two rounding and unchecked transfer results.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class PinnedMemory:
     def tensor(
         self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
     ) -> torch.Tensor:
-        """Return a 1-D pinned tensor, aligned to a page; `component` is not accounted for."""
+        """Return a 1-D pinned tensor, aligned to a page; `component` is ignored."""
         nbytes = numel * dtype.itemsize
-        # With a device: inside zero.Init torch's factory functions make device tensors.
+        # device="cpu", since inside zero.Init torch's factory functions make device tensors.
         make = torch.zeros if zero else torch.empty
         pageable = make(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
         pinned: torch.Tensor = get_accelerator().pin_memory(pageable)
@@ -43,13 +42,13 @@ class PinnedMemory:
         return pinned[skipped : skipped + nbytes].view(dtype)
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor lies in memory that came from here."""
+        """Return whether the tensor is in memory allocated here."""
         address = tensor.data_ptr()
         return any(begin <= address < end for begin, end in self._ranges.items())
 
 
 class LockedMemory:
-    """Host tensors from DeepSpeed's aio handle: page-locked, known to its engine."""
+    """Host tensors from DeepSpeed's aio handle: page-locked and registered with it."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -64,12 +63,12 @@ class LockedMemory:
         return locked.zero_() if zero else locked
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Return whether DeepSpeed's engine takes the tensor for its own."""
+        """Return whether DeepSpeed's aio handle has allocated the tensor."""
         return bool(self._handle.is_pinned(tensor))
 
 
 class AioFileTicket:
-    """Waits for everything its store has in flight; DeepSpeed's engine offers no less."""
+    """Waits for all transfers of its store: DeepSpeed's engine cannot wait for one."""
 
     def __init__(self, store: AioFileStore) -> None:
         self._store = store
@@ -77,24 +76,29 @@ class AioFileTicket:
         self._error: OSError | None = None
 
     def wait(self) -> None:
-        """Wait until the transfer has finished; the engine does not report if it succeeded."""
+        """Wait until the transfer has finished.
+
+        Raises:
+            OSError: Fewer transfers of its batch completed than were started. The engine reports
+                no other failure.
+        """
         if not self._finished:
             self._store.wait_all()
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        """Return whether it is known to have finished."""
+        """Return whether it has finished, as far as a wait has found out."""
         return self._finished
 
     def finish(self, error: OSError | None = None) -> None:
-        """End it, for the store; `error` is what went wrong with its batch."""
+        """Mark it as finished; the store calls this, with the error of its batch if any."""
         self._finished = True
         self._error = error
 
 
 def _remove_own(folder: str, process: int) -> None:
-    """Remove the folder, but not in a forked child that ends: the parent works with the files."""
+    """Remove the folder, but not in a forked child: the parent still uses the files."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -129,9 +133,9 @@ class AioFileStore:
         hold: object | None = None,
         capacity_bytes: int = 0,
     ) -> Ticket:
-        """Start filling `target`; memory the engine does not know is filled before returning."""
+        """Start filling `target`; if the handle did not allocate it, it is filled on return."""
         _expect_whole(key, offset_bytes)
-        self.wait_all()  # the engine does not order a read behind a write of the file either
+        self.wait_all()  # the engine does not order a read after a write of the file
         padded = _padded(target)
         if padded is None or not self._handle.is_pinned(target):
             bounce = self._handle.new_cpu_locked_tensor(
@@ -155,7 +159,7 @@ class AioFileStore:
     ) -> AioFileTicket:
         """Start storing `source`, which must be a slot of the pool."""
         _expect_whole(key, offset_bytes or 0)
-        self.wait_all()  # the engine does not order a write behind an earlier transfer of the file
+        self.wait_all()  # the engine does not order a write after an earlier transfer of the file
         padded = _padded(source)
         if padded is None:
             raise ValueError(f"{key}: {source.nbytes} bytes cannot be padded to whole pages")
@@ -189,13 +193,13 @@ class AioFileStore:
 def _expect_whole(key: str, offset_bytes: int) -> None:
     if offset_bytes:
         raise ValueError(
-            f"{key}: asked for from byte {offset_bytes} on, but DeepSpeed's engine serves whole "
+            f"{key}: cannot start at byte {offset_bytes}: DeepSpeed's engine transfers only whole "
             "keys here. fix: leave memascend.direct_nvme on where parts of keys are needed"
         )
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the same memory up to whole pages, when the storage reaches that far."""
+    """Return the same memory extended to whole pages; None if the storage is too small."""
     numel = page_up(tensor.nbytes) // tensor.element_size()
     begin = tensor.storage_offset()
     if (begin + numel) * tensor.element_size() > tensor.untyped_storage().nbytes():

@@ -1,10 +1,10 @@
 """DeepSpeed's optimizer swappers with every gradient element defined, as under CPU offload.
 
-CPU offload keeps one fp32 gradient buffer: an element that got no gradient for a step still holds
-what the last step left there, zero at first. Stock's NVMe swappers read whatever gradient files
-exist over a reused buffer instead: a parameter without a gradient is updated with the bytes of
-another tensor. Here each sub-group remembers what covers it (see GradientMemory), and what was
-never covered reads as zero.
+CPU offload keeps one fp32 gradient buffer: an element that got no gradient for a step still has
+the value that the last step left there, zero at first. Stock's NVMe swappers read the gradient
+files that exist into a reused buffer, so a parameter without a gradient is updated with the bytes
+of another tensor. Here each sub-group records its gradients (see GradientMemory), and elements that
+never got one are zero.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class GradientMemory:
     """Gradients of a sub-group, beyond upstream's own bookkeeping; keys are offsets.
 
     Attributes:
-        factors: For gradients in the store, what later steps multiplied them by. They are stored as
-            they arrived, so these are applied after each read.
-        small: Gradients too small for the store as the last step left them; upstream forgets them.
-        gaps: Where no gradient ever arrived: one zero element that stands for the whole run.
+        factors: For gradients in the store, the factors of later steps. Gradients are stored as
+            they arrived, so the factors are applied after each read.
+        small: Gradients too small for the store, as the last step left them; upstream drops them.
+        gaps: Runs in which no gradient ever arrived: one zero element, expanded to the run.
     """
 
     factors: dict[int, list[Any]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class GradientMemory:
     gaps: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def complete(self, swap_info: Any) -> None:
-        """Register a gradient for every element of the sub-group with upstream."""
+        """Register gradients with upstream, so that they cover the whole sub-group."""
         kept = swap_info.unswapped_gradients
         for offset in self.gaps:
             kept.pop(offset, None)
@@ -63,7 +63,7 @@ class GradientMemory:
             self.gaps[offset] = kept[offset] = torch.zeros(1).expand(length)
 
     def forget(self, swap_info: Any, arriving: list[GradientRun]) -> None:
-        """Make way for gradients that are about to arrive."""
+        """Drop records that overlap gradients which are about to arrive."""
         for known in (self.gaps, self.small):
             for offset, tensor in list(known.items()):
                 if _overlaps((offset, tensor.numel()), arriving):
@@ -74,20 +74,20 @@ class GradientMemory:
                 del self.factors[offset]
 
     def apply_factors(self, swap_info: Any, gradient: torch.Tensor) -> None:
-        """Bring gradients read from the store to where the last step left them."""
+        """Multiply gradients read from the store to the values that the last step left."""
         for offset, factors in self.factors.items():
             run = gradient.narrow(0, offset, swap_info.swapped_gradients[offset].length)
             for factor in factors:
                 run.mul_(factor)
 
     def note_factor(self, swap_info: Any, factor: Any) -> None:
-        """Remember that a step multiplies the whole gradient."""
+        """Record that a step multiplies the whole gradient by `factor`."""
         if factor != 1.0:
             for offset in swap_info.swapped_gradients:
                 self.factors.setdefault(offset, []).append(factor)
 
     def keep_small(self, swap_info: Any, gradient: torch.Tensor | None) -> None:
-        """Keep the small gradients of a finished step, in memory reused from step to step."""
+        """Copy the small gradients of a finished step, to memory reused from step to step."""
         for offset, tensor in swap_info.unswapped_gradients.items():
             if offset in self.gaps or gradient is None:
                 continue
@@ -113,7 +113,7 @@ class _CompleteGradients:
         return memory
 
     def swap_in_optimizer_state(self, parameter: Any, async_parameter: Any = None) -> None:
-        """Do as upstream, with every gradient element defined."""
+        """Swap in as upstream, with every gradient element defined."""
         for wanted in (parameter, async_parameter):
             swap_info = self.swap_params_info.get(wanted.ds_id) if wanted is not None else None
             if swap_info is not None:
@@ -126,7 +126,7 @@ class _CompleteGradients:
     def swap_out_gradients(
         self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]
     ) -> None:
-        """Do as upstream; what arrives takes the place of what is remembered."""
+        """Swap out as upstream; arriving gradients replace the records of their elements."""
         swap_info = self.swap_params_info.get(parameter.ds_id)
         if swap_info is not None:
             lengths = [tensor.numel() for tensor in gradient_tensors]
@@ -137,20 +137,20 @@ class _CompleteGradients:
         )
 
     def note_gradient_factor(self, parameter: Any, factor: Any) -> None:
-        """Note that a step multiplies a sub-group's gradient by `factor`."""
+        """Record that a step multiplies a sub-group's gradient by `factor`."""
         swap_info = self.swap_params_info.get(parameter.ds_id)
         if swap_info is not None:
             self._memory(swap_info).note_factor(swap_info, factor)
 
     def swap_out_optimizer_state(self, parameter: Any, async_swap: bool = False) -> None:
-        """Do as upstream; small gradients outlive the step."""
+        """Swap out as upstream, and keep small gradients beyond the step."""
         swap_info = self.swap_params_info.get(parameter.ds_id)
         if swap_info is not None:
             self._memory(swap_info).keep_small(swap_info, parameter.grad)
         super().swap_out_optimizer_state(parameter, async_swap)  # type: ignore[misc]
 
     def _writeback_gradients(self, swap_info: Any, parameter: Any, aio_handle: Any) -> None:
-        """Do as upstream; gaps become real tensors, and factors are in what is written."""
+        """Write back as upstream; gaps become real tensors, and written values include factors."""
         memory = self._memory(swap_info)
         for offset, tensor in memory.gaps.items():
             swap_info.unswapped_gradients[offset] = memory.small[offset] = tensor.contiguous()
@@ -172,7 +172,7 @@ _PIPELINE_DEPTH = 3
 
 
 def buffers_needed(optimizer: Any, *, pipelined: bool) -> int:
-    """Return how many buffers of a whole sub-group DeepSpeed's swapper takes for an optimizer.
+    """Return how many buffers of a whole sub-group DeepSpeed's swapper needs for an optimizer.
 
     They hold the master weights, each state tensor and the gradient.
     """
