@@ -1,1 +1,1 @@
-"""What forward saves for backward, around DeepSpeed's engine and its checkpoints."""
+"""Saved activations, around DeepSpeed's engine and its activation checkpoints."""

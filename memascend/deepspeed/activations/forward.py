@@ -1,4 +1,4 @@
-"""The engine's forward pass, around which what it saves for backward goes to the drive."""
+"""Wraps the engine's forward pass, so that saved activations go to the drive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from memascend.deepspeed.attach.attachment import attachment_of_optimizer
 from memascend.deepspeed.monitor.engine import watching_forward
 from memascend.streaming.saved_tensors import SavedTensors
 
-#: Of the forward pass that runs.
+#: The hooks of the running forward pass; None outside of one.
 current: ContextVar[SavedTensors | None] = ContextVar("memascend_saved_tensors", default=None)
 
 
 def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stand around `DeepSpeedEngine.forward`: for the section `activations`, and who times it."""
+    """Wrap `DeepSpeedEngine.forward`: saved activations (section `activations`), and times."""
 
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -31,7 +31,7 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saving(engine: Any) -> AbstractContextManager[object]:
-    """Return a block whose saved tensors go to the drive; one of no effect where none should."""
+    """Return a context whose saved tensors go to the drive; no effect if `activations` is off."""
     attachment = attachment_of_optimizer(engine.optimizer)
     if attachment is None or not torch.is_grad_enabled():
         return nullcontext()
@@ -49,7 +49,7 @@ def saving(engine: Any) -> AbstractContextManager[object]:
 
 @contextmanager
 def _saving(saved: SavedTensors) -> Iterator[None]:
-    """Set the hooks, known to whoever asks for them."""
+    """Set the hooks, and make them available as `current`."""
     with saved.hooks():
         token = current.set(saved)
         try:
@@ -59,13 +59,13 @@ def _saving(saved: SavedTensors) -> Iterator[None]:
 
 
 class ModelTensors:
-    """Tells what belongs to a model: its parameters, also while they are gathered, and buffers."""
+    """Recognises tensors of a model: its parameters, also while they are gathered, and buffers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._buffers = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
 
     def __call__(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor does; not whether one that it is a view of does."""
+        """Return whether a tensor is one; a view of a parameter is not."""
         return (
             hasattr(tensor, "ds_id")
             or isinstance(tensor, torch.nn.Parameter)

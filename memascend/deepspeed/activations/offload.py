@@ -1,7 +1,7 @@
-"""What asks for activations in host memory, served by the drive: of DeepSpeed and transformers.
+"""Redirects the activation offload of DeepSpeed and transformers from host memory to the drive.
 
-Both keep the inputs of checkpoints in pinned host memory, which grows with the tokens. During a
-forward pass whose saved tensors go to the drive they need not.
+Both keep the inputs of activation checkpoints in pinned host memory, which grows with the number of
+tokens. During a forward pass whose saved tensors go to the drive this is not necessary.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointInputs:
-    """In place of DeepSpeed's engine for `cpu_checkpointing`."""
+    """Replaces DeepSpeed's offload engine for `cpu_checkpointing`."""
 
     def __init__(self, saved: SavedTensors) -> None:
         self._saved = saved
 
     def offload_input(self, tensor: torch.Tensor) -> Packed | None:
-        """Return what stands for an input of a checkpoint; None where it stays."""
+        """Return a placeholder for an input that goes to the drive; None if the input stays."""
         return self._saved.pack_if_it_goes(tensor)
 
     def restore_input(self, packed: Packed) -> torch.Tensor:
@@ -37,7 +37,7 @@ class CheckpointInputs:
 
 
 def wrap_offload_engine(original: Callable[[], Any]) -> Callable[[], Any]:
-    """Stand around `_get_cpu_offload_engine`, of which every checkpoint asks for its engine."""
+    """Wrap `_get_cpu_offload_engine`, which every checkpoint calls."""
 
     @functools.wraps(original)
     def find() -> Any:
@@ -51,7 +51,7 @@ def wrap_offload_engine(original: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def wrap_save_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stand around the `save_on_cpu` that transformers sets around a checkpoint."""
+    """Wrap the `save_on_cpu` that transformers uses around a checkpoint."""
 
     @functools.wraps(original)
     def save(*arguments: Any, **keywords: Any) -> Any:
@@ -66,4 +66,4 @@ def wrap_save_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _log_once(what: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        log.info("memascend: %s is served by memascend.activations: from the drive", what)
+        log.info("memascend: %s uses the drive (memascend.activations), not host memory", what)

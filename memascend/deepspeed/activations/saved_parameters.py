@@ -1,4 +1,4 @@
-"""Functions of autograd that must get back the very parameters they have saved."""
+"""Autograd functions whose saved tensors must come back as the same objects: parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memascend.streaming.saved_tensors import without_hooks
 
 
 def wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stand around the `apply` of such a function: all that it saves stays where it is."""
+    """Wrap the `apply` of such a function: the tensors that it saves stay in memory."""
 
     @functools.wraps(original)
     def apply(*arguments: Any, **keywords: Any) -> Any:

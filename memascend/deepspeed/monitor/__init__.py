@@ -1,1 +1,1 @@
-"""What an engine says about its steps, to the status of its rank and to DeepSpeed's monitor."""
+"""Passes an engine's step times to the status of its rank and to DeepSpeed's monitor."""

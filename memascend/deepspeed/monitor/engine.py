@@ -1,7 +1,7 @@
-"""Stands around the engine's forward pass and step: times, tokens, how far the schedule is.
+"""Wraps the engine's forward pass and step: measures times, tokens and progress.
 
-What is measured here is for people. So nothing of it raises, waits for the device, or talks to
-other ranks.
+These numbers are only for display. So this code never raises, waits for the device, or communicates
+with other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memascend.monitor.status_file import Progress, StatusFile
 
 
 def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Stand around `DeepSpeedEngine.step`: when it was the optimizer's a step is over."""
+    """Wrap `DeepSpeedEngine.step`; a call that steps the optimizer ends a step of the status."""
 
     @functools.wraps(original)
     def step(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -57,14 +57,14 @@ def _stepping(status: StatusFile | None, engine: Any) -> Iterator[None]:
 def watching_forward(
     engine: Any, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Stand around a forward pass; of no effect where nothing is trained."""
+    """Wrap a forward pass; no effect without an optimizer or gradients."""
     attachment = attachment_of_optimizer(engine.optimizer)
     if attachment is None or not torch.is_grad_enabled():
         yield
         return
     status = attachment.status
     if status is not None:
-        # Set by DeepSpeed's hooks of backward, and reset by the pass that is about to begin.
+        # DeepSpeed's backward hooks set it, and this forward pass will reset it.
         after_backward = bool(getattr(engine.optimizer, "_backward_seen_this_step", False))
         count_tokens = functools.partial(_token_count, inputs, keywords)
         status.begin_forward(after_backward=after_backward, count_tokens=count_tokens)
@@ -86,10 +86,10 @@ def _progress(engine: Any, samples_before: int) -> Progress:
 
 
 def _steps_total(schedule: Any) -> int | None:
-    """Return the optimizer steps of a learning-rate schedule; None where it does not say.
+    """Return the number of optimizer steps of a learning-rate schedule; None if it has none.
 
-    DeepSpeed's and torch's schedules that end have them as an attribute, those of transformers as
-    an argument of their functions.
+    DeepSpeed's and torch's schedules have it as an attribute, those of transformers as an argument
+    of their functions.
     """
     functions = getattr(schedule, "lr_lambdas", None) or [None]
     arguments = getattr(functions[0], "keywords", {})
@@ -102,7 +102,7 @@ def _steps_total(schedule: Any) -> int | None:
 
 
 def _token_count(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> int:
-    """Return the elements of `input_ids`, or of a first argument that can be nothing else."""
+    """Return the elements of `input_ids`, or of a first argument that is a 2-D integer tensor."""
     named = keywords.get("input_ids")
     if isinstance(named, torch.Tensor):
         return named.numel()

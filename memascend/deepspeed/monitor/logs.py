@@ -1,7 +1,7 @@
-"""A step in the user's own logs: those of DeepSpeed's monitor, and the Trainer's log line.
+"""Adds a step's numbers to the user's own logs: DeepSpeed's monitor and the Trainer's log line.
 
-Nothing is logged that the user has not asked for: DeepSpeed's monitor serves where the JSON names
-TensorBoard, W&B, Comet or CSV, and the Trainer gets a few more numbers in a line that it writes.
+No log is added: DeepSpeed's monitor is on only if the JSON names TensorBoard, W&B, Comet or CSV,
+and the Trainer gets a few more numbers in a line that it writes anyway.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from memascend.deepspeed.attach.attachment import attachment_of_optimizer
 from memascend.monitor.status_file import StatusFile
 
-#: Of what is known of a step, what goes into the Trainer's line.
+#: The numbers of a step that are added to the Trainer's line.
 TRAINER_NAMES = ("step_seconds", "waited_seconds", "tokens_per_second", "host_memory_bytes")
 
 
 def write_events(engine: Any, status: StatusFile) -> None:
-    """Give DeepSpeed's monitor the step that has just ended, beside DeepSpeed's own events."""
+    """Write the step that has just ended to DeepSpeed's monitor, on rank 0."""
     if not engine.monitor.enabled or engine.global_rank != 0:
         return
     engine.monitor.write_events(
@@ -29,10 +29,10 @@ def write_events(engine: Any, status: StatusFile) -> None:
 
 
 def trainer_callback(base: type[Any]) -> type[Any]:
-    """Return a class of callbacks of the Trainer, derived from transformers' base of them."""
+    """Return a callback class for the Trainer, derived from transformers' TrainerCallback."""
 
     class StepNumbers(base):  # type: ignore[misc]
-        """Adds numbers of memascend's to a line before anybody logs it."""
+        """Adds memascend's numbers to a line before other callbacks log it."""
 
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any
@@ -40,7 +40,7 @@ def trainer_callback(base: type[Any]) -> type[Any]:
             optimizer = getattr(given.get("optimizer"), "optimizer", None)
             attachment = attachment_of_optimizer(optimizer)
             status = None if attachment is None else attachment.status
-            # A line of a step: not of evaluation, nor of the end.
+            # Only lines of training steps: evaluation and the end have no "loss".
             if status is not None and logs is not None and "loss" in logs:
                 status.attempt(functools.partial(_add, status, state, logs))
 

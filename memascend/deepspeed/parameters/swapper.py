@@ -4,9 +4,9 @@ Keeps the contract of AsyncPartitionedParameterSwapper (0.19.x): `param.ds_tenso
 whose `.data` is re-pointed and whose `.status` follows PartitionedParamStatus. Unlike stock, a
 gathered parameter holds no host buffer: its slot is released after the copy to the device.
 
-With a budget every shard is on the drive, tiny ones included. A shard too large for a slot is a
-device tensor while it is read or written: assembled there when it is read, and the rank's slice of
-the gathered parameter when it is written.
+With a budget every shard is on the drive, tiny ones included. A shard that gets no slot is a device
+tensor meanwhile: assembled there when it is read, and the rank's slice of the gathered parameter
+when it is written.
 """
 
 from __future__ import annotations

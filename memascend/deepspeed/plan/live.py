@@ -1,7 +1,7 @@
-"""The plan of a live model: what DeepSpeed knows, put into the arithmetic of `memascend.plan`.
+"""The plan of a live model: DeepSpeed's settings and shapes as input of `memascend.plan`.
 
-While zero.Init builds a model its shapes are not known yet: until the optimizer is made, fixed
-shares of the limit serve. Then every component is taken at once, as planned.
+While zero.Init builds a model its shapes are not known yet, so fixed shares of the limit are used
+until the optimizer is constructed. Then all memory is resized at once, as planned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memascend.plan.states import keeps_bf16
 from memascend.runtime import PARAMETER_BUDGET_BYTES
 from memascend.system.memory import memory_available, memory_total
 
-#: While the model is built, of the limit: what parameters, and each staging slot, may take.
+#: Shares of the limit for parameters and for one staging slot, while the model is built.
 PARAMETER_SHARE = 1 / 4
 STAGING_SHARE = 1 / 32
 PARAMETER_BYTES_RANGE = (PARAMETER_SLOTS_BYTES_MIN, PARAMETER_BUDGET_BYTES)
@@ -43,14 +43,15 @@ _NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-#: Elements of a tensor that no size is smaller for.
+#: Elements of a tensor so large that a larger one would not need more memory.
 _ANY_NUMEL = 1 << 32
 
 
 def stated_limit(config: MemAscendConfig) -> int | None:
-    """Return the limit of this rank in bytes, the same on every rank; None when none is stated.
+    """Return the limit of this rank in bytes, the same on every rank; None if none is stated.
 
-    A fraction is one of what the machine, or this process's control group, has for each rank.
+    A fraction refers to the memory of the machine, or of this process's control group, divided by
+    the number of local ranks.
     """
     value = config.host_memory_limit
     if value is None:
@@ -64,22 +65,22 @@ def stated_limit(config: MemAscendConfig) -> int | None:
 def check_smallest(
     config: MemAscendConfig, settings: DeepSpeedSettings, limit_bytes: int | None
 ) -> None:
-    """Refuse a limit that no model fits in, before anything is made.
+    """Refuse a limit that is too small for a large model, before anything is allocated.
 
     Raises:
-        LimitTooSmallError: Names what is needed, and the smallest limit that works.
+        LimitTooSmallError: Names the needed sizes, and the smallest limit that works.
     """
     if limit_bytes is not None:
         large = TensorShape("any tensor", (_ANY_NUMEL,), trainable=True)
         model = ModelShapes("any model", (large,) * 3, {})
         request = PlanRequest.from_deepspeed(settings, block=config, world=dist.get_world_size())
-        request = dataclasses.replace(request, verify="off")  # what it costs follows the model
+        request = dataclasses.replace(request, verify="off")  # its memory depends on the model
         if request.is_tiled:
             derive(model, request=request, limit_bytes=limit_bytes)
 
 
 def building_sizes(limit_bytes: int | None) -> dict[str, int]:
-    """Return bytes of parameters and of a staging slot while the model is built."""
+    """Return the bytes of parameters and of a staging slot while the model is built, by name."""
     if limit_bytes is None:
         limit_bytes = _least_of_ranks(memory_available() // local_world_size() // 2)
     return {
@@ -98,14 +99,14 @@ def plan_for(
     """Derive the plan of a ZeRO-3 optimizer under construction.
 
     Args:
-        optimizer: DeepSpeed's, with its sub-groups formed.
+        optimizer: DeepSpeed's ZeRO-3 optimizer, with its sub-groups formed.
         module: The model.
         config: The active block.
-        settings: Of the DeepSpeed JSON.
-        limit: The stated limit.
+        settings: Settings of the DeepSpeed JSON.
+        limit: The stated limit in bytes; None: the memory that is available.
 
     Raises:
-        LimitTooSmallError: The limit is below what the smallest sizes need.
+        LimitTooSmallError: The smallest sizes do not fit in the limit.
     """
     request = _request(optimizer, config, settings)
     shapes = from_module(module)
@@ -141,7 +142,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
         accumulation_dtype=_NAMES[optimizer.gradient_accumulation_dtype],
         master_dtype=_NAMES[master],
         state_dtype=_NAMES[state_dtype(base, master, in_bf16=keeps_bf16(config))],
-        # With its module where a message names it: it may be called as a known one.
+        # With its module, since its class may have the name of a known optimizer.
         optimizer=kind.__name__ if elementwise else f"{kind.__module__}.{kind.__name__}",
         is_elementwise=elementwise,
         state_count=state_count(base),
@@ -152,7 +153,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
 
 
 def _least_of_ranks(nbytes: int) -> int:
-    """Return the smallest of what the ranks bring; all of them plan with the same number."""
+    """Return the minimum over all ranks, so that they plan with the same number."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return nbytes
     device = get_accelerator().current_device_name()

@@ -8,7 +8,7 @@ import torch
 
 from memascend.plan.optimizers import kind_of, state_count_of
 
-#: A class of the same name elsewhere, or a subclass, may do anything.
+#: A class of a known name in another package, or a subclass, is not known.
 _KNOWN_PACKAGES = ("torch.optim.", "deepspeed.ops.")
 
 
@@ -19,7 +19,7 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def state_count(optimizer: Any) -> int:
-    """Return state tensors per parameter, of the group that has most; a guess for unknown ones."""
+    """Return the state tensors per parameter, of the group with most; a guess if not known."""
     name = type(optimizer).__name__
     return max(state_count_of(name, group) for group in optimizer.param_groups)
 
@@ -29,7 +29,7 @@ def state_dtype(optimizer: Any, master: torch.dtype, *, in_bf16: bool) -> torch.
 
     Args:
         optimizer: Any optimizer.
-        master: That of the master weights, which DeepSpeed's states follow where it is told so.
+        master: Dtype of the master weights, which DeepSpeed's states have if it is configured so.
         in_bf16: Whether the block asks for bf16 (`streaming.optimizer.state_dtype`).
     """
     if in_bf16:
@@ -40,15 +40,15 @@ def state_dtype(optimizer: Any, master: torch.dtype, *, in_bf16: bool) -> torch.
 def initial_state(
     optimizer: Any, group: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, float]] | None:
-    """Return what an optimizer makes of a parameter before its first step.
+    """Return the state that an optimizer creates for a parameter before its first step.
 
     Args:
         optimizer: Any optimizer.
         group: The parameter's group of hyperparameters.
 
     Returns:
-        Scalars by name, and the value of every element of each state tensor by name; None when it
-        is not known, and the optimizer has to make its state itself.
+        (scalars by name, fill value of each state tensor by name); None if the optimizer is not
+        known and must create its state itself.
     """
     kind = type(optimizer)
     start = kind_of(kind.__name__).start if is_elementwise(optimizer) else ()

@@ -1,9 +1,9 @@
 """The whole 16-bit model for saving, in a file on the drive instead of in host memory.
 
-DeepSpeed's `save_16bit_model`, accelerate's `get_state_dict` and the Trainer's `save_model` ask the
-engine for a consolidated state dict on rank 0: two bytes for every parameter. Here each parameter
-is gathered, written to an unnamed file below `nvme_path` and let go; the tensors of the dict are
-that file, mapped. Its pages are the kernel's to drop, and its space is free again when the dict is.
+DeepSpeed's `save_16bit_model`, accelerate's `get_state_dict` and the Trainer's `save_model` get a
+consolidated state dict from the engine on rank 0: two bytes for every parameter. Here each
+parameter is gathered, written to an unnamed file below `nvme_path` and released; the tensors of the
+dict map that file. The kernel can drop its pages, and its space is freed with the dict.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def wrap_consolidate(original: Callable[..., StateDict | None]) -> Callable[...,
     @functools.wraps(original)
     def consolidate(engine: Any, exclude_frozen_parameters: bool = False) -> StateDict | None:
         attachment = attachment_of(engine)
-        # A tensor-parallel model needs a second gather, which upstream knows.
+        # A tensor-parallel model needs a second gather, which only upstream does.
         if (
             attachment is None
             or attachment.runtime.store is None
@@ -80,7 +80,7 @@ def _named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> Iterator[_N
 
 
 def _partition_all(optimizer: Any) -> None:
-    """Let go what is gathered, as upstream does first; an optimizer, or what stands for it, can."""
+    """Release gathered parameters, as upstream does first; inference has another method name."""
     for name in ("_partition_all_parameters", "partition_all_parameters"):
         if hasattr(optimizer, name):
             getattr(optimizer, name)()
@@ -95,7 +95,7 @@ def _consolidate(tensors: list[_NamedTensor], attachment: Attachment) -> StateDi
     errors: list[OSError] = []
 
     def attempt(action: Callable[..., Result], *arguments: Any) -> Result | None:
-        """Keep an error for later: the other ranks are in the next gather already."""
+        """Keep an error for later: the other ranks are already in the next gather."""
         try:
             return action(*arguments) if is_first and not errors else None
         except OSError as error:
@@ -135,7 +135,7 @@ def _consolidate(tensors: list[_NamedTensor], attachment: Attachment) -> StateDi
 
 
 def _raise_everywhere(errors: list[OSError]) -> None:
-    """Raise rank 0's first error there and another one on every other rank: none waits for ever."""
+    """Raise rank 0's first error on rank 0, and another on all others, so that none waits on."""
     failed = torch.tensor([bool(errors)], dtype=torch.int32)
     failed = failed.to(get_accelerator().current_device_name())
     dist.broadcast(failed, src=0)
@@ -149,11 +149,11 @@ class WeightFile(FlushedFile):
     """An unnamed file with room for tensors, which are written one by one and then mapped."""
 
     def __init__(self, directory: str, shapes: dict[int, tuple[torch.Size, torch.dtype]]) -> None:
-        """Take the space on the drive now.
+        """Allocate the space on the drive.
 
         Args:
-            directory: Where the file is made; it never has a name there.
-            shapes: Shape and dtype of each tensor, by any number.
+            directory: The folder of the file, which has no name there.
+            shapes: (shape, dtype) of each tensor, by any number.
 
         Raises:
             StoreFullError: There is too little space.
@@ -181,7 +181,7 @@ class WeightFile(FlushedFile):
             ) from error
 
     def write_tensor(self, number: int, tensor: torch.Tensor, staging: StagingSlots) -> None:
-        """Write one tensor of any device, through a staging slot where that is not the host."""
+        """Write one tensor; from a device it goes through a staging slot."""
         flat = tensor.detach().contiguous().view(-1)
         self._file.seek(self._offsets[number])
         for begin, count in staging.chunks(flat.numel(), flat.element_size()):
@@ -197,7 +197,7 @@ class WeightFile(FlushedFile):
                 staging.give_back(staged)
 
     def map(self) -> dict[int, torch.Tensor]:
-        """Map all tensors; together they keep the file."""
+        """Return all tensors, mapped; any of them keeps the file."""
         self.make_durable()
         memory = mmap.mmap(self._file.fileno(), self.nbytes) if self.nbytes else b""
         found = {}
@@ -211,5 +211,5 @@ class WeightFile(FlushedFile):
         return found
 
     def close(self) -> None:
-        """Close the file; what was mapped stays."""
+        """Close the file; mapped tensors stay valid."""
         self._file.close()

@@ -1,8 +1,8 @@
-"""Files that are read through mappings: their pages come no earlier, and go no later than needed.
+"""Limits the page memory of mapped files: less is read ahead, and pages are dropped early.
 
-Whoever reads a checkpoint through a mapping keeps every page it has touched until the mapping goes.
-Here the pages go earlier. Only hints are given to the kernel, so nothing is ever lost: a page that
-is read again comes back from the drive, and one that was written to stays. Linux only; any thread.
+A program that reads a checkpoint through a mapping keeps every page that it has touched until the
+mapping ends. This module gives the kernel hints to drop them earlier. No data is lost: a page that
+is read again comes back from the drive, and a modified page stays. Linux only; any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memascend.plan.safetensors import HEADER_BYTES_MAX
 from memascend.system.mounts import IN_MEMORY, filesystem_of
 from memascend.system.pages import page_out
 
-#: What a file that is something else may lead to.
+#: Errors of parsing a file that has no safetensors header.
 _NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
@@ -35,16 +35,16 @@ class Mapping:
 
 
 class MappedFiles:
-    """The mapped files below some addresses, for as long as the `with` block lasts.
+    """The mapped files that contain some addresses, for a `with` block.
 
-    On leaving it their pages are let go once more.
+    On leaving it their pages are dropped once more.
     """
 
     def __init__(self, addresses: Iterable[int], maps: Path = Path("/proc/self/maps")) -> None:
-        """Look at what is mapped now.
+        """Look up the current mappings.
 
         Args:
-            addresses: Anywhere in the mappings that are meant; those of other memory are ignored.
+            addresses: Addresses anywhere in the mappings; those of other memory are ignored.
             maps: For tests.
         """
         self.mappings = _below(sorted(set(addresses)), _read_maps(maps))
@@ -63,30 +63,30 @@ class MappedFiles:
             os.close(self._descriptors.pop())
 
     def drop(self) -> None:
-        """Let all pages go, of the mappings and of the page cache.
+        """Drop all pages, of the mappings and of the page cache.
 
-        What the kernel refuses stays: pages that other processes have mapped too, and all of files
-        that this user neither owns nor may write.
+        The kernel keeps pages that other processes have mapped too, and all pages of files that
+        this user neither owns nor may write.
         """
         for mapping in self.mappings:
             page_out(mapping.begin, mapping.end - mapping.begin)
         for descriptor in self._descriptors:
-            # What was read ahead and never touched. It may be read again, but memory stays bounded.
+            # Pages that were read ahead and not touched. They may be read again, but memory stays
+            # bounded.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_starts(path: str, *, tensors: bool) -> None:
-    """Read the header of a safetensors file and nothing ahead of it.
+    """Read the header of a safetensors file without read-ahead, so that its pages are cached.
 
-    The library touches the header when it maps a file, and the first byte of each tensor when it is
-    asked for them. A page that is not in the cache then brings as much as the kernel reads ahead,
-    several mebibytes on some machines: with many tensors the whole file. What is no such file is
-    left to the library.
+    The safetensors library touches the header when it maps a file, and the first byte of each
+    tensor when it returns them. For a page that is not cached the kernel reads ahead, several
+    mebibytes on some machines: with many tensors the whole file. Other files are left alone.
 
     Args:
-        path: Of the file.
-        tensors: Whether the first byte of each tensor is read too.
+        path: The file.
+        tensors: Also read the first byte of each tensor.
     """
     with contextlib.suppress(OSError, *_NO_HEADER):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -104,7 +104,7 @@ def read_starts(path: str, *, tensors: bool) -> None:
 
 
 def _read_maps(maps: Path) -> list[Mapping]:
-    """Return the mappings with a file by address; none where they cannot be read."""
+    """Return the mappings of files, by address; empty if they cannot be read."""
     found = []
     with contextlib.suppress(OSError):
         for line in maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
@@ -116,7 +116,7 @@ def _read_maps(maps: Path) -> list[Mapping]:
 
 
 def _below(addresses: list[int], mappings: list[Mapping]) -> list[Mapping]:
-    """Return the mappings that hold one of the sorted addresses and whose file is on a drive."""
+    """Return the mappings that contain one of the sorted addresses and whose file is on a drive."""
     found = []
     for mapping in mappings:
         place = bisect.bisect_left(addresses, mapping.begin)
@@ -127,7 +127,7 @@ def _below(addresses: list[int], mappings: list[Mapping]) -> list[Mapping]:
 
 
 def _is_in_memory(path: str) -> bool:
-    """Tell if pages are, or may be, the only copy, which paging out would write to swap."""
+    """Return whether the pages may be the only copy, so that paging out would write to swap."""
     try:
         return filesystem_of(path) in IN_MEMORY
     except OSError:
@@ -135,7 +135,7 @@ def _is_in_memory(path: str) -> bool:
 
 
 def _opened(path: str, inode: int) -> int | None:
-    """Return a descriptor of a mapped file; None where its name now means another one."""
+    """Return a descriptor of a mapped file; None if another file has its name now."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:

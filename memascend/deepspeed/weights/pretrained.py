@@ -1,9 +1,9 @@
-"""Loading pretrained weights: what was read of their files leaves memory while loading goes on.
+"""Loading pretrained weights: pages of their files are dropped while loading continues.
 
-transformers maps every shard of a checkpoint and hands all tensors at once to its loader for ZeRO-3
-models. That one gathers one module after the other and copies tensors into it, on rank 0, so that
-in the end the whole checkpoint is resident, and in the page cache. Here the loader runs as it is;
-the pages that it has read are let go behind it. Names, conversions and reports stay upstream's.
+transformers maps every shard of a checkpoint and passes all tensors at once to its loader for
+ZeRO-3 models. The loader gathers one module after the other and copies tensors into it, on rank 0.
+At the end the whole checkpoint is resident, and in the page cache. Here the loader runs unchanged,
+and the pages that it has read are dropped. Names, conversions and reports stay upstream's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memascend.deepspeed.weights.mapped_files import MappedFiles, read_starts
 def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace transformers' `_load_state_dict_into_zero3_model`.
 
-    Models whose parameters are not in our store pass through untouched, and so do state dicts that
+    Models whose parameters are not in our store are loaded unchanged, and so are state dicts that
     are not mapped from files.
     """
 
@@ -46,8 +46,8 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_read(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace transformers' `load_state_dict`, which maps a shard on every rank.
 
-    The kernel is kept from reading the shard ahead while only its header, and on the first rank its
-    tensors' beginnings, are looked at. Other formats pass through untouched.
+    Keeps the kernel from reading the shard ahead while only its header and, on the first rank, the
+    first bytes of its tensors are touched. Other formats are read unchanged.
     """
 
     @functools.wraps(original)
@@ -66,7 +66,7 @@ def wrap_read(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Behind:
-    """A count of what is copied into modules, which lets files go each FLUSH_BYTES."""
+    """Counts the bytes copied into modules, and drops the files' pages each FLUSH_BYTES."""
 
     def __init__(self, files: MappedFiles) -> None:
         self._files = files
@@ -75,7 +75,7 @@ class _Behind:
     def before_copy(
         self, module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
     ) -> None:
-        """Count a module's own tensors; torch calls it before it copies them from a state dict."""
+        """Count a module's own tensors; torch calls this before copying them from a state dict."""
         if self._read_bytes >= FLUSH_BYTES:
             self._files.drop()
             self._read_bytes = 0
@@ -87,7 +87,7 @@ class _Behind:
 
 @contextlib.contextmanager
 def _dropping(model: torch.nn.Module, files: MappedFiles) -> Iterator[None]:
-    """Let pages of the files go while the model's modules are loaded."""
+    """Drop pages of the files while the model's modules are loaded."""
     behind = _Behind(files)
     with contextlib.ExitStack() as hooks:
         if files.mappings:
@@ -99,7 +99,7 @@ def _dropping(model: torch.nn.Module, files: MappedFiles) -> Iterator[None]:
 
 
 def _addresses(state_dict: Mapping[str, Any]) -> Iterator[int]:
-    """Yield where the tensors in host memory begin; only the first rank has any."""
+    """Yield the addresses of tensors in host memory; only the first rank has any."""
     for tensor in state_dict.values():
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel():
             yield tensor.data_ptr()
