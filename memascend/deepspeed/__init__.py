@@ -1,1 +1,1 @@
-"""Adapters: DeepSpeed's surfaces over our own paths. Only `seams` assigns to DeepSpeed."""
+"""Adapters between DeepSpeed and our data paths. Only `seams` assigns to DeepSpeed."""

@@ -160,8 +160,8 @@ def _check_report(config: MemAscendConfig) -> None:
     if not is_open or not is_replaceable(path):
         raise ConfigError(
             f"memascend.report={config.report!r} cannot be written: {folder.absolute()} is no "
-            "folder that this user can write, or a folder, link or device has that name. Make it, "
-            "or name another file"
+            "folder that this user can write, or the name is that of a folder, link or device. "
+            "Create the folder, or name another file"
         )
 
 

@@ -51,5 +51,5 @@ def _add(status: StatusFile, state: Any, logs: dict[str, Any]) -> None:
     step = status.last_step()
     added = {f"memascend_{name}": step[name] for name in TRAINER_NAMES if name in step}
     logs.update(added)
-    if state.log_history:  # has a copy of the line already
+    if state.log_history:  # it has a copy of the line
         state.log_history[-1].update(added)

@@ -21,7 +21,7 @@ from memascend.streaming.window import GradientShard, TilePlaces
 
 
 class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """Gradients in DeepSpeed's flat buffer, which lies in the arena."""
+    """Gradients in DeepSpeed's flat buffer, which is in the arena."""
 
     streams_gradients = False
     grad_partitions_flat_buffer: torch.Tensor | None
@@ -54,7 +54,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     offload_optimizer_pin_memory: bool
     grad_partitions_flat_buffer: torch.Tensor | None
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor]
-    #: Modes until the end of `_setup_for_real_optimizer`.
+    #: Torch function modes, entered until the end of `_setup_for_real_optimizer`.
     _setting_up: ExitStack
 
     def _setup_for_real_optimizer(self) -> None:

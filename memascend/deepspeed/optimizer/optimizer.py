@@ -250,7 +250,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
         self.passes.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients as upstream, and those of an aborted pass."""
+        """Restart the window of micro-steps as upstream, also after an aborted pass."""
         self._drop_unreduced()
         super().zero_grad(set_to_none)
 
@@ -338,7 +338,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
             swapper.synchronize_writes()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether a rank has an overflow; our verdict replaces the check of the buffer."""
+        """Return whether any rank overflowed; our verdict replaces the check of the flat buffer."""
         verdict = self._verdict() if partition_gradients else None
         if verdict is None:
             return bool(super().has_overflow(partition_gradients))
@@ -469,7 +469,7 @@ def _refuse_dtypes(optimizer: Any) -> None:
     if {first} | trained <= _TRAINED_DTYPES or {first} | trained == {torch.float64}:
         return
     raise ConfigError(
-        f"{type(optimizer).__name__} cannot train what it was given: the first parameter is "
+        f"{type(optimizer).__name__} cannot train its parameters: the first parameter is "
         f"{first}, those that require a gradient are {', '.join(sorted(map(str, trained)))}. "
         "DeepSpeed keeps all weights in the dtype of the first, and they are trained in fp32, bf16 "
         "or fp16. likely cause: frozen parameters that are no floats, such as packed 4-bit "

@@ -215,8 +215,8 @@ class WholeSteps(Steps):
         if self.integrity.is_torn:
             raise TornStepError(
                 "cannot load a checkpoint after half an optimizer step: without "
-                "streaming.optimizer DeepSpeed's buffers of that step are not given back. fix: "
-                "start the program again and load it there"
+                "streaming.optimizer DeepSpeed's buffers of that step are not freed. fix: restart "
+                "the program and load the checkpoint first"
             )
         self.integrity.note_change()
 

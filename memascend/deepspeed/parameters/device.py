@@ -32,7 +32,7 @@ def start_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Check if two tensors are views of one storage."""
+    """Return whether two tensors share a storage."""
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
 
 

@@ -34,8 +34,8 @@ def exclusive(
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
     """Hold the owner's lock during a call; after Ctrl-C in it, release everything.
 
-    Ctrl-C may end a call at any line, so its state cannot be trusted. An Exception is handled by
-    the method itself. If Ctrl-C interrupts `recover` too, the next call begins with it.
+    Ctrl-C may end a call at any line, so its state cannot be trusted; after an Exception the method
+    itself leaves a valid state. If Ctrl-C interrupts `recover` too, the next call begins with it.
     """
 
     def whole(self: Owner, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:

@@ -39,7 +39,7 @@ from memascend.streaming.parameters import ParameterStream
 from memascend.streaming.released import ReleasedMemory
 from memascend.streaming.shards import Shard, ShardState
 
-#: A shard below this stays in host memory for good, as in stock DeepSpeed (MIN_AIO_BYTES).
+#: A smaller shard always stays in host memory, as in stock DeepSpeed (MIN_AIO_BYTES).
 SWAPPABLE_BYTES_MIN = 1 << 20
 #: Bytes gathered in one turn. Fixed, so that every rank cuts the same list in the same places.
 TURN_BYTES = 256 << 20

@@ -121,7 +121,7 @@ def plan_for(
         return derive(shapes, request=request, limit_bytes=fallback)
     except LimitTooSmallError as error:
         raise LimitTooSmallError(
-            "memascend.host_memory_limit is not set, so what this machine has free bounds it: "
+            "memascend.host_memory_limit is not set, so the free memory of this machine limits it: "
             f"{error}",
             limit_bytes=error.limit_bytes,
             minimum_bytes=error.minimum_bytes,

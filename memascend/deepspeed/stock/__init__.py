@@ -1,1 +1,1 @@
-"""DeepSpeed's own parts over our memory and store, and its parts for sections that are off."""
+"""DeepSpeed's own swappers over our store and memory, and its parts for sections that are off."""

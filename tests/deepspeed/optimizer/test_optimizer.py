@@ -134,7 +134,7 @@ def test_a_model_without_a_trainable_parameter_is_refused() -> None:
     model[0].weight.requires_grad_(False)
     zero_optimizer._refuse_nothing_to_train(model, optimizer)
     model[0].bias.requires_grad_(False)
-    told = r"of the 2 tensors given to AdamW none .* of the model's 4 tensors 2 do.*fix: "
+    told = r"none of the 2 tensors given to AdamW .* of the model's 4 tensors 2 do.*fix: "
     with pytest.raises(ConfigError, match=told):
         ZeroOptimizer(model, optimizer, {}, None, {"memascend": {}})
 

@@ -154,7 +154,7 @@ def test_after_half_a_step_neither_step_nor_save_nor_load_goes_on(
     for refused in (optimizer.step, optimizer.settle):
         with pytest.raises(TornStepError, match="load a checkpoint"):
             refused()
-    with pytest.raises(TornStepError, match=r"streaming\.optimizer .*start the program again"):
+    with pytest.raises(TornStepError, match=r"streaming\.optimizer .*restart the program"):
         optimizer.begin_load()
 
 
