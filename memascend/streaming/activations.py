@@ -418,11 +418,11 @@ class ActivationStream:
 
 
 def _too_many_activations(nbytes: int, refusal: str) -> HostMemoryError:
-    """Return the error of activations of which no more checksums can be kept.
+    """Return the error for activations that exceed the memory for checksums.
 
     Args:
-        nbytes: Of those that are on the drive.
-        refusal: Why there is no more memory.
+        nbytes: Bytes of activations on the drive.
+        refusal: The reason why there is no more memory.
     """
     return HostMemoryError(
         f"cannot keep checksums of more activations: {format_nbytes(nbytes)} of them are on the "

@@ -21,7 +21,7 @@ def activity(console: Console, title: str, detail: Callable[[], str]) -> Iterato
 
     Args:
         console: Where to show it.
-        title: What is being done.
+        title: Name of the work.
         detail: Gives the latest news in a few words. Called from another thread, several times a
             second on a terminal.
     """

@@ -1,4 +1,4 @@
-"""From values to what a chart is drawn of: lines and areas in a square of SIDE, and ticks.
+"""Turns values into the lines, areas and ticks of a chart, in a square of side SIDE.
 
 Pure geometry; knows neither runs nor HTML. Labels stand beside the drawing, at percentages, so that
 the drawing may be stretched to any width and the text keeps its size.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-#: Of the square that everything is drawn in, x to the right, y downwards.
+#: Side of the square in which everything is drawn, x to the right, y downwards.
 SIDE = 1000
 #: Points of one line: more cannot be told apart on a screen.
 POINTS_MAX = 400
@@ -47,8 +47,8 @@ class Shape:
     """A line or an area as drawn.
 
     Attributes:
-        path: Of SVG.
-        label: What it says when it is pointed at.
+        path: SVG path data.
+        label: Text shown when the pointer is on it.
     """
 
     name: str
@@ -95,7 +95,7 @@ Form = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What x counts.
+    """The quantity on the x axis.
 
     Attributes:
         from_zero: Whether it begins at 0; else at the first value.
@@ -122,12 +122,12 @@ def line_chart(
     """Return a chart of one line for each series; None when there is nothing to draw.
 
     Args:
-        title: Of the chart.
-        series: Those without points are left out.
+        title: Title of the chart.
+        series: Values; series without points are left out.
         form: Shows a value of y.
         base: Ticks are round numbers of its powers.
         from_zero: Whether y begins at 0.
-        x_axis: What x counts.
+        x_axis: The quantity on the x axis.
     """
     drawn = [each for each in series if each.points]
     if not drawn:

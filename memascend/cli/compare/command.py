@@ -98,7 +98,7 @@ def compare_command_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 def compare_command(args: argparse.Namespace) -> int:
     """Run every column, write the report and return the exit status."""
-    # What is shown are the words of others, in lines that a log may keep.
+    # The output of other programs is shown as it is, in lines that a log may keep.
     console = Console(markup=False, highlight=False, soft_wrap=True)
     command: list[str] = args.command
     target = read_target(command, args.nvme_path)
@@ -113,7 +113,7 @@ def compare_command(args: argparse.Namespace) -> int:
     skipped = _skipped(found, target, columns)
     runs = [
         _run(console, column, number, command, target, args)
-        # In turns: whatever else the machine does meanwhile meets all columns alike.
+        # In turns: other load of the machine affects all columns alike.
         for number in (range(1, args.repeat + 1) if args.repeat > 1 else [0])
         for column in columns
         if column.name not in skipped

@@ -1,4 +1,4 @@
-"""The figures of runs: what each is called, how it is shown, and what repeated runs make of it.
+"""The figures of runs: their names, how they are shown, and their spread over repeated runs.
 
 Pure; knows neither tables nor files.
 """
@@ -20,7 +20,7 @@ class Spread:
     """One figure of several runs.
 
     Attributes:
-        median: Of all of them.
+        median: Median of all runs.
         least: The smallest.
         most: The largest.
     """
@@ -56,8 +56,8 @@ class Figure:
         """Return it as text, with its range in a second line where there are several runs.
 
         Args:
-            runs: Of one column.
-            reference: Of the column that it is compared with, by the medians.
+            runs: Runs of one column.
+            reference: Runs of the column to compare medians with.
         """
         spread = self.of_runs(runs)
         if spread is None:
@@ -88,7 +88,7 @@ def figures(baseline_bytes: int) -> list[Figure]:
     """Return all figures, the most important one first.
 
     Args:
-        baseline_bytes: Of a process that has only imported; 0 where that was not measured.
+        baseline_bytes: RSS of a process after its imports; 0 if it was not measured.
     """
     return [
         Figure(
@@ -149,7 +149,7 @@ def figures(baseline_bytes: int) -> list[Figure]:
 
 
 def shown_figures(baseline_bytes: int) -> list[Figure]:
-    """Return those that a table shows: without what was not measured, or says little."""
+    """Return the figures for a table, without unmeasured or less useful ones."""
     left_out = {"registered_bytes_max"}
     if not baseline_bytes:
         left_out.add("rss_above_baseline_bytes_max")

@@ -1,7 +1,7 @@
-"""The page: puts what is known of a comparison in order, and writes it as one HTML file.
+"""The page: arranges the results of a comparison, and writes them as one HTML file.
 
-The file needs nothing besides itself: style and drawings are in it, and there is no script. What
-others have written (commands, configurations, paths, logs) is escaped by the template engine.
+The file needs nothing besides itself: style and drawings are in it, and there is no script. Text
+from outside (commands, configurations, paths, logs) is escaped by the template engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEADLINES = (
     ("step_time_s_mean",),
 )
 
-#: Of the table of losses; report.json has all.
+#: Rows in the table of losses; report.json has all.
 LOSS_ROWS_MAX = 1000
 
 
@@ -46,8 +46,8 @@ class Bar:
     """One column's part of a headline.
 
     Attributes:
-        percent: Of the longest bar.
-        change: Against the first column, such as "-25 %"; empty for that one.
+        percent: Length relative to the longest bar.
+        change: Difference to the first column, such as "-25 %"; empty for that one.
     """
 
     name: str

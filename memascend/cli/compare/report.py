@@ -180,7 +180,7 @@ def _column_json(runs: Sequence[Run], baseline_bytes: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe where this ran, for whoever reads the figures later."""
+    """Describe the machine and the versions, to read the figures with later."""
     versions: dict[str, str | None] = {}
     for name in ("memascend", "deepspeed", "torch", "transformers", "accelerate"):
         try:

@@ -1,7 +1,7 @@
 """Runs one column of a comparison: the user's command in fresh processes, watched from outside.
 
-Knows processes, environments and printed losses; nothing of tables, and nothing of what the command
-does with the environment it is given.
+Knows processes, environments and printed losses; neither tables, nor how the command uses its
+environment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Column:
     """One way to run the command.
 
     Attributes:
-        name: What the report calls it.
+        name: Name in the report.
         environment: Variables set for it.
         expects_plugin: Whether a run in which memascend never spoke is a failure.
     """
@@ -62,13 +62,13 @@ class Run:
     """One outcome of a column; filled while it runs.
 
     Attributes:
-        number: Which of the column's runs it is, from 1 on; 0 for the only one.
+        number: Number of the run within its column, from 1; 0 for the only one.
         started_s: On the clock that all processes share.
         losses: The printed losses, as text: equality of runs is equality of every digit.
         loss_times_s: When each of them was printed, in seconds since the start.
-        drive_samples: Of the drives below the folders that it offloads to.
+        drive_samples: Samples of the drives that it offloads to.
         io_bytes: Bytes (read, written) on storage by all its processes; None where not known.
-        recording: What memascend wrote down in the run; empty where it is off.
+        recording: Marks and memory that memascend recorded; empty if it is off.
         problem: Why it does not count, empty when it does.
     """
 
@@ -131,7 +131,7 @@ def run_column(
 ) -> Run:
     """Run the command to its end and record what it printed and used.
 
-    What memascend writes down in it lies in a folder that is gone on return.
+    The folder for the marks that memascend records is removed on return.
     Every line of output goes to `log` and to `on_line`. A command that cannot be started,
     that fails, or in which an expected plugin stayed silent leaves a `problem`, not an exception.
     """

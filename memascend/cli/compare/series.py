@@ -1,6 +1,6 @@
 """From runs to charts: of memory, components, drives, steps and losses, over time.
 
-Knows runs and what was sampled of them; nothing of HTML.
+Knows runs and their samples; nothing of HTML.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def component_charts(report: Report) -> list[Chart]:
 
 
 def drive_charts(report: Report) -> list[Chart]:
-    """Return what each drive read and wrote per second, one line for each run."""
+    """Return charts of bytes read and written per second by each drive, a line for each run."""
     names = {name for run in report.runs for s in run.drive_samples for name in s.counters}
     return _drawn(
         *(

@@ -1,6 +1,6 @@
-"""Where the time of a step goes: phases, and in each what training waited for.
+"""The time of a step by phase, and the waits in each phase.
 
-From the marks that a run has left; pure arithmetic.
+Pure arithmetic over the marks that a run recorded.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class PhaseTime:
     """One phase, of one step on average.
 
     Attributes:
-        total_s: Seconds that it took.
-        drive_s: Of these, training waited for drives.
-        device_s: It waited for the device.
-        optimizer_s: It waited for the optimizer's steps that go on behind it.
-        read_bytes: That the drives read meanwhile, for whomever.
-        written_bytes: That they wrote.
+        total_s: Seconds of the phase.
+        drive_s: Seconds of it in which training waited for drives.
+        device_s: Seconds of it in which training waited for the device.
+        optimizer_s: Seconds of it in which training waited for background optimizer steps.
+        read_bytes: Bytes read from the drives meanwhile, by any thread.
+        written_bytes: Bytes written to the drives meanwhile, by any thread.
     """
 
     phase: str
@@ -35,15 +35,15 @@ class PhaseTime:
 
     @property
     def computing_s(self) -> float:
-        """What is left: the model's and the optimizer's arithmetic, and Python."""
+        """Seconds without waits: arithmetic of model and optimizer, and Python."""
         return max(0.0, self.total_s - self.drive_s - self.device_s - self.optimizer_s)
 
 
 def phase_times(marks: Sequence[Mark]) -> list[PhaseTime]:
     """Return the phases of the mean step.
 
-    The first step is left out where there are others: it is unlike them. So is what comes after
-    the last one. Empty without a step.
+    The first step is left out if there are others, since it is unlike them. Marks after the last
+    step are left out, too. Empty without a step.
     """
     ends = [index for index, mark in enumerate(marks) if mark.phase == OPTIMIZER]
     if not ends:

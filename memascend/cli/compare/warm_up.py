@@ -24,7 +24,7 @@ from memascend.errors import UnsupportedDeepSpeedError
 from memascend.system.files import open_anew
 from memascend.system.memory import process_status
 
-# Operators that a CPU or GPU run with NVMe offload loads, with what each of them is for.
+# Operators that a CPU or GPU run with NVMe offload loads, and the purpose of each.
 OPERATORS = {
     "AsyncIOBuilder": "DeepSpeed's own I/O",
     "PinMemoryBuilder": "DeepSpeed's page-locking",
@@ -54,7 +54,7 @@ class WarmUp:
 
 
 def warm_up(log: Path, on_news: Callable[[str], None]) -> WarmUp:
-    """Run the warm-up; call `on_news` with what is being waited for."""
+    """Run the warm-up; call `on_news` with the name of each step that takes time."""
     found = WarmUp()
     environment = child_environment({"MEMASCEND_DISABLE": "1"})
     environment.setdefault("MAX_JOBS", str(_compile_jobs()))
@@ -123,7 +123,7 @@ def _main() -> int:
         started_s = time.monotonic()
         try:
             builder.load(verbose=False)
-        except Exception as error:  # whatever the build raises goes into the report
+        except Exception as error:  # any error of the build goes into the report
             _say(unavailable={name: str(error).strip() or type(error).__name__})
         else:
             _say(text=f"{builder.NAME} is ready after {time.monotonic() - started_s:.0f} s")

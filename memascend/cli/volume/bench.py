@@ -1,4 +1,4 @@
-"""`memascend volume bench`: what each drive gives, alone and beside the others, and with what.
+"""`memascend volume bench`: the rate of each drive, alone and beside the others, and its settings.
 
 Measures through `volume_speed`, the load that training puts on a drive.
 """
@@ -45,7 +45,7 @@ class Setting:
     """One setting of the sweep.
 
     Attributes:
-        chunk_bytes: Of one request.
+        chunk_bytes: Bytes of one request.
         queue_depth: Requests in flight on each drive.
         rate: Bytes per second of all drives together, mixed.
     """
@@ -198,7 +198,7 @@ def _fio_state(args: argparse.Namespace, fio: str | None) -> str:
 
 
 class _Steps:
-    """Shows which measurement of how many goes on, and what all of them have moved."""
+    """Shows the number of the current measurement, and the bytes that all of them moved."""
 
     def __init__(self, meter: Meter, count: int) -> None:
         self.meter = meter
@@ -245,7 +245,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _block(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the memascend block to use, without what is the default anyway."""
+    """Return the memascend block to use, without keys that have their default."""
     block: dict[str, Any] = {}
     defaults = DirectNvmeConfig()
     chosen = report["chosen"]

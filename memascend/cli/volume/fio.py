@@ -35,7 +35,7 @@ def command(
     seconds: float,
     offset: int = 0,
 ) -> list[str]:
-    """Return the command line, for the report and for whoever wants to repeat it."""
+    """Return the command line, which the report shows so that it can be repeated."""
     return [
         program,
         "--name=memascend",
@@ -67,8 +67,8 @@ def run(
 
     Args:
         program: fio.
-        volume: A directory, or a device of which only what is ours is used.
-        mode: What to do.
+        volume: A directory, or a device, where only our own range is used.
+        mode: Kind of load.
         load: Size and depth of requests, and how much of the drive.
         engine: Name of the engine it is compared with.
         seconds: How long; fio counts whole ones.
@@ -111,5 +111,5 @@ def run(
 
 
 def _escaped(path: str) -> str:
-    """Escape what fio would take for more than one name: a colon ends it."""
+    """Escape a path for fio, which splits names at colons."""
     return path.replace("\\", "\\\\").replace(":", "\\:")
