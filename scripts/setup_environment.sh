@@ -125,11 +125,8 @@ if [ ! -L "$VENV" ]; then
   if [ "$(cat "$stamp" 2> /dev/null || true)" != "$wanted" ]; then
     install_system_packages
     make_virtual_environment
-    # The core needs neither torch nor DeepSpeed: compiled while these are downloaded and unpacked.
-    install_memascend &
-    core=$!
     install_python_packages
-    wait "$core"
+    install_memascend
     mend_scripts
     compile_operators
     echo "$wanted" > "$stamp"

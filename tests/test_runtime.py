@@ -72,7 +72,8 @@ def test_threads_of_ours_make_the_device_their_own_before_anything_else(tmp_path
         block={"activations": {"enabled": True, "device_bytes": 0}},
         device=Device(use_here=lambda: calls.append(threading.current_thread().name)),
     )
-    runtime.walk.run(lambda: calls.append("a step")).result()
+    runtime.walk.start([lambda reach: calls.append("a step")], {}, lambda: None)
+    runtime.walk.finish()
     saved = [runtime.activations.put(torch.zeros(1 << 10)) for _ in range(2)]
     runtime.activations.settle()
     assert calls[:2] == ["memascend-optimizer_0", "a step"]

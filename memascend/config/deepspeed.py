@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from memascend.config.messages import explain
 from memascend.config.section import PathText
@@ -58,7 +66,7 @@ class _Part(BaseModel):
     @classmethod
     def _read(cls, content: Any) -> Any:
         if not isinstance(content, cls) and hasattr(content, "model_dump"):  # DeepSpeed's own
-            content = content.model_dump(exclude_unset=True)
+            content = content.model_dump(exclude_unset=True, by_alias=True)
         if not isinstance(content, Mapping):
             return content
         values = {
@@ -77,6 +85,12 @@ class _Part(BaseModel):
 
 def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
+
+
+def _also(name: str, default: int) -> Any:
+    """Return a field that DeepSpeed's own objects and dicts may have without "stage3_"."""
+    choices = AliasChoices(f"stage3_{name}", name)
+    return Field(default, validation_alias=choices)
 
 
 class OffloadParam(_Part):
@@ -109,9 +123,9 @@ class ZeroOptimization(_Part):
 
     stage: Count = 0
     sub_group_size: Count = 10**9
-    stage3_max_reuse_distance: Count = 10**9
-    stage3_max_live_parameters: Count = 10**9
-    stage3_prefetch_bucket_size: Count = 5 * 10**7
+    stage3_max_reuse_distance: Count = _also("max_reuse_distance", 10**9)
+    stage3_max_live_parameters: Count = _also("max_live_parameters", 10**9)
+    stage3_prefetch_bucket_size: Count = _also("prefetch_bucket_size", 5 * 10**7)
     reduce_bucket_size: Count = 5 * 10**8
     contiguous_gradients: bool = True
     zenflow: Any = None

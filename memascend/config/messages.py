@@ -75,7 +75,8 @@ def _explain_entry(entry: dict[str, Any], model: type[BaseModel], root: str) -> 
     if entry["type"] == "value_error":
         text += f" ({reason})"
     nearest = _nearest_word(section, name, entry["input"])
-    return f"{text}. {_allowed(section, name)}.{nearest}{_advice(section, name)}"
+    advice = _advice(section, name) if root else ""  # another program may have other defaults
+    return f"{text}. {_allowed(section, name)}.{nearest}{advice}"
 
 
 def _key_path(location: Sequence[str | int], model: type[BaseModel]) -> Path:

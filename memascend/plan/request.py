@@ -203,6 +203,8 @@ class PlanRequest:
             ConfigError: Not ZeRO stage 3, or an invalid value.
         """
         if block is None:
+            if isinstance(ds_config, DeepSpeedSettings):
+                raise TypeError("parsed settings hold no block: give it as `block`")
             block = parse_block(find_block(ds_config) or {})
         settings = (
             ds_config if isinstance(ds_config, DeepSpeedSettings) else parse_deepspeed(ds_config)

@@ -5,7 +5,7 @@ because a saved tensor keeps its whole storage in memory.
 
 Saved storages wait on the device. A thread writes the oldest one as soon as the waiting storages
 exceed `device_bytes` plus the largest one. Backward takes storages in reverse order. One that still
-waits is used where it is and never written; the next ones on the drive are prefetched.
+waits is used where it is, and not written meanwhile; the next ones on the drive are prefetched.
 
 Peak device memory: `device_bytes`, the storages in use, and twice the largest one (one waiting, one
 being written or prefetched). Host memory is a fixed number of slots.
@@ -313,15 +313,24 @@ class ActivationStream:
             self._use_device()
             with self._on_copy_stream():
                 self._run_jobs()
-        except Exception as error:  # the device failed: end each job with this error
-            self._run_jobs(error)
+        except Exception as error:  # the device failed, in no job's own part
+            self._fail_all(error)
 
-    def _run_jobs(self, refusal: Exception | None = None) -> None:
+    def _fail_all(self, error: Exception) -> None:
+        """End every read with an error, and report it to callers that wait for room."""
+        error.with_traceback(None).__context__ = None  # frees the bytes on the device
+        with self._changed:
+            reads, self._reads = self._reads, deque()
+            for record in reads:
+                record.error, record.state, record.data = error, State.STORED, None
+                self._sizes.note_device(record)
+            self._errors[""] = error
+            self._changed.notify_all()
+
+    def _run_jobs(self) -> None:
         while (job := self._next_job()) is not None:
             record, data = job
             try:
-                if refusal is not None:
-                    raise refusal
                 if record.state is State.READING:
                     self._read(record, data)
                 else:

@@ -140,6 +140,7 @@ class EarlySteps:
         tiles: Tiles,
         run: Callable[[Callable[[], None]], Future[None]],
         new_event: Callable[[], Event] | None = None,
+        use_device: Callable[[], object] = int,
     ) -> None:
         """Start closed; `begin` opens it.
 
@@ -148,8 +149,10 @@ class EarlySteps:
             tiles: Its tiles.
             run: Runs functions on the stepping thread, in order of submission.
             new_event: Makes an event of the device; None when the device is the CPU.
+            use_device: Makes the device current on the stepping thread.
         """
         self._stream, self._tiles = stream, tiles
+        self._use_device = use_device
         self._run, self._new_event = run, new_event
         self._steps: dict[str, EarlyStep] = {}
         self._coverage: dict[str, _Coverage] = {}
@@ -316,6 +319,7 @@ class EarlySteps:
         if not self._is_open:
             return
         try:
+            self._use_device()
             name, begin = self._stream.step_early(self._steps, self._take_gradient)
             self._done.setdefault(name, set()).add(begin)
         except Exception as error:  # returned by take()

@@ -45,7 +45,7 @@ class Walk:
         Args:
             use_device: Makes the device current on the thread that the steps run on.
         """
-        self._use_device = use_device
+        self.use_device = use_device
         self._waited_s = 0.0
         self._changed = threading.Condition()
         self._course: _Course | None = None
@@ -95,12 +95,7 @@ class Walk:
         Raises:
             RuntimeError: No thread could be started.
         """
-
-        def run_on_device() -> None:
-            self._use_device()
-            function()
-
-        return self._get_thread().submit(run_on_device)
+        return self._get_thread().submit(function)
 
     def has_passed(self, name: str) -> bool:
         """Return whether a value is new, or not written by the walk."""
@@ -172,7 +167,7 @@ class Walk:
         try:
             if course.is_withdrawn:
                 return
-            self._use_device()
+            self.use_device()
             for index, step in enumerate(steps):
                 step(lambda numel, index=index: reach((index, numel)))  # type: ignore[misc]
                 reach((index + 1, 0))

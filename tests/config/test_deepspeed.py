@@ -26,8 +26,9 @@ class Stage(int, enum.Enum):
 class Dumped:
     """Stands for one of DeepSpeed's configuration objects."""
 
-    def model_dump(self, *, exclude_unset: bool) -> dict[str, Any]:
+    def model_dump(self, *, exclude_unset: bool, by_alias: bool) -> dict[str, Any]:
         assert exclude_unset
+        assert by_alias
         return {"device": Device.nvme}
 
 
@@ -122,6 +123,19 @@ def test_deepspeeds_own_enums_and_objects_are_read() -> None:
     assert "max_in_cpu" not in found.zero_optimization.offload_param.stated
     assert found.zero_optimization.offload_optimizer.device == "cpu"
     assert found.communication_data_type == "bf16"
+
+
+def test_an_object_of_deepspeeds_is_read_by_the_keys_of_its_json() -> None:
+    config = pytest.importorskip("deepspeed.runtime.zero.config")
+    keys = {
+        "stage3_max_reuse_distance": 7,
+        "stage3_max_live_parameters": 8,
+        "stage3_prefetch_bucket_size": 9,
+    }
+    without_prefix = {key.removeprefix("stage3_"): value for key, value in keys.items()}
+    for content in (config.DeepSpeedZeroConfig(**keys), keys, without_prefix):
+        found = parse_deepspeed({"zero_optimization": content}).zero_optimization
+        assert {key: getattr(found, key) for key in keys} == keys
 
 
 def test_a_precision_has_several_names_and_may_be_torchs() -> None:

@@ -42,6 +42,8 @@ HEAP = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    # And with other bytes in it, so that whatever is used after it was freed is seen in the bits.
+    "MALLOC_PERTURB_": "165",
 }
 # This is what all groups of a test process may take together; several such processes run beside
 # each other. A rank grows a little from case to case.

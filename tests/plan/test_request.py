@@ -62,6 +62,14 @@ def test_activations_go_to_the_drive_where_the_block_says_so() -> None:
     assert PlanRequest.from_deepspeed(nvme(memascend=block)).has_activations
 
 
+def test_parsed_settings_come_with_their_block() -> None:
+    settings = parse_deepspeed(nvme(memascend={"verify": "full"}))
+    with pytest.raises(TypeError, match="block"):
+        PlanRequest.from_deepspeed(settings)
+    block = parse_block({"verify": "full"})
+    assert PlanRequest.from_deepspeed(settings, block=block).verify == "full"
+
+
 UNCLIPPED = {"gradient_clipping": 0.0}
 
 

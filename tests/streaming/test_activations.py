@@ -62,6 +62,54 @@ def test_a_device_that_cannot_be_made_current_is_an_error_of_what_was_saved() ->
     assert torch.equal(value(stream, saved[0]), numbers(0))  # it stayed on the device
 
 
+def test_a_device_that_fails_between_jobs_ends_every_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dropped read-ahead storage is waited for by the thread, and CUDA reports an old error."""
+    fails = threading.Event()
+
+    class Failing(InOrder):
+        def synchronize(self) -> None:
+            if fails.is_set():
+                raise RuntimeError("the device is lost")
+            super().synchronize()
+
+    monkeypatch.setattr(ActivationStream, "_stream_here", lambda self, device: None)
+    stream = activation_stream(new_event=Failing)
+    saved: list[Activation | None] = [*put_all(stream, 6)]
+    stream.settle()
+    stream.take(saved[4])  # type: ignore[arg-type]
+    stream.settle()  # the one before it is read ahead
+    begins, goes_on = threading.Event(), threading.Event()
+    forget = stream._forget_garbage
+
+    def wait() -> None:
+        begins.set()
+        assert goes_on.wait(WAIT_S)
+        forget()
+
+    monkeypatch.setattr(stream, "_forget_garbage", wait)
+    told: list[Exception] = []
+
+    def take() -> None:
+        try:
+            stream.take(saved[0])  # type: ignore[arg-type]
+        except RuntimeError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert begins.wait(WAIT_S)
+    fails.set()
+    saved[3] = None
+    gc.collect()
+    goes_on.set()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert "the device is lost" in str(told)
+    fails.clear()
+
+
 @pytest.mark.parametrize("order", ["backward", "forward"])
 def test_all_come_back_in_any_order_and_leave_nothing(order: str) -> None:
     stream = activation_stream()

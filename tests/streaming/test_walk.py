@@ -243,8 +243,6 @@ def test_a_walk_whose_device_cannot_be_made_current_ends_in_that_error() -> None
     walk.start([lambda reach: None], {}, lambda: None)
     with pytest.raises(RuntimeError, match="no such device"):
         walk.finish()
-    with pytest.raises(RuntimeError, match="no such device"):
-        walk.run(lambda: None).result()
 
 
 def test_time_is_counted_of_who_waits_for_values_or_for_the_end(held: Held) -> None:

@@ -112,6 +112,7 @@ def interruptions(make: Callable[[], Callable[[], object]], stride: int = 1) -> 
     """
     seen: set[str] = set()
     at_line = random.randrange(stride) if stride == FINE else 0
+    print(f"the first line that is interrupted: {at_line}, then every {stride}")
     while True:
         first = _run(at_line, make(), None)
         yield first.places

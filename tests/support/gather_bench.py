@@ -37,8 +37,11 @@ class Registry(dict[Any, Any]):
     def __contains__(self, param: Any) -> bool:
         return super().__contains__(getattr(param, "ds_id", param))
 
-    def pop(self, param: Any) -> Any:  # type: ignore[override]
-        return super().pop(getattr(param, "ds_id", param))
+    def __getitem__(self, param: Any) -> Any:
+        return super().__getitem__(getattr(param, "ds_id", param))
+
+    def pop(self, param: Any, *default: Any) -> Any:  # type: ignore[override]
+        return super().pop(getattr(param, "ds_id", param), *default)
 
 
 @wrap_register

@@ -76,6 +76,7 @@ class StepsEarly(StepsBehind):
             tiles=tiles,
             run=runtime.walk.run,
             new_event=runtime.new_event,
+            use_device=runtime.walk.use_device,
         )
 
     def _why_never_early(self) -> str:

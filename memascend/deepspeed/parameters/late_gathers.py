@@ -184,11 +184,13 @@ class LateGathers:
         listed, here = list(params), stream_here()
         self.begin(listed)
         for param in filter(self.is_ahead, listed):
-            handle = self._registries[param.ds_id].pop(param)
+            registry = self._registries[param.ds_id]
+            handle = registry[param]
             with on_stream(handle.stream):  # as DeepSpeed's coordinator does
                 handle.wait()
             if here != handle.stream:
                 here.wait_stream(handle.stream)
+            registry.pop(param, None)  # last, so that a wait after Ctrl-C finds the handle
 
     def begin_awaited(self, param: Parameter) -> None:
         """Begin the gather of a parameter for which the coordinator waits; see LateGather.wait.
