@@ -354,7 +354,7 @@ SLOW = """
 import time
 other = Path(sys.argv[2])
 store = open_store(directory, "threads", volumes=[str(directory), str(other)], pace_seconds=1.0,
-                   stripe_bytes=128 << 10, queue_depth=8, threads=2)
+                   stripe_bytes=128 << 10, queue_depth=8)
 store.reserve(key="k", nbytes=32 << 20)
 end = time.monotonic() + 20
 count = 0
