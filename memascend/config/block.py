@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from memascend.base.json_text import parse_json, show_json
 from memascend.config.environment import CONFIG_VARIABLE, block_text, is_disabled
 from memascend.config.limit import parse_limit
-from memascend.config.messages import explain
+from memascend.config.messages import parse
 from memascend.config.section import Nbytes, PathText, Section
 from memascend.config.volumes import Volumes
 from memascend.errors import ConfigError
@@ -291,10 +291,7 @@ def parse_block(block: Mapping[str, Any]) -> MemAscendConfig:
     Raises:
         ConfigError: Names every wrong key with its value, the allowed values and the nearest key.
     """
-    try:
-        return MemAscendConfig.model_validate(dict(block))
-    except ValidationError as error:
-        raise ConfigError(explain(error, model=MemAscendConfig, root=BLOCK_KEY)) from None
+    return parse(MemAscendConfig, block, root=BLOCK_KEY)
 
 
 def active_config(ds_config: object) -> MemAscendConfig | None:

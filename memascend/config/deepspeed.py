@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AliasChoices,
@@ -17,13 +17,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
 
-from memascend.config.messages import explain
+from memascend.config.messages import parse
 from memascend.config.section import PathText
-from memascend.errors import ConfigError
 
 #: Where a tensor may be offloaded to.
 Device = Literal["none", "cpu", "nvme"]
@@ -49,7 +47,6 @@ def _read_precision(value: object) -> object:
     return _PRECISIONS.get(str(value).lower().removeprefix("torch."), value)
 
 
-_Model = TypeVar("_Model", bound=BaseModel)
 Count = Annotated[int, BeforeValidator(_read_count), Field(ge=0)]
 Precision = Annotated[Literal["bf16", "fp16", "fp32"], BeforeValidator(_read_precision)]
 
@@ -153,18 +150,28 @@ class HalfPrecision(_Part):
     bf16_optimizer_states: bool = False
 
 
-class Switch(_Part):
-    """A section of which only the switches are used."""
+class TorchAutocast(_Part):
+    """`torch_autocast`."""
 
     enabled: bool = False
+
+
+class Compile(_Part):
+    """`compile`."""
+
     deepcompile: bool = False
+
+
+class CheckpointWriter(_Part):
+    """`checkpoint.writer`."""
+
     decoupled: bool = False
 
 
 class Checkpoint(_Part):
     """`checkpoint`."""
 
-    writer: Switch = Switch()
+    writer: CheckpointWriter = CheckpointWriter()
 
 
 class Optimizer(_Part):
@@ -195,8 +202,8 @@ class DeepSpeedSettings(_Part):
     bf16: HalfPrecision = HalfPrecision()
     bfloat16: HalfPrecision = HalfPrecision()
     fp16: HalfPrecision = HalfPrecision()
-    torch_autocast: Switch = Switch()
-    compile: Switch = Switch()
+    torch_autocast: TorchAutocast = TorchAutocast()
+    compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
     optimizer: Optimizer = Optimizer()
     data_types: DataTypes = DataTypes()
@@ -209,7 +216,7 @@ class DeepSpeedSettings(_Part):
     @property
     def adam(self) -> AdamSwitches:
         """The switches of Adam among the optimizer's parameters."""
-        return _parse(AdamSwitches, self.optimizer.params, root="optimizer.params")
+        return parse(AdamSwitches, self.optimizer.params, root="optimizer.params")
 
     @property
     def halves(self) -> Mapping[str, HalfPrecision]:
@@ -237,11 +244,4 @@ def parse_deepspeed(ds_config: object) -> DeepSpeedSettings:
     Raises:
         ConfigError: Names every wrong key with its value, the allowed values and the nearest one.
     """
-    return _parse(DeepSpeedSettings, ds_config if isinstance(ds_config, Mapping) else {}, root="")
-
-
-def _parse(model: type[_Model], content: Mapping[str, Any], *, root: str) -> _Model:
-    try:
-        return model.model_validate(dict(content))
-    except ValidationError as error:
-        raise ConfigError(explain(error, model=model, root=root)) from None
+    return parse(DeepSpeedSettings, ds_config if isinstance(ds_config, Mapping) else {}, root="")

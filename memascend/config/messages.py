@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from memascend.base.json_text import show_json
 from memascend.config.section import read_nbytes
+from memascend.errors import ConfigError
 
 #: Further lines of a message are dropped.
 LINE_COUNT_MAX = 40
@@ -23,8 +24,26 @@ LINE_COUNT_MAX = 40
 NAME_LENGTH_MAX = 100
 
 Path = tuple[str | int, ...]
+_Model = TypeVar("_Model", bound=BaseModel)
 
 _PLAIN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def parse(model: type[_Model], content: Mapping[str, Any], *, root: str) -> _Model:
+    """Return the validated model.
+
+    Args:
+        model: The model of all that is read.
+        content: Keys and values, as the user wrote them.
+        root: The model's own key; empty for a whole file.
+
+    Raises:
+        ConfigError: Names every wrong key with its value, the allowed values and the nearest key.
+    """
+    try:
+        return model.model_validate(dict(content))
+    except ValidationError as error:
+        raise ConfigError(explain(error, model=model, root=root)) from None
 
 
 def explain(error: ValidationError, *, model: type[BaseModel], root: str) -> str:

@@ -39,7 +39,7 @@ CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
 #: With several ranks stock copies what it gathers while the host waits, and so hides these.
 HIDDEN_BY_STOCK = ("slot_back_before_gather_copy", "gather_event_on_default_stream")
 #: The first rank works on the device that a thread begins with, and one that is alone waits for its
-#: copies, whatever stream they began on.
+#: copies on any stream.
 SEEN_BY_SEVERAL_RANKS = (
     "activations_on_device_0",
     "steps_on_device_0",

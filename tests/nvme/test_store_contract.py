@@ -104,7 +104,7 @@ def test_when_all_is_waited_for_every_ticket_is_done(store: Any) -> None:
     for ticket in tickets:
         assert ticket.done()
         ticket.wait()
-        ticket.wait()  # as often as somebody asks
+        ticket.wait()  # a second wait returns at once
 
 
 def test_a_key_is_gone_once_it_is_discarded(store: Any) -> None:

@@ -42,7 +42,7 @@ HEAP = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
-    # And with other bytes in it, so that whatever is used after it was freed is seen in the bits.
+    # malloc fills freed memory with other bytes, so that a use after free shows in the results.
     "MALLOC_PERTURB_": "165",
 }
 # This is what all groups of a test process may take together; several such processes run beside

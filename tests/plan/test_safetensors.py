@@ -55,7 +55,7 @@ def test_what_is_no_float_is_frozen_in_its_own_bytes(tmp_path: Path) -> None:
         TensorShape("a", (64, 1), trainable=False, itemsize=1),
         TensorShape("b", (4, 8), trainable=False, itemsize=4),
         TensorShape("c", (16,), trainable=False, itemsize=1),
-        TensorShape("d", (5,)),  # whatever its width: it is trained in the model's dtype
+        TensorShape("d", (5,)),  # of any width: it is trained in the model's dtype
     )
 
 

@@ -278,7 +278,7 @@ def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
 def test_the_plan_has_every_byte_of_the_tiles_whatever_the_dtypes(
     stored: torch.dtype, master: torch.dtype, sums: torch.dtype
 ) -> None:
-    """Of the same size are fp16 and bf16, and one is still cast into the other."""
+    """fp16 and bf16 have one size, and are still cast into each other."""
     base = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
     optimizer = SimpleNamespace(
         optimizer=base,
