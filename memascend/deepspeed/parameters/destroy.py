@@ -3,7 +3,7 @@
 As with CPU offload, parameters stay readable after it, and another engine may use the model. Drive
 space, descriptors, threads and memory of parameters are freed with the model, when the script drops
 it. DeepSpeed has two process-wide references to every module that it has run, in a list and in a
-cache; both are removed here.
+cache. The first is removed here; `releases` keeps the second from being made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from deepspeed.runtime.zero import parameter_offload
 
 from memascend.deepspeed.parameters.gather import swapper_of
-from memascend.deepspeed.parameters.module_order import released_params_cache
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
@@ -41,4 +40,3 @@ def _forget_module(module: Any) -> None:
     stack = parameter_offload.FWD_MODULE_STACK
     # In place: all engines share the list.
     stack[:] = [one for one in stack if one is not module]
-    released_params_cache().cache_clear()  # other engines fill it again

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
 Parameter = Any
 
 
@@ -29,18 +27,6 @@ def forget_stale_order(coordinator: Any, params: Iterable[Parameter]) -> None:
     """
     if coordinator.is_complete_trace() and not _has_next(coordinator, set(params)):
         coordinator._invalidate_trace()
-        # It caches results for the old order; by these a weight would stay gathered until the step.
-        released_params_cache().cache_clear()
-
-
-def released_params_cache() -> Any:
-    """Return the cached function that lists the parameters a module releases; process-wide."""
-    function = vars(PartitionedParameterCoordinator)[
-        "_PartitionedParameterCoordinator__params_to_release"
-    ]
-    while not hasattr(function, "cache_clear"):  # inside DeepSpeed's decorator for profilers
-        (function,) = (cell.cell_contents for cell in function.__closure__)
-    return function
 
 
 def _has_next(coordinator: Any, params: set[Parameter]) -> bool:

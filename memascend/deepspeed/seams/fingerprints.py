@@ -162,6 +162,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__step_id": (
         "589553dab8b4eeb1",
     ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.__submodule_order": (
+        "d7c80b81ba9c45a6",
+    ),
     "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator._clean_inflight_param_registry": (
         "7910fe61efcc8776",
     ),

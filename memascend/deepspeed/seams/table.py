@@ -96,6 +96,13 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.parameters.gather:wrap_fetch",
     ),
     Seam(
+        "releases",
+        f"{_ZERO}.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.__params_to_release",
+        "DeepSpeed's decisions outlive their trace, in a cache that keeps every module alive",
+        f"{_OURS}.parameters.releases:wrap_params_to_release",
+    ),
+    Seam(
         "access",
         f"{_ZERO}.parameter_offload",
         "ZeROOrderedDict.__getitem__",
@@ -349,7 +356,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "reset_step",
             "_clean_inflight_param_registry",
             "release_and_reset_all",
-            "__params_to_release",
+            "__submodule_order",
         )
     ),
     (f"{_SWAP}.optimizer_utils", "OptimizerSwapper"),

@@ -6,7 +6,6 @@ import functools
 import gc
 import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero import parameter_offload
 
 from memascend.deepspeed.parameters.destroy import wrap_destroy
-from memascend.deepspeed.parameters.module_order import released_params_cache
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
 
@@ -25,27 +23,6 @@ def module_of(swapper: object) -> torch.nn.Module:
     for param in module.parameters():
         param.nvme_swapper = swapper  # type: ignore[attr-defined]
     return module
-
-
-def cached_in_deepspeed(module: object) -> None:
-    """Have DeepSpeed's cache keep a coordinator that keeps the module."""
-
-    class Coordinator:
-        def __init__(self) -> None:
-            self.module = module
-
-        def is_complete_trace(self) -> bool:
-            return True
-
-    coordinator: Any = Coordinator()
-    for name in ("__step_id", "__n_available_params", "__max_reuse_dist_in_numel"):
-        setattr(coordinator, f"_PartitionedParameterCoordinator{name}", 0)
-    coordinator._PartitionedParameterCoordinator__submodule_order = ()
-    empty = torch.nn.Module()
-    parameter_offload._init_external_params(empty)
-    cache = released_params_cache()
-    cache(coordinator, empty, 0)
-    assert cache.cache_info().currsize > 0
 
 
 def test_a_module_of_ours_goes_with_its_last_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +35,6 @@ def test_a_module_of_ours_goes_with_its_last_reference(monkeypatch: pytest.Monke
     swapper.memascend_attachment = SimpleNamespace(leave=leave)  # type: ignore[assignment]
     module = module_of(swapper)
     stack.append(module)
-    cached_in_deepspeed(module)
     called: list[object] = []
     wrap_destroy(called.append)(SimpleNamespace(module=module))
     assert [one.module for one in called] == [module]  # type: ignore[attr-defined]

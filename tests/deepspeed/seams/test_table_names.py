@@ -35,9 +35,6 @@ IMPORTS = {
     "deepspeed.ops.adam.DeepSpeedCPUAdam": "its `__init__` and its `step` are watched",
     "deepspeed.ops.op_builder.AsyncIOBuilder": "only asked for stock's own handle",
     "deepspeed.runtime.zero.parameter_offload": "its `FWD_MODULE_STACK` is watched",
-    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator": (
-        "its methods are watched"
-    ),
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": "only its type is asked for",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "its methods are watched",
     "deepspeed.utils.logger": "a logger of Python's, for the format of its lines",
