@@ -40,11 +40,11 @@ from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import TensorStore, describe_recovery
 from memascend.plan.derive import Plan
-from memascend.streaming.activations import ActivationStream
-from memascend.streaming.staging import StagingSlots
-from memascend.streaming.walk import Walk
+from memascend.streaming.activations.stream import ActivationStream
+from memascend.streaming.background import BackgroundStep
 from memascend.system.memory import resident_memory
 from memascend.system.numa import preferred_node
+from memascend.transfer.staging import StagingSlots
 from memascend.volumes.prepare import prepared, volume_paths
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Runtime:
         self.config, self.directory, self.limit_bytes = config, directory, limit_bytes
         self._device = device = device or Device()
         self.new_event = None if device.new_event is None else EventPool(device.new_event)
-        self.walk = Walk(self._prepare_step)  # the optimizer's, in the background
+        self.background = BackgroundStep(self._prepare_step)  # the optimizer's, in the background
         self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
         self.helpers = KernelHelpers()  # for checks of gradients; joined with this object
         self.arena: HostAllocator | None = None

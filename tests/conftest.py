@@ -103,7 +103,7 @@ def _place_of(group: str) -> int:
             "tests/deepspeed/checkpoint/",
             "tests/test_wheel.py",
             "tests/scripts/",
-            "tests/streaming/test_optimizer_ctrl_c.py",
+            "tests/streaming/optimizer/test_stream_ctrl_c.py",
             "root",
             "tests/",
         ),

@@ -17,8 +17,8 @@ from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.runtime import Runtime, StockParts, stream_of
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.sub_groups import SubGroup
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.sub_groups import SubGroup
 from tests.support.fake_cuda import FakeCuda, make_core
 from tests.support.plan_models import decoder
 from tests.support.small_runtime import build
@@ -72,14 +72,14 @@ def test_threads_of_ours_make_the_device_their_own_before_anything_else(tmp_path
         block={"activations": {"enabled": True, "device_bytes": 0}},
         device=Device(use_here=lambda: calls.append(threading.current_thread().name)),
     )
-    runtime.walk.start([lambda reach: calls.append("a step")], {}, lambda: None)
-    runtime.walk.finish()
+    runtime.background.start([lambda reach: calls.append("a step")], {}, lambda: None)
+    runtime.background.finish()
     saved = [runtime.activations.put(torch.zeros(1 << 10)) for _ in range(2)]
     runtime.activations.settle()
     assert calls[:2] == ["memascend-optimizer_0", "a step"]
     assert set(calls[2:]) == {"memascend-activations_0"}
     del saved
-    runtime.walk.close()
+    runtime.background.close()
     runtime.close()
 
 
@@ -299,8 +299,8 @@ def test_a_plan_adopted_again_keeps_keys_and_another_moves_them(tmp_path: Path) 
 def test_every_key_of_the_paths_has_its_stream(tmp_path: Path) -> None:
     runtime = build(tmp_path)
     assert runtime.store is not None
-    spool = GradientSpool(store=runtime.io, slots=runtime.staging)
-    spool.put("7_9", 0, torch.ones(10))
+    gradient_stream = GradientStream(store=runtime.io, slots=runtime.staging)
+    gradient_stream.put("7_9", 0, torch.ones(10))
     runtime.staging.wait_writes()
     assert {stream_of(key) for key in runtime.store.keys()} == {GRADIENTS}  # noqa: SIM118
     group = SubGroup("7_9", 10)

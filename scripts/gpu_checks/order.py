@@ -22,9 +22,9 @@ from memascend.base.units import MIB
 from memascend.memory.allocator import HostAllocator
 from memascend.memory.pool import Pool
 from memascend.nvme.store import TensorStore
-from memascend.streaming.parameters import ParameterStream
-from memascend.streaming.staging import StagingSlots
-from memascend.streaming.tiles import Tiles, TileShape
+from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from memascend.streaming.parameters.stream import ParameterStream
+from memascend.transfer.staging import StagingSlots
 
 from . import Check, Figures
 

@@ -33,7 +33,7 @@ def gather_event_on_default_stream(patch: pytest.MonkeyPatch) -> None:
 
 def store_reads_unfilled_slot(patch: pytest.MonkeyPatch) -> None:
     """A staging slot goes to the drive before the copy into it has happened."""
-    from memascend.streaming.staging import StagingSlots, _Write
+    from memascend.transfer.staging import StagingSlots, _Write
 
     def submit(self: Any, key: str, staged: Any, offset_bytes: int, *_: Any) -> None:
         self._writes.append(_Write(self._slots.slot_of(staged), None, key, staged, offset_bytes))
@@ -44,7 +44,7 @@ def store_reads_unfilled_slot(patch: pytest.MonkeyPatch) -> None:
 
 def slot_taken_before_copied_out(patch: pytest.MonkeyPatch) -> None:
     """A staging slot that is given back is free at once."""
-    from memascend.streaming.staging import StagingSlots
+    from memascend.transfer.staging import StagingSlots
 
     def give_back(self: Any, staged: Any) -> None:
         self._slots.free(self._slots.slot_of(staged))
@@ -61,14 +61,14 @@ def gradient_not_recorded(patch: pytest.MonkeyPatch) -> None:
 
 def put_on_default_stream(patch: pytest.MonkeyPatch) -> None:
     """Gradients are copied on the default stream, not on the one that reduced them."""
-    from memascend.streaming.gradients import GradientSpool
+    from memascend.streaming.gradients.stream import GradientStream
 
-    _on_default_stream(patch, GradientSpool, "put")
+    _on_default_stream(patch, GradientStream, "put")
 
 
 def tile_stepped_before_copied(patch: pytest.MonkeyPatch) -> None:
     """A tile is used again while its weights are on their way to the device."""
-    from memascend.streaming.tiles import Tiles
+    from memascend.streaming.optimizer.tiles import Tiles
 
     def copy_part(self: Any, tile: Any, source: Any, target: Any) -> None:
         target.copy_(source, non_blocking=True)
@@ -78,7 +78,7 @@ def tile_stepped_before_copied(patch: pytest.MonkeyPatch) -> None:
 
 def activation_used_before_it_came(patch: pytest.MonkeyPatch) -> None:
     """Backward computes with what is still being copied to the device."""
-    from memascend.streaming.activations import ActivationStream
+    from memascend.streaming.activations.stream import ActivationStream
 
     original = ActivationStream._read
 
@@ -91,7 +91,7 @@ def activation_used_before_it_came(patch: pytest.MonkeyPatch) -> None:
 
 def activation_read_into_memory_in_use(patch: pytest.MonkeyPatch) -> None:
     """The copy of what is read does not wait for those who had its memory before."""
-    from memascend.streaming.activations import ActivationStream
+    from memascend.streaming.activations.stream import ActivationStream
 
     original = ActivationStream._start_read
 
@@ -104,7 +104,7 @@ def activation_read_into_memory_in_use(patch: pytest.MonkeyPatch) -> None:
 
 def activation_written_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
     """The copy to the host does not wait for what computes the activation."""
-    from memascend.streaming.activations import ActivationStream
+    from memascend.streaming.activations.stream import ActivationStream
 
     original = ActivationStream._write
 
@@ -117,7 +117,7 @@ def activation_written_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
 
 def activations_on_device_0(patch: pytest.MonkeyPatch) -> None:
     """The thread that copies activations keeps the device that a new thread has."""
-    from memascend.streaming.activations import ActivationStream
+    from memascend.streaming.activations.stream import ActivationStream
 
     original = ActivationStream.__init__
 
@@ -145,11 +145,11 @@ def event_used_again_while_it_is_held(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EventPool, "__call__", give)
 
 
-def late_gather_on_any_stream(patch: pytest.MonkeyPatch) -> None:
+def gather_on_any_stream(patch: pytest.MonkeyPatch) -> None:
     """A gather begins on the stream of whoever happens to begin it."""
-    from memascend.deepspeed.parameters import late_gathers
+    from memascend.deepspeed.parameters import gathers_on_demand
 
-    patch.setattr(late_gathers, "stream_here", lambda: None)
+    patch.setattr(gathers_on_demand, "stream_here", lambda: None)
 
 
 def _on_default_stream(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
@@ -180,6 +180,6 @@ MISTAKES: dict[str, Mistake] = {
         activations_on_device_0,
         steps_on_device_0,
         event_used_again_while_it_is_held,
-        late_gather_on_any_stream,
+        gather_on_any_stream,
     )
 }

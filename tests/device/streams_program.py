@@ -10,9 +10,9 @@ import os
 
 import torch
 
-from memascend.streaming.activations import ActivationStream
-from memascend.streaming.saved_tensors import SavedTensors
-from memascend.streaming.staging import StagingSlots
+from memascend.streaming.activations.hooks import SavedTensors
+from memascend.streaming.activations.stream import ActivationStream
+from memascend.transfer.staging import StagingSlots
 from tests.device.emulator import torch_device
 from tests.support.streaming_hosts import memory_store
 

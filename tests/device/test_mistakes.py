@@ -33,7 +33,7 @@ CASES = dict.fromkeys(MISTAKES, FEW_SLOTS) | {
     # Which gathers begin late depends on the drive: on a busy machine one step may show nothing.
     "gather_event_on_default_stream": replace(FEW_SLOTS, steps=4),
     "steps_on_device_0": EARLY,
-    "late_gather_on_any_stream": TRAINING,
+    "gather_on_any_stream": TRAINING,
 }
 
 #: With several ranks stock copies what it gathers while the host waits, and so hides these.
@@ -43,10 +43,10 @@ HIDDEN_BY_STOCK = ("slot_back_before_gather_copy", "gather_event_on_default_stre
 SEEN_BY_SEVERAL_RANKS = (
     "activations_on_device_0",
     "steps_on_device_0",
-    "late_gather_on_any_stream",
+    "gather_on_any_stream",
 )
 #: A script gathers by hand on a stream of its own, too.
-BESIDE = ("late_gather_on_any_stream",)
+BESIDE = ("gather_on_any_stream",)
 
 
 #: What the host itself computes has no clock: a copy has to be late to show it. So has one that an

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from memascend.streaming.staging import StagingSlots
+from memascend.transfer.staging import StagingSlots
 from tests.device.trials import Trial
 from tests.device.waits import (
     device_waits_of_gradients,
@@ -22,9 +22,9 @@ FULL = "staging._start_late < staging._finish_write < staging.take"
 
 def test_a_place_is_told_by_functions_which_outlive_line_numbers() -> None:
     line = inspect.getsourcelines(StagingSlots.take)[1] + 1
-    place = f"memascend/streaming/staging.py:{line} < deepspeed/runtime/engine.py:7"
+    place = f"memascend/transfer/staging.py:{line} < deepspeed/runtime/engine.py:7"
     assert functions_of(place) == ["staging.take"]
-    assert place_in_memascend(f"torch/x.py:1 < {place}") == f"memascend/streaming/staging.py:{line}"
+    assert place_in_memascend(f"torch/x.py:1 < {place}") == f"memascend/transfer/staging.py:{line}"
 
 
 @pytest.mark.deepspeed

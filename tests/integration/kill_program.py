@@ -29,7 +29,7 @@ from tests.support.process_group import leave, say
 
 def hold_the_walk(engine: Any) -> None:
     """Has the next walk stop before its last sub-group, for good: whoever looks finds it so."""
-    walk = engine.memascend.runtime.walk
+    walk = engine.memascend.runtime.background
     start = walk.start
 
     def start_held(steps: Any, places: Any, end: Any) -> None:
@@ -40,7 +40,7 @@ def hold_the_walk(engine: Any) -> None:
 
 def die_beside_the_walk(engine: Any) -> None:
     """Kills this process while its last step goes on behind it; says so if it does."""
-    walk = engine.memascend.runtime.walk
+    walk = engine.memascend.runtime.background
     first, last = (engine.optimizer.fp16_groups[number][number] for number in (0, -1))
     walk.wait_for([swapper_of(first).key(first)])
     if not walk.has_passed(swapper_of(last).key(last)):
@@ -56,7 +56,7 @@ def tell(line: str) -> None:
 
 def slow_walks(engine: Any, seconds: float) -> None:
     """Has each sub-group of a walk take so long at least; walks tell when they begin and end."""
-    walk = engine.memascend.runtime.walk
+    walk = engine.memascend.runtime.background
     start = walk.start
 
     def start_slow(steps: Any, places: Any, end: Callable[[], object]) -> None:

@@ -81,7 +81,7 @@ class Training:
             model=model, model_parameters=model.parameters(), config=settings
         )[0]
         self.last = self.layers[-1].weight
-        self.walk = self.engine.optimizer.attachment.runtime.walk
+        self.walk = self.engine.optimizer.attachment.runtime.background
 
     def forward(self) -> Any:
         rows = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).to(torch.bfloat16)

@@ -16,7 +16,7 @@ import deepspeed
 import torch
 
 import memascend  # noqa: F401  what the torch.backends entry point does in an installed copy
-from memascend.streaming.optimizer import OptimizerStream
+from memascend.streaming.optimizer.stream import OptimizerStream
 from tests.support.process_group import leave
 
 LAYERS, WIDTH, STEPS = 6, 256, 3

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from memascend.errors import StoreError, StoreFullError
 from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import MemoryFaults
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.staging import StagingSlots
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.transfer.staging import StagingSlots
 from tests.support.examples import examples
 from tests.support.resident_stores import content, open_resident, pattern, stream_of
 from tests.support.streaming_hosts import PAGE_BYTES, HostTensors, memory_store
@@ -277,15 +277,15 @@ def test_sums_of_gradients_stay_in_memory_from_window_to_window() -> None:
     slots = StagingSlots(
         store=store, memory=HostTensors(), slot_bytes=PAGE_BYTES, slot_count=SLOT_COUNT
     )
-    spool = GradientSpool(store=store, slots=slots, give_memory_to=store.give_memory_to)
+    gradient_stream = GradientStream(store=store, slots=slots, give_memory_to=store.give_memory_to)
     windows, micro_steps = 4, 3
     for window in range(windows):
         for step in range(micro_steps):
             final = step == micro_steps - 1
             gradient = torch.full((1000,), float(window + 1))
-            spool.put("g", 0, gradient, accumulate=step > 0, final=final)
+            gradient_stream.put("g", 0, gradient, accumulate=step > 0, final=final)
             seen = torch.empty(1000)
-            spool.get("g", 0, seen)
+            gradient_stream.get("g", 0, seen)
             assert (seen == micro_steps * (window + final)).all()
     # The drive sees each window's result once, when the next window begins.
     assert store.stats()["bytes_written"] == (windows - 1) * 4096  # in whole blocks

@@ -16,7 +16,7 @@ from tests.support.streaming_hosts import memory_store
 PROGRAM = """
 import torch
 from memascend.nvme.store import MemoryFaults
-from memascend.streaming.walk import Walk
+from memascend.streaming.background import BackgroundStep
 from tests.support.activation_streams import activation_stream, numbers
 from tests.support.streaming_hosts import memory_store
 
@@ -31,7 +31,7 @@ faults.paused = True
 WAITING = {
     "the store": "store.write(key='weights', source=values)",
     "the walk": """
-walk = Walk()
+walk = BackgroundStep()
 step = lambda reach: store.write(key="weights", source=values).wait()
 walk.start([step], {}, store.core.wait_all)
 """,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memascend.streaming.walk import Walk
+from memascend.streaming.background import BackgroundStep
 
 from .walks import watched
 
@@ -13,10 +13,10 @@ from .walks import watched
 def test_walks_are_counted_and_those_that_were_met(late: bool) -> None:
     stepped: list[str] = []
 
-    def begin(walk: Walk, name: str) -> None:
+    def begin(walk: BackgroundStep, name: str) -> None:
         walk.start([lambda reach: stepped.append(name)], {"value": (0, 1)}, lambda: None)
 
-    walk = Walk()
+    walk = BackgroundStep()
     with watched(late=late) as walks:
         begin(walk, "first")
         walk.wait_for(["other"])  # none of the walk's

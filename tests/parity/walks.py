@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from memascend.streaming.walk import Place, Step, Walk
+from memascend.streaming.background import BackgroundStep, Place, Step
 
 WAIT_S = 120.0
 
@@ -37,18 +37,21 @@ class Walks:
 def watched(*, late: bool) -> Iterator[Walks]:
     """Count walks; with `late` none does anything before somebody waits for it."""
     found = Walks()
-    asked: WeakKeyDictionary[Walk, threading.Event] = WeakKeyDictionary()
+    asked: WeakKeyDictionary[BackgroundStep, threading.Event] = WeakKeyDictionary()
     met: set[threading.Event] = set()
-    start, wait_for, finish = Walk.start, Walk.wait_for, Walk.finish
+    start, wait_for, finish = BackgroundStep.start, BackgroundStep.wait_for, BackgroundStep.finish
 
     def start_watched(
-        self: Walk, steps: Sequence[Step], places: Mapping[str, Place], end: Callable[[], object]
+        self: BackgroundStep,
+        steps: Sequence[Step],
+        places: Mapping[str, Place],
+        end: Callable[[], object],
     ) -> None:
         found.begun += 1
         may_go = asked[self] = threading.Event()
         start(self, [_behind(may_go, steps[0]), *steps[1:]] if late else steps, places, end)
 
-    def wait_watched(self: Walk, names: Iterable[str]) -> None:
+    def wait_watched(self: BackgroundStep, names: Iterable[str]) -> None:
         wanted = list(names)
         if not all(map(self.has_passed, wanted)):
             found.met += asked[self] not in met
@@ -56,15 +59,15 @@ def watched(*, late: bool) -> Iterator[Walks]:
             asked[self].set()
         wait_for(self, wanted)
 
-    def finish_watched(self: Walk) -> None:
+    def finish_watched(self: BackgroundStep) -> None:
         if self in asked:
             asked[self].set()
         finish(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Walk, "start", start_watched)
-        patch.setattr(Walk, "wait_for", wait_watched)
-        patch.setattr(Walk, "finish", finish_watched)
+        patch.setattr(BackgroundStep, "start", start_watched)
+        patch.setattr(BackgroundStep, "wait_for", wait_watched)
+        patch.setattr(BackgroundStep, "finish", finish_watched)
         yield found
 
 

@@ -10,8 +10,8 @@ import torch
 
 from memascend.base.interfaces import Event
 from memascend.nvme.store import MemoryFaults
-from memascend.streaming.activations import ActivationStream
-from memascend.streaming.staging import StagingSlots
+from memascend.streaming.activations.stream import ActivationStream
+from memascend.transfer.staging import StagingSlots
 from tests.support.streaming_hosts import HostTensors, memory_store
 
 #: Smaller than what is saved, so that it passes in several chunks.

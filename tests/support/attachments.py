@@ -7,7 +7,7 @@ from typing import Any
 from memascend.config.block import parse_block
 from memascend.ledger.ledger import Ledger
 from memascend.ledger.wear import WearMeter
-from memascend.streaming.walk import Walk
+from memascend.streaming.background import BackgroundStep
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 
@@ -22,7 +22,7 @@ class FakeRuntime:
         self.adopted: list[Any] = []
         self.ledger_count = 0
         self.limit_bytes = 5
-        self.walk = Walk()
+        self.background = BackgroundStep()
         self._wear = WearMeter(budget_bytes=self.config.wear.write_budget)
         self._steps = 0
 

@@ -73,10 +73,12 @@ def backward(optimizer: Any, number: int, *, without: tuple[str, int] | None = N
 
 def give(optimizer: Any, name: str, value: torch.Tensor, member: Any) -> None:
     """As partition_grads gives one: the last step has used the one before."""
-    optimizer.runtime.walk.finish()
+    optimizer.runtime.background.finish()
     places = optimizer.tile_places(name, member.offset)
     accumulate = optimizer.micro_step_id != 0
-    optimizer.spool.put(name, member.offset, value.clone(), accumulate=accumulate, places=places)
+    optimizer.gradient_stream.put(
+        name, member.offset, value.clone(), accumulate=accumulate, places=places
+    )
     optimizer.note_final(name, member.offset)
 
 
@@ -97,7 +99,7 @@ def step(optimizer: Any, *, is_left_out: bool = False) -> None:
 
 def all_early(optimizer: Any) -> None:
     """Wait until every tile that can be early is."""
-    optimizer.runtime.walk.run(lambda: None).result()
+    optimizer.runtime.background.run(lambda: None).result()
 
 
 def values(optimizer: Any) -> list[torch.Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from memascend.streaming.early import EarlyPart, EarlySteps
-from memascend.streaming.updates import EarlyStep, early_key
+from memascend.streaming.optimizer.during_backward import EarlyPart, EarlySteps
+from memascend.streaming.optimizer.updates import EarlyStep, early_key
 from tests.support.tiled_training import SIZES, Training, gradients
 
 BF16 = torch.bfloat16
@@ -98,7 +98,7 @@ class Early:
     def put_part(self, number: int, name: str, offset: int, numel: int) -> None:
         value = gradients(number, BF16)[name][offset : offset + numel]
         places = self.early.places(name, offset)
-        self.training.spool.put(name, offset, value, places=places)
+        self.training.gradient_stream.put(name, offset, value, places=places)
         self.early.note()
 
     def all_stepped(self) -> None:
@@ -108,7 +108,7 @@ class Early:
     def finish(self, fused: Counted) -> None:
         """Make the step, with whatever was early."""
         self.early.close()
-        begins, error = self.early.take(self.training.spool.bring_back)
+        begins, error = self.early.take(self.training.gradient_stream.bring_back)
         assert error is None
         self.training.step({}, FACTOR, fused, begins)
 

@@ -17,8 +17,8 @@ from memascend.deepspeed.parameters.gather import (
     wrap_register,
 )
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.streaming.parameters import ParameterStream
-from memascend.streaming.walk import Walk
+from memascend.streaming.background import BackgroundStep
+from memascend.streaming.parameters.stream import ParameterStream
 from tests.support.streaming_fakes import CountedPool, FakeStore
 from tests.support.swapped_parameters import NUMEL, WatchedLock, parameter
 
@@ -55,11 +55,11 @@ class Bench:
 
     def __init__(self, *, is_alone: bool = True, count: int = 3) -> None:
         self.store = FakeStore()
-        self.walk = Walk()
+        self.walk = BackgroundStep()
         self.lock = WatchedLock()
         self.swapper = ParameterSwapper(
             attachment=SimpleNamespace(),  # type: ignore[arg-type]
-            stream=ParameterStream(store=self.store, pool=CountedPool(), walk=self.walk),
+            stream=ParameterStream(store=self.store, pool=CountedPool(), background=self.walk),
             dtype=torch.bfloat16,
             lock=self.lock,
             is_alone=is_alone,

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.parameters.gather import wrap_all_gather, wrap_convert
-from memascend.deepspeed.parameters.late_gathers import LateGathers
+from memascend.deepspeed.parameters.gathers_on_demand import GathersOnDemand
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
 
@@ -24,7 +24,7 @@ class TwoAtATime(ParameterSwapper):
         self.components: list[str | None] = []
         self.waits = 0
         self.lock = threading.RLock()
-        self.late_gathers = LateGathers(self, is_alone=not begins_late)
+        self.gathers_on_demand = GathersOnDemand(self, is_alone=not begins_late)
         self.updated: list[list[int]] = []
         self.released: list[int] = []
         self.memascend_attachment = SimpleNamespace(host_buffers=self._host_buffers)  # type: ignore[assignment]

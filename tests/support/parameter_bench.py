@@ -9,10 +9,10 @@ import torch
 from memascend.base.units import PAGE_BYTES
 from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
-from memascend.streaming.parameters import ParameterStream
-from memascend.streaming.shards import Shard, ShardState
-from memascend.streaming.staging import StagingSlots
-from memascend.streaming.walk import Walk
+from memascend.streaming.background import BackgroundStep
+from memascend.streaming.parameters.shard import Shard, ShardState
+from memascend.streaming.parameters.stream import ParameterStream
+from memascend.transfer.staging import StagingSlots
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
 
 BUDGET_BYTES = 16 * PAGE_BYTES
@@ -30,7 +30,7 @@ class Bench:
         device: LateDevice | None = None,
         pool: Pool | None = None,
         lender: ResidentStore | None = None,
-        walk: Walk | None = None,
+        background: BackgroundStep | None = None,
     ) -> None:
         self.store: Any = lender or FakeRangeStore()
         self.memory = FakeMemory()
@@ -47,7 +47,7 @@ class Bench:
                 new_event=None if device is None else device.new_event,
             ),
             device=torch.device("cpu"),
-            walk=walk,
+            background=background,
             lender=lender,
         )
 

@@ -15,8 +15,8 @@ from memascend.deepspeed.parameters.gather import wrap_partition
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
-from memascend.streaming.parameters import ParameterStream
-from memascend.streaming.staging import StagingSlots
+from memascend.streaming.parameters.stream import ParameterStream
+from memascend.transfer.staging import StagingSlots
 from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
 
 BUDGET_BYTES = 16 * PAGE_BYTES

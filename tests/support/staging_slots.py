@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memascend.streaming.staging import StagingSlots
+from memascend.transfer.staging import StagingSlots
 from tests.support.streaming_fakes import FakeMemory, LateDevice
 
 SLOT_BYTES, SLOT_COUNT = 4096, 3

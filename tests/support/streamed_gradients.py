@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memascend.deepspeed.optimizer.gradients import StreamedGradients
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.walk import Walk
+from memascend.streaming.background import BackgroundStep
+from memascend.streaming.gradients.stream import GradientStream
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -43,13 +43,13 @@ class Optimizer(StreamedGradients):
         self.fp16_groups = [self.params[:2], self.params[2:]]
         self.fp32_partitioned_groups_flat = [self._flat("0_1", 5030), self._flat("2_2", 700)]
         self.store = store = memory_store()
-        self.spool = GradientSpool(
+        self.gradient_stream = GradientStream(
             store=store,
             slots=staging_slots(store),
             sum_of_squares=lambda value: value.double().square().sum(),
         )
         self.attachment = SimpleNamespace(
-            runtime=SimpleNamespace(lock=threading.RLock(), walk=Walk())
+            runtime=SimpleNamespace(lock=threading.RLock(), background=BackgroundStep())
         )
         self.final: list[tuple[str, int]] = []
         self.forget_early = lambda reason: self.final.clear()
@@ -105,5 +105,5 @@ class Optimizer(StreamedGradients):
     def seen(self, name: str, numel: int) -> list[float]:
         """What the step would see, run by run."""
         found = torch.empty(numel)
-        self.spool.get(name, 0, found)
+        self.gradient_stream.get(name, 0, found)
         return torch.unique_consecutive(found).tolist()

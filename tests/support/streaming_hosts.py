@@ -8,7 +8,7 @@ import torch
 
 from memascend.base.units import PAGE_BYTES
 from memascend.nvme.store import MemoryFaults, TensorStore
-from memascend.streaming.staging import StagingSlots
+from memascend.transfer.staging import StagingSlots
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
 
 SLOT_BYTES = 4096

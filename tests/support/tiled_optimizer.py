@@ -12,7 +12,7 @@ from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.nvme.resident import ResidentStore
-from memascend.streaming.walk import Walk
+from memascend.streaming.background import BackgroundStep
 from tests.support.tiled_training import SIZES, Training
 
 BF16 = torch.bfloat16
@@ -38,7 +38,11 @@ class Optimizer(TiledSteps):
 
     def __init__(self, make: Any, **options: Any) -> None:
         self.training = training = Training(make, **options)
-        self.groups, self.stream, self.spool = training.groups, training.stream, training.spool
+        self.groups, self.stream, self.gradient_stream = (
+            training.groups,
+            training.stream,
+            training.gradient_stream,
+        )
         self.integrity = training.groups.integrity
         self.optimizer = training.optimizer
         self.sub_group_to_group_id = dict.fromkeys(range(3), 0)
@@ -57,7 +61,7 @@ class Optimizer(TiledSteps):
             config=parse_block({}),
             plan=None,
             store=ResidentStore(training.store, stream_of=lambda key: None),
-            walk=Walk(),
+            background=BackgroundStep(),
             new_event=None,
         )
         self.attachment = SimpleNamespace(runtime=self.runtime)
@@ -93,7 +97,7 @@ class Optimizer(TiledSteps):
     def walk(self, values: dict[str, torch.Tensor], norm: float = 0.0) -> None:
         """As upstream steps: every hook of a sub-group, one sub-group after the other."""
         for name, value in values.items():
-            self.spool.put(name, 0, value)
+            self.gradient_stream.put(name, 0, value)
         for index in range(len(NAMES)):
             self._prepare_sub_group(index, None)
             self.unscale_and_clip_grads(index, torch.tensor(norm))

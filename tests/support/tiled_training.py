@@ -13,11 +13,11 @@ import torch
 
 from memascend.errors import StoreError
 from memascend.nvme.store import TensorStore
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import OptimizerStream
-from memascend.streaming.sub_groups import Member, StepIntegrity, SubGroups
-from memascend.streaming.tiles import Tiles, TileShape
-from memascend.streaming.updates import FusedUpdate, SubGroupStep
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_groups import Member, StepIntegrity, SubGroups
+from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from memascend.streaming.optimizer.updates import FusedUpdate, SubGroupStep
 from tests.support.streaming_fakes import LateDevice, RemoteTensor
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
 
@@ -57,7 +57,7 @@ class Training:
         self.device = device
         self.store = store or memory_store()
         self.slots = staging_slots(self.store)
-        self.spool = GradientSpool(store=self.store, slots=self.slots)
+        self.gradient_stream = GradientStream(store=self.store, slots=self.slots)
         self.memory = HostTensors()
         shape = tile_shape(
             numel=tile_numel,
@@ -77,7 +77,9 @@ class Training:
         self.groups = SubGroups(
             store=self.store, slots=self.slots, tiles=tiles, integrity=StepIntegrity()
         )
-        self.stream = OptimizerStream(groups=self.groups, tiles=tiles, spool=self.spool)
+        self.stream = OptimizerStream(
+            groups=self.groups, tiles=tiles, gradient_stream=self.gradient_stream
+        )
         self.initial = {
             name: torch.randn(numel, generator=torch.Generator().manual_seed(numel))
             for name, numel in SIZES.items()
@@ -117,7 +119,7 @@ class Training:
         early: Mapping[str, frozenset[int]] | None = None,
     ) -> None:
         for name, gradient in gradients.items():
-            self.spool.put(name, 0, gradient)
+            self.gradient_stream.put(name, 0, gradient)
         self.stream.begin(list(SIZES), early)
         for name in SIZES:
             parameter = self.parameters[name]

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from memascend.deepspeed.attach.attachment import attachment_of_optimizer
 from memascend.deepspeed.monitor.engine import watching_forward
-from memascend.streaming.saved_tensors import SavedTensors
+from memascend.streaming.activations.hooks import SavedTensors
 
 #: The hooks of the running forward pass; None outside of one.
 current: ContextVar[SavedTensors | None] = ContextVar("memascend_saved_tensors", default=None)

@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 
 from memascend.deepspeed.activations.forward import current
-from memascend.streaming.saved_tensors import Packed, SavedTensors
+from memascend.streaming.activations.hooks import Packed, SavedTensors
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memascend.deepspeed.activations.forward import current
-from memascend.streaming.saved_tensors import without_hooks
+from memascend.streaming.activations.hooks import without_hooks
 
 
 def wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:

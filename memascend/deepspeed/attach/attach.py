@@ -22,20 +22,20 @@ from memascend.base.units import format_nbytes
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.environment import local_world_size, malloc_settings, trace_folder
-from memascend.deepspeed.attach import models
+from memascend.deepspeed.attach import process
 from memascend.deepspeed.attach.agreement import all_or_none, check_agreement
 from memascend.deepspeed.attach.attachment import Attachment, speaks_for_machine
 from memascend.deepspeed.attach.device import device_of
-from memascend.deepspeed.plan.live import building_sizes, check_smallest, stated_limit
+from memascend.deepspeed.plan.from_optimizer import building_sizes, check_smallest, stated_limit
 from memascend.deepspeed.stock.memory import AioFileStore, LockedMemory, PinnedMemory
 from memascend.errors import ConfigError, MemAscendError
 from memascend.ledger.drives import DriveWatch
 from memascend.ledger.trace import Measures, Trace, measures_of
 from memascend.monitor.runs import default_root, run_name
 from memascend.monitor.status_file import RankPlace
+from memascend.plan.bf16_moments import check_state_dtype
 from memascend.plan.masters import check_masters
 from memascend.plan.request import check_limit_can_be_kept
-from memascend.plan.states import check_state_dtype
 from memascend.runtime import Runtime, StockParts
 from memascend.system.files import is_replaceable
 from memascend.system.heap import Heap, examine_heap, give_back_freed
@@ -111,7 +111,7 @@ def _measure(runtime: Runtime) -> Measures:
         allocator=runtime.arena.core if runtime.arena is not None else None,
         store=runtime.store.core if runtime.store is not None else None,
         device_wait_s=0.0 if runtime.new_event is None else runtime.new_event.waited_s,
-        optimizer_wait_s=runtime.walk.waited_s,
+        optimizer_wait_s=runtime.background.waited_s,
     )
 
 
@@ -168,7 +168,7 @@ def _check_report(config: MemAscendConfig) -> None:
 def _warn_of_memory(config: MemAscendConfig, limit_bytes: int | None) -> None:
     if limit_bytes is None or dist.get_rank() != 0:
         return
-    others_bytes, total = models.limits_bytes(), memory_total()
+    others_bytes, total = process.limits_bytes(), memory_total()
     if others_bytes:
         log.info(
             "memascend: memascend.host_memory_limit is for each model: %s for this one, %s for the "

@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from memascend.config.environment import local_rank, local_world_size
-from memascend.deepspeed.attach import models
+from memascend.deepspeed.attach import process
 from memascend.deepspeed.stock.aio_handle import serving
 from memascend.deepspeed.stock.host_buffers import HostBuffers
 from memascend.ledger.drives import DriveWatch
@@ -101,11 +101,11 @@ class Attachment:
     def begin(self) -> None:
         """Note that the model is active: a new one, or one with a new engine."""
         self._is_finished = False
-        models.join(self, self.runtime.limit_bytes)
+        process.join(self, self.runtime.limit_bytes)
 
     def leave(self) -> None:
         """Note that an engine of this model was destroyed; another may still train the model."""
-        models.leave(self)
+        process.leave(self)
         if self.status is not None:
             self.status.finish()
 
@@ -116,7 +116,7 @@ class Attachment:
             is_well: False if an error ended the program: the status then shows a dead rank.
         """
         self._tell_what_failed_last()
-        models.leave(self)
+        process.leave(self)
         if self.status is not None and is_well:
             self.status.finish()
         if self._is_finished or not self._speaks:
@@ -145,7 +145,7 @@ class Attachment:
         if self.runtime.config.report is None or not self._speaks:
             return None
         named = report_of_rank(Path(self.runtime.config.report), self._rank)
-        claimed = models.claim_report(named)
+        claimed = process.claim_report(named)
         if claimed != named.absolute():
             log.info(
                 "memascend: the report of this model will be in %s: %s is the report of another "
@@ -158,7 +158,7 @@ class Attachment:
     def _tell_what_failed_last(self) -> None:
         """Log an error of the last step that was not raised yet, before the program ends."""
         try:
-            self.runtime.walk.finish()
+            self.runtime.background.finish()
         except Exception:
             log.exception(
                 "memascend: rank %d: the last optimizer step failed. fix: resume from the last "

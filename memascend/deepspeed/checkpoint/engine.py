@@ -27,7 +27,7 @@ from memascend.checkpoint.folder import SavingFolder, write_latest
 from memascend.deepspeed.attach.attachment import attachment_of
 from memascend.deepspeed.checkpoint.every_rank import on_every_rank, rank_of
 from memascend.deepspeed.checkpoint.frozen import taken_apart
-from memascend.deepspeed.checkpoint.opener import opened
+from memascend.deepspeed.checkpoint.load import opened
 from memascend.deepspeed.checkpoint.writer import write_rank
 from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
 from memascend.errors import CheckpointError, ConfigError, MemAscendError, WriteBudgetError

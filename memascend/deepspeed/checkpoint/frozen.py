@@ -24,7 +24,7 @@ from memascend.checkpoint.source import CheckpointSource, read_torch_file
 from memascend.checkpoint.torch_file import StreamedTensor, Write
 from memascend.deepspeed.checkpoint.every_rank import rank_of
 from memascend.deepspeed.parameters.gather import swapper_of
-from memascend.streaming.staging import StagingSlots
+from memascend.transfer.staging import StagingSlots
 
 log = logging.getLogger(__name__)
 

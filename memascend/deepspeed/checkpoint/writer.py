@@ -21,8 +21,8 @@ from memascend.checkpoint.manifest import (
 from memascend.checkpoint.torch_file import StreamedTensor, Write, save_streamed
 from memascend.deepspeed.checkpoint.frozen import frozen_parameters, put_in
 from memascend.deepspeed.optimizer.restore import StoredTensor, stored_tensors
-from memascend.streaming.staging import StagingSlots
 from memascend.system.files import sync, write_durably
+from memascend.transfer.staging import StagingSlots
 from memascend.version import __version__
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from memascend.deepspeed.optimizer.steps import Steps
-from memascend.streaming.optimizer import OptimizerStream
-from memascend.streaming.walk import Place, Step
+from memascend.streaming.background import Place, Step
+from memascend.streaming.optimizer.stream import OptimizerStream
 
 #: Sub-groups that count as small hold at most this fraction of all elements.
 SMALL_PART = 0.01
@@ -46,7 +46,7 @@ class StepsBehind(Steps):
         Raises:
             StoreError: The step failed; raised once. `integrity` is torn from its start on.
         """
-        self.attachment.runtime.walk.finish()
+        self.attachment.runtime.background.finish()
 
     def finish_sub_group(self, name: str) -> None:
         """Wait until the last step has written the values of one sub-group.
@@ -54,7 +54,7 @@ class StepsBehind(Steps):
         Raises:
             StoreError: The step failed before that.
         """
-        walk = self.attachment.runtime.walk
+        walk = self.attachment.runtime.background
         if walk.is_under_way:
             walk.wait_for([name])
         else:
@@ -62,7 +62,7 @@ class StepsBehind(Steps):
 
     def step(self, closure: Any = None) -> None:
         """Step as upstream, after the previous step has finished."""
-        self.attachment.runtime.walk.finish()
+        self.attachment.runtime.background.finish()
         super().step(closure)
 
     def _post_step(self, timer_names: Any) -> None:
@@ -85,7 +85,7 @@ class StepsBehind(Steps):
         if steps:
             self.integrity.note_change()  # torn until the last one, even if the first one fails
             in_order = [steps[number] for number in self._order]
-            self.attachment.runtime.walk.start(in_order, self._places(), self.stream.drain)
+            self.attachment.runtime.background.start(in_order, self._places(), self.stream.drain)
 
     def _forward_order(self) -> list[int]:
         """Return the sub-group numbers in the order in which a forward pass needs them.

@@ -16,9 +16,9 @@ from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
 from memascend.errors import ConfigError
+from memascend.plan.bf16_moments import keeps_bf16, refusal
 from memascend.plan.masters import refusal_of_masters
 from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
-from memascend.plan.states import keeps_bf16, refusal
 
 log = logging.getLogger(__name__)
 

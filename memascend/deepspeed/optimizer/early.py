@@ -26,12 +26,12 @@ from memascend.deepspeed.optimizer.behind import StepsBehind
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
-from memascend.streaming.early import Begins, EarlyPart, EarlySteps, leave_some
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.sub_groups import Member, SubGroups, make_anew
-from memascend.streaming.tiles import Tiles
-from memascend.streaming.updates import EarlyStep, early_key
-from memascend.streaming.window import TilePlaces
+from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.during_backward import Begins, EarlyPart, EarlySteps, leave_some
+from memascend.streaming.optimizer.sub_groups import Member, SubGroups, make_anew
+from memascend.streaming.optimizer.tiles import Tiles
+from memascend.streaming.optimizer.updates import EarlyStep, early_key
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ WATCHED_COUNT = 2
 class StepsEarly(StepsBehind):
     """Steps tiles during backward, and gives the results to the step or discards them."""
 
-    spool: GradientSpool
+    gradient_stream: GradientStream
     groups: SubGroups
     clip_grad: float
     _fused: FusedAdam | None
@@ -74,9 +74,9 @@ class StepsEarly(StepsBehind):
         self._early = EarlySteps(
             stream=self.stream,
             tiles=tiles,
-            run=runtime.walk.run,
+            run=runtime.background.run,
             new_event=runtime.new_event,
-            use_device=runtime.walk.use_device,
+            use_device=runtime.background.use_device,
         )
 
     def _why_never_early(self) -> str:
@@ -174,7 +174,7 @@ class StepsEarly(StepsBehind):
             self._early.close()
         else:
             self._early.finish()
-        begins, error = self._early.take(self.spool.bring_back)
+        begins, error = self._early.take(self.gradient_stream.bring_back)
         if error is not None and not reason:
             reason = f"a tile could not be stepped during backward ({error})"
         elif changed:
@@ -199,7 +199,7 @@ class StepsEarly(StepsBehind):
         for number, flat in enumerate(self.fp32_partitioned_groups_flat):
             tile_numel = self.groups.begins(flat.ds_id).step
             stepped = early.get(flat.ds_id, ())
-            for offset, begin in self.spool.away(flat.ds_id):
+            for offset, begin in self.gradient_stream.away(flat.ds_id):
                 if begin // tile_numel * tile_numel not in stepped:
                     why = reason or f"{self._name_of(number, offset)} got no gradient this time"
                     raise GradientGoneError(f"cannot make this step: {why}")

@@ -31,9 +31,9 @@ from memascend.kernels.adam import (
     make_rounding_key,
     update,
 )
-from memascend.plan.states import refusal
-from memascend.streaming.tiles import TileShape
-from memascend.streaming.updates import FusedUpdate
+from memascend.plan.bf16_moments import refusal
+from memascend.streaming.optimizer.tiles import TileShape
+from memascend.streaming.optimizer.updates import FusedUpdate
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""Gradient hooks of the ZeRO-3 optimizer: DeepSpeed's flat buffer, or the spool in its place.
+"""Gradient hooks of the ZeRO-3 optimizer: DeepSpeed's flat buffer, or a stream in its place.
 
-The spool accumulates in the same dtype, at the same micro-steps and with the same stale values as
-the flat buffer. Norms and the overflow verdict come from the sums of squares that the spool
-computes while it copies.
+The gradient stream accumulates in the same dtype, at the same micro-steps and with the same stale
+values as the flat buffer. Norms and the overflow verdict come from the sums of squares that the
+gradient stream computes while it copies.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.window import GradientShard, TilePlaces
+from memascend.streaming.gradients.accumulation import GradientShard, TilePlaces
+from memascend.streaming.gradients.stream import GradientStream
 
 
 class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -43,11 +43,11 @@ class FlatGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
 
 class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """Gradients in the spool, from reduced partition to norm."""
+    """Gradients in the gradient stream, from reduced partition to norm."""
 
     streams_gradients = True
     streams_optimizer: bool
-    spool: GradientSpool
+    gradient_stream: GradientStream
     tile_places: Callable[[str, int], TilePlaces | None]
     note_final: Callable[[str, int], None]
     forget_early: Callable[[str], None]
@@ -80,7 +80,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
         """Store the reduced gradients of a bucket, after the last step has read the old ones."""
-        self.attachment.runtime.walk.finish()
+        self.attachment.runtime.background.finish()
         for param, grad_partition in zip(params_to_release, grad_partitions, strict=True):
             begin = param.partition_numel() * self._get_param_partition_rank(param)
             if begin < param.ds_numel:
@@ -99,7 +99,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         finished = None
         if is_final and not self.streams_optimizer:
             finished = torch.empty_like(gradient, dtype=self.master_weights_and_grads_dtype)
-        shard = self.spool.put(
+        shard = self.gradient_stream.put(
             name,
             offset,
             gradient.to(self.gradient_accumulation_dtype),
@@ -136,15 +136,15 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 continue
             group_index, offset, _ = self.grad_position[self.get_param_id(param)]
             name = self.fp32_partitioned_groups_flat[group_index].ds_id
-            shard = self.spool.find(name, offset)
+            shard = self.gradient_stream.find(name, offset)
             if shard is None or shard.is_empty:
                 continue
-            self.spool.finish(name, offset)
+            self.gradient_stream.finish(name, offset)
             self._note_norm(param, shard)
             if shard.latest is not None and not self.streams_optimizer:
                 dtype = self.master_weights_and_grads_dtype
                 gradient = torch.empty(shard.latest.numel, dtype=dtype)
-                self.spool.get(name, offset, gradient)
+                self.gradient_stream.get(name, offset, gradient)
                 self._hand_over(group_index, offset, gradient)
 
     def _note_norm(self, param: Any, shard: GradientShard) -> None:
@@ -165,4 +165,4 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _verdict(self) -> torch.Tensor:
         """Return one element: finite exactly if all gradients are."""
         # Upstream's flat buffer, which this replaces, is on this device.
-        return self.spool.sum_of_squares().reshape(1).to(self.device)
+        return self.gradient_stream.sum_of_squares().reshape(1).to(self.device)

@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO-3 optimizer with its host buffers, its swapper and its overflow check replaced.
 
 Only small hook methods are overridden; the step loop is upstream's. There are four kinds: gradients
-in the spool or in the flat buffer, times steps in tiles or of whole sub-groups. Constructing
-ZeroOptimizer gives the kind that the config selects; without an active block, a stock optimizer.
+in the gradient stream or in the flat buffer, times steps in tiles or of whole sub-groups.
+Constructing ZeroOptimizer gives the kind that the config selects; without an active block, a stock
+optimizer.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from memascend.deepspeed.optimizer.stored_dtype import store_as
 from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
-from memascend.deepspeed.plan.live import plan_for
+from memascend.deepspeed.plan.from_optimizer import plan_for
 from memascend.errors import ConfigError, IncompleteGradientError
 from memascend.kernels.overflow import sum_of_squares
 from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
 from memascend.plan.derive import Plan
 from memascend.plan.shapes import from_module
 from memascend.runtime import streams_parameters
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.sub_groups import StepIntegrity
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.sub_groups import StepIntegrity
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
     streams_gradients: bool
     streams_optimizer: bool
-    #: A GradientSpool; None if neither gradients nor the optimizer are streamed.
-    spool: Any = None
+    #: A GradientStream; None if neither gradients nor the optimizer are streamed.
+    gradient_stream: Any = None
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
         """Return the kind that the config selects; without an active block, a stock optimizer."""
@@ -161,7 +162,7 @@ class ZeroOptimizer(CheckpointedOptimizer):
                 helpers=runtime.helpers,
                 dtype=get_norm_dtype(),
             )
-            self.spool = GradientSpool(
+            self.gradient_stream = GradientStream(
                 store=runtime.io,
                 slots=runtime.staging,
                 sum_of_squares=squares if self.streams_gradients else None,
@@ -381,19 +382,19 @@ class ZeroOptimizer(CheckpointedOptimizer):
     def _destroy(self) -> None:
         super().destroy()
         self.attachment.finish()
-        self.attachment.runtime.walk.close()
+        self.attachment.runtime.background.close()
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
         self.param_groups_fp16_flat_cpu_memory = []
         for partition in self.fp32_partitioned_groups_flat:
             partition.grad = None
         swapper, self.optimizer_swapper = self.optimizer_swapper, None
-        spool, self.spool = self.spool, None
+        gradient_stream, self.gradient_stream = self.gradient_stream, None
         if swapper is not None:
             self._discard(swapper)
-        if spool is not None:
-            spool.discard()
-        del swapper, spool  # frees the tiles; the arena returns their memory below
+        if gradient_stream is not None:
+            gradient_stream.discard()
+        del swapper, gradient_stream  # frees the tiles; the arena returns their memory below
         runtime = self.attachment.runtime
         if runtime.store is not None:
             runtime.store.trim()
@@ -402,11 +403,11 @@ class ZeroOptimizer(CheckpointedOptimizer):
 
 
 class StreamedTiledOptimizer(ZeroOptimizer, StreamedGradients, TiledSteps):
-    """Gradients in the spool, steps in tiles: the default of a block."""
+    """Gradients in the gradient stream, steps in tiles: the default of a block."""
 
 
 class StreamedWholeOptimizer(ZeroOptimizer, StreamedGradients, WholeSteps):
-    """Gradients in the spool; sub-groups are stepped whole."""
+    """Gradients in the gradient stream; sub-groups are stepped whole."""
 
 
 class FlatTiledOptimizer(ZeroOptimizer, FlatGradients, TiledSteps):

@@ -20,8 +20,8 @@ from memascend.deepspeed.stock.optimizer_swapper import (
     buffers_needed,
 )
 from memascend.errors import TornStepError
-from memascend.streaming.sub_groups import StepIntegrity
-from memascend.streaming.window import TilePlaces
+from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.optimizer.sub_groups import StepIntegrity
 
 
 class Steps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]

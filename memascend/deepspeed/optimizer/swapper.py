@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.sub_groups import Member, SubGroups
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.sub_groups import Member, SubGroups
 
 
 class StreamedSwapper:
     """The methods of DeepSpeed's OptimizerSwapper that are still called."""
 
-    def __init__(self, *, groups: SubGroups, spool: GradientSpool) -> None:
+    def __init__(self, *, groups: SubGroups, gradient_stream: GradientStream) -> None:
         self._groups = groups
-        self._spool = spool
+        self._gradient_stream = gradient_stream
 
     def is_swappable_tensor(self, tensor: Any = None, numel: int | None = None) -> bool:
         """Return True for every sub-group, however small: all are on the drive."""
@@ -40,7 +40,7 @@ class StreamedSwapper:
     ) -> None:
         """Store gradients of a finished window, which DeepSpeed's flat buffer has accumulated."""
         for offset, gradient in zip(gradient_offsets, gradient_tensors, strict=True):
-            self._spool.put(parameter.ds_id, offset, gradient.view(-1))
+            self._gradient_stream.put(parameter.ds_id, offset, gradient.view(-1))
 
     def purge_state(self) -> None:
         """Drop optimizer states; master weights stay."""

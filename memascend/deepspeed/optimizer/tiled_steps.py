@@ -30,13 +30,13 @@ from memascend.deepspeed.plan.optimizers import (
     state_dtype,
 )
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
+from memascend.plan.bf16_moments import INEXACT, keeps_bf16
 from memascend.plan.knobs import tile_sizes
-from memascend.plan.states import INEXACT, keeps_bf16
-from memascend.streaming.gradients import GradientSpool
-from memascend.streaming.optimizer import OptimizerStream
-from memascend.streaming.sub_groups import Member, SubGroups
-from memascend.streaming.tiles import Tiles, TileShape
-from memascend.streaming.updates import FusedUpdate, SubGroupStep
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_groups import Member, SubGroups
+from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from memascend.streaming.optimizer.updates import FusedUpdate, SubGroupStep
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class TiledSteps(StepsEarly):
     """Sub-groups in the store, stepped by an OptimizerStream."""
 
     streams_optimizer = True
-    spool: GradientSpool
+    gradient_stream: GradientStream
     groups: SubGroups
     # Fused step; None: the optimizer steps by itself.
     _fused: FusedAdam | None = None
@@ -88,7 +88,7 @@ class TiledSteps(StepsEarly):
         self.stream = OptimizerStream(
             groups=self.groups,
             tiles=tiles,
-            spool=self.spool,
+            gradient_stream=self.gradient_stream,
             take_over=None if runtime.store is None else runtime.store.take_over,
         )
         rank = dist.get_rank() if self.keeps_bf16_states else 0
@@ -98,7 +98,9 @@ class TiledSteps(StepsEarly):
         if self.keeps_bf16_states and rank == 0:
             log.warning("memascend: %s", INEXACT)
         self._set_up_early(tiles)
-        self.optimizer_swapper = StreamedSwapper(groups=self.groups, spool=self.spool)
+        self.optimizer_swapper = StreamedSwapper(
+            groups=self.groups, gradient_stream=self.gradient_stream
+        )
 
     def _tile_shape(self) -> TileShape:
         runtime = self.attachment.runtime
@@ -249,7 +251,9 @@ class TiledSteps(StepsEarly):
         A background step may touch only the store and its tiles: not the optimizer's
         hyperparameters, staging slots or the device.
         """
-        if None in self._updates or self.spool.needs_slots(self.gradient_accumulation_dtype):
+        if None in self._updates or self.gradient_stream.needs_slots(
+            self.gradient_accumulation_dtype
+        ):
             return False
         return self._may_overlap()
 
@@ -320,9 +324,9 @@ class TiledSteps(StepsEarly):
         flat = self.fp32_partitioned_groups_flat[group_index]
         self.finish_sub_group(flat.ds_id)
         gradient = torch.empty(numel, dtype=flat.dtype)
-        self.spool.get(flat.ds_id, offset, gradient)
+        self.gradient_stream.get(flat.ds_id, offset, gradient)
         self.note_look()
-        self._put_back = lambda: self.spool.set(flat.ds_id, offset, gradient)
+        self._put_back = lambda: self.gradient_stream.set(flat.ds_id, offset, gradient)
         return gradient, group_index
 
     def _get_fp32_opt_state_partition(

@@ -16,7 +16,7 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
-from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.parameters.stream import ParameterStream
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
                 prefetch_bytes=config.buffer_pool.prefetch_bytes,
                 staging=runtime.staging if runtime.pool.is_bounded else None,
                 device=torch.device(accelerator.current_device_name()),
-                walk=runtime.walk,
+                background=runtime.background,
                 lender=runtime.store if runtime.pool.is_bounded else None,
             )
             return ParameterSwapper(

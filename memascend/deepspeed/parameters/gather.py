@@ -6,7 +6,7 @@
 - A list larger than the pool is gathered in turns; each turn is read as a whole first.
 - A gather that fails is undone, so that it can be tried again.
 - A parameter that is still being read is gathered later, so that the module before it need not
-  wait (late_gathers.py).
+  wait (gathers_on_demand.py).
 
 Parameters of other swappers go to the stock functions.
 """
@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
 from memascend.deepspeed.parameters.device import stream_here
-from memascend.deepspeed.parameters.late_gathers import GatherHandles
+from memascend.deepspeed.parameters.gathers_on_demand import GatherHandles
 from memascend.deepspeed.parameters.module_order import forget_stale_order
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.errors import ConfigError
@@ -195,7 +195,7 @@ def wrap_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
                 if swapper is None:
                     gather(part)
                     continue
-                swapper.late_gathers.finish(part)
+                swapper.gathers_on_demand.finish(part)
                 absent = _without_duplicates(filter(_is_absent, part))
                 for turn in swapper.turns(absent):
                     swapper.wait_for_updates(turn)
@@ -233,7 +233,7 @@ def _coalesced_in_turns(
         return _GatherHandle(swapper, listed, handle, shards)
 
     def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
-        listed, gathers = list(params), swapper.late_gathers
+        listed, gathers = list(params), swapper.gathers_on_demand
         if any(keywords.values()):
             return begin(listed, **keywords)
         gathers.begin()
@@ -266,8 +266,8 @@ def wrap_coordinated(original: Callable[..., None]) -> Callable[..., None]:
 def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
     """Replace PartitionedParameterCoordinator._fetch_sub_module_impl.
 
-    Passes the parameters of the fetched module to the late gathers, and drops DeepSpeed's trace if
-    it lacks a parameter of the module.
+    Passes the parameters of the fetched module to the gathers on demand, and drops DeepSpeed's
+    trace if it lacks a parameter of the module.
     """
 
     @functools.wraps(original)
@@ -277,7 +277,7 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
         if parts:
             forget_stale_order(coordinator, params)
         needed = [
-            (swapper.late_gathers, frozenset(param.ds_id for param in part))
+            (swapper.gathers_on_demand, frozenset(param.ds_id for param in part))
             for swapper, part in parts
         ]
         try:
@@ -294,7 +294,8 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
 def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
     """Replace InflightParamRegistry.__setitem__: give each parameter of a list its own handle.
 
-    Passes the registry to the late gathers, so that a use before the parameter's module can wait.
+    Passes the registry to the gathers on demand, so that a use before the parameter's module can
+    wait.
     """
 
     @functools.wraps(original)
@@ -303,7 +304,7 @@ def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
         original(registry, param, own)
         swapper = swapper_of(param)
         if swapper is not None:
-            swapper.late_gathers.note_registry(param, registry)
+            swapper.gathers_on_demand.note_registry(param, registry)
 
     return register
 

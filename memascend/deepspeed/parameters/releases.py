@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 
 from memascend.deepspeed.parameters.gather import swapper_of
-
-_ATTRIBUTE = "memascend_releases"
 
 
 def wrap_params_to_release(original: Callable[..., Any]) -> Callable[..., set[int]]:
@@ -27,6 +27,7 @@ def wrap_params_to_release(original: Callable[..., Any]) -> Callable[..., set[in
     The replacement returns ds_ids. Its caller may change the set.
     """
     decide = _uncached(original)
+    traces: WeakKeyDictionary[Any, _Trace] = WeakKeyDictionary()  # by coordinator
 
     @functools.wraps(original)
     def params_to_release(coordinator: Any, module: Any, step: int) -> set[int]:
@@ -36,23 +37,24 @@ def wrap_params_to_release(original: Callable[..., Any]) -> Callable[..., set[in
         if not any(map(swapper_of, params)):
             released: set[int] = original(coordinator, module, step)
             return released
+        order = coordinator._PartitionedParameterCoordinator__submodule_order  # new in each trace
+        trace = traces.get(coordinator)
+        if trace is None or trace.order is not order:
+            trace = traces[coordinator] = _Trace(order)
         key = (module.ds_id, step)
-        decided = _of_this_trace(coordinator)
-        if key not in decided:
-            decided[key] = frozenset(decide(coordinator, module, step))
-        return set(decided[key])
+        if key not in trace.decided:
+            trace.decided[key] = frozenset(decide(coordinator, module, step))
+        return set(trace.decided[key])
 
     return params_to_release
 
 
-def _of_this_trace(coordinator: Any) -> dict[tuple[int, int], frozenset[int]]:
-    """Return the decisions by module and step, without those of an earlier trace."""
-    order = coordinator._PartitionedParameterCoordinator__submodule_order  # new for each trace
-    traced, decided = getattr(coordinator, _ATTRIBUTE, (None, {}))
-    if traced is not order:
-        decided = {}
-        setattr(coordinator, _ATTRIBUTE, (order, decided))
-    return decided
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """The modules of a trace, and the decisions by module and step."""
+
+    order: Any
+    decided: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
 
 
 def _uncached(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,12 +32,12 @@ from memascend.deepspeed.parameters.device import (
     start_copy,
 )
 from memascend.deepspeed.parameters.exclusive import exclusive
-from memascend.deepspeed.parameters.late_gathers import LateGathers
+from memascend.deepspeed.parameters.gathers_on_demand import GathersOnDemand
 from memascend.deepspeed.parameters.stand_ins import StandIns
 from memascend.errors import StoreError
-from memascend.streaming.parameters import ParameterStream
-from memascend.streaming.released import ReleasedMemory
-from memascend.streaming.shards import Shard, ShardState
+from memascend.streaming.parameters.released import ReleasedMemory
+from memascend.streaming.parameters.shard import Shard, ShardState
+from memascend.streaming.parameters.stream import ParameterStream
 
 #: A smaller shard always stays in host memory, as in stock DeepSpeed (MIN_AIO_BYTES).
 SWAPPABLE_BYTES_MIN = 1 << 20
@@ -82,7 +82,7 @@ class ParameterSwapper:
         self.memascend_attachment = attachment
         self.dtype = dtype
         self.is_alone = is_alone
-        self.late_gathers = LateGathers(self, is_alone=is_alone)
+        self.gathers_on_demand = GathersOnDemand(self, is_alone=is_alone)
         self._stream, self._new_event = stream, new_event
         self._swappable_bytes_min = 1 if stream.pool.is_bounded else swappable_bytes_min
         self._released = ReleasedMemory(limit_bytes=released_bytes_max)
@@ -224,7 +224,7 @@ class ParameterSwapper:
         return [
             param
             for param in params
-            if not self._stream.walk.has_passed(self.key(param))
+            if not self._stream.background.has_passed(self.key(param))
             or (self._lives_on_drive(param) and not self._stream.has_arrived(self._shard(param)))
         ]
 
@@ -258,7 +258,7 @@ class ParameterSwapper:
         Raises:
             StoreError: The walk failed before that.
         """
-        self._stream.walk.wait_for([self.key(param) for param in params])
+        self._stream.background.wait_for([self.key(param) for param in params])
 
     @exclusive
     def wait_for_released(self) -> None:

@@ -29,7 +29,7 @@ from memascend.base.units import format_nbytes
 from memascend.checkpoint.files import FlushedFile
 from memascend.deepspeed.attach.attachment import Attachment, attachment_of
 from memascend.errors import StoreError, StoreFullError
-from memascend.streaming.staging import StagingSlots
+from memascend.transfer.staging import StagingSlots
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 
 from memascend.deepspeed.activations import offload
 from memascend.deepspeed.activations.forward import current
-from memascend.streaming.saved_tensors import SavedTensors
+from memascend.streaming.activations.hooks import SavedTensors
 from tests.support.activation_streams import activation_stream, numbers
 
 pytestmark = pytest.mark.deepspeed

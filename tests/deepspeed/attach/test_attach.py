@@ -214,7 +214,7 @@ def test_limits_of_several_models_of_a_process_count_together(
     monkeypatch.setattr(activation, "memory_total", lambda: 40 * GIB)
     for others_gib, is_warned in ((16, False), (32, True)):
         caplog.clear()
-        monkeypatch.setattr(activation.models, "limits_bytes", lambda: others_gib * GIB)  # noqa: B023
+        monkeypatch.setattr(activation.process, "limits_bytes", lambda: others_gib * GIB)  # noqa: B023
         activation._warn_of_memory(config, 16 * GIB)
         assert f"16.00 GiB for this one, {others_gib}.00 GiB for the others" in caplog.text
         assert ("comes to 48.00 GiB" in caplog.text) == is_warned

@@ -21,7 +21,7 @@ pytest.importorskip("deepspeed")
 
 from memascend.deepspeed.attach import attachment as attaching
 from memascend.deepspeed.attach.attachment import ENGINE_PROPERTY, Attachment, attachment_of
-from memascend.deepspeed.attach.models import limits_bytes
+from memascend.deepspeed.attach.process import limits_bytes
 from memascend.deepspeed.stock.aio_handle import AioHandle, wrap_builder
 from memascend.errors import StoreError
 from memascend.ledger.drives import DriveReport, DriveWatch, DriveWear
@@ -200,7 +200,7 @@ def test_an_error_of_the_last_step_that_nobody_asked_for_is_logged(
     def fail(_: Any) -> None:
         raise StoreError(5, "the drive is gone")
 
-    attachment.runtime.walk.start([fail], {}, lambda: None)
+    attachment.runtime.background.start([fail], {}, lambda: None)
     attachment.finish()
     (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "checkpoint" in error.getMessage()

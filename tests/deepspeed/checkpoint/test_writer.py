@@ -16,7 +16,7 @@ from memascend.checkpoint.manifest import FileEntry
 from memascend.deepspeed.checkpoint.writer import _Writer
 from memascend.deepspeed.optimizer.restore import StoredTensor
 from memascend.nvme.store import TensorStore
-from memascend.streaming.staging import StagingSlots
+from memascend.transfer.staging import StagingSlots
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 

@@ -14,7 +14,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer.fused_adam import fused_adam
 from memascend.errors import StoreError, TornStepError
-from memascend.streaming.updates import SubGroupStep
+from memascend.streaming.optimizer.updates import SubGroupStep
 from tests.support.tiled_optimizer import NAMES, Optimizer, Swapper
 from tests.support.tiled_training import SIZES, gradients, lose_drive_at
 
@@ -38,7 +38,7 @@ def step(optimizer: Any, number: int) -> None:
     """As upstream steps, up to what it does last."""
     optimizer.finish_walk()
     for name, value in gradients(number, BF16).items():
-        optimizer.spool.put(name, 0, value)
+        optimizer.gradient_stream.put(name, 0, value)
     for index in range(len(NAMES)):
         optimizer._prepare_sub_group(index, None)
         optimizer.unscale_and_clip_grads(index, torch.tensor(0.0))
@@ -61,7 +61,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(optimizer.stream, "step", hold)
     yield optimizer
     may_go.set()
-    optimizer.runtime.walk.finish()
+    optimizer.runtime.background.finish()
 
 
 def values(optimizer: Any) -> list[torch.Tensor]:
@@ -80,7 +80,7 @@ def test_behind_the_caller_or_not_the_values_are_equal() -> None:
         for optimizer in (behind, at_once):
             optimizer.optimizer.param_groups[0]["lr"] = rate
             step(optimizer, number)
-            assert optimizer.runtime.walk.is_under_way == (optimizer is behind)
+            assert optimizer.runtime.background.is_under_way == (optimizer is behind)
             optimizer.optimizer.param_groups[0]["lr"] = 1e9  # as a scheduler, before the next step
     pairs = zip(values(behind), values(at_once), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -90,7 +90,7 @@ def test_what_is_stepped_first_can_be_read_while_the_rest_goes_on(held: Any) -> 
     at_once = make(overlap=False)
     step(at_once, 0)
     step(held, 0)
-    walk = held.runtime.walk
+    walk = held.runtime.background
     walk.wait_for([f"param.{NAMES[0]}.0", f"param.{NAMES[0]}.1"])
     assert not walk.has_passed(f"param.{NAMES[1]}.0")
     parts = []
@@ -105,7 +105,7 @@ def test_what_is_stepped_first_can_be_read_while_the_rest_goes_on(held: Any) -> 
 def test_what_every_layer_needs_a_part_of_is_stepped_first(held: Any) -> None:
     """Norms and biases, which a Trainer gives a group of their own behind all others."""
     step(held, 0)
-    walk = held.runtime.walk
+    walk = held.runtime.background
     walk.wait_for([f"param.{NAMES[2]}.0"])
     walk.wait_for([f"param.{NAMES[0]}.1"])
     assert not walk.has_passed(f"param.{NAMES[1]}.0")
@@ -138,14 +138,14 @@ def test_where_betas_differ_the_order_is_that_of_the_optimizer() -> None:
     for number in range(10):
         for optimizer in (behind, at_once):
             step(optimizer, number)
-            assert optimizer.runtime.walk.is_under_way == (optimizer is behind)
+            assert optimizer.runtime.background.is_under_way == (optimizer is behind)
     pairs = zip(values(behind), values(at_once), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def _set_weight(optimizer: Any) -> None:
     optimizer._get_fp32_opt_state_partition(None, False)
-    assert optimizer.runtime.walk.is_under_way
+    assert optimizer.runtime.background.is_under_way
     optimizer._writeback_swap_state()
 
 
@@ -162,7 +162,7 @@ def test_who_looks_at_all_values_or_changes_one_waits_for_all(held: Any, look: A
     step(held, 0)
     threading.Timer(0.05, held.may_go.set).start()
     look(held)
-    assert not held.runtime.walk.is_under_way
+    assert not held.runtime.background.is_under_way
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_who_looks_at_one_value_waits_for_its_sub_group_alone(held: Any, look: A
             held.may_go.clear()
             step(optimizer, number)
         assert torch.equal(look(held), look(at_once))
-        walk = held.runtime.walk
+        walk = held.runtime.background
         assert not walk.has_passed(f"param.{NAMES[1]}.0")
     at_once.grad_position = held.grad_position = {0: (1, 0, 6)}
     threading.Timer(0.05, held.may_go.set).start()
@@ -210,7 +210,7 @@ def test_an_error_comes_up_once_and_the_step_counts_as_torn(
     lose_drive_at(3, optimizer.stream, monkeypatch)
     step(optimizer, 0)
     with pytest.raises(StoreError, match="the drive is gone"):
-        optimizer.runtime.walk.wait_for([f"param.{NAMES[1]}.0"])
+        optimizer.runtime.background.wait_for([f"param.{NAMES[1]}.0"])
     with pytest.raises(StoreError, match="the drive is gone"):
         optimizer.finish_walk()
     with pytest.raises(TornStepError):
@@ -245,13 +245,13 @@ def test_a_load_takes_over_whatever_the_walk_failed_with(
     step(optimizer, 0)
     optimizer.begin_load()
     assert optimizer.integrity.is_torn
-    assert not optimizer.runtime.walk.is_under_way
+    assert not optimizer.runtime.background.is_under_way
 
 
 def test_a_step_that_needs_more_than_tiles_is_over_first() -> None:
     optimizer = make()
     for name, numel in SIZES.items():  # set by the script, in fp32: goes through staging slots
-        optimizer.spool.set(name, 0, torch.ones(numel))
+        optimizer.gradient_stream.set(name, 0, torch.ones(numel))
     for index in range(len(NAMES)):
         optimizer._prepare_sub_group(index, None)
         optimizer.unscale_and_clip_grads(index, torch.tensor(0.0))

@@ -25,7 +25,7 @@ GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 # -- streamed: what arrives ----------------------------------------------------------------------
 
 
-def test_what_is_final_is_told_once_it_is_in_the_spool() -> None:
+def test_what_is_final_is_told_once_it_is_in_the_gradient_stream() -> None:
     optimizer = Optimizer()
     optimizer.is_last = False
     optimizer.arrive(0, 2)
@@ -63,7 +63,7 @@ def test_a_gradient_is_taken_under_the_lock_of_the_data_paths(
         lock = optimizer.attachment.runtime.lock
         free.append(lock.acquire(blocking=False))
 
-    put = optimizer.spool.put
+    put = optimizer.gradient_stream.put
 
     def watched(*arguments: Any, **keywords: Any) -> Any:
         other = threading.Thread(target=try_lock)
@@ -71,7 +71,7 @@ def test_a_gradient_is_taken_under_the_lock_of_the_data_paths(
         other.join()
         return put(*arguments, **keywords)
 
-    monkeypatch.setattr(optimizer.spool, "put", watched)
+    monkeypatch.setattr(optimizer.gradient_stream, "put", watched)
     optimizer.arrive(0, 1)
     assert free == [False, False]
 
@@ -100,7 +100,7 @@ def test_the_norm_is_that_of_the_whole_window() -> None:
 # -- streamed: who gets a finished one -----------------------------------------------------------
 
 
-def test_in_tiles_the_step_finds_it_in_the_spool() -> None:
+def test_in_tiles_the_step_finds_it_in_the_gradient_stream() -> None:
     optimizer = Optimizer(streams_optimizer=True)
     optimizer.arrive(1)
     assert optimizer.handed == []
@@ -149,7 +149,7 @@ def test_what_got_no_gradient_in_the_window_is_passed_by() -> None:
     optimizer.norm_for_param_grads.clear()
     optimizer._finalize_offload_gradient_accumulation()
     assert optimizer.norm_for_param_grads == {}
-    optimizer.spool.set("2_2", 0, torch.full((700,), 6.0))  # by an accessor
+    optimizer.gradient_stream.set("2_2", 0, torch.full((700,), 6.0))  # by an accessor
     optimizer._finalize_offload_gradient_accumulation()
     assert optimizer.seen("2_2", 700) == [6.0]
 

@@ -21,7 +21,7 @@ from memascend.checkpoint.source import LoadedTensor
 from memascend.deepspeed.optimizer import steps
 from memascend.deepspeed.optimizer.steps import WholeSteps
 from memascend.errors import StoreError, TornStepError
-from memascend.streaming.sub_groups import StepIntegrity
+from memascend.streaming.optimizer.sub_groups import StepIntegrity
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 FP32 = torch.float32

@@ -20,7 +20,7 @@ def parameter(name: str) -> Any:
 
 def test_master_weights_that_were_streamed_in_stay_and_others_are_stored() -> None:
     training = Training(torch.optim.Adam)
-    swapper = StreamedSwapper(groups=training.groups, spool=training.spool)
+    swapper = StreamedSwapper(groups=training.groups, gradient_stream=training.gradient_stream)
     known, new = parameter("4_4"), parameter("10_12")
     values = torch.randn(5000).bfloat16()
     swapper.initialize_parameters([known, new], [torch.zeros(SIZES["4_4"]), values])
@@ -30,19 +30,19 @@ def test_master_weights_that_were_streamed_in_stay_and_others_are_stored() -> No
     assert torch.equal(found, values.float())
 
 
-def test_gradients_of_the_flat_buffer_go_to_the_spool() -> None:
+def test_gradients_of_the_flat_buffer_go_to_the_gradient_stream() -> None:
     training = Training(torch.optim.Adam)
-    swapper = StreamedSwapper(groups=training.groups, spool=training.spool)
+    swapper = StreamedSwapper(groups=training.groups, gradient_stream=training.gradient_stream)
     parts = [torch.randn(10, 10), torch.randn(50)]
     swapper.swap_out_gradients(parameter("4_4"), [0, 100], parts)
     found = torch.empty(150)
-    training.spool.get("4_4", 0, found)
+    training.gradient_stream.get("4_4", 0, found)
     assert torch.equal(found, torch.cat([part.flatten() for part in parts]))
 
 
 def test_every_tensor_is_on_the_drive_however_small() -> None:
     training = Training(torch.optim.Adam)
-    swapper = StreamedSwapper(groups=training.groups, spool=training.spool)
+    swapper = StreamedSwapper(groups=training.groups, gradient_stream=training.gradient_stream)
     assert swapper.is_swappable_tensor(numel=1)
     swapper.pre_backward()
     swapper.post_backward()

@@ -184,13 +184,13 @@ def test_a_value_that_an_accessor_changed_is_stored_once(optimizer: Optimizer) -
 
 
 def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Optimizer) -> None:
-    optimizer.spool.put(NAMES[0], 100, torch.arange(6.0))
+    optimizer.gradient_stream.put(NAMES[0], 100, torch.arange(6.0))
     part, _ = optimizer._get_fp32_grad_state_partition(None, True)
     assert part.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     part.neg_()
     optimizer._writeback_swap_state(0, write_opt_state=False, write_gradients=True)
     found = torch.empty(6)
-    optimizer.spool.get(NAMES[0], 100, found)
+    optimizer.gradient_stream.get(NAMES[0], 100, found)
     assert found.tolist() == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
 
 
@@ -202,7 +202,7 @@ def test_a_vectorized_update_leaves_the_padding_alone(
     optimizer: Optimizer, rank: int, expected: list[float]
 ) -> None:
     """Nine elements over three ranks whose parts have six."""
-    optimizer.spool.put(NAMES[0], 100, torch.zeros(6))
+    optimizer.gradient_stream.put(NAMES[0], 100, torch.zeros(6))
     optimizer._fp32_state_allgather = lambda param, part: torch.zeros(3, 3)  # type: ignore[method-assign]
     optimizer._get_param_partition_rank = lambda param: rank  # type: ignore[method-assign]
     frozen, trained = (SimpleNamespace(requires_grad=trains) for trains in (False, True))
@@ -215,7 +215,7 @@ def test_a_vectorized_update_leaves_the_padding_alone(
     optimizer.update_fp32_grad_for_param_vectorized(update, [frozen, trained])
     assert asked == [trained]
     found = torch.empty(6)
-    optimizer.spool.get(NAMES[0], 100, found)
+    optimizer.gradient_stream.get(NAMES[0], 100, found)
     assert found.tolist() == expected
 
 

@@ -23,8 +23,8 @@ from memascend.config.block import parse_block
 from memascend.deepspeed.parameters import build
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.memory.pool import Pool
-from memascend.streaming.staging import StagingSlots
-from memascend.streaming.walk import Walk
+from memascend.streaming.background import BackgroundStep
+from memascend.transfer.staging import StagingSlots
 from tests.support.swapped_parameters import on_device, parameter
 
 
@@ -38,7 +38,7 @@ class AttachmentLike:
             store=lender,
             pool=Pool(memory=memory, component="slots", budget_bytes=budget_bytes),
             lock=threading.RLock(),
-            walk=Walk(),
+            background=BackgroundStep(),
             new_event=FakeEvent,
         )
         if budget_bytes is not None:
@@ -94,7 +94,7 @@ def test_of_several_ranks_each_gather_is_begun_late(
     kept = parameter(7, numel=10, swapper=swapper)
     kept.ds_tensor.final_location = None  # in host memory, where nobody waits for it
     kept.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-    assert swapper.late_gathers.late([kept]) == ([kept] if ranks > 1 else [])
+    assert swapper.gathers_on_demand.late([kept]) == ([kept] if ranks > 1 else [])
 
 
 def test_the_host_runs_ahead_by_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

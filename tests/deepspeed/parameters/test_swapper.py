@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.parameters.swapper import TURN_BYTES, ParameterSwapper
 from memascend.errors import StoreError
-from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.parameters.stream import ParameterStream
 from tests.support.swapped_parameters import NUMEL, on_device, parameter
 
 ABSENT = PartitionedParamStatus.NOT_AVAILABLE

@@ -24,7 +24,7 @@ from memascend.base.units import PAGE_BYTES
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
-from memascend.streaming.parameters import ParameterStream
+from memascend.streaming.parameters.stream import ParameterStream
 from tests.support.ctrl_c import interruptions
 from tests.support.swapped_parameters import (
     NUMEL,

@@ -20,7 +20,7 @@ from memascend.checkpoint import files
 from memascend.deepspeed.weights import export
 from memascend.deepspeed.weights.export import WeightFile
 from memascend.errors import StoreError, StoreFullError
-from memascend.streaming.staging import StagingSlots
+from memascend.transfer.staging import StagingSlots
 
 SLOT_BYTES = 4096
 

@@ -1,0 +1,1 @@
+"""Activations: storages that forward saves for backward."""

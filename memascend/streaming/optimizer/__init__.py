@@ -1,0 +1,1 @@
+"""The optimizer: tiles of master weights and states, stepped between two transfers."""

@@ -1,0 +1,340 @@
+"""Early steps: tiles of the coming optimizer step are stepped during backward.
+
+Knows when the gradient of a tile is complete, and the thread that steps such tiles in order;
+neither the arithmetic of a step nor where the bytes are stored. New values are written beside the
+old ones until the step takes them over, so that after a norm that is not finite, or an error in
+backward, it is enough to forget them.
+
+The gradients of a tile are copied into a block of host memory, not to the drive: the step consumes
+them. A tile holds a block while it waits for the rest of its gradients or for the drive. If no
+block is free, backward waits for a tile that is being stepped. If no block becomes free even so, or
+the tile is reserved for step(), its gradients are written to the drive.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from memascend.base.interfaces import Event, Ticket
+from memascend.base.waiting import CopyTicket, event_here, wait_all
+from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.tiles import Tiles
+from memascend.streaming.optimizer.updates import EarlyStep
+
+#: First elements of tiles, by sub-group.
+Begins = Mapping[str, frozenset[int]]
+#: Called with a sub-group, the offset of a gradient in it, the first element of a part, the part.
+BringBack = Callable[[str, int, int, torch.Tensor], None]
+
+
+class _Coverage:
+    """One sub-group: the gradients that have not arrived, and the missing elements per tile."""
+
+    def __init__(self, begins: range, places: Sequence[tuple[int, int]]) -> None:
+        """Start with every gradient missing.
+
+        Args:
+            begins: First element of each tile.
+            places: Offset and number of elements of each gradient.
+        """
+        self._begins = begins
+        self._offsets = {offset for offset, _ in places}
+        self._missing = Counter[int]()
+        for offset, numel in places:
+            for begin in _tiles_of(offset, numel, begins.step):
+                end = min(begin + begins.step, offset + numel)
+                self._missing[begin] += end - max(begin, offset)
+
+    def take(self, offset: int) -> bool:
+        """Note that a gradient arrives; return whether this is the first time."""
+        is_first = offset in self._offsets
+        self._offsets.discard(offset)
+        return is_first
+
+    def fill(self, begin: int, numel: int) -> bool:
+        """Note that `numel` elements of a tile arrived; return whether the tile is complete."""
+        self._missing[begin] -= numel
+        return self._missing[begin] == 0
+
+    def is_all_missing(self, begin: int) -> bool:
+        """Return whether gradients are still to fill every element of a tile."""
+        return self._missing[begin] == min(self._begins.step, self._begins.stop - begin)
+
+
+def _tiles_of(offset: int, numel: int, tile_numel: int) -> range:
+    return range(offset // tile_numel * tile_numel, offset + numel, tile_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyPart:
+    """One sub-group that may be stepped early, and the ranges of its gradients.
+
+    Attributes:
+        step: The step of the sub-group.
+        begins: First element of each tile.
+        places: Offset and number of elements of each expected gradient.
+        kept: The same for gradients that must go to the drive.
+        left: First elements of tiles that are not stepped early.
+    """
+
+    step: EarlyStep
+    begins: range
+    places: Sequence[tuple[int, int]]
+    kept: Sequence[tuple[int, int]] = ()
+    left: frozenset[int] = frozenset()
+
+    def late_tiles(self) -> list[tuple[str, int]]:
+        """Return the tiles that are not stepped early: (sub-group, first element)."""
+        late = [*self.left]
+        for offset, numel in self.kept:
+            late += _tiles_of(offset, numel, self.begins.step)
+        return [(self.step.name, begin) for begin in late]
+
+
+def leave_some(parts: Sequence[EarlyPart], count: int) -> list[EarlyPart]:
+    """Leave every `count`-th tile to the step, counted over all sub-groups."""
+    number = itertools.count(1)
+
+    def choose(begins: range) -> frozenset[int]:
+        return frozenset(begin for begin in begins if next(number) % count == 0)
+
+    return [replace(part, left=choose(part.begins)) for part in parts]
+
+
+@dataclass(slots=True, eq=False)
+class _TileGradient:
+    """The gradient of one tile, as far as it has arrived."""
+
+    name: str
+    begin: int
+    block: torch.Tensor
+    copies: list[Ticket] = field(default_factory=list)
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset, begin, elements
+
+    def wait(self) -> None:
+        """Wait until all copies into the block are over."""
+        wait_all([copy.wait for copy in self.copies])
+        self.copies = []
+
+    def part(self, begin: int, count: int) -> torch.Tensor:
+        """Return `count` elements of the block, from element `begin` of the sub-group on."""
+        return self.block.narrow(0, begin - self.begin, count)
+
+
+class EarlySteps:
+    """Steps tiles of one coming optimizer step early. One thread calls; another one steps."""
+
+    def __init__(
+        self,
+        *,
+        stream: OptimizerStream,
+        tiles: Tiles,
+        run: Callable[[Callable[[], None]], Future[None]],
+        new_event: Callable[[], Event] | None = None,
+        use_device: Callable[[], object] = int,
+    ) -> None:
+        """Start closed; `begin` opens it.
+
+        Args:
+            stream: Steps tiles.
+            tiles: Its tiles.
+            run: Runs functions on the stepping thread, in order of submission.
+            new_event: Makes an event of the device; None when the device is the CPU.
+            use_device: Makes the device current on the stepping thread.
+        """
+        self._stream, self._tiles = stream, tiles
+        self._use_device = use_device
+        self._run, self._new_event = run, new_event
+        self._steps: dict[str, EarlyStep] = {}
+        self._coverage: dict[str, _Coverage] = {}
+        self._kept: set[tuple[str, int]] = set()  # sub-group and offset of gradients
+        self._late: set[tuple[str, int]] = set()  # sub-group and begin of tiles
+        self._waiting: dict[tuple[str, int], _TileGradient] = {}  # by tile, until it is stepped
+        self._filled: list[tuple[_TileGradient, int]] = []  # and elements: copies not noted yet
+        self._running: deque[Future[None]] = deque()
+        self._done: dict[str, set[int]] = {}
+        self._is_running = False
+        self._is_open = False
+        self._error: Exception | None = None
+        #: Whether an early step failed; the keys for new values may be unreadable since then.
+        self.has_failed = False
+
+    def begin(self, parts: Sequence[EarlyPart]) -> None:
+        """Expect the gradients of these sub-groups, and forget all earlier early steps."""
+        self.forget()
+        self._steps = {part.step.name: part.step for part in parts}
+        self._coverage = {part.step.name: _Coverage(part.begins, part.places) for part in parts}
+        self._kept = {(part.step.name, offset) for part in parts for offset, _ in part.kept}
+        self._late = {tile for part in parts for tile in part.late_tiles()}
+        if parts:
+            self._is_open = True
+            self._drain()  # tiles of a walk that Ctrl-C ended before its first tile
+            self._start(_do_nothing)  # if there is no thread the drive takes the gradients
+
+    def places(self, name: str, offset: int) -> TilePlaces | None:
+        """Return where to copy a gradient that is about to arrive; None: write it to the drive.
+
+        A gradient that arrives twice belongs to another backward pass: then all early steps are
+        forgotten.
+        """
+        is_known = name in self._coverage and (name, offset) not in self._kept
+        if not self._is_open or not is_known:
+            return None
+        if not self._coverage[name].take(offset):
+            self.forget()
+            return None
+        return TilePlaces(
+            offset=offset,
+            tile_numel=self._tiles.shape.numel,
+            find=functools.partial(self._find, name, offset),
+        )
+
+    def note(self) -> None:
+        """Note that gradients were copied into blocks, and queue the tiles that are complete."""
+        filled, self._filled = self._filled, []
+        event = event_here(self._new_event) if filled else None
+        for gradient, numel in filled:
+            if event is not None:
+                gradient.copies.append(CopyTicket(event))
+            if self._is_open and self._coverage[gradient.name].fill(gradient.begin, numel):
+                self._stream.expect_early(gradient.name, gradient.begin)
+                self._start(self._step_next)
+
+    def finish(self) -> None:
+        """Step all complete tiles, and return when nothing is in flight.
+
+        `close` would drop tiles that are queued for the thread. The step would then read their
+        gradients from the drive, where they would have to be written first.
+        """
+        if self._is_open:
+            self._wait_for_thread()
+        self.close()
+
+    def close(self) -> None:
+        """Stop stepping, and return when nothing is in flight."""
+        self._is_open = False
+        if self._is_running:
+            self._wait_for_thread()
+            self._is_running = False
+            self._running.clear()
+            self._drain()
+
+    def take(self, bring_back: BringBack) -> tuple[Begins, Exception | None]:
+        """Return the tiles that were stepped early, or the error that prevented it, once.
+
+        Call `close` first.
+
+        Args:
+            bring_back: Called with each part of a gradient whose tile was not stepped.
+        """
+        for gradient in self._waiting.values():
+            gradient.wait()
+            for offset, begin, count in gradient.parts:
+                bring_back(gradient.name, offset, begin, gradient.part(begin, count))
+        self._clear()
+        done, error = self._done, self._error
+        self._done, self._error = {}, None
+        if error is not None:
+            return {}, error
+        return {name: frozenset(begins) for name, begins in done.items()}, None
+
+    def forget(self) -> None:
+        """Forget all early steps, and their error."""
+        self.close()
+        self._clear()
+        self._done, self._error = {}, None
+        self._steps, self._coverage = {}, {}
+
+    def _clear(self) -> None:
+        """Give back the blocks of all tiles that were not stepped."""
+        self._filled = []
+        for gradient in [*self._waiting.values()]:
+            gradient.wait()  # if Ctrl-C ends the wait, the next call gives the block back
+            del self._waiting[gradient.name, gradient.begin]
+            self._tiles.give_spare(gradient.block)
+
+    # -- the caller's thread -----------------------------------------------------------------------
+
+    def _find(self, name: str, offset: int, begin: int, count: int) -> torch.Tensor | None:
+        """Return the block's part for [begin, begin+count) of the sub-group; None: to the drive."""
+        self.note()  # the parts before
+        tile_numel = self._tiles.shape.numel
+        tile = (name, begin // tile_numel * tile_numel)
+        if not self._is_open or tile in self._late:
+            return None
+        gradient = self._waiting.get(tile)
+        if gradient is None:
+            block = self._take_block()
+            if block is None:
+                self._late.add(tile)
+                return None
+            gradient = self._waiting[tile] = _TileGradient(*tile, block)
+            if not self._coverage[name].is_all_missing(tile[1]):
+                block.zero_()
+        gradient.parts.append((offset, begin, count))
+        self._filled.append((gradient, count))
+        return gradient.part(begin, count)
+
+    def _take_block(self) -> torch.Tensor | None:
+        """Return a free block, or wait for a tile being stepped; None when all tiles wait."""
+        block = self._tiles.take_spare()
+        while block is None and self._running:
+            self._running.popleft().result()
+            block = self._tiles.take_spare()
+        return block
+
+    def _wait_for_thread(self) -> None:
+        # Runs after all queued tiles, also those whose future was lost by Ctrl-C.
+        with suppress(RuntimeError):
+            self._run(_do_nothing).result()
+
+    def _drain(self) -> None:
+        try:
+            self._stream.drain()
+        except Exception as error:  # a write failed: its key is undefined
+            self._fail(error)
+
+    def _start(self, function: Callable[[], None]) -> None:
+        self._is_running = True
+        while self._running and self._running[0].done():
+            self._running.popleft()
+        try:
+            self._running.append(self._run(function))
+        except RuntimeError as error:  # no thread: the walk steps these tiles
+            self._fail(error)
+
+    # -- the thread that steps ---------------------------------------------------------------------
+
+    def _step_next(self) -> None:
+        """Step the next expected tile; do nothing once closed, or after a failure."""
+        if not self._is_open:
+            return
+        try:
+            self._use_device()
+            name, begin = self._stream.step_early(self._steps, self._take_gradient)
+            self._done.setdefault(name, set()).add(begin)
+        except Exception as error:  # returned by take()
+            self._fail(error)
+
+    def _take_gradient(self, name: str, begin: int) -> torch.Tensor:
+        """Remove and return the block of a complete tile."""
+        self._waiting[name, begin].wait()
+        return self._waiting.pop((name, begin)).block
+
+    def _fail(self, error: Exception) -> None:
+        self._is_open = False
+        self._error = self._error or error
+        self.has_failed = True
+
+
+def _do_nothing() -> None:
+    """Mark a point in the thread's queue: its future is done when all functions before it are."""

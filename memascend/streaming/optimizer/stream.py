@@ -1,0 +1,346 @@
+"""The optimizer path: each sub-group is stepped tile by tile, drive to host to drive.
+
+Knows torch, the store and the gradient stream; never DeepSpeed. A tile is a fixed-size run
+of elements of one sub-group. Master weights, states and gradients are read, the optimizer steps
+them, and all but the gradients are written back, with the parameters in their own dtype. Several
+tiles are in flight, also from one sub-group to the next, so that reads, arithmetic and writes
+overlap.
+
+The optimizer belongs to the caller: the parameter it knows (a tensor that is empty between steps)
+is pointed at one tile after the other. Scalar states (`step`) are restored before every tile, so
+that a sub-group counts as one parameter, as in an untiled step. If the caller has a fused update,
+that does all of it in one pass: it takes the gradient in its stored dtype, and also writes the new
+weights in the parameters' own dtype.
+
+Tiles may be stepped early, before it is known whether there will be a step (early.py). Their new
+values are written to keys of their own beside the old ones. The walk then skips these tiles, writes
+the rest of their sub-group to the same new keys, and lets the old keys take over the new values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memascend.streaming.gradients.accumulation import Factor
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.prefetch import TilesAhead
+from memascend.streaming.optimizer.sub_groups import Member, State, SubGroup, SubGroups, make_anew
+from memascend.streaming.optimizer.tiles import Tile, Tiles
+from memascend.streaming.optimizer.updates import (
+    EarlyStep,
+    FusedUpdate,
+    SubGroupStep,
+    as_number,
+    copy_scalars,
+    early_key,
+    is_state_tensor,
+    let_go,
+    step_nothing,
+)
+
+
+class OptimizerStream:
+    """The walk over sub-groups. One thread at a time may call."""
+
+    def __init__(
+        self,
+        *,
+        groups: SubGroups,
+        tiles: Tiles,
+        gradient_stream: GradientStream,
+        take_over: Callable[..., None] | None = None,
+    ) -> None:
+        """Wire the stream.
+
+        Args:
+            groups: The sub-groups.
+            tiles: The tiles; the same object that `groups` has.
+            gradient_stream: Source of the gradients.
+            take_over: Moves the contents of `other` to `key`; None if no tile is stepped early.
+        """
+        self._groups = groups
+        self._tiles = tiles
+        self._gradient_stream = gradient_stream
+        self._take_over = take_over
+        self._ahead = TilesAhead(groups=groups, tiles=tiles, gradient_stream=gradient_stream)
+        self._early: Mapping[str, frozenset[int]] = {}
+
+    def begin(
+        self, names: Sequence[str], early: Mapping[str, frozenset[int]] | None = None
+    ) -> None:
+        """Start a walk over sub-groups; they must then be stepped in this order.
+
+        Args:
+            names: All sub-groups.
+            early: First elements of tiles that have been stepped already, by sub-group.
+
+        Raises:
+            StoreError: A write of the last walk failed.
+            TornStepError: The last walk ended half-way.
+        """
+        self._tiles.drain()
+        self._gradient_stream.submit()
+        self._groups.integrity.begin(len(names))
+        self._early = early or {}
+        self._ahead.begin(names, self._early)
+
+    def read_ahead(self, names: Sequence[str]) -> None:
+        """Start reading the first tiles of the next walk, before all gradients are complete.
+
+        Call `forget_ahead` before weights or states change outside the walk.
+
+        Args:
+            names: All sub-groups, in the order of the walk.
+        """
+        self._ahead.read(names)
+
+    def forget_ahead(self) -> None:
+        """Drop tiles that were read for the next walk: their values are about to change."""
+        self._ahead.forget()
+
+    def step(self, step: SubGroupStep, reach: Callable[[int], None] = lambda end: None) -> None:
+        """Step the next sub-group of the walk.
+
+        Args:
+            step: The step of the sub-group.
+            reach: Called with the number of leading elements whose new values can be read.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        group = self._groups.group(step.name)
+        early = self._early.get(step.name, frozenset())
+        begins = self._tiles.begins(group.numel)
+        makes_states = not group.states
+        values = step.states[step.parameter]
+        scalars = copy_scalars({k: v for k, v in values.items() if k not in group.states})
+        try:
+            for begin in begins:
+                if begin not in early:
+                    with self._due(group, begin) as tile:
+                        self._step_tile(tile, group, step, scalars, makes_states=makes_states)
+                end = min(begin + begins.step, group.numel)
+                if early:
+                    self._take_members(step.members, begin, end)
+                reach(end)
+            if early:
+                self._take_states(group)
+                if len(early) == len(begins):
+                    step_nothing(step)
+            if self._ahead.is_over():  # gathers read the copies on another stream
+                self._tiles.wait_copies()
+        except Exception:
+            self._ahead.drop()
+            raise
+        except BaseException:  # Ctrl-C: do not wait
+            self._ahead.stop()
+            raise
+        finally:
+            let_go(step.parameter, step.states[step.parameter], group)
+        group.fills.clear()
+        self._gradient_stream.note_factor(step.name, step.factor, step.parameter.dtype)
+        self._groups.integrity.note_stepped()
+
+    def refresh(self, name: str, members: Sequence[Member]) -> None:
+        """Set every member's value from its master weights."""
+        group = self._groups.group(name)
+        self.drain()
+        for member in members:
+            if member.key is not None:
+                nbytes = member.numel * member.dtype.itemsize
+                make_anew(self._groups.store, member.key, nbytes)
+        for begin in self._tiles.begins(group.numel):
+            tile = self._tiles.take(name, begin, group.numel)
+            try:
+                self._tiles.read(tile, group.key(), tile.master)
+                tile.wait()
+                self._give_to_members(tile, members, is_cast=False)
+            finally:
+                self._tiles.retire(tile)
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight; ends the current walk, if any.
+
+        Raises:
+            StoreError: A transfer failed; the others have been waited for.
+        """
+        self._ahead.stop()
+        self._tiles.drain()
+
+    # -- early -----------------------------------------------------------------------------------
+
+    def expect_early(self, name: str, begin: int) -> None:
+        """Queue a tile for `step_early`. Any thread may call."""
+        self._ahead.expect_early(name, begin)
+
+    def step_early(
+        self,
+        steps: Mapping[str, EarlyStep],
+        take_gradient: Callable[[str, int], torch.Tensor],
+    ) -> tuple[str, int]:
+        """Step the next expected tile, and write its values beside the old ones.
+
+        Returns (sub-group, first element).
+
+        Args:
+            steps: The steps, by sub-group.
+            take_gradient: Returns the spare block with the gradient of a tile; the tile keeps it.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        with self._ahead.lend_next() as tile:
+            self._tiles.exchange_gradient(tile, take_gradient(tile.owner, tile.begin))
+            group = self._groups.group(tile.owner)
+            step = steps[tile.owner]
+            values: dict[str, Any] = {}
+            self._point_states(tile, group, values)
+            self._step_fused(tile, step.fused, values, step.factor, early=True)
+            self._write_back(tile, group, step.members, is_cast=True, early=True)
+            return tile.owner, tile.begin
+
+    def _take_members(self, members: Sequence[Member], begin: int, end: int) -> None:
+        """Let members that end in [begin, end) of their sub-group take over their new values."""
+        self._groups.integrity.note_change()
+        for member in members:
+            if begin < member.offset + member.numel <= end:
+                self._take(member.key)
+
+    def _take_states(self, group: SubGroup) -> None:
+        for key in group.all_keys:
+            self._take(key)
+
+    def _take(self, key: str | None) -> None:
+        assert self._take_over is not None
+        assert key is not None
+        self._take_over(key=key, other=early_key(key))
+
+    @contextmanager
+    def _due(self, group: SubGroup, begin: int) -> Iterator[Tile]:
+        """Lend the next tile of the walk, which must be this one."""
+        with self._ahead.lend_next() as tile:
+            if (tile.owner, tile.begin) != (group.name, begin):
+                raise AssertionError(f"{group.name} is stepped out of the order of begin()")
+            yield tile
+
+    # -- the optimizer's view --------------------------------------------------------------------
+
+    def _point_states(self, tile: Tile, group: SubGroup, values: State) -> None:
+        for number, (name, dtype) in enumerate(group.states.items()):
+            block = self._tiles.state(tile, number, dtype)
+            if isinstance(values.get(name), torch.Tensor):
+                values[name].data = block
+            else:
+                values[name] = block
+
+    def _step_tile(
+        self,
+        tile: Tile,
+        group: SubGroup,
+        step: SubGroupStep,
+        scalars: Mapping[str, Any],
+        *,
+        makes_states: bool,
+    ) -> None:
+        """Step a tile of the walk with the sub-group's scalar states, and start storing it."""
+        values = step.states[step.parameter]
+        if makes_states:
+            values.clear()
+        values.update(copy_scalars(scalars))
+        if not makes_states:
+            self._point_states(tile, group, values)
+        fused = None if makes_states else step.fused
+        if fused is not None:
+            self._step_fused(tile, fused, values, step.factor)
+        else:
+            # Data first: torch refuses a gradient whose shape differs.
+            step.parameter.data = tile.master.narrow(0, 0, tile.numel)
+            step.parameter.grad = self._load_gradient(tile, step.factor)
+            self._groups.integrity.note_change()
+            step.update()
+            self._collect_states(tile, group, step.states[step.parameter])
+        early = step.name in self._early
+        self._write_back(tile, group, step.members, is_cast=fused is not None, early=early)
+
+    def _step_fused(
+        self, tile: Tile, fused: FusedUpdate, values: State, factor: Factor, *, early: bool = False
+    ) -> None:
+        """Step a tile in one pass; use the stored gradient directly if it is complete."""
+        gradient = tile.raw.narrow(0, 0, tile.numel)
+        multiplier = as_number(factor)
+        if not early:
+            is_whole = self._gradient_stream.complete(tile.owner, tile.begin, gradient)
+            if multiplier is None or not is_whole:
+                gradient, multiplier = self._load_gradient(tile, factor), 1.0
+            self._groups.integrity.note_change()
+        assert multiplier is not None
+        fused(
+            begin=tile.begin,
+            gradient=gradient,
+            factor=multiplier,
+            weight=tile.master.narrow(0, 0, tile.numel),
+            values=values,
+            output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
+        )
+
+    def _load_gradient(self, tile: Tile, factor: Factor) -> torch.Tensor:
+        """Return a tile's gradient in the step's dtype, multiplied by `factor`."""
+        gradient = self._tiles.gradient(tile)
+        self._gradient_stream.load(
+            tile.owner, tile.begin, tile.raw.narrow(0, 0, tile.numel), gradient
+        )
+        return gradient.mul_(factor)
+
+    def _collect_states(self, tile: Tile, group: SubGroup, values: State) -> None:
+        """Copy states that the optimizer created, or moved, into the tile."""
+        for name, value in values.items():
+            if not is_state_tensor(name, value, tile.numel):
+                continue
+            if name not in group.states:
+                self._groups.add_state(group.name, name, value.dtype)
+            number = list(group.states).index(name)
+            block = self._tiles.state(tile, number, value.dtype)
+            if value.data_ptr() != block.data_ptr():
+                block.copy_(value)
+                value.data = block
+
+    def _write_back(
+        self, tile: Tile, group: SubGroup, members: Sequence[Member], *, is_cast: bool, early: bool
+    ) -> None:
+        """Store a tile's new values; with `early`, beside the old ones."""
+        place = early_key if early else str
+        self._tiles.write(tile, place(group.key()), tile.master)
+        for number, (name, dtype) in enumerate(group.states.items()):
+            self._tiles.write(tile, place(group.key(name)), self._tiles.state(tile, number, dtype))
+        self._give_to_members(tile, members, is_cast=is_cast, early=early)
+
+    def _give_to_members(
+        self, tile: Tile, members: Sequence[Member], *, is_cast: bool, early: bool = False
+    ) -> None:
+        """Write the tile's weights to members; with `is_cast`, `tile.cast` has them already."""
+        for member in members:
+            first, count = member.overlap(tile.begin, tile.numel)
+            if count <= 0:
+                continue
+            source = tile.master.narrow(0, first - tile.begin, count)
+            if is_cast and tile.cast is not None and member.dtype == tile.cast.dtype:
+                source = tile.cast.narrow(0, first - tile.begin, count)
+            is_in_host = member.tensor is not None and member.tensor.device.type == "cpu"
+            if member.dtype != source.dtype and not is_in_host:
+                # A casting copy to a device would allocate a host temporary.
+                if tile.cast is None:
+                    raise AssertionError(f"no room to cast {source.dtype} to {member.dtype}")
+                source = tile.cast.narrow(0, first - tile.begin, count).copy_(source)
+            if member.tensor is not None:
+                target = member.tensor.narrow(0, first - member.offset, count)
+                self._tiles.copy_part(tile, source, target)
+                continue
+            if member.key is None:
+                raise AssertionError(f"a member at {member.offset} lives nowhere")
+            offset_bytes = (first - member.offset) * source.element_size()
+            key = early_key(member.key) if early else member.key
+            self._tiles.write_part(tile, key, source, offset_bytes)

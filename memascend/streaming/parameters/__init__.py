@@ -1,0 +1,1 @@
+"""Parameters: shards between drive and host, and the slots they are read into."""

@@ -1,0 +1,400 @@
+"""The parameter path between drive and host: a shard is staged in a slot, moved, let go.
+
+Knows torch, the pool and the store; never DeepSpeed. A shard holds a slot only while it travels:
+the slot is released as soon as the copy to the device has passed (marked by an event if copies are
+asynchronous), not when the device copy is freed. One thread at a time may call.
+
+The layers below guard the memory of a slot: it is free again only when its lease is released and
+the store has reaped every transfer on it.
+
+With a budget, host memory is bounded for a model of any size. A shard that is too large for a slot,
+or finds no free slot, is assembled in device memory, chunk by chunk through the staging slots. The
+set of staged shards depends only on sizes and calls, never on time or on where a shard found room:
+DeepSpeed decides from it which shards to gather, and all ranks must decide alike. So `has_arrived`
+must not be used to decide with more than one rank. The slot of a shard that was let go keeps its
+bytes until another shard needs the room, or the shard is read again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from memascend.base.interfaces import Event, Lender, TensorIO, Ticket
+from memascend.base.waiting import wait_all
+from memascend.errors import StoreError
+from memascend.memory.pool import Pool
+from memascend.streaming.background import BackgroundStep
+from memascend.streaming.parameters.in_chunks import InChunks
+from memascend.streaming.parameters.kept_slots import KeptSlots
+from memascend.streaming.parameters.loans import Loans
+from memascend.streaming.parameters.shard import Shard, Shards, ShardState
+from memascend.transfer.staging import StagingSlots
+
+#: Casts of updated parameters whose writes may be in flight; bounds the slots of write-back.
+WRITE_BACK_COUNT_MAX = 4
+#: The same with a budget, which bounds their bytes: tiny shards must not wait for one another.
+WRITE_BACK_COUNT_MAX_IN_BUDGET = 64
+
+
+class ParameterStream:
+    """Stages shards. The module's docstring describes the life of a slot."""
+
+    def __init__(
+        self,
+        *,
+        store: TensorIO,
+        pool: Pool,
+        prefetch_bytes: int | None = None,
+        staging: StagingSlots | None = None,
+        device: torch.device | None = None,
+        background: BackgroundStep | None = None,
+        lender: Lender | None = None,
+    ) -> None:
+        """Take no slot yet.
+
+        Args:
+            store: The store of the shards.
+            pool: The pool of the slots.
+            prefetch_bytes: Bytes that may be read ahead; None derives them from the sizes.
+            staging: Staging slots for shards without a slot; needed with a budget.
+            device: Where shards without a slot are assembled.
+            background: The optimizer's walk, which may still be writing shards.
+            lender: Lends shards that the store has in memory; None: each is copied to a slot.
+        """
+        self.pool = pool
+        self._store = store
+        self._prefetch_bytes = prefetch_bytes
+        self.background = background or BackgroundStep()
+        self._shards = Shards()
+        self._staged: dict[Shard, None] = {}  # in order of request
+        self._changed: dict[Shard, None] = {}
+        self._loans = Loans(lender)
+        self._kept = KeptSlots(pool, self._loans)
+        self._writes: deque[Ticket] = deque()
+        self._chunks = InChunks(
+            staging=staging, device=device, background=self.background, loans=self._loans
+        )
+
+    def shard(self, key: str, numel: int, dtype: torch.dtype, owner: Any = None) -> Shard:
+        """Make the record of a shard, once for each."""
+        return self._shards.make(key, numel, dtype, owner)
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes that one turn may take, and limit of read-ahead: half the budget each."""
+        return self.pool.budget_bytes // 2
+
+    def take_changes(self) -> Collection[Shard]:
+        """Return the shards that were staged, arrived or were let go since the last call."""
+        changed, self._changed = self._changed, {}
+        return changed
+
+    # -- drive -> host or device -----------------------------------------------------------------
+
+    def read_ahead(self, shards: Iterable[Shard]) -> None:
+        """Start reading shards, in order, as far as the read-ahead limit allows now.
+
+        Stops at the first shard that does not fit, so that later shards never overtake it. Shards
+        that never have a slot are skipped and read when needed. For the first such shard, start
+        reading its leading chunks into free staging slots; its state stays ABSENT.
+        """
+        for shard in self._staged:
+            self._start_late(shard)
+        limit_bytes = self._shards.prefetch_bytes(self._prefetch_bytes)
+        room_bytes = min(limit_bytes, self.share_bytes) - self._staged_bytes()
+        starts_chunks = limit_bytes > 0
+        for shard in shards:
+            cost_bytes = self.pool.slot_bytes(shard.nbytes)
+            if shard.is_staged:
+                continue
+            if cost_bytes == 0:
+                if starts_chunks:
+                    self._chunks.read_ahead(shard)
+                starts_chunks = False
+                continue
+            if cost_bytes > room_bytes:
+                return
+            room_bytes -= cost_bytes
+            self._read(shard)
+            shard.is_ahead = True
+
+    def read_now(self, shards: Iterable[Shard]) -> None:
+        """Stage shards; on return each has its tensor.
+
+        Shards that were read ahead are let go, furthest first, until these fit the budget.
+
+        Raises:
+            StoreError: A read failed; all shards being read are let go.
+        """
+        needed = dict.fromkeys(shards)
+        for shard in needed:
+            shard.is_ahead = False
+        absent = [shard for shard in needed if not shard.is_staged]
+        self._make_room(absent)
+        for shard in absent:
+            self._read(shard)
+        self._wait(needed)
+
+    def has_arrived(self, shard: Shard) -> bool:
+        """Return whether `read_now` would return without waiting for this shard."""
+        if not self.background.has_passed(shard.key):
+            return False
+        self._start_late(shard)
+        if shard.state is not ShardState.READING:
+            return shard.state is not ShardState.ABSENT
+        is_read = shard.read is None or shard.read.done()
+        return self._loans.offers(shard) if shard.lease is None else is_read
+
+    def wait_reads(self) -> None:
+        """Wait for every read in flight.
+
+        Raises:
+            StoreError: A read failed; all shards being read are let go.
+        """
+        self._wait(self._staged)
+
+    def read_into(self, shard: Shard, target: torch.Tensor) -> None:
+        """Fill a flat tensor that is not a slot, of any device, address and length."""
+        self.background.wait_for([shard.key])
+        if self._chunks.staging is not None and target.device.type != "cpu":
+            self._chunks.staging.read(key=shard.key, target=target)
+        else:
+            self._chunks.wait(shard)
+            self._store.read(key=shard.key, target=target).wait()
+
+    # -- host -> drive ---------------------------------------------------------------------------
+
+    def stage(self, shard: Shard) -> torch.Tensor | None:
+        """Return the shard's slot, for the caller to fill and then store with `write`.
+
+        Returns None when the budget has no slot for it: the caller then keeps the shard on the
+        device and stores it with `write_from`.
+        """
+        if shard.is_lent:  # the store alone writes there
+            self.drop(shard)
+        self._make_room([shard])
+        self._kept.forget(shard)
+        self._stage(shard)
+        self._note(shard, ShardState.STAGED)
+        if shard.tensor is None:
+            self.drop(shard)
+        return shard.tensor
+
+    def write(self, shard: Shard) -> None:
+        """Store a staged shard and let it go. On return the bytes are in the store."""
+        tensor = shard.tensor
+        if tensor is None:
+            raise AssertionError(f"{shard.key} has no tensor to store")
+        shard.equals_store = False
+        try:
+            if shard.lease is None:
+                self.write_from(shard, tensor)
+            else:
+                self._chunks.wait(shard)
+                self._store.write(
+                    key=shard.key,
+                    source=tensor,
+                    hold=shard.lease.hold(),
+                    capacity_bytes=shard.lease.slot_bytes,
+                ).wait()
+        finally:
+            self.drop(shard)
+
+    def write_from(self, shard: Shard, source: torch.Tensor) -> None:
+        """Store a flat tensor of any device, chunk by chunk; on return it is in the store."""
+        self.forget(shard)
+        self._chunks.write(shard, source)
+        self._chunks.wait(shard)
+
+    def write_cast(self, shard: Shard, source: torch.Tensor) -> None:
+        """Cast `source` and start storing it; `source` may be reused on return."""
+        self.forget(shard)
+        self._make_room([shard])
+        bounded = self.pool.is_bounded
+        count_max = WRITE_BACK_COUNT_MAX_IN_BUDGET if bounded else WRITE_BACK_COUNT_MAX
+        while len(self._writes) >= count_max:
+            self._writes.popleft().wait()
+        self._stage(shard)
+        try:
+            if shard.lease is None or shard.tensor is None:
+                self._chunks.write(shard, source)
+            else:
+                self._chunks.wait(shard)
+                shard.tensor.copy_(source)
+                self._writes.append(
+                    self._store.write(
+                        key=shard.key,
+                        source=shard.tensor,
+                        hold=shard.lease.hold(),
+                        capacity_bytes=shard.lease.slot_bytes,
+                    )
+                )
+        finally:
+            self.drop(shard)
+
+    def recast(self, shard: Shard, dtype: torch.dtype, device: str) -> None:
+        """Change the dtype of a shard; on return its values are in the store in `dtype`.
+
+        Args:
+            shard: A shard that is not in use.
+            dtype: The new dtype; values are rounded to it.
+            device: Holds the whole shard meanwhile.
+
+        Raises:
+            StoreError: The drive failed; the shard is lost.
+            StoreFullError: The drive has no room for it; the shard is lost.
+        """
+        self.read_now([shard])
+        assert shard.tensor is not None
+        whole = shard.tensor.to(device=device, dtype=dtype, copy=True)
+        self.forget(shard)
+        self._store.discard(key=shard.key)
+        self._shards.recast(shard, dtype)
+        self.write_cast(shard, whole)
+        self.wait_writes()
+
+    def wait_writes(self) -> None:
+        """Wait for every write in flight.
+
+        Raises:
+            StoreError: A write failed; the remaining ones have been waited for.
+        """
+        wait_all(self._writes_in_flight())
+
+    def _writes_in_flight(self) -> Iterator[Callable[[], object]]:
+        """Yield a wait function for each write; writes that were not reached stay noted."""
+        while self._writes:
+            yield self._writes.popleft().wait
+        yield self._chunks.wait_writes
+
+    # -- letting go ------------------------------------------------------------------------------
+
+    def drop(self, shard: Shard, event: Event | None = None) -> None:
+        """Let a shard go, if it is staged: at once, or once `event` has passed."""
+        if not shard.is_staged:
+            return
+        self._staged.pop(shard, None)
+        ticket, shard.read = shard.read, None
+        shard.is_ahead = False
+        try:
+            if ticket is not None:
+                ticket.wait()
+        finally:
+            shard.copied = event or shard.copied
+            self._kept.put(shard)
+            self._changed[shard] = None
+
+    def forget(self, shard: Shard) -> None:
+        """Drop a shard and its kept slot, so that it is read again from the drive."""
+        self.drop(shard)
+        self._kept.forget(shard)
+        self._chunks.forget(shard)
+
+    def forget_all(self) -> None:
+        """Drop and forget every shard; on return every slot is free, except for writes in flight.
+
+        Call this before keys change in the store by another way than this stream.
+        """
+        for shard in tuple(self._staged):
+            self.drop(shard)
+        self._kept.drain()
+        self._chunks.forget()
+
+    def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
+        """Drop, forget and return all shards but `besides`, in any state that Ctrl-C left."""
+        lost = [shard for shard in self._shards.made if shard not in besides]
+        self._kept.abandon(lost)
+        for shard in lost:
+            self._staged.pop(shard, None)
+        self._changed.clear()
+        self._chunks.forget()
+        return lost
+
+    # -- slots -----------------------------------------------------------------------------------
+
+    def _read(self, shard: Shard) -> None:
+        """Start reading a shard, unless its kept slot has it or the walk is still to write it."""
+        is_kept = shard.state is ShardState.KEPT
+        if is_kept:
+            self._kept.take(shard)
+        self._stage(shard, is_read=True)
+        try:
+            if shard.lease is not None and not is_kept:
+                shard.is_late = True
+                self._start_late(shard)
+        except BaseException:
+            self.drop(shard)
+            raise
+
+    def _start_late(self, shard: Shard) -> None:
+        """Start the delayed read of a shard, if the walk has written its new value."""
+        if not shard.is_late or not self.background.has_passed(shard.key):
+            return
+        assert shard.lease is not None
+        assert shard.tensor is not None
+        self._chunks.wait(shard)
+        shard.read = self._store.read(
+            key=shard.key,
+            target=shard.tensor,
+            hold=shard.lease.hold(),
+            capacity_bytes=shard.lease.slot_bytes,
+        )
+        shard.is_late = False
+
+    def _wait(self, needed: Collection[Shard]) -> None:
+        """Wait for the reads of these shards, and assemble those without a slot."""
+        reading = [one for one in self._staged if one.state is ShardState.READING]
+        try:
+            # Shards with a ticket first: the drive is reading them already.
+            for shard in sorted(reading, key=lambda one: one.read is None):
+                if shard not in needed:
+                    continue
+                if shard.read is None:
+                    self.background.wait_for([shard.key])
+                self._start_late(shard)
+                ticket, shard.read = shard.read, None
+                if ticket is not None:
+                    ticket.wait()
+                elif shard.tensor is None:
+                    self._chunks.read(shard)
+                shard.equals_store = True
+                self._note(shard, ShardState.STAGED)
+        except BaseException:
+            for shard in reading:
+                with suppress(Exception):  # the first error is the one to raise
+                    self.drop(shard)
+            raise
+
+    def _stage(self, shard: Shard, *, is_read: bool = False) -> None:
+        """Add a shard to the staged ones: in its kept slot, in a new one, or without a slot."""
+        if shard.is_staged:
+            raise AssertionError(f"{shard.key} is staged already")
+        if shard.lease is None and not (is_read and self._loans.offers(shard)):
+            shard.lease = self._kept.acquire(shard.nbytes, self._writes)
+            if shard.lease is not None:
+                shard.tensor = shard.lease.view(shard.numel, shard.dtype)
+        self._staged[shard] = None
+        self._note(shard, ShardState.READING)
+
+    def _note(self, shard: Shard, state: ShardState) -> None:
+        shard.state = state
+        self._changed[shard] = None
+
+    def _make_room(self, shards: Iterable[Shard]) -> None:
+        """Let go shards that were read ahead, furthest first, until these fit the budget."""
+        needed_bytes = sum(self.pool.slot_bytes(one.nbytes) for one in shards)
+        needed_bytes += self._staged_bytes()
+        for shard in reversed([one for one in self._staged if one.is_ahead]):
+            if needed_bytes <= self.pool.budget_bytes:
+                return
+            needed_bytes -= self.pool.slot_bytes(shard.nbytes)
+            with suppress(StoreError):  # not needed now; the read that needs it raises the error
+                self.drop(shard)
+
+    def _staged_bytes(self) -> int:
+        return sum(self.pool.slot_bytes(one.nbytes) for one in self._staged)

@@ -1,0 +1,401 @@
+"""Staging slots: tensors of any size pass between the device and the store through fixed memory.
+
+Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one slot: the drive works
+on some while the device copies others. On a device with streams, an event after each copy tells
+when the slot may be used next. One thread at a time may call; Ctrl-C may come anywhere
+(lent_slots.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from memascend.base.components import STAGING_SLOTS
+from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
+from memascend.base.waiting import Ended, event_here
+from memascend.transfer.chunks_ahead import ChunksAhead
+from memascend.transfer.lent_slots import SLOT_COUNT_MIN, GivenBackOnError, LentSlots, Slot
+
+#: A range to read: key, offset of its first byte, number of elements, dtype.
+Run = tuple[str, int, int, torch.dtype]
+
+
+@dataclass(slots=True)
+class _Write:
+    """A write to the store from a slot; the copy into the slot may still be queued."""
+
+    slot: Slot
+    filled: Event | None
+    key: str
+    source: torch.Tensor
+    offset_bytes: int
+    ticket: Ticket | None = None
+
+    def overlaps(self, begin: int, end: int) -> bool:
+        """Return whether the write overlaps bytes [begin, end) of its key."""
+        return self.offset_bytes < end and begin < self.offset_bytes + self.source.nbytes
+
+
+class StagingSlots:
+    """Slots of one size, used in turn."""
+
+    def __init__(
+        self,
+        *,
+        store: TensorIO,
+        memory: HostMemory,
+        slot_bytes: int,
+        slot_count: int,
+        component: str = STAGING_SLOTS,
+        new_event: Callable[[], Event] | None = None,
+        wait_idle: Callable[[], object] | None = None,
+    ) -> None:
+        """Take `slot_count` slots of `slot_bytes` from `memory` now.
+
+        Args:
+            store: Source and destination of the bytes.
+            memory: Page-locked host memory.
+            slot_bytes: A multiple of the page size.
+            slot_count: At least SLOT_COUNT_MIN: one fills while another empties.
+            component: Name in the ledger.
+            new_event: Makes an event of the device; None when the device is the CPU.
+            wait_idle: Waits until the device is idle; None when it is the CPU.
+
+        Raises:
+            ValueError: `slot_count` or `slot_bytes` is too small.
+            HostMemoryError: There is not enough memory.
+        """
+        if slot_count < SLOT_COUNT_MIN:
+            raise ValueError(f"slot_count must be at least {SLOT_COUNT_MIN}, got {slot_count}")
+        if slot_bytes <= 0:
+            raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
+        self.store, self._new_event, self.slot_bytes = store, new_event, slot_bytes
+        self._slots = LentSlots(memory=memory, component=component, wait_idle=wait_idle)
+        self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
+        self._writes: deque[_Write] = deque()  # oldest first
+        self._reads: deque[tuple[Event, Slot]] = deque()  # copied out, oldest first
+        self._write_error: Exception | None = None  # the first since wait_writes
+        self._failed: set[str] = set()  # keys of which a write failed
+        self.ahead = ChunksAhead(self)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def resize(self, *, slot_bytes: int, slot_count: int) -> None:
+        """Replace all slots by new ones, once nothing is in flight.
+
+        Raises:
+            StoreError: An earlier write failed.
+            ValueError: A slot is taken.
+            HostMemoryError: There is not enough memory.
+        """
+        self.ahead.forget()
+        self.wait_writes()
+        while self._reads:
+            self._wait_copied_out()
+        self._find_lost()
+        if taken := len(self._slots) - self._slots.free_count:
+            raise ValueError(f"cannot resize the staging slots: {taken} are taken")
+        self.slot_bytes = slot_bytes
+        self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
+
+    # -- whole transfers -------------------------------------------------------------------------
+
+    def chunks(self, numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
+        """Cut `numel` elements into (begin, count) runs that fit a slot."""
+        count_max = self.slot_bytes // itemsize
+        for begin in range(0, numel, count_max):
+            yield begin, min(count_max, numel - begin)
+
+    def write(
+        self,
+        *,
+        key: str,
+        source: torch.Tensor,
+        offset_bytes: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Store a flat tensor of any device into a key that has room, cast to `dtype` if given.
+
+        On return the copies are issued on the current stream, and the source may be overwritten in
+        that stream's order; a later read of the key sees it. Errors come from `wait_writes`.
+        """
+        stored = source.dtype if dtype is None else dtype
+        for begin, count in self.chunks(source.numel(), stored.itemsize):
+            staged = self.take(count, stored)
+            with self.given_back_on_error(staged):
+                piece = source.narrow(0, begin, count)
+                # A copy from a device that casts would make a host temporary of its own.
+                staged.copy_(piece if piece.is_cpu else piece.to(stored), non_blocking=True)
+            self.submit(key, staged, offset_bytes + begin * stored.itemsize)
+
+    def read(
+        self,
+        *,
+        key: str,
+        target: torch.Tensor,
+        offset_bytes: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Fill a flat tensor of any device, cast from `dtype` if given; its copies are issued then.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        stored = target.dtype if dtype is None else dtype
+        begun = self.ahead.take(key, target.numel(), stored) if offset_bytes == 0 else ()
+        chunks = self.chunks(target.numel(), stored.itemsize)
+        pending = deque((target.narrow(0, *next(chunks)), *one) for one in begun)
+        try:
+            for begin, count in chunks:
+                # Wait for a copy in flight first: it ends sooner than a read from the drive.
+                while pending and not self.reclaim(count * stored.itemsize):
+                    if self._reads:
+                        self._wait_copied_out()
+                    else:
+                        self._copy_out(*pending.popleft())
+                one = self.start_read(key, offset_bytes + begin * stored.itemsize, count, stored)
+                pending.append((target.narrow(0, begin, count), *one))
+            while pending:
+                self._copy_out(*pending.popleft())
+        finally:
+            for _, staged, ticket in pending:  # only after an error
+                self._give_back_settled(staged, ticket)
+
+    def wait_writes(self) -> None:
+        """Wait until everything written is in the store.
+
+        Raises:
+            StoreError: The first write that failed since the last call; the others have been waited
+                for.
+        """
+        while self._writes:
+            self._finish_write()
+        error, self._write_error = self._write_error, None
+        if error is not None:
+            raise error
+
+    def forget_failure(self, key: str) -> bool:
+        """Forget that a write of a key failed; return False when none did."""
+        has_failed = key in self._failed
+        self._failed.discard(key)
+        return has_failed
+
+    # -- single slots ----------------------------------------------------------------------------
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Take `numel` elements of a slot: the last one lent, or the next that becomes free.
+
+        End with `submit`, `give_back` or `free`; keep a reference to the tensor until then.
+
+        Raises:
+            ValueError: `numel` is not positive, or the elements do not fit a slot.
+        """
+        if not 0 < numel * dtype.itemsize <= self.slot_bytes:
+            raise ValueError(
+                f"a staging slot of {self.slot_bytes} bytes was asked for {numel} elements of "
+                f"{dtype}; cut the tensor with chunks()"
+            )
+        nbytes = numel * dtype.itemsize
+        self.reclaim(nbytes)
+        while not (self._slots.has_room(nbytes) or self._find_lost()):
+            if self._writes:
+                self._finish_write()
+            elif self._reads:
+                self._wait_copied_out()
+            elif not self.ahead.give_way():
+                self.store.wait_all()  # for transfers whose tickets were lost by Ctrl-C
+                if not self._find_lost():
+                    raise AssertionError("every staging slot is taken and none was given back")
+        return self._slots.lend(numel, dtype)
+
+    def reclaim(self, nbytes: int) -> bool:
+        """Free slots of finished transfers, without waiting; return whether `nbytes` are free."""
+        self._submit_filled()
+        while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
+            self._finish_write()
+        while self._reads and self._reads[0][0].query():
+            self._slots.free(self._reads.popleft()[1])
+        return self._slots.has_room(nbytes)
+
+    def start_read(
+        self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Ticket]:
+        """Take a slot and start a read into it, after submitting all writes to the same bytes."""
+        staged = self.take(numel, dtype)
+        with self.given_back_on_error(staged):
+            end = offset_bytes + staged.nbytes
+            pending = deque(one for one in self._writes if one.ticket is None and one.key == key)
+            # Submit in order, earlier ones included: writes may overlap one another.
+            while any(one.overlaps(offset_bytes, end) for one in pending):
+                self._start_late(pending.popleft())
+            return staged, self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
+
+    def event_here(self) -> Event | None:
+        """Return an event after all work queued on the current stream; None on the CPU."""
+        return event_here(self._new_event)
+
+    def submit(
+        self, key: str, staged: torch.Tensor, offset_bytes: int, filled: Event | None = None
+    ) -> None:
+        """Store a taken slot once `filled` has passed; None: after all work queued so far."""
+        filled = filled or self.event_here()
+        self._writes.append(_Write(self._slots.slot_of(staged), filled, key, staged, offset_bytes))
+        self._submit_filled()
+
+    def submit_all(self, *keys: str) -> None:
+        """Start the write of every submitted slot, or of those of `keys`; later reads see them.
+
+        Waits for the device only if the copy into such a slot is not over.
+        """
+        while any(one.ticket is None and (not keys or one.key in keys) for one in self._writes):
+            self._start_late(next(write for write in self._writes if write.ticket is None))
+
+    def give_back(self, staged: torch.Tensor) -> None:
+        """Free a taken slot, once all copies out of it that are queued so far are over."""
+        event = self.event_here()
+        if event is None:
+            self.free(staged)
+        else:
+            self._reads.append((event, self._slots.slot_of(staged)))
+
+    def free(self, staged: torch.Tensor) -> None:
+        """Free a taken slot that no copy reads."""
+        self._slots.free(self._slots.slot_of(staged))
+
+    def given_back_on_error(self, staged: torch.Tensor) -> GivenBackOnError:
+        """Return a context manager that gives a taken slot back if an exception leaves it."""
+        return GivenBackOnError(self.give_back, staged)
+
+    def read_each(
+        self, runs: Iterable[Run], *, ahead: int | None = None
+    ) -> Generator[torch.Tensor, None, None]:
+        """Yield a slot with each run, in order; the caller gives it back.
+
+        Args:
+            runs: Ranges, none larger than a slot.
+            ahead: Number of runs to read ahead; each takes a slot. None: two less than there are
+                slots, which leaves one free for the caller.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        ahead = max(0, len(self._slots) - 2) if ahead is None else ahead
+        coming: deque[tuple[torch.Tensor, Ticket]] = deque()
+        rest = iter(runs)
+        try:
+            while True:
+                for run in islice(rest, ahead + 1 - len(coming)):
+                    coming.append(self.start_read(*run))
+                if not coming:
+                    return
+                coming[0][1].wait()
+                yield coming.popleft()[0]
+        finally:
+            for staged, ticket in coming:  # after an error, or when the generator is closed
+                self._give_back_settled(staged, ticket)
+
+    def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
+        """Yield the bytes of a key in order, slot by slot; each is valid until the next.
+
+        Raises:
+            StoreError: A read failed.
+        """
+        runs = ((key, begin, count, torch.uint8) for begin, count in self.chunks(nbytes, 1))
+        with closing(self.read_each(runs)) as each:  # the caller may need a slot afterwards
+            for staged in each:
+                try:
+                    yield staged
+                finally:
+                    self.give_back(staged)
+
+    def fill(self, *, key: str, nbytes: int, source: Callable[[int, torch.Tensor], None]) -> None:
+        """Write a reserved key, slot by slot; on return it is in the store.
+
+        Args:
+            key: The key in the store.
+            nbytes: Bytes to write, from offset 0.
+            source: Called with (offset, uint8 tensor); fills the tensor with the bytes from there.
+
+        Raises:
+            StoreError: A write failed.
+        """
+        for begin, count in self.chunks(nbytes, 1):
+            staged = self.take(count, torch.uint8)
+            with self.given_back_on_error(staged):
+                source(begin, staged)
+            self.submit(key, staged, begin)
+        self.wait_writes()
+
+    # -- inner -----------------------------------------------------------------------------------
+
+    def _copy_out(self, target: torch.Tensor, staged: torch.Tensor, ticket: Ticket) -> None:
+        try:
+            ticket.wait()
+            target.copy_(staged, non_blocking=True)
+        finally:
+            self._give_back_settled(staged, ticket)
+
+    def _give_back_settled(self, staged: torch.Tensor, ticket: Ticket) -> None:
+        """Give a slot back once its read is over; not if the wait ended for a silent drive."""
+        with suppress(Exception):
+            ticket.wait()
+        if ticket.done():
+            self.give_back(staged)
+
+    def _wait_copied_out(self) -> None:
+        event, slot = self._reads[0]
+        event.synchronize()
+        self._reads.popleft()
+        self._slots.free(slot)
+
+    def _submit_filled(self) -> None:
+        """Start the writes of all slots whose copy is over, in order."""
+        for write in self._writes:
+            if write.ticket is None:
+                if write.filled is not None and not write.filled.query():
+                    return
+                self._start(write)
+
+    def _start_late(self, write: _Write) -> None:
+        """Wait for the copy into a slot, and start its write."""
+        if write.filled is not None:
+            write.filled.synchronize()
+        self._start(write)
+
+    def _start(self, write: _Write) -> None:
+        try:
+            write.ticket = self.store.write(
+                key=write.key, source=write.source, offset_bytes=write.offset_bytes
+            )
+        except Exception as error:
+            # Keep the error for wait_writes(): the caller at hand may not have asked for the write.
+            write.ticket = Ended(error)
+
+    def _finish_write(self) -> None:
+        """Wait for the oldest write and free its slot; an error is kept for `wait_writes`."""
+        write = self._writes[0]
+        if write.ticket is None:
+            self._start_late(write)
+        try:
+            if write.ticket is not None:
+                write.ticket.wait()
+        except Exception as error:
+            if write.ticket is not None and not write.ticket.done():
+                raise  # at program exit: a silent drive may still read the slot
+            self._write_error = self._write_error or error
+            self._failed.add(write.key)
+        # Not in a finally: after Ctrl-C the drive may still read the slot.
+        self._writes.popleft()
+        self._slots.free(write.slot)
+
+    def _find_lost(self) -> bool:
+        """Free slots that Ctrl-C left in no list; return whether there were any."""
+        listed = [write.slot for write in self._writes] + [slot for _, slot in self._reads]
+        return self._slots.find_lost(listed)

@@ -1,0 +1,131 @@
+"""Tiles: memory, and what is in flight on it."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from memascend.base.interfaces import TensorIO
+from memascend.errors import StoreError
+from memascend.nvme.store import MemoryFaults
+from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from tests.support.streaming_fakes import FakeRangeStore, FakeRangeTicket
+from tests.support.streaming_hosts import HostTensors, memory_store
+from tests.support.tiled_training import Training, gradients
+
+NUMEL = 4096
+
+
+def tiles_of(store: TensorIO, *, count: int = 2, state_dtype: torch.dtype = torch.float32) -> Tiles:
+    shape = TileShape(
+        numel=NUMEL,
+        count=count,
+        state_count=1,
+        master_dtype=torch.float32,
+        state_dtype=state_dtype,
+        gradient_dtype=torch.float32,
+        parameter_dtype=torch.float32,
+    )
+    return Tiles(store=store, memory=HostTensors(), shape=shape)
+
+
+def test_the_memory_of_the_tiles_is_what_they_say() -> None:
+    training = Training(torch.optim.Adam)
+    assert sum(training.memory.nbytes.values()) == training.tiles.nbytes
+    training.step(gradients(0, torch.bfloat16), 1.0)
+    assert sum(training.memory.nbytes.values()) == training.tiles.nbytes
+
+
+def test_states_in_bf16_take_half_of_the_memory() -> None:
+    wide = tiles_of(memory_store())
+    narrow = tiles_of(memory_store(), state_dtype=torch.bfloat16)
+    assert wide.nbytes - narrow.nbytes == 2 * NUMEL * 2  # of two tiles, two bytes an element
+    tile = narrow.take("group", 0, 100)
+    for number in (0, 1):  # the second is made when it appears
+        block = narrow.state(tile, number, torch.bfloat16)
+        assert (block.dtype, block.numel()) == (torch.bfloat16, 100)
+    assert narrow.nbytes - (wide.nbytes - 2 * NUMEL * 2) == 2 * NUMEL
+
+
+def test_what_was_written_is_read_and_the_last_tile_is_shorter() -> None:
+    store = memory_store()
+    tiles = tiles_of(store)
+    store.reserve(key="weights", nbytes=4 * (NUMEL + 5))
+    for begin in tiles.begins(NUMEL + 5):
+        tile = tiles.take("group", begin, NUMEL + 5)
+        tile.master.fill_(begin)
+        tiles.write(tile, "weights", tile.master)
+        tiles.retire(tile)
+    tiles.drain()
+    assert tile.numel == 5
+    found = torch.empty(NUMEL + 5)
+    store.read(key="weights", target=found).wait()
+    assert torch.equal(found, (torch.arange(NUMEL + 5) // NUMEL * NUMEL).float())
+
+
+def test_an_error_is_raised_once_and_every_tile_is_idle_again() -> None:
+    faults = MemoryFaults()
+    store = memory_store(faults)
+    tiles = tiles_of(store)
+    store.reserve(key="weights", nbytes=8 * NUMEL)
+    faults.gone = errno.EROFS
+    taken = [tiles.take("group", begin, 2 * NUMEL) for begin in tiles.begins(2 * NUMEL)]
+    for tile in taken:
+        tiles.write(tile, "weights", tile.master)
+        tiles.retire(tile)
+    with pytest.raises(StoreError):
+        tiles.drain()
+    tiles.drain()
+    assert not tiles.has_retired()
+    assert tiles.has_idle()
+
+
+def test_room_for_more_states_is_made_when_they_appear() -> None:
+    tiles = tiles_of(memory_store())
+    before = tiles.nbytes
+    tile = tiles.take("group", 0, 100)
+    assert tiles.state(tile, 2, torch.float32).shape == (100,)
+    assert tiles.nbytes == before + 2 * 4 * NUMEL
+
+
+def test_a_tile_that_ctrl_c_left_in_flight_is_not_lent_before_its_writes_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = FakeRangeStore()
+    tiles = tiles_of(store, count=1)
+    tile = tiles.take("group", 0, NUMEL)
+    for key in "ab":
+        store.reserve(key=key, nbytes=4 * NUMEL)
+        tiles.write(tile, key, tile.master.fill_(7.0))
+    tiles.retire(tile)
+
+    def interrupted(ticket: FakeRangeTicket) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeRangeTicket, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiles.drain()
+    assert not tiles.has_idle()
+    tiles.take("group", 0, NUMEL).master.fill_(9.0)
+    for key in "ab":
+        assert torch.equal(store.value(key, torch.float32), torch.full((NUMEL,), 7.0))
+
+
+def test_gradients_that_come_before_their_tile_have_blocks_of_its_own_kind() -> None:
+    training = Training(torch.optim.Adam, spare_count=2)
+    tiles = training.tiles
+    assert sum(training.memory.nbytes.values()) == tiles.nbytes
+    first, second = tiles.take_spare(), tiles.take_spare()
+    assert tiles.take_spare() is None
+    assert first is not None
+    assert second is not None
+    tile = tiles.take("group", 0, 100)
+    raw = tile.raw
+    tiles.exchange_gradient(tile, first)
+    assert tile.raw is first
+    assert tiles.take_spare() is raw
+    tiles.give_spare(second)
+    assert tiles.take_spare() is second
