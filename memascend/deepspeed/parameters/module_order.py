@@ -1,4 +1,4 @@
-"""Drops DeepSpeed's trace of parameters if a module has gained an external parameter since.
+"""DeepSpeed's traces of modules: which are stale, and what is decided for one trace only.
 
 If a module uses a weight of another module outside that one's forward pass, DeepSpeed registers it
 as an external parameter at the first use that finds it absent. The trace does not have it there,
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 Parameter = Any
+#: ds_ids of the parameters that are released, by the ds_id of their module and its step.
+Decisions = dict[tuple[int, int], frozenset[int]]
 
 
 def forget_stale_order(coordinator: Any, params: Iterable[Parameter]) -> None:
@@ -27,6 +30,29 @@ def forget_stale_order(coordinator: Any, params: Iterable[Parameter]) -> None:
     """
     if coordinator.is_complete_trace() and not _has_next(coordinator, set(params)):
         coordinator._invalidate_trace()
+
+
+class Releases:
+    """Decisions about which parameters a module releases, for the current trace of each engine.
+
+    They belong to the model, as the swapper does: a trace keeps its modules alive.
+    """
+
+    def __init__(self) -> None:
+        self._by_coordinator: WeakKeyDictionary[Any, tuple[Any, Decisions]] = WeakKeyDictionary()
+
+    def of(self, coordinator: Any, order: Any) -> Decisions:
+        """Return the decisions for a trace; the caller adds to them.
+
+        Args:
+            coordinator: DeepSpeed's, which has one trace at a time.
+            order: The modules of the trace, another object for each trace.
+        """
+        traced, decided = self._by_coordinator.get(coordinator, (None, {}))
+        if traced is not order:
+            decided = {}
+            self._by_coordinator[coordinator] = order, decided
+        return decided
 
 
 def _has_next(coordinator: Any, params: set[Parameter]) -> bool:

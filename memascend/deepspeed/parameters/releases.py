@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
@@ -27,34 +25,24 @@ def wrap_params_to_release(original: Callable[..., Any]) -> Callable[..., set[in
     The replacement returns ds_ids. Its caller may change the set.
     """
     decide = _uncached(original)
-    traces: WeakKeyDictionary[Any, _Trace] = WeakKeyDictionary()  # by coordinator
 
     @functools.wraps(original)
     def params_to_release(coordinator: Any, module: Any, step: int) -> set[int]:
         params = list(iter_params(module, recurse=z3_leaf_module(module)))
         if not params:
             return set()
-        if not any(map(swapper_of, params)):
+        swapper = next(filter(None, map(swapper_of, params)), None)
+        if swapper is None:
             released: set[int] = original(coordinator, module, step)
             return released
         order = coordinator._PartitionedParameterCoordinator__submodule_order  # new in each trace
-        trace = traces.get(coordinator)
-        if trace is None or trace.order is not order:
-            trace = traces[coordinator] = _Trace(order)
+        decided = swapper.releases.of(coordinator, order)
         key = (module.ds_id, step)
-        if key not in trace.decided:
-            trace.decided[key] = frozenset(decide(coordinator, module, step))
-        return set(trace.decided[key])
+        if key not in decided:
+            decided[key] = frozenset(decide(coordinator, module, step))
+        return set(decided[key])
 
     return params_to_release
-
-
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """The modules of a trace, and the decisions by module and step."""
-
-    order: Any
-    decided: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)
 
 
 def _uncached(function: Callable[..., Any]) -> Callable[..., Any]:
