@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -164,13 +163,10 @@ class Runtime:
     def activations(self) -> ActivationStream:
         """The stream of saved activations, with its own staging slots."""
         if self._activations is None:
-            new_stream = self._device.new_stream
             self._activations = ActivationStream(
                 slots=self._new_slots(ACTIVATION_SLOTS),
                 device_bytes=self.config.activations.device_bytes,
-                new_event=self.new_event,
-                on_copy_stream=nullcontext if new_stream is None else new_stream(),
-                use_device=self._device.use_here,
+                device=replace(self._device, new_event=self.new_event),
             )
         return self._activations
 

@@ -78,53 +78,47 @@ def tile_stepped_before_copied(patch: pytest.MonkeyPatch) -> None:
 
 def activation_used_before_it_came(patch: pytest.MonkeyPatch) -> None:
     """Backward computes with what is still being copied to the device."""
-    from memascend.streaming.activations.stream import ActivationStream
+    from memascend.streaming.activations.copies import Copies
 
-    original = ActivationStream._read
+    original = Copies.read
 
     def read(self: Any, record: Any, data: Any) -> None:
         original(self, record, data)
-        record.filled = None
 
-    patch.setattr(ActivationStream, "_read", read)
+    patch.setattr(Copies, "read", read)
 
 
 def activation_read_into_memory_in_use(patch: pytest.MonkeyPatch) -> None:
     """The copy of what is read does not wait for those who had its memory before."""
-    from memascend.streaming.activations.stream import ActivationStream
+    from memascend.streaming.activations.copies import Copies
 
-    original = ActivationStream._start_read
+    original = Copies.allocate
 
-    def start_read(self: Any, record: Any, *, is_ahead: bool) -> None:
-        original(self, record, is_ahead=is_ahead)
+    def allocate(self: Any, record: Any) -> None:
+        original(self, record)
         record.filled = None
 
-    patch.setattr(ActivationStream, "_start_read", start_read)
+    patch.setattr(Copies, "allocate", allocate)
 
 
 def activation_written_before_it_is_filled(patch: pytest.MonkeyPatch) -> None:
     """The copy to the host does not wait for what computes the activation."""
-    from memascend.streaming.activations.stream import ActivationStream
+    from memascend.streaming.activations.copies import Copies
 
-    original = ActivationStream._write
+    original = Copies.write
 
     def write(self: Any, record: Any, data: Any) -> None:
         record.filled = None
         original(self, record, data)
 
-    patch.setattr(ActivationStream, "_write", write)
+    patch.setattr(Copies, "write", write)
 
 
 def activations_on_device_0(patch: pytest.MonkeyPatch) -> None:
     """The thread that copies activations keeps the device that a new thread has."""
-    from memascend.streaming.activations.stream import ActivationStream
+    from memascend.streaming.activations.copies import Copies
 
-    original = ActivationStream.__init__
-
-    def begin(self: Any, **keywords: Any) -> None:
-        original(self, **keywords | {"use_device": int})
-
-    patch.setattr(ActivationStream, "__init__", begin)
+    patch.setattr(Copies, "current", lambda self: self._on_stream())
 
 
 def steps_on_device_0(patch: pytest.MonkeyPatch) -> None:

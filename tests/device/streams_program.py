@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from memascend.base.interfaces import Device
 from memascend.streaming.activations.hooks import SavedTensors
 from memascend.streaming.activations.stream import ActivationStream
 from memascend.transfer.staging import StagingSlots
@@ -70,9 +71,11 @@ def main() -> None:
     stream = ActivationStream(
         slots=slots,
         device_bytes=0,
-        new_event=torch_device.Event,
-        on_copy_stream=lambda: torch_device.stream(copies),
-        use_device=lambda: torch_device.set_device(OWN_DEVICE),
+        device=Device(
+            new_event=torch_device.Event,
+            new_stream=lambda: lambda: torch_device.stream(copies),
+            use_here=lambda: torch_device.set_device(OWN_DEVICE),
+        ),
     )
     saved = SavedTensors(
         stream, min_bytes=1024, device=torch.device("sim", OWN_DEVICE), is_of_model=lambda _: False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event
+from memascend.base.interfaces import Device, Event
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.activations.stream import ActivationStream
 from memascend.transfer.staging import StagingSlots
@@ -56,9 +56,8 @@ def activation_stream(
         component="activation slots",
         new_event=new_event,
     )
-    return ActivationStream(
-        slots=slots, device_bytes=device_bytes, new_event=new_event, use_device=use_device
-    )
+    device = Device(new_event=new_event, use_here=use_device)
+    return ActivationStream(slots=slots, device_bytes=device_bytes, device=device)
 
 
 def keys(stream: ActivationStream) -> list[str]:

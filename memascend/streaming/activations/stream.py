@@ -1,6 +1,6 @@
 """Saved activations: written from the device to the drive in forward, read back in backward.
 
-Knows torch, the store and the slots; neither DeepSpeed nor autograd's hooks. The unit is a storage,
+Knows torch and the copies; neither DeepSpeed nor autograd's hooks. The unit is a storage,
 because a saved tensor keeps its whole storage in memory.
 
 Saved storages wait on the device. A thread writes the oldest one as soon as the waiting storages
@@ -14,22 +14,26 @@ being written or prefetched). Host memory is a fixed number of slots.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 
 import torch
 
-from memascend.base.interfaces import Event, OnStream
+from memascend.base.interfaces import Device
 from memascend.base.sizes import ACTIVATIONS_BYTES, IN_FLIGHT_COUNT
 from memascend.base.units import format_nbytes
-from memascend.base.waiting import event_here
 from memascend.errors import HostMemoryError
 from memascend.ledger.traffic import ActivationTraffic
-from memascend.streaming.activations.prefetch import ReadAhead
-from memascend.streaming.activations.records import Activation, Record, State
-from memascend.streaming.activations.saved_sizes import SavedSizes
+from memascend.streaming.activations.back_off import BackOff
+from memascend.streaming.activations.copies import Copies
+from memascend.streaming.activations.records import (
+    DEVICE_ONLY,
+    ON_DRIVE,
+    Act,
+    Activation,
+    Record,
+    State,
+)
+from memascend.streaming.activations.saved import Saved
 from memascend.transfer.staging import StagingSlots
 
 
@@ -37,41 +41,30 @@ class ActivationStream:
     """Saved storages, written to the drive and read back. Any thread may call."""
 
     def __init__(
-        self,
-        *,
-        slots: StagingSlots,
-        device_bytes: int,
-        new_event: Callable[[], Event] | None = None,
-        on_copy_stream: OnStream = nullcontext,
-        use_device: Callable[[], object] = int,
+        self, *, slots: StagingSlots, device_bytes: int, device: Device | None = None
     ) -> None:
         """Create an empty stream.
 
         Args:
             slots: Staging slots for all transfers; used by this stream alone.
             device_bytes: Bytes of saved storages that stay on the device and are not written.
-            new_event: Makes an event of the device; None when the device is the CPU.
-            on_copy_stream: Makes a stream of the device current that is used for these copies only.
-            use_device: Makes the device current on the thread that copies.
+            device: The device of the storages; None for the CPU.
         """
-        self.slots = slots
         self.traffic = ActivationTraffic()
         self._device_bytes = device_bytes
-        self._new_event = new_event
-        self._on_copy_stream = on_copy_stream
-        self._use_device = use_device
+        self._copies = Copies(slots, device or Device())
         self._changed = threading.Condition()
-        self._records: dict[int, Record] = {}  # in the order of saving
-        self._waiting: dict[int, Record] = {}  # may be written, oldest first
-        self._reads: deque[Record] = deque()  # to be read, most urgent first
-        self._garbage: list[str] = []  # keys to discard
-        self._dropped: deque[Record] = deque()
+        self._saved = Saved(self.traffic)
+        self._back_off = BackOff()
         self._job: Record | None = None  # the thread's current job
-        self._count = 0
-        self._sizes = SavedSizes(self.traffic)
-        self._ahead = ReadAhead()
+        self._garbage: list[str] = []  # keys to discard
         self._errors: dict[str, Exception] = {}  # by key: failed writes
         self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def slots(self) -> StagingSlots:
+        """The staging slots of all transfers."""
+        return self._copies.slots
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -83,30 +76,12 @@ class ActivationStream:
         Raises:
             StoreError: A write of this or an earlier storage failed.
         """
-        data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        data.set_(tensor.untyped_storage())
-        filled = event_here(self._new_event)
+        filled = self._copies.event_here()
         with self._changed:
-            self._wait_for_room(data.nbytes)
-            number, self._count = self._count, self._count + 1
-            record = Record(
-                number=number,
-                nbytes=data.nbytes,
-                saved=tensor.detach(),
-                data=data,
-                filled=filled,
-                device=tensor.device,
-                version=tensor._version,
-            )
-            # First: after Ctrl-C every noted record has an Activation that gives it up.
-            activation = Activation(record, self._dropped)
-            self._records[record.number] = record
-            self._sizes.add(record)
-            self._hold(record)
-            self._ahead.note_room()  # the room that backward will have is unknown
-            self.traffic.count += 1
-            self.traffic.saved_bytes += record.nbytes
-            if self._sizes.held_bytes > self._kept_bytes():
+            self._wait_for_room(tensor.untyped_storage().nbytes())
+            activation = self._saved.add(tensor, filled)
+            self._back_off.reset()  # the room that backward will have is unknown
+            if self._has_to_write():
                 self._wake()
         return activation
 
@@ -125,22 +100,19 @@ class ActivationStream:
         record = activation.record
         with self._changed:
             self._give_up_dropped()
-            if record.data is None and record.error is None:
-                self._start_read(record, is_ahead=False)
-            elif record.state is State.READING and record is not self._job:
-                self._reads = deque([record, *(one for one in self._reads if one is not record)])
-            record.is_taken = record.was_taken = True
-            self._uncount(record)
-            self._read_ahead(record.number)
+            self._begin_use(record)
+            self._prefetch(record.number)
             while record.state is State.READING:
                 if self._job is None:  # Ctrl-C may have come before _wake()
                     self._wake()
                 self._changed.wait()
-                # Another thread has raised the error of the read: try again.
-                if record.data is None and record.error is None:
-                    self._start_read(record, is_ahead=False)
-            if record.error is not None:
-                self._errors[record.key], record.error = record.error, None
+                self._read_if_stored(record)  # another thread has raised the error of the read
+            if record.state is State.FAILED:
+                self._saved.change(record, Act.RAISE)
+                error, record.error = record.error, None
+                if error is not None:
+                    self._errors[record.key] = error
+                del error  # as in _raise_error()
             self._raise_error()
             record.check_version()
             data, filled = record.data, record.filled
@@ -148,20 +120,15 @@ class ActivationStream:
             raise AssertionError(f"{record.key} is {record.state.name}, and not on the device")
         if filled is not None:
             filled.wait()
-        here = self._stream_here(data.device)
+        here = self._copies.stream_here(data.device)
         if record.stream is not None and here is not None and record.stream != here:
             data.record_stream(here)  # freed to the stream of the read, after this one's use
         return data
 
     def release(self, activation: Activation) -> None:
         """Release the bytes on the device. They can be taken again."""
-        record = activation.record
         with self._changed:
-            record.is_taken = False
-            if record.state is State.STORED:
-                self._let_go(record)
-            elif record.state is State.WAITING:
-                self._hold(record)
+            self._saved.change(activation.record, Act.RELEASE)
 
     # -- all of it -------------------------------------------------------------------------------
 
@@ -170,7 +137,7 @@ class ActivationStream:
         """Number of saved storages, on the device or on the drive."""
         with self._changed:
             self._give_up_dropped()
-            return len(self._records)
+            return len(self._saved.records)
 
     def settle(self) -> None:
         """Wait until no transfer is in flight and all slots are free.
@@ -193,14 +160,15 @@ class ActivationStream:
 
     # -- with the lock ---------------------------------------------------------------------------
 
-    def _kept_bytes(self) -> int:
-        """Return how many bytes stay unwritten: backward begins with them."""
-        return self._device_bytes + self._sizes.largest()
+    def _has_to_write(self) -> bool:
+        """Return whether more is held than stays unwritten: backward begins with the last ones."""
+        kept_bytes = self._device_bytes + self._saved.stack.largest()
+        return self._saved.held_bytes > kept_bytes
 
     def _wait_for_room(self, nbytes: int) -> None:
         self._give_up_dropped()
         # If no write is queued or running, waiting cannot free memory.
-        while self._lacks_room(nbytes) and (self._waiting or self._job) and not self._errors:
+        while self._lacks_room(nbytes) and (self._saved.waiting or self._job) and not self._errors:
             # The largest storage may have been dropped since the last put(): then the thread, idle
             # until now, has storages to write.
             if self._job is None:
@@ -210,8 +178,9 @@ class ActivationStream:
         self._raise_error()
 
     def _lacks_room(self, nbytes: int) -> bool:
-        room_bytes = self._device_bytes + IN_FLIGHT_COUNT * max(nbytes, self._sizes.largest())
-        return self._sizes.held_bytes + nbytes > room_bytes
+        largest_bytes = max(nbytes, self._saved.stack.largest())
+        room_bytes = self._device_bytes + IN_FLIGHT_COUNT * largest_bytes
+        return self._saved.held_bytes + nbytes > room_bytes
 
     def _raise_error(self) -> None:
         """Raise the first error of a storage that was not dropped, once."""
@@ -223,82 +192,65 @@ class ActivationStream:
         finally:
             del error  # else its traceback keeps device memory until a garbage collection
 
-    def _hold(self, record: Record) -> None:
-        """Count a storage as held, and queue it to be written."""
-        self._waiting[record.number] = record
-        self._sizes.count(record, is_held=True, is_ahead=record.is_ahead)
-
-    def _let_go(self, record: Record) -> None:
-        """Drop this stream's reference to the device bytes of a stored storage."""
-        record.let_go()
-        self._sizes.note_device(record)
-
-    def _uncount(self, record: Record) -> None:
-        """Stop counting a storage as held or prefetched, and remove it from both queues."""
-        self._waiting.pop(record.number, None)
-        self._ahead.remove(record.number)
-        self._sizes.count(record, is_held=False, is_ahead=False)
+    def _begin_use(self, record: Record) -> None:
+        self._read_if_stored(record)
+        record.was_taken = True
+        self._saved.change(record, Act.TAKE)
+        if record.state is State.READING and record is not self._job:
+            self._saved.read_first(record)
         self._changed.notify_all()
 
-    def _start_read(self, record: Record, *, is_ahead: bool) -> None:
+    def _read_if_stored(self, record: Record) -> None:
+        if record.state is State.STORED:
+            self._start_read(record, Act.START_READ)
+
+    def _start_read(self, record: Record, act: Act) -> None:
         """Queue a read of a storage, into memory that is allocated on the current stream."""
-        data = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
-        filled = event_here(self._new_event)  # passes when earlier users of this memory are done
-        record.stream = self._stream_here(record.device)
-        self._sizes.count(record, is_held=False, is_ahead=is_ahead)
-        record.data, record.filled, record.state = data, filled, State.READING
-        self._sizes.note_device(record)
-        if is_ahead:
-            self._reads.append(record)
+        self._copies.allocate(record)
+        self._saved.change(record, act)
+        if act is Act.START_PREFETCH:
+            self._saved.reads.append(record)
         else:
-            self._reads.appendleft(record)
+            self._saved.reads.appendleft(record)
         self._wake()
 
-    def _stream_here(self, device: torch.device) -> torch.Stream | None:
-        """Return the current stream; None on the CPU."""
-        if self._new_event is None:
-            return None
-        here: torch.Stream = torch.get_device_module(device).current_stream()
-        return here
-
-    def _read_ahead(self, number: int) -> None:
+    def _prefetch(self, number: int) -> None:
         """Start reading storages that were saved before this one, the latest first."""
-        room_bytes = IN_FLIGHT_COUNT * self._sizes.largest(number)
+        saved = self._saved
+        room_bytes = IN_FLIGHT_COUNT * saved.stack.largest(number)
         # Storages that a slow drive has not accepted yet are still on the device, and are used
         # first.
-        over_bytes = max(0, self._sizes.held_bytes - self._device_bytes)
-        while (coming := self._ahead.last_before(number)) is not None:
-            other = self._records[coming]
-            if other.data is None:  # else Ctrl-C came before it was removed from the list
-                ahead_bytes = self._sizes.ahead_bytes + other.nbytes
-                if over_bytes + ahead_bytes > room_bytes or self._ahead.is_left_out():
-                    return
-                try:
-                    self._start_read(other, is_ahead=True)
-                except torch.OutOfMemoryError:  # it is read when it is needed
-                    self._ahead.note_full()
-                    return
-                self._ahead.note_room()
-            self._ahead.remove(coming)
+        over_bytes = max(0, saved.held_bytes - self._device_bytes)
+        while (coming := saved.stack.next_before(number)) is not None:
+            record = saved.records[coming]
+            ahead_bytes = saved.ahead_bytes + record.nbytes
+            if over_bytes + ahead_bytes > room_bytes or self._back_off.skips():
+                return
+            try:
+                self._start_read(record, Act.START_PREFETCH)
+            except torch.OutOfMemoryError:  # it is read when it is needed
+                self._back_off.double()
+                return
+            self._back_off.reset()
 
     def _give_up_dropped(self) -> None:
         """Free the resources of records whose Activation was dropped."""
-        for _ in range(len(self._dropped)):
-            record = self._dropped[0]
+        dropped = self._saved.dropped
+        for _ in range(len(dropped)):
+            record = dropped[0]
             if record is self._job:
-                self._dropped.rotate(-1)
+                dropped.rotate(-1)
                 continue
-            if record in self._reads:
-                self._reads.remove(record)
+            if record in self._saved.reads:
+                self._saved.reads.remove(record)
             elif record.data is not None and record.filled is not None:
                 record.filled.synchronize()  # perhaps no stream waits for the copies
-            self._uncount(record)
-            self._sizes.remove(record)
-            self._records.pop(record.number, None)
-            self._errors.pop(record.key, None)
-            if record.state is not State.WAITING:
+            if record.state not in DEVICE_ONLY:
                 self._garbage.append(record.key)
-            self._dropped.popleft()  # last, so that a call after Ctrl-C repeats the rest
+            self._saved.remove(record)
+            self._errors.pop(record.key, None)
+            self._changed.notify_all()
+            dropped.popleft()  # last, so that a call after Ctrl-C repeats the rest
 
     def _wake(self) -> Future[None]:
         if self._thread is None:
@@ -310,8 +262,7 @@ class ActivationStream:
     def _work(self) -> None:
         """Read and write until no job is left; called without the lock."""
         try:
-            self._use_device()
-            with self._on_copy_stream():
+            with self._copies.current():
                 self._run_jobs()
         except Exception as error:  # the device failed, in no job's own part
             self._fail_all(error)
@@ -320,10 +271,8 @@ class ActivationStream:
         """End every read with an error, and report it to callers that wait for room."""
         error.with_traceback(None).__context__ = None  # frees the bytes on the device
         with self._changed:
-            reads, self._reads = self._reads, deque()
-            for record in reads:
-                record.error, record.state, record.data = error, State.STORED, None
-                self._sizes.note_device(record)
+            while self._saved.reads:
+                self._fail_read(self._saved.reads.popleft(), error)
             self._errors[""] = error
             self._changed.notify_all()
 
@@ -331,7 +280,7 @@ class ActivationStream:
         while (job := self._next_job()) is not None:
             record, data = job
             try:
-                if record.state is State.READING:
+                if record.state in (State.READING, State.PREFETCHING):
                     self._read(record, data)
                 else:
                     self._write(record, data)
@@ -352,16 +301,17 @@ class ActivationStream:
         self._forget_garbage()
         with self._changed:
             self._give_up_dropped()
-            if self._reads:
-                self._job = self._reads.popleft()
+            if self._saved.reads:
+                self._job = self._saved.reads.popleft()
                 assert self._job.data is not None
                 return self._job, self._job.data
-            while self._waiting and self._sizes.held_bytes > self._kept_bytes():
-                self._job = self._waiting.pop(next(iter(self._waiting)))
-                data = self._job.data
-                if data is not None:  # else its graph was dropped just now
-                    self._job.state = State.WRITING
-                    return self._job, data
+            while self._saved.waiting and self._has_to_write():
+                record = self._job = next(iter(self._saved.waiting.values()))
+                data = record.data
+                if data is not None:
+                    self._saved.change(record, Act.START_WRITE)
+                    return record, data
+                del self._saved.waiting[record.number]  # its graph was dropped just now
             self._job = None
             self._changed.notify_all()  # a put() may wait for a job that was dropped
             return None
@@ -370,60 +320,53 @@ class ActivationStream:
         with self._changed:
             keys, self._garbage = self._garbage, []
         for key in keys:
-            self.slots.store.discard(key=key)
-            self.slots.forget_failure(key)
+            self._copies.discard(key)
 
     def _write(self, record: Record, data: torch.Tensor) -> None:
-        if record.filled is not None:
-            record.filled.wait()
         try:
-            self.slots.store.reserve(key=record.key, nbytes=record.nbytes)
+            self._copies.reserve(record)
         except HostMemoryError as error:
-            stored = [one for one in [*self._records.values()] if one.state is State.STORED]
+            stored = [one for one in [*self._saved.records.values()] if one.state in ON_DRIVE]
             raise _too_many_activations(sum(one.nbytes for one in stored), str(error)) from None
-        self.slots.write(key=record.key, source=data)
-        self.slots.submit_all(record.key)  # the copies are over then, and it may be discarded
+        self._copies.write(record, data)
         with self._changed:
             self.traffic.written_bytes += record.nbytes
-            record.state = State.STORED
-            # A modified storage stays and counts as held: take() raises for it.
-            if not (record.is_taken or record.is_modified()):
-                self._uncount(record)
-                self._let_go(record)
-                if not record.was_taken:
-                    self._ahead.add(record.number)
+            if record.is_modified():  # take() raises for it
+                self._fail_write(record)
+            else:
+                self._saved.change(record, Act.END_WRITE)
+            self._changed.notify_all()
 
     def _read(self, record: Record, data: torch.Tensor) -> None:
-        if record.filled is not None:
-            record.filled.wait()
-        try:
-            self.slots.read(key=record.key, target=data)
-        except BaseException:
-            copied = event_here(self._new_event)
-            if copied is not None:
-                copied.synchronize()  # before the memory goes back
-            raise
-        filled = event_here(self._new_event)
+        filled = self._copies.read(record, data)
         with self._changed:
             self.traffic.read_bytes += record.nbytes
-            record.filled, record.state = filled, State.STORED
+            record.filled = filled
+            self._saved.change(record, Act.END_READ)
 
     def _note_lost(self, key: str, error: Exception) -> None:
         with self._changed:
             self._give_up_dropped()
-            if not key or any(one.key == key for one in self._records.values()):
+            if not key or any(one.key == key for one in self._saved.records.values()):
                 self._errors[key] = error
 
     def _note_failure(self, record: Record, error: Exception) -> None:
         error.with_traceback(None).__context__ = None  # they refer to the bytes on the device
         with self._changed:
-            if record.state is State.READING:
-                record.error, record.state, record.data = error, State.STORED, None
-                self._sizes.note_device(record)
-            else:  # a failed write: the storage stays on the device, and counts as held
-                record.state = State.WAITING
+            if record.state in (State.READING, State.PREFETCHING):
+                self._fail_read(record, error)
+            else:
                 self._errors[record.key] = error
-                self._garbage.append(record.key)
+                self._fail_write(record)
+
+    def _fail_read(self, record: Record, error: Exception) -> None:
+        record.error = error
+        self._saved.change(record, Act.FAIL_READ)
+
+    def _fail_write(self, record: Record) -> None:
+        """Keep a storage on the device, where it counts as held, and discard its bytes."""
+        self._saved.change(record, Act.FAIL_WRITE)
+        self._garbage.append(record.key)
 
 
 def _too_many_activations(nbytes: int, refusal: str) -> HostMemoryError:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import pytest
 import torch
 
-from memascend.streaming.activations.records import Activation, Record, State
+from memascend.streaming.activations.records import (
+    DEVICE_ONLY,
+    OFF_DEVICE,
+    TRANSITIONS,
+    Act,
+    Activation,
+    Record,
+    State,
+    state_after,
+)
 
 
-def record(**changes: Any) -> Record:
-    saved = torch.zeros(4)
-    fields = {
-        "number": 7,
-        "nbytes": saved.nbytes,
-        "saved": saved,
-        "data": saved.view(torch.uint8),
-        "filled": None,
-        "device": saved.device,
-        "version": saved._version,
-    }
-    return Record(**(fields | changes))
+def record(state: State = State.NEW) -> Record:
+    made = Record(7, torch.zeros(4))
+    made.state = state
+    return made
 
 
 def test_what_was_modified_in_place_is_refused_as_autograd_does() -> None:
@@ -39,9 +39,30 @@ def test_what_was_modified_in_place_is_refused_as_autograd_does() -> None:
 @pytest.mark.parametrize("state", list(State))
 def test_nobody_frees_what_the_thread_may_be_using(state: State) -> None:
     dropped: deque[Record] = deque()
-    found = record(state=state)
+    found = record(state)
     activation = Activation(found, dropped)
     assert not dropped
     del activation
     assert list(dropped) == [found]
-    assert (found.data is None) == (state is State.WAITING)
+    assert (found.data is None) == (state in DEVICE_ONLY)
+
+
+def test_every_state_is_reached_and_left_and_other_acts_are_refused() -> None:
+    reached = {State.NEW}
+    while (
+        more := {
+            after[state] for after in TRANSITIONS.values() for state in reached if state in after
+        }
+        - reached
+    ):
+        reached |= more
+    assert reached == set(State)
+    with pytest.raises(AssertionError, match=r"END_READ of a saved activation.*WAITING"):
+        state_after(State.WAITING, Act.END_READ)
+
+
+def test_bytes_leave_the_device_only_once_the_drive_has_them_or_with_the_storage() -> None:
+    for act, after in TRANSITIONS.items():
+        for old, new in after.items():
+            if new in OFF_DEVICE and old not in OFF_DEVICE:
+                assert act in (Act.DROP, Act.FAIL_READ) or old not in DEVICE_ONLY, (act, old)

@@ -13,6 +13,7 @@ import torch
 from memascend.errors import HostMemoryError, StoreError, StoreFullError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults
+from memascend.streaming.activations.copies import Copies
 from memascend.streaming.activations.records import Activation, State
 from memascend.streaming.activations.stream import ActivationStream
 from tests.support.activation_streams import (
@@ -74,7 +75,7 @@ def test_a_device_that_fails_between_jobs_ends_every_wait(
                 raise RuntimeError("the device is lost")
             super().synchronize()
 
-    monkeypatch.setattr(ActivationStream, "_stream_here", lambda self, device: None)
+    monkeypatch.setattr(Copies, "stream_here", lambda self, device: None)
     stream = activation_stream(new_event=Failing)
     saved: list[Activation | None] = [*put_all(stream, 6)]
     stream.settle()
@@ -161,7 +162,7 @@ def test_room_that_the_largest_took_with_it_is_made() -> None:
     thread.join(WAIT_S)
     assert not thread.is_alive()
     stream.settle()
-    assert stream._sizes.held_bytes == 500 * 4
+    assert stream._saved.held_bytes == 500 * 4
 
 
 def test_the_next_ones_are_read_ahead_within_their_share_of_the_device() -> None:
@@ -207,9 +208,9 @@ def test_what_two_let_go_is_counted_once() -> None:
     saved = put_all(stream, 2)
     for then in (stream.take, stream.take, stream.release, stream.release):
         then(saved[0])
-    assert stream._sizes.held_bytes == 2 * NBYTES
+    assert stream._saved.held_bytes == 2 * NBYTES
     saved.clear()
-    assert (stream.count, stream._sizes.held_bytes) == (0, 0)
+    assert (stream.count, stream._saved.held_bytes) == (0, 0)
 
 
 def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
@@ -220,7 +221,7 @@ def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
     wait_until(lambda: saved[4].record.state is State.WRITING)
     stream.take(saved[5])
     states = {one.record.state for one in saved}
-    assert states == {State.WAITING, State.WRITING, State.READING, State.STORED}
+    assert states == {State.TAKEN, State.WRITING, State.PREFETCHING, State.STORED}
     saved.clear()
     gc.collect()
     faults.paused = False
@@ -228,7 +229,7 @@ def test_a_dropped_graph_gives_everything_back_at_any_moment() -> None:
     assert stream.count == 0
     assert torch.equal(value(stream, stream.put(numbers(9))), numbers(9))
     assert stream.count == 0
-    assert (stream._sizes.held_bytes, stream._sizes.ahead_bytes) == (0, 0)
+    assert (stream._saved.held_bytes, stream._saved.ahead_bytes) == (0, 0)
 
 
 def test_a_broken_drive_is_told_to_whoever_comes_next_and_nobody_hangs() -> None:
@@ -418,7 +419,28 @@ def test_what_was_modified_while_it_was_written_is_refused_every_time() -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stream.take(saved[0])
     saved.clear()
-    assert (stream.count, stream._sizes.held_bytes) == (0, 0)
+    assert (stream.count, stream._saved.held_bytes) == (0, 0)
+
+
+def test_what_was_modified_while_it_was_used_and_written_is_refused_when_taken_again() -> None:
+    faults = MemoryFaults()
+    stream = activation_stream(faults)
+    faults.paused = True
+    tensor = numbers(0)
+    saved = [stream.put(tensor), stream.put(numbers(1))]
+    wait_until(lambda: saved[0].record.state is State.WRITING)
+    stream.take(saved[0])
+    tensor.add_(1)
+    faults.paused = False
+    stream.settle()
+    stream.release(saved[0])
+    saved += [stream.put(numbers(2)), stream.put(numbers(3))]
+    stream.settle()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stream.take(saved[0])
+    saved.clear()
+    assert keys(stream) == []
+    assert (stream.count, stream._saved.held_bytes) == (0, 0)
 
 
 def test_a_closed_stream_has_no_thread() -> None:

@@ -60,5 +60,5 @@ def test_ctrl_c_leaves_nothing_behind_and_the_rest_can_still_be_taken(stride: in
         assert work.saved == [], where
         del after, work
         assert (keys(stream), stream.count) == ([], 0), where
-        assert (stream._sizes.held_bytes, stream._sizes.ahead_bytes) == (0, 0), where
+        assert (stream._saved.held_bytes, stream._saved.ahead_bytes) == (0, 0), where
     assert count > 50 * COUNT // stride
