@@ -8,7 +8,6 @@ passes the stock replacements for sections that are off.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,51 +17,32 @@ import torch
 from memascend import _core
 from memascend.base.components import (
     ACTIVATION_SLOTS,
-    BOUNCE_BUFFERS,
     PARAMETER_SLOTS,
-    RESIDENT_CACHE,
     STAGING_SLOTS,
 )
 from memascend.base.interfaces import Device, HostMemory, TensorIO
-from memascend.base.sizes import BOUNCE_BYTES, STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
-from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
+from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.base.waiting import EventPool
 from memascend.config.block import MemAscendConfig
-from memascend.config.environment import local_world_size
 from memascend.kernels.overflow import KernelHelpers, scan
 from memascend.ledger.ledger import Ledger, LedgerRow
-from memascend.ledger.traffic import traffic_of
-from memascend.ledger.wear import Wear, WearMeter
-from memascend.memory.allocator import HostAllocator, describe
+from memascend.ledger.wear import Wear
+from memascend.memory.allocator import HostAllocator
 from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
-from memascend.nvme.store import TensorStore, describe_recovery
 from memascend.plan.derive import Plan
+from memascend.sections.drive import Drive, OwnDrive, StockDrive
+from memascend.sections.host import Host, OwnHost, StockHost
 from memascend.streaming.activations.stream import ActivationStream
 from memascend.streaming.background import BackgroundStep
 from memascend.system.memory import resident_memory
-from memascend.system.numa import preferred_node
 from memascend.transfer.staging import StagingSlots
-from memascend.volumes.prepare import prepared, volume_paths
 
 log = logging.getLogger(__name__)
 
 #: Host memory budget of streamed parameters until there is a plan.
 PARAMETER_BUDGET_BYTES = 512 * MIB
-
-#: The stream of a key, by its prefix before the first dot.
-STREAM_OF_PREFIX = {
-    "param": PARAMETERS,
-    "gradient": GRADIENTS,
-    "master": MASTER,
-    "state": STATE,
-}
-
-
-def stream_of(key: str) -> str | None:
-    """Return the stream that a key of the store belongs to; None if no plan counts it."""
-    return STREAM_OF_PREFIX.get(key.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -116,29 +96,22 @@ class Runtime:
         self.background = BackgroundStep(self._prepare_step)  # the optimizer's, in the background
         self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
         self.helpers = KernelHelpers()  # for checks of gradients; joined with this object
-        self.arena: HostAllocator | None = None
-        if config.allocator.enabled:
-            self.arena = _make_arena(
-                config,
-                directory,
-                page_lock,
-                device=self._device,
-                limit_bytes=limit_bytes,
-            )
-        memory = self.arena or stock.memory
-        if memory is None:
-            raise AssertionError("the allocator is off and nothing was given instead")
-        self.memory: HostMemory = memory
-        has_store = config.direct_nvme.enabled
-        self.store = _make_store(config, directory, memory, self.arena) if has_store else None
-        self._io = self.store or stock.store
+        self.host: Host = (
+            OwnHost(config, directory, page_lock=page_lock, device=device, limit_bytes=limit_bytes)
+            if config.allocator.enabled
+            else StockHost(stock.memory)
+        )
+        self.drive: Drive = (
+            OwnDrive(config, directory, self.host)
+            if config.direct_nvme.enabled
+            else StockDrive(stock.store)
+        )
         self._staging: StagingSlots | None = None
         self._activations: ActivationStream | None = None
         self._slot_count = STAGING_SLOT_COUNT
         self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
-        self.pool = _make_pool(config, stock.slot_memory or memory, parameter_budget_bytes)
+        self.pool = _make_pool(config, stock.slot_memory or self.memory, parameter_budget_bytes)
         self.overflow_check = _make_overflow_check(config, self.helpers)
-        self.wear = _make_wear_meter(config)
 
     def _prepare_step(self) -> None:
         """Make the device current on the optimizer's thread; exclude its waits from the account."""
@@ -146,11 +119,24 @@ class Runtime:
         _core.wait_behind()
 
     @property
+    def memory(self) -> HostMemory:
+        """The source of host tensors."""
+        return self.host.memory
+
+    @property
+    def arena(self) -> HostAllocator | None:
+        """The arena; None if the allocator is off. `host` answers in both cases."""
+        return self.host.arena
+
+    @property
     def io(self) -> TensorIO:
         """The store; if direct_nvme is off, DeepSpeed's engine, which moves whole keys."""
-        if self._io is None:
-            raise AssertionError("direct_nvme is off and nothing was given instead")
-        return self._io
+        return self.drive.io
+
+    @property
+    def store(self) -> ResidentStore | None:
+        """The store; None if direct_nvme is off. `drive` answers in both cases."""
+        return self.drive.store
 
     @property
     def staging(self) -> StagingSlots:
@@ -192,7 +178,7 @@ class Runtime:
     @property
     def unregistered_bytes(self) -> int:
         """Bytes of the arena that could not be registered with the device: copies of them block."""
-        return self.arena.unregistered_bytes if self.arena is not None else 0
+        return self.host.unregistered_bytes
 
     def adopt(self, plan: Plan) -> None:
         """Replace the provisional slots and grants by those of the plan, all at once.
@@ -205,51 +191,26 @@ class Runtime:
             StoreError: The drive failed.
         """
         resident = _pages(plan.resident)
-        if self.store is not None and self.store.granted != resident:
-            self.store.revoke()
+        self.drive.make_way(resident)
         if self.pool.is_bounded:
             self.pool.resize(0, slot_bytes_max=0)
         self._exchange_slots(plan.staging_slot_bytes, 0)
-        if self.arena is not None:
-            # Registered memory is freed in whole pieces only: trim before new blocks occupy them.
-            self.arena.core.trim()
-        if self.store is not None:
-            self.store.core.provide_checksums(nbytes=plan.checksum_bytes)
+        # Registered memory is freed in whole pieces only: trim before new blocks occupy them.
+        self.host.trim()
+        self.drive.provide_checksums(plan.checksum_bytes)
         self._exchange_slots(plan.staging_slot_bytes, plan.staging_slot_count)
         _ = self.staging  # allocates the slots if there were none
         if self.config.activations.enabled:
             _ = self.activations
         if self.pool.is_bounded:
             self.pool.resize(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
-        if self.store is not None and self.store.granted != resident:
-            self.store.grant(
-                self._within_arena(resident), memory=self.memory, component=RESIDENT_CACHE
-            )
+        self.drive.grant(resident)
         self.plan = plan
-
-    def _within_arena(self, resident: dict[str, int]) -> dict[str, int]:
-        """Return the resident bytes, reduced by holes that the arena cannot free.
-
-        The tiles are allocated after this. Holes are in registered pieces that are partly in use,
-        and in explicit huge pages.
-        """
-        if self.arena is None:
-            return resident
-        self.arena.core.trim()
-        stats = self.arena.core.stats()
-        lost_bytes = stats.reserved_bytes - stats.used_bytes
-        if lost_bytes and resident:
-            log.info("memascend: the arena cannot give %s back", format_nbytes(lost_bytes))
-        for stream in reversed(resident):
-            cut_bytes = min(lost_bytes, resident[stream])
-            resident[stream] -= cut_bytes
-            lost_bytes -= cut_bytes
-        return resident
 
     def ledger(self) -> Ledger:
         """Return memascend's host memory by component, planned and measured."""
         planned = dict(self.plan.host) if self.plan is not None else {}
-        measured = self.arena.core.components() if self.arena is not None else {}
+        measured = self.host.components()
         rows = [
             LedgerRow(
                 component=name,
@@ -260,19 +221,19 @@ class Runtime:
             for name in planned | measured
             if planned.get(name) or name in measured
         ]
-        stats = self.arena.core.stats() if self.arena is not None else None
+        held_bytes, held_bytes_peak = self.host.held_bytes()
         resident_bytes, resident_bytes_peak = resident_memory()
         return Ledger(
             rows=sorted(rows, key=lambda row: -max(row.planned_bytes or 0, row.peak_bytes)),
             limit_bytes=self.limit_bytes,
-            held_bytes=stats.reserved_bytes if stats else 0,
-            held_bytes_peak=stats.peak_reserved_bytes if stats else 0,
+            held_bytes=held_bytes,
+            held_bytes_peak=held_bytes_peak,
             unregistered_bytes=self.unregistered_bytes,
             resident_bytes=resident_bytes,
             resident_bytes_peak=resident_bytes_peak,
-            drive=self.store.stats() if self.store is not None else {},
+            drive=self.drive.stats(),
             wear=self.read_wear(),
-            volumes=traffic_of(self.store.core) if self.store is not None else (),
+            volumes=self.drive.volumes(),
             activations=None if self._activations is None else replace(self._activations.traffic),
         )
 
@@ -282,29 +243,19 @@ class Runtime:
         Args:
             folder: Folder of the last complete checkpoint.
         """
-        if self.store is not None:
-            self.store.core.set_recovery(describe_recovery(folder))
+        self.drive.note_checkpoint(folder)
 
     def read_wear(self) -> Wear | None:
         """Return the account of writes to the drives so far; None without a store."""
-        return self.wear.read(self._written_bytes) if self.store is not None else None
+        return self.drive.read_wear()
 
     def note_step(self) -> Wear | None:
         """Count an optimizer step; return the account, once, when the write budget is exceeded."""
-        return self.wear.note_step(self._written_bytes) if self.store is not None else None
-
-    @property
-    def _written_bytes(self) -> int:
-        return 0 if self.store is None else int(self.store.stats()["bytes_written"])
+        return self.drive.note_step()
 
     def describe(self) -> str:
         """Return one line for the log: the engine and memory that were actually obtained."""
-        parts = ["engine DeepSpeed aio", "pinned memory of the accelerator"]
-        if self.store is not None:
-            core = self.store.core
-            parts[0] = f"engine {core.engine_name} ({core.engine_description})"
-        if self.arena is not None:
-            parts[1] = f"arena {describe(self.arena.core.report())}"
+        parts = [self.drive.describe(), self.host.describe()]
         if self.pool.is_bounded:
             budget = format_nbytes(self.pool.budget_bytes)
             parts.append(f"parameters within {budget} of host memory")
@@ -314,54 +265,11 @@ class Runtime:
         """Wait for transfers and free the drive's space; memory is freed with its last view."""
         if self._activations is not None:
             self._activations.close()
-        if self.store is not None:
-            self.store.close()
+        self.drive.close()
 
 
 def _pages(resident: Mapping[str, int]) -> dict[str, int]:
     return {stream: page_up(nbytes) for stream, nbytes in resident.items() if nbytes}
-
-
-def _make_arena(
-    config: MemAscendConfig,
-    directory: str,
-    page_lock: bool,
-    *,
-    device: Device,
-    limit_bytes: int | None,
-) -> HostAllocator:
-    section = config.allocator
-    return HostAllocator(
-        huge_pages=section.huge_pages or "auto",
-        lock=page_lock if section.page_lock is None else section.page_lock,
-        register_device=device.registers and page_lock,
-        registrar=device.registrar,
-        numa_node=preferred_node(
-            [path for path in volume_paths(config, directory) if os.path.exists(path)],
-            pci_address=device.pci_address,
-        ),
-        limit_bytes=limit_bytes or 0,
-    )
-
-
-def _make_store(
-    config: MemAscendConfig, directory: str, memory: HostMemory, arena: HostAllocator | None
-) -> ResidentStore:
-    section = config.direct_nvme
-    bounce = memory.tensor(BOUNCE_BYTES, torch.uint8, component=BOUNCE_BUFFERS)
-    with prepared(config, directory) as volumes:
-        store = TensorStore(
-            volumes=volumes,
-            bounce=bounce,
-            engine=section.engine or "auto",
-            queue_depth=section.queue_depth,
-            chunk_bytes=section.chunk_bytes,
-            eio_retries=section.eio_retries,
-            verify=config.verify,
-            checksum_memory=arena.core if arena is not None else None,
-        )
-    store.core.set_recovery(describe_recovery(None))
-    return ResidentStore(store, stream_of=stream_of)
 
 
 def _make_pool(config: MemAscendConfig, memory: HostMemory, budget_bytes: int | None) -> Pool:
@@ -379,11 +287,3 @@ def _make_overflow_check(
     if not config.overflow_check.enabled:
         return None
     return lambda gradients: scan(gradients, helpers=helpers).non_finite
-
-
-def _make_wear_meter(config: MemAscendConfig) -> WearMeter:
-    return WearMeter(
-        endurance_bytes=config.wear.endurance,
-        budget_bytes=config.wear.write_budget,
-        ranks=local_world_size(),
-    )

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-import memascend.runtime
+import memascend.sections.host
 from memascend.base.interfaces import Device
 from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
-from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
+from memascend.base.streams import MASTER
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.plan.derive import Plan, PlanRequest, derive
-from memascend.runtime import Runtime, StockParts, stream_of
-from memascend.streaming.gradients.stream import GradientStream
-from memascend.streaming.optimizer.sub_groups import SubGroup
+from memascend.runtime import Runtime, StockParts
 from tests.support.fake_cuda import FakeCuda, make_core
 from tests.support.plan_models import decoder
 from tests.support.small_runtime import build
@@ -250,7 +248,7 @@ def test_adopting_a_plan_fits_registered_memory_to_the_byte(
     plan = plan_with(room_bytes)
     assert plan.limit_bytes is not None
     limit_bytes = min(plan.limit_bytes, plan.host_bytes)
-    monkeypatch.setattr(memascend.runtime, "HostAllocator", RegisteringAllocator)
+    monkeypatch.setattr(memascend.sections.host, "HostAllocator", RegisteringAllocator)
     sizes = {"parameter_budget_bytes": 1 << 20, "staging_slot_bytes": 1 << 20}
     runtime = build(tmp_path, limit_bytes=limit_bytes, **sizes)
     runtime.io.write(key="param.0", source=torch.arange(3000)).wait()
@@ -293,19 +291,4 @@ def test_a_plan_adopted_again_keeps_keys_and_another_moves_them(tmp_path: Path) 
         assert sum(runtime.store.granted.values()) == plan.host["resident cache"]
         runtime.io.read(key="param.0", target=target).wait()
         assert torch.equal(target, torch.arange(1_000_000))
-    runtime.close()
-
-
-def test_every_key_of_the_paths_has_its_stream(tmp_path: Path) -> None:
-    runtime = build(tmp_path)
-    assert runtime.store is not None
-    gradient_stream = GradientStream(store=runtime.io, slots=runtime.staging)
-    gradient_stream.put("7_9", 0, torch.ones(10))
-    runtime.staging.wait_writes()
-    assert {stream_of(key) for key in runtime.store.keys()} == {GRADIENTS}  # noqa: SIM118
-    group = SubGroup("7_9", 10)
-    assert stream_of(group.key()) == MASTER
-    assert stream_of(group.key("exp_avg")) == STATE
-    assert stream_of("param.17") == PARAMETERS
-    assert stream_of("/nvme/optimizer/rank0/param.0.tensor.swp") is None
     runtime.close()

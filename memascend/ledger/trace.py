@@ -58,14 +58,19 @@ class Measures:
 
 def measures_of(
     *,
-    allocator: _core.Allocator | None,
-    store: _core.Store | None,
+    components: Mapping[str, _core.ComponentStats],
+    drive: Mapping[str, int | float],
     device_wait_s: float,
     optimizer_wait_s: float,
 ) -> Measures:
-    """Return the counters of a rank; those of a missing allocator or store are zero."""
-    components = allocator.components() if allocator is not None else {}
-    drive = store.stats() if store is not None else {}
+    """Return the counters of a rank.
+
+    Args:
+        components: Host memory by component.
+        drive: Counters of the store; those that are missing are zero.
+        device_wait_s: Seconds that threads of ours waited for the device.
+        optimizer_wait_s: Seconds that training waited for background optimizer steps.
+    """
     return Measures(
         components={name: found.live_bytes for name, found in components.items()},
         read_bytes=int(drive.get("bytes_read", 0)),

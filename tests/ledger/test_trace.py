@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -188,22 +187,14 @@ def test_no_trace_is_an_empty_one(tmp_path: Path) -> None:
 
 
 def test_measures_are_those_of_what_there_is() -> None:
-    class Store:
-        def stats(self) -> dict[str, Any]:
-            return {"bytes_read": 5, "bytes_written": 6, "wait_seconds": 1.5}
-
-    class Allocator:
-        def components(self) -> dict[str, Any]:
-            return {"slots": type("Stats", (), {"live_bytes": 9})}
-
     found = measures_of(
-        allocator=Allocator(),  # type: ignore[arg-type]
-        store=Store(),  # type: ignore[arg-type]
+        components={"slots": type("Stats", (), {"live_bytes": 9})},  # type: ignore[dict-item]
+        drive={"bytes_read": 5, "bytes_written": 6, "wait_seconds": 1.5},
         device_wait_s=0.5,
         optimizer_wait_s=0.25,
     )
     assert found == Measures({"slots": 9}, 5, 6, 1.5, 0.5, 0.25)
-    nothing = measures_of(allocator=None, store=None, device_wait_s=0.0, optimizer_wait_s=0.0)
+    nothing = measures_of(components={}, drive={}, device_wait_s=0.0, optimizer_wait_s=0.0)
     assert nothing == Measures()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from memascend.config.block import parse_block
@@ -17,8 +18,9 @@ class FakeRuntime:
     def __init__(self, block: dict[str, Any], *, has_arena: bool, has_store: bool) -> None:
         self.config = parse_block(block)
         self.memory = FakeMemory()
-        self.arena = object() if has_arena else None
-        self.store = FakeRangeStore() if has_store else None
+        self.host = SimpleNamespace(is_ours=has_arena)
+        self.drive = SimpleNamespace(is_ours=has_store, stats=dict)
+        self.io = FakeRangeStore()
         self.adopted: list[Any] = []
         self.ledger_count = 0
         self.limit_bytes = 5
@@ -38,4 +40,4 @@ class FakeRuntime:
         return self._wear.note_step(10 * self._steps)
 
     def read_wear(self) -> Any:
-        return self._wear.read(10 * self._steps) if self.store is not None else None
+        return self._wear.read(10 * self._steps) if self.drive.is_ours else None

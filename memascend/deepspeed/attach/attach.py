@@ -108,8 +108,8 @@ def _build(
 
 def _measure(runtime: Runtime) -> Measures:
     return measures_of(
-        allocator=runtime.arena.core if runtime.arena is not None else None,
-        store=runtime.store.core if runtime.store is not None else None,
+        components=runtime.host.components(),
+        drive=runtime.drive.stats(),
         device_wait_s=0.0 if runtime.new_event is None else runtime.new_event.waited_s,
         optimizer_wait_s=runtime.background.waited_s,
     )

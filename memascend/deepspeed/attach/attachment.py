@@ -9,7 +9,6 @@ import platform
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +55,7 @@ class Attachment:
         self._trace = trace
         # For scripts that end without engine.destroy().
         atexit.register(_finish, weakref.ref(self), os.getpid())
-        self._host_buffers = HostBuffers(runtime.memory) if runtime.arena is not None else None
+        self._host_buffers = HostBuffers(runtime.memory)
 
     def ledger(self) -> Ledger:
         """Return our host memory by component, planned and measured, and the traffic."""
@@ -168,17 +167,17 @@ class Attachment:
 
     def host_buffers(self, component: str | None) -> AbstractContextManager[None]:
         """Return a context in which DeepSpeed's host buffers are in the arena; None: not there."""
-        return nullcontext() if self._host_buffers is None else self._host_buffers(component)
+        return self._host_buffers(component) if self.runtime.host.is_ours else nullcontext()
 
     def serving_aio(self, component: str) -> AbstractContextManager[None]:
         """Return a context in which DeepSpeed's swappers use our store."""
-        if self.runtime.store is None:
+        if not self.runtime.drive.is_ours:
             return nullcontext()
-        return serving(store=self.runtime.store, memory=self.runtime.memory, component=component)
+        return serving(store=self.runtime.io, memory=self.runtime.memory, component=component)
 
     def staging_folder(self, nvme_path: str) -> str:
         """Return a folder for DeepSpeed's optimizer files; an empty one if our store keeps them."""
-        if self.runtime.store is None:
+        if not self.runtime.drive.is_ours:
             return os.path.join(nvme_path, "zero_stage_3")
         # As stock, which creates missing folders. It need not be the store's folder.
         provide_directory(nvme_path)
@@ -239,12 +238,8 @@ def _status_file(attachment: weakref.ref[Attachment], place: RankPlace) -> Statu
     return StatusFile(
         place,
         read_ledger=lambda: living().ledger(),
-        read_drive=lambda: _counters(living().runtime),
+        read_drive=lambda: living().runtime.drive.stats(),
     )
-
-
-def _counters(runtime: Runtime) -> Mapping[str, int | float]:
-    return {} if runtime.store is None else runtime.store.stats()
 
 
 def _finish(attachment: weakref.ref[Attachment], process: int) -> None:

@@ -159,7 +159,7 @@ def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
     optimizer = engine.optimizer
     if not isinstance(optimizer, ZeroOptimizer) or not optimizer.swap_optimizer:
         return None
-    return optimizer if optimizer.attachment.runtime.store is not None else None
+    return optimizer if optimizer.attachment.runtime.drive.is_ours else None
 
 
 # -- saving --------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def wrap_consolidate(original: Callable[..., StateDict | None]) -> Callable[...,
         # A tensor-parallel model needs a second gather, which only upstream does.
         if (
             attachment is None
-            or attachment.runtime.store is None
+            or not attachment.runtime.drive.is_ours
             or not engine.zero_optimization_partition_weights()
             or engine.autotp_size() > 1
         ):
