@@ -7,7 +7,6 @@ passes the stock replacements for sections that are off.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,11 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from memascend import _core
-from memascend.base.components import (
-    ACTIVATION_SLOTS,
-    PARAMETER_SLOTS,
-    STAGING_SLOTS,
-)
+from memascend.base.components import ACTIVATION_SLOTS, PARAMETER_SLOTS, STAGING_SLOTS
 from memascend.base.interfaces import Device, HostMemory, TensorIO
 from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.base.units import MIB, format_nbytes, page_up
@@ -38,8 +33,6 @@ from memascend.streaming.activations.stream import ActivationStream
 from memascend.streaming.background import BackgroundStep
 from memascend.system.memory import resident_memory
 from memascend.transfer.staging import StagingSlots
-
-log = logging.getLogger(__name__)
 
 #: Host memory budget of streamed parameters until there is a plan.
 PARAMETER_BUDGET_BYTES = 512 * MIB

@@ -129,20 +129,6 @@ class Record:
         error: The error of the last read, in the state FAILED.
     """
 
-    __slots__ = (
-        "data",
-        "device",
-        "error",
-        "filled",
-        "nbytes",
-        "number",
-        "saved",
-        "state",
-        "stream",
-        "version",
-        "was_taken",
-    )
-
     def __init__(self, number: int, tensor: torch.Tensor, filled: Event | None = None) -> None:
         """Create the record of a tensor's storage.
 
