@@ -36,6 +36,7 @@ from memascend.ledger.ledger import Ledger, LedgerRow
 from memascend.ledger.traffic import traffic_of
 from memascend.ledger.wear import Wear, WearMeter
 from memascend.memory.allocator import HostAllocator, describe
+from memascend.memory.guard import Guard
 from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import TensorStore, describe_recovery
@@ -116,6 +117,7 @@ class Runtime:
         self.new_event = None if device.new_event is None else EventPool(device.new_event)
         self.background = BackgroundStep(self._prepare_step)  # the optimizer's, in the background
         self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
+        self._guard = Guard(self.lock)
         self.helpers = KernelHelpers()  # for checks of gradients; joined with this object
         self.arena: HostAllocator | None = None
         if config.allocator.enabled:
@@ -137,7 +139,9 @@ class Runtime:
         self._activations: ActivationStream | None = None
         self._slot_count = STAGING_SLOT_COUNT
         self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
-        self.pool = _make_pool(config, stock.slot_memory or memory, parameter_budget_bytes)
+        self.pool = _make_pool(
+            config, stock.slot_memory or memory, parameter_budget_bytes, self._guard
+        )
         self.overflow_check = _make_overflow_check(config, self.helpers)
         self.wear = _make_wear_meter(config)
 
@@ -157,7 +161,7 @@ class Runtime:
     def staging(self) -> StagingSlots:
         """The staging slots, shared by all data paths except activations."""
         if self._staging is None:
-            self._staging = self._new_slots(STAGING_SLOTS)
+            self._staging = self._new_slots(STAGING_SLOTS, self._guard)
         return self._staging
 
     @property
@@ -166,7 +170,7 @@ class Runtime:
         if self._activations is None:
             new_stream = self._device.new_stream
             self._activations = ActivationStream(
-                slots=self._new_slots(ACTIVATION_SLOTS),
+                slots=self._new_slots(ACTIVATION_SLOTS, None),  # the stream's thread uses them
                 device_bytes=self.config.activations.device_bytes,
                 new_event=self.new_event,
                 on_copy_stream=nullcontext if new_stream is None else new_stream(),
@@ -174,7 +178,7 @@ class Runtime:
             )
         return self._activations
 
-    def _new_slots(self, component: str) -> StagingSlots:
+    def _new_slots(self, component: str, guard: Guard | None) -> StagingSlots:
         return StagingSlots(
             store=self.io,
             memory=self.memory,
@@ -183,15 +187,22 @@ class Runtime:
             component=component,
             new_event=self.new_event,
             wait_idle=self._device.wait_idle,
+            guard=guard,
         )
 
     def _exchange_slots(self, slot_bytes: int, slot_count: int) -> None:
         self._slot_bytes, self._slot_count = slot_bytes, slot_count
         if self._staging is not None:
-            self._staging.resize(slot_bytes=slot_bytes, slot_count=slot_count)
+            with self.lock:
+                self._staging.resize(slot_bytes=slot_bytes, slot_count=slot_count)
         if self._activations is not None:
             self._activations.settle()
             self._activations.slots.resize(slot_bytes=slot_bytes, slot_count=slot_count)
+
+    def _resize_pool(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
+        if self.pool.is_bounded:
+            with self.lock:
+                self.pool.resize(budget_bytes, slot_bytes_max=slot_bytes_max)
 
     @property
     def unregistered_bytes(self) -> int:
@@ -211,8 +222,7 @@ class Runtime:
         resident = _pages(plan.resident)
         if self.store is not None and self.store.granted != resident:
             self.store.revoke()
-        if self.pool.is_bounded:
-            self.pool.resize(0, slot_bytes_max=0)
+        self._resize_pool(0, slot_bytes_max=0)
         self._exchange_slots(plan.staging_slot_bytes, 0)
         if self.arena is not None:
             # Registered memory is freed in whole pieces only: trim before new blocks occupy them.
@@ -223,8 +233,7 @@ class Runtime:
         _ = self.staging  # allocates the slots if there were none
         if self.config.activations.enabled:
             _ = self.activations
-        if self.pool.is_bounded:
-            self.pool.resize(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
+        self._resize_pool(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
         if self.store is not None and self.store.granted != resident:
             self.store.grant(
                 self._within_arena(resident), memory=self.memory, component=RESIDENT_CACHE
@@ -368,12 +377,15 @@ def _make_store(
     return ResidentStore(store, stream_of=stream_of)
 
 
-def _make_pool(config: MemAscendConfig, memory: HostMemory, budget_bytes: int | None) -> Pool:
+def _make_pool(
+    config: MemAscendConfig, memory: HostMemory, budget_bytes: int | None, guard: Guard
+) -> Pool:
     is_bounded = streams_parameters(config)
     return Pool(
         memory=memory,
         component=PARAMETER_SLOTS,
         budget_bytes=(budget_bytes or PARAMETER_BUDGET_BYTES) if is_bounded else None,
+        guard=guard,
     )
 
 
