@@ -24,6 +24,7 @@ from memascend.kernels.overflow import KernelHelpers, scan
 from memascend.ledger.ledger import Ledger, LedgerRow
 from memascend.ledger.wear import Wear
 from memascend.memory.allocator import HostAllocator
+from memascend.memory.guard import Guard
 from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
 from memascend.plan.derive import Plan
@@ -88,6 +89,7 @@ class Runtime:
         self.new_event = None if device.new_event is None else EventPool(device.new_event)
         self.background = BackgroundStep(self._prepare_step)  # the optimizer's, in the background
         self.lock = threading.RLock()  # for the data paths: backward has a thread for each device
+        self._guard = Guard(self.lock)
         self.helpers = KernelHelpers()  # for checks of gradients; joined with this object
         self.host: Host = (
             OwnHost(config, directory, page_lock=page_lock, device=device, limit_bytes=limit_bytes)
@@ -103,7 +105,9 @@ class Runtime:
         self._activations: ActivationStream | None = None
         self._slot_count = STAGING_SLOT_COUNT
         self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
-        self.pool = _make_pool(config, stock.slot_memory or self.memory, parameter_budget_bytes)
+        self.pool = _make_pool(
+            config, stock.slot_memory or self.memory, parameter_budget_bytes, self._guard
+        )
         self.overflow_check = _make_overflow_check(config, self.helpers)
 
     def _prepare_step(self) -> None:
@@ -135,7 +139,7 @@ class Runtime:
     def staging(self) -> StagingSlots:
         """The staging slots, shared by all data paths except activations."""
         if self._staging is None:
-            self._staging = self._new_slots(STAGING_SLOTS)
+            self._staging = self._new_slots(STAGING_SLOTS, self._guard)
         return self._staging
 
     @property
@@ -143,13 +147,13 @@ class Runtime:
         """The stream of saved activations, with its own staging slots."""
         if self._activations is None:
             self._activations = ActivationStream(
-                slots=self._new_slots(ACTIVATION_SLOTS),
+                slots=self._new_slots(ACTIVATION_SLOTS, None),  # the stream's thread uses them
                 device_bytes=self.config.activations.device_bytes,
                 device=replace(self._device, new_event=self.new_event),
             )
         return self._activations
 
-    def _new_slots(self, component: str) -> StagingSlots:
+    def _new_slots(self, component: str, guard: Guard | None) -> StagingSlots:
         return StagingSlots(
             store=self.io,
             memory=self.memory,
@@ -158,15 +162,22 @@ class Runtime:
             component=component,
             new_event=self.new_event,
             wait_idle=self._device.wait_idle,
+            guard=guard,
         )
 
     def _exchange_slots(self, slot_bytes: int, slot_count: int) -> None:
         self._slot_bytes, self._slot_count = slot_bytes, slot_count
         if self._staging is not None:
-            self._staging.resize(slot_bytes=slot_bytes, slot_count=slot_count)
+            with self.lock:
+                self._staging.resize(slot_bytes=slot_bytes, slot_count=slot_count)
         if self._activations is not None:
             self._activations.settle()
             self._activations.slots.resize(slot_bytes=slot_bytes, slot_count=slot_count)
+
+    def _resize_pool(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
+        if self.pool.is_bounded:
+            with self.lock:
+                self.pool.resize(budget_bytes, slot_bytes_max=slot_bytes_max)
 
     @property
     def unregistered_bytes(self) -> int:
@@ -185,8 +196,7 @@ class Runtime:
         """
         resident = _pages(plan.resident)
         self.drive.make_way(resident)
-        if self.pool.is_bounded:
-            self.pool.resize(0, slot_bytes_max=0)
+        self._resize_pool(0, slot_bytes_max=0)
         self._exchange_slots(plan.staging_slot_bytes, 0)
         # Registered memory is freed in whole pieces only: trim before new blocks occupy them.
         self.host.trim()
@@ -195,8 +205,7 @@ class Runtime:
         _ = self.staging  # allocates the slots if there were none
         if self.config.activations.enabled:
             _ = self.activations
-        if self.pool.is_bounded:
-            self.pool.resize(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
+        self._resize_pool(plan.parameter_slots_bytes, slot_bytes_max=plan.slot_bytes_max)
         self.drive.grant(resident)
         self.plan = plan
 
@@ -265,12 +274,15 @@ def _pages(resident: Mapping[str, int]) -> dict[str, int]:
     return {stream: page_up(nbytes) for stream, nbytes in resident.items() if nbytes}
 
 
-def _make_pool(config: MemAscendConfig, memory: HostMemory, budget_bytes: int | None) -> Pool:
+def _make_pool(
+    config: MemAscendConfig, memory: HostMemory, budget_bytes: int | None, guard: Guard
+) -> Pool:
     is_bounded = streams_parameters(config)
     return Pool(
         memory=memory,
         component=PARAMETER_SLOTS,
         budget_bytes=(budget_bytes or PARAMETER_BUDGET_BYTES) if is_bounded else None,
+        guard=guard,
     )
 
 

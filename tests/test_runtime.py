@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.plan.derive import Plan, PlanRequest, derive
 from memascend.runtime import Runtime, StockParts
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.parameters.stream import ParameterStream
 from tests.support.fake_cuda import FakeCuda, make_core
 from tests.support.plan_models import decoder
 from tests.support.small_runtime import build
@@ -37,7 +40,8 @@ class PlainMemory:
 
 def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> None:
     runtime = build(tmp_path)
-    lease = runtime.pool.acquire(8000)
+    with runtime.lock:
+        lease = runtime.pool.acquire(8000)
     assert lease is not None
     slot = lease.view(2000, torch.float32)
     slot.copy_(torch.arange(2000))
@@ -52,7 +56,8 @@ def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> Non
 def test_host_bytes_are_accounted_to_their_components(tmp_path: Path) -> None:
     runtime = build(tmp_path)
     assert isinstance(runtime.arena, HostAllocator)
-    lease = runtime.pool.acquire(1 << 20)
+    with runtime.lock:
+        lease = runtime.pool.acquire(1 << 20)
     components = runtime.arena.core.components()
     assert components["parameter slots"].live_bytes >= 1 << 20
     assert set(components) == {"bounce buffers", "parameter slots"}
@@ -81,11 +86,29 @@ def test_threads_of_ours_make_the_device_their_own_before_anything_else(tmp_path
     runtime.close()
 
 
+def test_pool_and_staging_slots_are_used_by_the_thread_that_holds_the_lock(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    gradient_stream = GradientStream(store=runtime.io, slots=runtime.staging)
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: runtime.pool.acquire(8000),
+        runtime.staging.wait_writes,
+        gradient_stream.submit,
+        ParameterStream(store=runtime.io, pool=runtime.pool).wait_reads,
+    )
+    for use in uses:
+        with pytest.raises(AssertionError, match="without the runtime's lock"):
+            use()
+        with runtime.lock:
+            use()
+    runtime.close()
+
+
 def test_parameters_keep_to_the_budget_given(tmp_path: Path) -> None:
     budget_bytes = 1 << 20
     runtime = build(tmp_path, parameter_budget_bytes=budget_bytes)
     assert "within 1.00 MiB" in runtime.describe()
-    leases = [runtime.pool.acquire(budget_bytes // 4) for _ in range(5)]
+    with runtime.lock:
+        leases = [runtime.pool.acquire(budget_bytes // 4) for _ in range(5)]
     assert [lease is None for lease in leases] == [False] * 4 + [True]
     runtime.close()
 
@@ -103,9 +126,10 @@ def test_without_parameter_streaming_the_pool_follows_the_model(
 ) -> None:
     runtime = build(tmp_path, block=block)
     assert not runtime.pool.is_bounded
-    assert runtime.pool.acquire(8000) is None
-    runtime.pool.grow(8000)
-    assert runtime.pool.acquire(8000) is not None
+    with runtime.lock:
+        assert runtime.pool.acquire(8000) is None
+        runtime.pool.grow(8000)
+        assert runtime.pool.acquire(8000) is not None
     runtime.close()
 
 
@@ -155,8 +179,9 @@ def test_slots_lie_in_the_memory_that_a_stock_store_wants(tmp_path: Path) -> Non
     stock = StockParts(store=store, slot_memory=PlainMemory())
     runtime = build(tmp_path, stock, block={"direct_nvme": {"enabled": False}})
     assert runtime.arena is not None
-    assert runtime.pool.grow(8000)
-    assert runtime.pool.acquire(8000) is not None
+    with runtime.lock:
+        assert runtime.pool.grow(8000)
+        assert runtime.pool.acquire(8000) is not None
     assert runtime.arena.core.components() == {}
     runtime.close()
 
@@ -252,8 +277,9 @@ def test_adopting_a_plan_fits_registered_memory_to_the_byte(
     sizes = {"parameter_budget_bytes": 1 << 20, "staging_slot_bytes": 1 << 20}
     runtime = build(tmp_path, limit_bytes=limit_bytes, **sizes)
     runtime.io.write(key="param.0", source=torch.arange(3000)).wait()
-    for nbytes in (100_000, 4096, 200_000, 30_000):
-        assert runtime.pool.acquire(nbytes) is not None  # given back at once
+    with runtime.lock:
+        for nbytes in (100_000, 4096, 200_000, 30_000):
+            assert runtime.pool.acquire(nbytes) is not None  # given back at once
     assert runtime.staging is not None
     runtime.adopt(plan)
     tiles = take_tiles(runtime, plan)

@@ -6,7 +6,7 @@ a budget the pool grows on request, by one slot at a time, so that its slots hav
 model's own shapes; a free slot is reused for shapes of nearly its size.
 
 Knows host memory and byte counts; not the tensors, the store, or when to wait. One thread at a time
-may call; any thread may drop leases and holds.
+may call, which `guard` checks; any thread may drop leases and holds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memascend.base.units import MIB, NBYTES_MAX, PAGE_BYTES, page_down, page_up
+from memascend.memory.guard import Guard, guarded
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,12 @@ class Pool:
     """Slots of any size over any host memory. See the module's docstring."""
 
     def __init__(
-        self, *, memory: HostMemory, component: str, budget_bytes: int | None = None
+        self,
+        *,
+        memory: HostMemory,
+        component: str,
+        budget_bytes: int | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """Begin without memory.
 
@@ -43,6 +49,7 @@ class Pool:
             memory: Source of the segments.
             component: Name in the ledger.
             budget_bytes: Maximum of all segments together; None lets the pool grow.
+            guard: Checks the callers; None: they are one thread.
 
         Raises:
             ValueError: The budget has no room for SLOT_PARTS pages.
@@ -55,11 +62,13 @@ class Pool:
                 f"a budget of {budget_bytes} bytes has no room for {SLOT_PARTS} pages of "
                 f"{PAGE_BYTES} bytes. fix: a larger parameter budget"
             )
+        self.guard = guard
         self._memory = memory
         self._component = component
         self._segments: list[Segment] = []
         self._returned: deque[tuple[Segment, int, int]] = deque()
 
+    @guarded
     def resize(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
         """Change the budget, and take all of it now, in one piece.
 
@@ -88,6 +97,7 @@ class Pool:
         return sum(segment.memory.nbytes for segment in self._segments)
 
     @property
+    @guarded
     def free_bytes(self) -> int:
         """Bytes of that memory that no slot uses."""
         self._collect()
@@ -97,6 +107,7 @@ class Pool:
         """Return the slot size for a tensor of `nbytes`; 0 if it is too large for a slot."""
         return page_up(nbytes) if nbytes <= self.slot_bytes_max else 0
 
+    @guarded
     def acquire(self, nbytes: int) -> Lease | None:
         """Lease a slot for `nbytes`; None if none is free and no memory may be taken.
 
@@ -112,6 +123,7 @@ class Pool:
             lease = self._cut(wanted)
         return lease
 
+    @guarded
     def grow(self, nbytes: int) -> bool:
         """Take memory for one more slot of `nbytes`; False with a budget, where it does nothing.
 

@@ -2,8 +2,8 @@
 
 Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one slot: the drive works
 on some while the device copies others. On a device with streams, an event after each copy tells
-when the slot may be used next. One thread at a time may call; Ctrl-C may come anywhere
-(lent_slots.py).
+when the slot may be used next. One thread at a time may call, which `guard` checks; Ctrl-C may come
+anywhere (lent_slots.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.waiting import Ended, event_here
+from memascend.memory.guard import Guard, guarded
 from memascend.transfer.chunks_ahead import ChunksAhead
 from memascend.transfer.lent_slots import SLOT_COUNT_MIN, GivenBackOnError, LentSlots, Slot
 
@@ -55,6 +56,7 @@ class StagingSlots:
         component: str = STAGING_SLOTS,
         new_event: Callable[[], Event] | None = None,
         wait_idle: Callable[[], object] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """Take `slot_count` slots of `slot_bytes` from `memory` now.
 
@@ -66,6 +68,7 @@ class StagingSlots:
             component: Name in the ledger.
             new_event: Makes an event of the device; None when the device is the CPU.
             wait_idle: Waits until the device is idle; None when it is the CPU.
+            guard: Checks the callers; None: they are one thread.
 
         Raises:
             ValueError: `slot_count` or `slot_bytes` is too small.
@@ -76,6 +79,7 @@ class StagingSlots:
         if slot_bytes <= 0:
             raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
         self.store, self._new_event, self.slot_bytes = store, new_event, slot_bytes
+        self.guard = guard
         self._slots = LentSlots(memory=memory, component=component, wait_idle=wait_idle)
         self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
         self._writes: deque[_Write] = deque()  # oldest first
@@ -87,6 +91,7 @@ class StagingSlots:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @guarded
     def resize(self, *, slot_bytes: int, slot_count: int) -> None:
         """Replace all slots by new ones, once nothing is in flight.
 
@@ -168,6 +173,7 @@ class StagingSlots:
             for _, staged, ticket in pending:  # only after an error
                 self._give_back_settled(staged, ticket)
 
+    @guarded
     def wait_writes(self) -> None:
         """Wait until everything written is in the store.
 
@@ -181,6 +187,7 @@ class StagingSlots:
         if error is not None:
             raise error
 
+    @guarded
     def forget_failure(self, key: str) -> bool:
         """Forget that a write of a key failed; return False when none did."""
         has_failed = key in self._failed
@@ -189,6 +196,7 @@ class StagingSlots:
 
     # -- single slots ----------------------------------------------------------------------------
 
+    @guarded
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Take `numel` elements of a slot: the last one lent, or the next that becomes free.
 
@@ -215,6 +223,7 @@ class StagingSlots:
                     raise AssertionError("every staging slot is taken and none was given back")
         return self._slots.lend(numel, dtype)
 
+    @guarded
     def reclaim(self, nbytes: int) -> bool:
         """Free slots of finished transfers, without waiting; return whether `nbytes` are free."""
         self._submit_filled()
@@ -241,6 +250,7 @@ class StagingSlots:
         """Return an event after all work queued on the current stream; None on the CPU."""
         return event_here(self._new_event)
 
+    @guarded
     def submit(
         self, key: str, staged: torch.Tensor, offset_bytes: int, filled: Event | None = None
     ) -> None:
@@ -249,6 +259,7 @@ class StagingSlots:
         self._writes.append(_Write(self._slots.slot_of(staged), filled, key, staged, offset_bytes))
         self._submit_filled()
 
+    @guarded
     def submit_all(self, *keys: str) -> None:
         """Start the write of every submitted slot, or of those of `keys`; later reads see them.
 
@@ -257,6 +268,7 @@ class StagingSlots:
         while any(one.ticket is None and (not keys or one.key in keys) for one in self._writes):
             self._start_late(next(write for write in self._writes if write.ticket is None))
 
+    @guarded
     def give_back(self, staged: torch.Tensor) -> None:
         """Free a taken slot, once all copies out of it that are queued so far are over."""
         event = self.event_here()
@@ -265,6 +277,7 @@ class StagingSlots:
         else:
             self._reads.append((event, self._slots.slot_of(staged)))
 
+    @guarded
     def free(self, staged: torch.Tensor) -> None:
         """Free a taken slot that no copy reads."""
         self._slots.free(self._slots.slot_of(staged))

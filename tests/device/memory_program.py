@@ -74,8 +74,9 @@ def result(config: dict[str, Any], room_bytes: int) -> dict[str, Any]:
             losses.append(loss.item().hex())
         norm = float(engine.get_global_grad_norm()).hex()
         next(engine.module.parameters()).nvme_swapper.drop_unused()
-        pool = engine.memascend.runtime.pool
-        lost = pool.held_bytes - pool.free_bytes
+        runtime = engine.memascend.runtime
+        with runtime.lock:
+            lost = runtime.pool.held_bytes - runtime.pool.free_bytes
         weights = hashlib.sha256()
         for parameter in engine.module.parameters():
             full = deepspeed.utils.safe_get_full_fp32_param(parameter)

@@ -59,6 +59,18 @@ def test_a_script_that_gathers_on_a_stream_of_its_own_gets_whole_parameters(
     assert all(rank["gathered_beside"] > 0 for rank in facts)
 
 
+def test_gradients_are_read_in_hooks_of_the_host_while_the_device_delivers_others(
+    device_bench: Bench,
+) -> None:
+    """Both threads pass them through the same staging slots."""
+    case = Trial("bf16 one micro-step", "large shards have no slot").case
+    facts = device_bench.run(case, "memascend", seed=2, looking=True)
+    assert differences(facts, device_bench.run(case, "oracle")) == []
+    (rank,) = facts
+    assert rank["findings"] == {}
+    assert min(rank["host_looks"].values()) > 0, rank["host_looks"]
+
+
 def test_every_trial_has_a_name_of_its_own() -> None:
     names = [trial.name for trial in trials()]
     assert len(names) == len(set(names))

@@ -48,6 +48,7 @@ def run_case(
     registrar: str = "accelerator",
     stock_blocks: bool = True,
     beside: bool = False,
+    looking: bool = False,
 ) -> dict[str, Any]:
     """Run a case as parity does, with delays.
 
@@ -58,10 +59,11 @@ def run_case(
         mistake: One of mistakes.py.
         registrar: Who page-locks the host memory of memascend: accelerator, driver or nobody.
         beside: The script gathers parameters by hand on a stream of its own; with memascend alone.
+        looking: Hooks on the host's thread read gradients; with memascend alone.
         stock_blocks: A blocking copy from page-locked memory keeps the host, as CUDA's does.
     """
     from tests.device import beside as by_hand
-    from tests.device import mistakes
+    from tests.device import looks, mistakes
     from tests.device.emulator import accelerator, drive, torch_device
     from tests.parity import training
 
@@ -82,8 +84,10 @@ def run_case(
         drive.tell_of_transfers(patch)
         drive_waits = drive.time_waits(patch)
         gathered = by_hand.gather_beside(patch) if beside else None
+        looked = looks.look_in_hooks(patch) if looking else dict
         facts = training.run_case(case, config)
         facts["gathered_beside"] = 0 if gathered is None else gathered()
+        facts["host_looks"] = looked()
     core.synchronize()
     facts["findings"] = core.take_findings()
     facts["waits"] = [*core.take_waits(), *drive_waits()]

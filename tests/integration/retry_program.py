@@ -111,7 +111,8 @@ def result(config: dict[str, Any], gathers: Gathers, at: int | None, kind: str) 
             losses.append(loss.item().hex())
         norm = float(engine.get_global_grad_norm()).hex()
         runtime = engine.memascend.runtime
-        lost = runtime.pool.held_bytes - runtime.pool.free_bytes
+        with runtime.lock:
+            lost = runtime.pool.held_bytes - runtime.pool.free_bytes
         saved = 0
         if runtime.config.activations.enabled:
             assert runtime.activations.traffic.read_bytes > 0

@@ -53,7 +53,7 @@ Facts = dict[str, Any]
 # Facts about how a case was run; all others are about what came of it, and must be equal.
 HOW_FACTS = (
     *("placement", "optimizer_class", "swapper_classes", "ledger", "state_dict", "warnings"),
-    *("findings", "waits", "walks", "early_tile_count", "gathered_beside"),
+    *("findings", "waits", "walks", "early_tile_count", "gathered_beside", "host_looks"),
 )
 
 

@@ -87,8 +87,9 @@ def test_every_key_of_the_paths_has_its_stream(tmp_path: Path) -> None:
     runtime = build(tmp_path)
     assert runtime.store is not None
     gradient_stream = GradientStream(store=runtime.io, slots=runtime.staging)
-    gradient_stream.put("7_9", 0, torch.ones(10))
-    runtime.staging.wait_writes()
+    with runtime.lock:
+        gradient_stream.put("7_9", 0, torch.ones(10))
+        runtime.staging.wait_writes()
     assert {stream_of(key) for key in runtime.store.keys()} == {GRADIENTS}  # noqa: SIM118
     group = SubGroup("7_9", 10)
     assert stream_of(group.key()) == MASTER

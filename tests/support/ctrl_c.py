@@ -16,8 +16,8 @@ import memascend
 
 OURS = str(Path(memascend.__file__).parent)
 #: Only take and give back a lock: the interpreter runs handlers behind calls and in loops, not
-#: between `with` and its block as a tracer would. A function, and a line.
-LOCKING = "alone"
+#: between `with` and its block as a tracer would. Functions, and a line. Or only look at a lock.
+LOCKING = ("alone", "checked")
 LOCKED = "with self._changed:"
 BLOCK = "with "
 #: Python swallows it there.
@@ -63,7 +63,7 @@ class _Interrupt:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith(OURS) or frame.f_code.co_name in (LOCKING, FINALIZING):
+        if not name.startswith(OURS) or frame.f_code.co_name in (*LOCKING, FINALIZING):
             return None
         line = linecache.getline(name, frame.f_lineno).strip()
         # A tracer sees a block's first line again when an exception leaves the block, at which no

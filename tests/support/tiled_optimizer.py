@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from memascend.config.block import parse_block
-from memascend.deepspeed.optimizer.tiled_steps import TiledSteps
+from memascend.deepspeed.optimizer.tiled_steps import TiledSteps, _PutBack
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.nvme.resident import ResidentStore
 from memascend.streaming.background import BackgroundStep
@@ -63,6 +64,7 @@ class Optimizer(TiledSteps):
             store=ResidentStore(training.store, stream_of=lambda key: None),
             background=BackgroundStep(),
             new_event=None,
+            lock=threading.RLock(),
         )
         self.attachment = SimpleNamespace(runtime=self.runtime)
         self.loss_scaler, self.custom_loss_scaler = LossScaler(4.0), False
@@ -70,6 +72,7 @@ class Optimizer(TiledSteps):
         self.micro_step_id = 0
         self.master_weights_and_grads_dtype = torch.float32
         self.gradient_accumulation_dtype = self.dtype = BF16
+        self._put_back = _PutBack()
         self.unflattened: list[int] = []
         self.grad_position = {0: (0, 100, 6)}
 

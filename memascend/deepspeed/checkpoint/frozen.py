@@ -156,11 +156,13 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
             continue
         swapper = swapper_of(param)
         assert swapper is not None
-        optimizer.attachment.runtime.staging.fill(
-            key=swapper.key(param),
-            nbytes=count * dtype.itemsize,
-            source=functools.partial(_fill, parts, dtype, begin),
-        )
+        runtime = optimizer.attachment.runtime
+        with runtime.lock:
+            runtime.staging.fill(
+                key=swapper.key(param),
+                nbytes=count * dtype.itemsize,
+                source=functools.partial(_fill, parts, dtype, begin),
+            )
     if missing and rank == 0:
         log.warning(
             "memascend: the checkpoint does not have %d of %d frozen parameters (%s), which keep "

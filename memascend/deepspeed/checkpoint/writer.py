@@ -63,7 +63,8 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
     target = folder.path / "offloaded_tensors" / f"rank{rank:02d}"
     target.mkdir(parents=True)
     nbytes += model_states.stat().st_size + zero_states.stat().st_size
-    with byte_progress(f"saving {folder.target}", nbytes, leads=leads) as advance:
+    saving = byte_progress(f"saving {folder.target}", nbytes, leads=leads)
+    with runtime.lock, saving as advance:
         writer = _Writer(folder.path, target, runtime.staging, advance)
         writer.add_also_to(zero_states, twice)
         for tensor in once:

@@ -24,6 +24,7 @@ from deepspeed import comm as dist
 from memascend.base.sizes import LEFT_ONE_OF
 from memascend.deepspeed.optimizer.behind import StepsBehind
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam
+from memascend.deepspeed.optimizer.locked import locked
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
 from memascend.streaming.gradients.accumulation import TilePlaces
@@ -100,9 +101,11 @@ class StepsEarly(StepsBehind):
             StoreError: The step failed; raised once. `integrity` is torn from its start on.
         """
         super().finish_walk()
-        if self._early is not None:
-            self._early.close()
+        with self.attachment.runtime.lock:  # hooks open early steps while another thread looks
+            if self._early is not None:
+                self._early.close()
 
+    @locked
     def forget_early(self, reason: str) -> None:
         """Discard early steps and tiles read ahead: one of their inputs is about to change."""
         if self._early is None:
@@ -114,6 +117,7 @@ class StepsEarly(StepsBehind):
         self._doubt = self._doubt or reason
         self._stop_if_watched(reason)
 
+    @locked
     def note_look(self) -> None:
         """Note that the script reads a gradient: an early step would have consumed it."""
         self._stop_if_watched("gradients are read")
@@ -130,6 +134,7 @@ class StepsEarly(StepsBehind):
         finally:
             self._end_step()
 
+    @locked
     def _end_step(self) -> None:
         """Reset the state kept for the coming step."""
         if self._early is not None:

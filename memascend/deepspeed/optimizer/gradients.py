@@ -15,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.streaming.gradients.accumulation import GradientShard, TilePlaces
 from memascend.streaming.gradients.stream import GradientStream
@@ -128,6 +129,7 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             dtype = torch.promote_types(dtype, param.grad.dtype)
         return dtype if dtype.itemsize < self.gradient_accumulation_dtype.itemsize else None
 
+    @locked
     def _finalize_offload_gradient_accumulation(self) -> None:
         """Finish a window if its last backward pass was not known to be the last."""
         self.forget_early("the end of a window was stated after its backward pass")
@@ -165,4 +167,6 @@ class StreamedGradients(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _verdict(self) -> torch.Tensor:
         """Return one element: finite exactly if all gradients are."""
         # Upstream's flat buffer, which this replaces, is on this device.
-        return self.gradient_stream.sum_of_squares().reshape(1).to(self.device)
+        with self.attachment.runtime.lock:
+            total = self.gradient_stream.sum_of_squares()
+        return total.reshape(1).to(self.device)

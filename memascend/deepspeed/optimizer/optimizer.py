@@ -393,7 +393,8 @@ class ZeroOptimizer(CheckpointedOptimizer):
         if swapper is not None:
             self._discard(swapper)
         if gradient_stream is not None:
-            gradient_stream.discard()
+            with self.attachment.runtime.lock:
+                gradient_stream.discard()
         del swapper, gradient_stream  # frees the tiles; the arena returns their memory below
         runtime = self.attachment.runtime
         if runtime.store is not None:

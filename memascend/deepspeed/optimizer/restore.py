@@ -23,6 +23,7 @@ from memascend.checkpoint.converted import converted
 from memascend.checkpoint.source import LoadedTensor, counted
 from memascend.config.deepspeed import Aio
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
+from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.plan.optimizers import state_dtype
 from memascend.errors import StoreError
 
@@ -92,6 +93,7 @@ def stored_tensors(optimizer: Any, aio: Aio) -> list[StoredTensor]:
 # -- loading -------------------------------------------------------------------------------------
 
 
+@locked
 def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedTensor]) -> None:
     """Load a checkpoint into an optimizer.
 

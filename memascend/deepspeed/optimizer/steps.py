@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.stock.optimizer_swapper import (
     PipelinedSwapper,
     SequentialSwapper,
@@ -152,12 +153,14 @@ class WholeSteps(Steps):
         self.integrity.note_change()
         super()._optimizer_step(sub_group_id)
 
+    @locked  # a gradient that arrives meanwhile goes through the same buffers
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
         part, group_index = super()._get_fp32_grad_state_partition(param, release_swap_buffers)
         return self._kept(part, group_index, release_swap_buffers), group_index
 
+    @locked
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
@@ -165,6 +168,14 @@ class WholeSteps(Steps):
             param, release_swap_buffers, optim_state_key
         )
         return self._kept(part, group_index, release_swap_buffers), group_index
+
+    @locked
+    def _writeback_swap_state(self, *arguments: Any, **keywords: Any) -> None:
+        super()._writeback_swap_state(*arguments, **keywords)
+
+    @locked
+    def _optimizer_states_and_gradient_swap_out(self, *arguments: Any, **keywords: Any) -> None:
+        super()._optimizer_states_and_gradient_swap_out(*arguments, **keywords)
 
     def _kept(self, part: torch.Tensor, group_index: int, is_released: bool) -> torch.Tensor:
         """Return a copy of `part` if it is in a swap buffer that was released.

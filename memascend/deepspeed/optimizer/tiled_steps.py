@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ from memascend.base.units import format_nbytes
 from memascend.deepspeed.optimizer.behind import LOADED
 from memascend.deepspeed.optimizer.early import StepsEarly
 from memascend.deepspeed.optimizer.fused_adam import FusedAdam, fused_adam
+from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.plan.optimizers import (
@@ -41,6 +43,12 @@ from memascend.streaming.optimizer.updates import FusedUpdate, SubGroupStep
 log = logging.getLogger(__name__)
 
 
+class _PutBack(threading.local):
+    """Stores the tensor that an accessor returned on this thread, which has changed it."""
+
+    call: Callable[[], None] | None = None
+
+
 class TiledSteps(StepsEarly):
     """Sub-groups in the store, stepped by an OptimizerStream."""
 
@@ -54,8 +62,8 @@ class TiledSteps(StepsEarly):
     _factor: Any = 1.0
     # Called with the bytes of master weights stored since the last call, at the start.
     _filled: Callable[[int], None] | None = None
-    # Stores the tensor that an accessor returned, after the accessor has changed it.
-    _put_back: Callable[[], None] | None = None
+    # One for each thread: hooks on two threads may set values at the same time.
+    _put_back: _PutBack
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -82,6 +90,7 @@ class TiledSteps(StepsEarly):
                 type(self.optimizer).__name__,
                 format_nbytes(tiles.nbytes),
             )
+        self._put_back = _PutBack()
         self.groups = SubGroups(
             store=runtime.io, slots=runtime.staging, tiles=tiles, integrity=self.integrity
         )
@@ -99,7 +108,7 @@ class TiledSteps(StepsEarly):
             log.warning("memascend: %s", INEXACT)
         self._set_up_early(tiles)
         self.optimizer_swapper = StreamedSwapper(
-            groups=self.groups, gradient_stream=self.gradient_stream
+            groups=self.groups, gradient_stream=self.gradient_stream, lock=runtime.lock
         )
 
     def _tile_shape(self) -> TileShape:
@@ -142,6 +151,7 @@ class TiledSteps(StepsEarly):
         ):
             super()._create_fp32_partitions()
 
+    @locked
     def _swap_in_sub_group_to_flat_buffer(self, flat_buffer: Any, sub_group_id: int) -> None:
         """Create the master weights of a sub-group from its parameters; the buffer is unused."""
         name = self.fp32_partitioned_groups_flat[sub_group_id].ds_id
@@ -161,6 +171,7 @@ class TiledSteps(StepsEarly):
         super()._setup_for_real_optimizer()
         self.stream.drain()
 
+    @locked
     def _discard(self, swapper: StreamedSwapper) -> None:
         """Free the memory and the drive space of all sub-groups."""
         self._discard_early()
@@ -170,6 +181,7 @@ class TiledSteps(StepsEarly):
 
     # -- the step --------------------------------------------------------------------------------
 
+    @locked
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         if sub_group_id == 0:
             early, reason = self._take_early()  # first: early steps use the tiles until then
@@ -209,6 +221,7 @@ class TiledSteps(StepsEarly):
         """Note the factor; the tiles are multiplied by it when they are stepped."""
         self._factor = self._gradient_factor(total_norm)
 
+    @locked
     def _optimizer_step(self, sub_group_id: int) -> None:
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         step_whole = functools.partial(super()._optimizer_step, sub_group_id)
@@ -324,9 +337,12 @@ class TiledSteps(StepsEarly):
         flat = self.fp32_partitioned_groups_flat[group_index]
         self.finish_sub_group(flat.ds_id)
         gradient = torch.empty(numel, dtype=flat.dtype)
-        self.gradient_stream.get(flat.ds_id, offset, gradient)
-        self.note_look()
-        self._put_back = lambda: self.gradient_stream.set(flat.ds_id, offset, gradient)
+        with self.attachment.runtime.lock:
+            self.gradient_stream.get(flat.ds_id, offset, gradient)
+            self.note_look()
+        if not release_swap_buffers:
+            put_back = functools.partial(self.gradient_stream.set, flat.ds_id, offset, gradient)
+            self._put_back.call = put_back
         return gradient, group_index
 
     def _get_fp32_opt_state_partition(
@@ -341,17 +357,21 @@ class TiledSteps(StepsEarly):
             stored = self.optimizer.state[flat][optim_state_key].dtype
             dtype = torch.promote_types(stored, dtype)
         value = torch.empty(numel, dtype=dtype)
-        self.groups.get(flat.ds_id, offset, value, state=optim_state_key)
-        self._put_back = lambda: self.groups.set(flat.ds_id, offset, value, state=optim_state_key)
+        with self.attachment.runtime.lock:
+            self.groups.get(flat.ds_id, offset, value, state=optim_state_key)
+        if not release_swap_buffers:
+            put_back = functools.partial(self.groups.set, flat.ds_id, offset, value)
+            self._put_back.call = functools.partial(put_back, state=optim_state_key)
         return value, group_index
 
     def _writeback_swap_state(self, *_: Any, **__: Any) -> None:
         """Store the tensor that an accessor returned; only accessors call this."""
-        put_back, self._put_back = self._put_back, None
+        put_back, self._put_back.call = self._put_back.call, None
         if put_back is not None:
             self.finish_walk()
-            self.forget_early("a value was set between backward and step()")
-            put_back()
+            with self.attachment.runtime.lock:
+                self.forget_early("a value was set between backward and step()")
+                put_back()
 
     _optimizer_states_and_gradient_swap_out = _writeback_swap_state
 
@@ -379,7 +399,8 @@ class TiledSteps(StepsEarly):
             TornStepError: The last step or load ended half-way.
         """
         self.finish_walk()
-        self.groups.settle()
+        with self.attachment.runtime.lock:
+            self.groups.settle()
 
     def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
         """Yield (state, dtype, key) of a sub-group's stored tensors; weights (None) come first."""

@@ -346,7 +346,8 @@ class ParameterSwapper:
 
     def key(self, param: Parameter) -> str:
         """Return the store's key of a parameter's shard."""
-        return self._shard(param).key
+        with self.lock:
+            return self._shard(param).key
 
     # -- inner -----------------------------------------------------------------------------------
 

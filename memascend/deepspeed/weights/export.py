@@ -114,7 +114,8 @@ def _consolidate(tensors: list[_NamedTensor], attachment: Attachment) -> StateDi
             for number, param in weights.items():
                 with deepspeed.zero.GatheredParameters([param]):
                     if file is not None:
-                        attempt(file.write_tensor, number, param.data, runtime.staging)
+                        with runtime.lock:
+                            attempt(file.write_tensor, number, param.data, runtime.staging)
                         advance(param.data.nbytes)
         mapped = attempt(file.map) if file is not None else None
         _raise_everywhere(errors)

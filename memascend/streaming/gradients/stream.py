@@ -21,6 +21,7 @@ import torch
 
 from memascend.base.interfaces import TensorIO, Ticket
 from memascend.errors import GradientGoneError
+from memascend.memory.guard import guarded
 from memascend.streaming.gradients.accumulation import (
     SET_PLACE,
     SUM_PLACES,
@@ -48,7 +49,10 @@ SumOfSquares = Callable[[torch.Tensor], torch.Tensor]
 
 
 class GradientStream:
-    """Gradients by sub-group and offset. One thread at a time may call, except for `get`."""
+    """Gradients by sub-group and offset. One thread at a time may call, which `guard` checks.
+
+    Calls that use no slots may be made by the step in the background without the lock.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class GradientStream:
         """
         self._store = store
         self._slots = slots
+        self.guard = slots.guard
         self._sum_of_squares = sum_of_squares
         self._give_memory_to = give_memory_to
         self._memory_of = memory_of
@@ -77,6 +82,7 @@ class GradientStream:
 
     # -- backward --------------------------------------------------------------------------------
 
+    @guarded
     def put(
         self,
         group: str,
@@ -120,6 +126,7 @@ class GradientStream:
             self._add_up(shard, window, gradient, final=final, result=result, places=places)
         return shard
 
+    @guarded
     def finish(self, group: str, offset: int) -> None:
         """Make the latest value of a shard the one that the next step sees."""
         shard = self._shards[group][offset]
@@ -132,6 +139,7 @@ class GradientStream:
         """Return the shard at an offset; None when it never got a gradient."""
         return self._shards.get(group, {}).get(offset)
 
+    @guarded
     def sum_of_squares(self) -> torch.Tensor:
         """Return the sum over all latest values, 0-dim; finite if and only if every element is."""
         total = torch.zeros((), dtype=torch.float64)
@@ -145,6 +153,7 @@ class GradientStream:
 
     # -- the step --------------------------------------------------------------------------------
 
+    @guarded
     def submit(self) -> None:
         """Submit all gradients that were put to the store, so that `start_read` sees them."""
         self._slots.submit_all()
@@ -217,6 +226,7 @@ class GradientStream:
 
     # -- single values ---------------------------------------------------------------------------
 
+    @guarded
     def get(self, group: str, begin: int, target: torch.Tensor) -> None:
         """Fill a host tensor with the gradients of a range as the next step would see them.
 
@@ -232,6 +242,7 @@ class GradientStream:
             for factor in part.shard.factors:
                 values.mul_(factor)
 
+    @guarded
     def set(self, group: str, offset: int, value: torch.Tensor) -> None:
         """Replace the gradient that the next step sees at `offset`, in the dtype of `value`."""
         shard = self._shard(group, offset)
@@ -244,6 +255,7 @@ class GradientStream:
         for offset, shard in self._shards.get(group, {}).items():
             yield from ((offset, begin) for begin, _ in shard.away)
 
+    @guarded
     def bring_back(self, group: str, offset: int, begin: int, part: torch.Tensor) -> None:
         """Store a part of the shard at `offset` that a tile was given and did not use."""
         shard, found = self._shards[group][offset], (begin, part.numel())
@@ -252,6 +264,7 @@ class GradientStream:
             offset_bytes = (begin - offset) * part.element_size()
             self._slots.write(key=shard.seen.key, source=part, offset_bytes=offset_bytes)
 
+    @guarded
     def discard(self) -> None:
         """Forget every gradient, and free its space on the drive."""
         self._slots.wait_writes()

@@ -2,7 +2,8 @@
 
 Knows torch, the pool and the store; never DeepSpeed. A shard holds a slot only while it travels:
 the slot is released as soon as the copy to the device has passed (marked by an event if copies are
-asynchronous), not when the device copy is freed. One thread at a time may call.
+asynchronous), not when the device copy is freed. One thread at a time may call, which the pool's
+guard checks.
 
 The layers below guard the memory of a slot: it is free again only when its lease is released and
 the store has reaped every transfer on it.
@@ -27,6 +28,7 @@ import torch
 from memascend.base.interfaces import Event, Lender, TensorIO, Ticket
 from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
+from memascend.memory.guard import guarded
 from memascend.memory.pool import Pool
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.parameters.in_chunks import InChunks
@@ -67,6 +69,7 @@ class ParameterStream:
             lender: Lends shards that the store has in memory; None: each is copied to a slot.
         """
         self.pool = pool
+        self.guard = pool.guard
         self._store = store
         self._prefetch_bytes = prefetch_bytes
         self.background = background or BackgroundStep()
@@ -80,6 +83,7 @@ class ParameterStream:
             staging=staging, device=device, background=self.background, loans=self._loans
         )
 
+    @guarded
     def shard(self, key: str, numel: int, dtype: torch.dtype, owner: Any = None) -> Shard:
         """Make the record of a shard, once for each."""
         return self._shards.make(key, numel, dtype, owner)
@@ -89,6 +93,7 @@ class ParameterStream:
         """Bytes that one turn may take, and limit of read-ahead: half the budget each."""
         return self.pool.budget_bytes // 2
 
+    @guarded
     def take_changes(self) -> Collection[Shard]:
         """Return the shards that were staged, arrived or were let go since the last call."""
         changed, self._changed = self._changed, {}
@@ -96,6 +101,7 @@ class ParameterStream:
 
     # -- drive -> host or device -----------------------------------------------------------------
 
+    @guarded
     def read_ahead(self, shards: Iterable[Shard]) -> None:
         """Start reading shards, in order, as far as the read-ahead limit allows now.
 
@@ -123,6 +129,7 @@ class ParameterStream:
             self._read(shard)
             shard.is_ahead = True
 
+    @guarded
     def read_now(self, shards: Iterable[Shard]) -> None:
         """Stage shards; on return each has its tensor.
 
@@ -140,6 +147,7 @@ class ParameterStream:
             self._read(shard)
         self._wait(needed)
 
+    @guarded
     def has_arrived(self, shard: Shard) -> bool:
         """Return whether `read_now` would return without waiting for this shard."""
         if not self.background.has_passed(shard.key):
@@ -150,6 +158,7 @@ class ParameterStream:
         is_read = shard.read is None or shard.read.done()
         return self._loans.offers(shard) if shard.lease is None else is_read
 
+    @guarded
     def wait_reads(self) -> None:
         """Wait for every read in flight.
 
@@ -158,6 +167,7 @@ class ParameterStream:
         """
         self._wait(self._staged)
 
+    @guarded
     def read_into(self, shard: Shard, target: torch.Tensor) -> None:
         """Fill a flat tensor that is not a slot, of any device, address and length."""
         self.background.wait_for([shard.key])
@@ -169,6 +179,7 @@ class ParameterStream:
 
     # -- host -> drive ---------------------------------------------------------------------------
 
+    @guarded
     def stage(self, shard: Shard) -> torch.Tensor | None:
         """Return the shard's slot, for the caller to fill and then store with `write`.
 
@@ -185,6 +196,7 @@ class ParameterStream:
             self.drop(shard)
         return shard.tensor
 
+    @guarded
     def write(self, shard: Shard) -> None:
         """Store a staged shard and let it go. On return the bytes are in the store."""
         tensor = shard.tensor
@@ -205,12 +217,14 @@ class ParameterStream:
         finally:
             self.drop(shard)
 
+    @guarded
     def write_from(self, shard: Shard, source: torch.Tensor) -> None:
         """Store a flat tensor of any device, chunk by chunk; on return it is in the store."""
         self.forget(shard)
         self._chunks.write(shard, source)
         self._chunks.wait(shard)
 
+    @guarded
     def write_cast(self, shard: Shard, source: torch.Tensor) -> None:
         """Cast `source` and start storing it; `source` may be reused on return."""
         self.forget(shard)
@@ -237,6 +251,7 @@ class ParameterStream:
         finally:
             self.drop(shard)
 
+    @guarded
     def recast(self, shard: Shard, dtype: torch.dtype, device: str) -> None:
         """Change the dtype of a shard; on return its values are in the store in `dtype`.
 
@@ -258,6 +273,7 @@ class ParameterStream:
         self.write_cast(shard, whole)
         self.wait_writes()
 
+    @guarded
     def wait_writes(self) -> None:
         """Wait for every write in flight.
 
@@ -274,6 +290,7 @@ class ParameterStream:
 
     # -- letting go ------------------------------------------------------------------------------
 
+    @guarded
     def drop(self, shard: Shard, event: Event | None = None) -> None:
         """Let a shard go, if it is staged: at once, or once `event` has passed."""
         if not shard.is_staged:
@@ -289,12 +306,14 @@ class ParameterStream:
             self._kept.put(shard)
             self._changed[shard] = None
 
+    @guarded
     def forget(self, shard: Shard) -> None:
         """Drop a shard and its kept slot, so that it is read again from the drive."""
         self.drop(shard)
         self._kept.forget(shard)
         self._chunks.forget(shard)
 
+    @guarded
     def forget_all(self) -> None:
         """Drop and forget every shard; on return every slot is free, except for writes in flight.
 
@@ -305,6 +324,7 @@ class ParameterStream:
         self._kept.drain()
         self._chunks.forget()
 
+    @guarded
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
         """Drop, forget and return all shards but `besides`, in any state that Ctrl-C left."""
         lost = [shard for shard in self._shards.made if shard not in besides]

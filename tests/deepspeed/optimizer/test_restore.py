@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,9 @@ class Restored:
         self.fp32_partitioned_groups_flat: list[Any] = []
         self.fp16_partitioned_groups_flat_numel = [16] * 4
         staging = SimpleNamespace(wait_writes=lambda: self._note("wait"))
-        self.attachment = SimpleNamespace(runtime=SimpleNamespace(staging=staging))
+        self.lock = threading.RLock()
+        runtime = SimpleNamespace(staging=staging, lock=self.lock)
+        self.attachment = SimpleNamespace(runtime=runtime)
         self.optimizer = SimpleNamespace(load_state_dict=lambda state: self._note(f"base {state}"))
 
     def _note(self, call: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,8 @@ class Attachment:
     def __init__(self, folder: Path | None = None) -> None:
         store = memory_store()
         slots = staging_slots(store)
-        self.runtime = SimpleNamespace(store=store, io=store, staging=slots)
+        lock = threading.RLock()
+        self.runtime = SimpleNamespace(store=store, io=store, staging=slots, lock=lock)
         self.served: list[str | None] = []
         self._folder = folder
 

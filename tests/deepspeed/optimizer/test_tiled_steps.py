@@ -185,7 +185,7 @@ def test_a_value_that_an_accessor_changed_is_stored_once(optimizer: Optimizer) -
 
 def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Optimizer) -> None:
     optimizer.gradient_stream.put(NAMES[0], 100, torch.arange(6.0))
-    part, _ = optimizer._get_fp32_grad_state_partition(None, True)
+    part, _ = optimizer._get_fp32_grad_state_partition(None, False)
     assert part.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     part.neg_()
     optimizer._writeback_swap_state(0, write_opt_state=False, write_gradients=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,7 +119,7 @@ def test_every_rank_raises_when_the_first_one_fails(
     monkeypatch.setattr(export.deepspeed.zero, "GatheredParameters", Gathered)
     owner = files.FlushedFile if place == "write" else os
     monkeypatch.setattr(owner, place, failing(errno.EIO))
-    runtime = SimpleNamespace(directory=str(tmp_path), staging=staging)
+    runtime = SimpleNamespace(directory=str(tmp_path), staging=staging, lock=threading.RLock())
     tensors = [named(torch.ones(3)), named(torch.ones(5))]
     with pytest.raises(StoreError if rank or place == "posix_fallocate" else OSError):
         export._consolidate(tensors, SimpleNamespace(runtime=runtime))  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+"""A decorator for the optimizer's methods that use slots: they hold the runtime's lock.
+
+Scripts call such methods in gradient hooks too, for instance with `safe_get_full_grad`, while
+another thread of autograd delivers a gradient. A decorated method must not wait for a collective:
+on another rank the thread that has to join it may be waiting for that rank's lock.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from memascend.deepspeed.attach.attachment import Attachment
+
+
+class Attached(Protocol):
+    """An optimizer with an attachment."""
+
+    @property
+    def attachment(self) -> Attachment:
+        """The model's attachment, with its runtime."""
+
+
+Owner = TypeVar("Owner", bound=Attached)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def locked(
+    method: Callable[Concatenate[Owner, Arguments], Result],
+) -> Callable[Concatenate[Owner, Arguments], Result]:
+    """Hold the runtime's lock during a method."""
+
+    @functools.wraps(method)
+    def alone(self: Owner, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        with self.attachment.runtime.lock:
+            return method(self, *arguments, **keywords)
+
+    return alone
