@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from memascend.base.charts import why_none
 from memascend.base.json_text import parse_json
 from memascend.base.units import format_nbytes
 from memascend.cli.compare import report as compare_report
@@ -107,6 +108,8 @@ def compare_command(args: argparse.Namespace) -> int:
         if number < 1:
             args.fail(f"{name} {number} is not allowed. Allowed: a whole number of at least 1")
     _provide_folder(args.out)
+    if reason := why_none():
+        console.print(f"report.html will have no charts: {reason}", style="yellow")
     found = WarmUp() if args.no_warm_up else show_warm_up(console, args.out)
     if found.refusal and any(column.name == "memascend" for column in columns):
         raise UnsupportedDeepSpeedError(found.refusal)  # before hours of stock's run

@@ -1,11 +1,12 @@
 """The page: arranges the results of a comparison, and writes them as one HTML file.
 
-The file needs nothing besides itself: style and drawings are in it, and there is no script. Text
+The file needs nothing besides itself: style and pictures are in it, and there is no script. Text
 from outside (commands, configurations, paths, logs) is escaped by the template engine.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memascend.base import charts
+from memascend.base.charts import Chart, Palette
 from memascend.base.units import format_nbytes
 from memascend.cli.compare import report as comparison
 from memascend.cli.compare.figures import UNKNOWN, Figure, figures, format_seconds
@@ -23,8 +26,8 @@ from memascend.cli.compare.series import (
     drive_charts,
     loss_chart,
     memory_charts,
+    phase_chart,
     step_chart,
-    style_of,
 )
 from memascend.cli.compare.steps import PhaseTime, phase_times
 from memascend.config.environment import DISABLE_VARIABLE
@@ -42,19 +45,16 @@ LOSS_ROWS_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class Value:
     """One column's part of a headline.
 
     Attributes:
-        percent: Length relative to the longest bar.
         change: Difference to the first column, such as "-25 %"; empty for that one.
     """
 
     name: str
-    style: str
     text: str
     detail: str
-    percent: float
     change: str
 
 
@@ -77,7 +77,14 @@ def render(report: Report) -> str:
     )
     environment.filters["nbytes"] = format_nbytes
     environment.filters["seconds"] = format_seconds
+    environment.filters["address"] = _address
     return environment.get_template("page.html.jinja").render(_content(report))
+
+
+def _address(chart: Chart, palette: Palette) -> str:
+    """Return the chart's picture as an address that contains it."""
+    content = base64.b64encode(chart.picture(palette=palette)).decode()
+    return f"data:image/svg+xml;base64,{content}"
 
 
 def _content(report: Report) -> dict[str, Any]:
@@ -87,23 +94,37 @@ def _content(report: Report) -> dict[str, Any]:
         "command": shlex.join(report.command),
         "names": names,
         "verdict": _verdict(report),
-        "style_of": style_of,
         "machine": comparison.machine(),
         "headlines": _headlines(report),
         "rows": comparison.table_rows(report),
         "is_repeated": any(len(runs) > 1 for runs in report.columns.values()),
         "failures": [(run, comparison.log_tail(run.log)) for run in report.runs if run.problem],
-        "memory": memory_charts(report),
-        "components": component_charts(report),
-        "drives": drive_charts(report),
-        "steps": step_chart(report),
-        "losses": loss_chart(report),
         "loss_rows": _loss_rows(report),
         "losses_longest": max((len(run.losses) for run in report.complete), default=0),
         "breakdowns": _breakdowns(report),
         "ledgers": _ledgers(report),
         "settings": _settings(report),
         "config": json.dumps(report.config, indent=2, default=str) if report.config else "",
+        **_charts(report),
+    }
+
+
+def _charts(report: Report) -> dict[str, Any]:
+    reason = charts.why_none()
+    drawn = {
+        "memory": memory_charts(report) + component_charts(report),
+        "drives": drive_charts(report),
+        "steps": [
+            phase_chart(f"Phases of a step, {run.name}", phases)
+            for run, phases, _ in _breakdowns(report)
+        ]
+        + step_chart(report),
+        "losses": loss_chart(report),
+    }
+    return {
+        **({name: [] for name in drawn} if reason else drawn),
+        "why_no_charts": reason,
+        "chart": charts,
     }
 
 
@@ -114,31 +135,28 @@ def _verdict(report: Report) -> str:
     return "Losses differ" if report.loss_difference else "Every run succeeded"
 
 
-def _headlines(report: Report) -> list[tuple[str, list[Bar]]]:
-    """Return title and bars of the figures on top."""
+def _headlines(report: Report) -> list[tuple[str, list[Value]]]:
+    """Return title and values of the figures on top."""
     by_key = {figure.key: figure for figure in figures(report.baseline_bytes)}
     found = []
     for keys in HEADLINES:
-        known = ((by_key[key].title, _bars(report, by_key[key])) for key in keys)
-        found += [(title, bars) for title, bars in known if bars][:1]
+        known = ((by_key[key].title, _values(report, by_key[key])) for key in keys)
+        found += [(title, values) for title, values in known if values][:1]
     return found
 
 
-def _bars(report: Report, figure: Figure) -> list[Bar]:
+def _values(report: Report, figure: Figure) -> list[Value]:
     columns = report.columns
     spreads = {name: figure.of_runs(runs) for name, runs in columns.items()}
     known = {name: spread for name, spread in spreads.items() if spread is not None}
-    longest = max((spread.median for spread in known.values()), default=0.0)
-    if not longest:
+    if not any(spread.median for spread in known.values()):
         return []
     first = next(iter(columns))
     return [
-        Bar(
+        Value(
             name=name,
-            style=style_of(name),
             text=figure.form(spread.median),
             detail=figure.show_range(spread) if len(columns[name]) > 1 else "",
-            percent=100 * spread.median / longest,
             change=""
             if name == first
             else figure.change(columns[name], report.reference).strip("()"),
@@ -158,7 +176,7 @@ def _loss_rows(report: Report) -> list[tuple[int, list[str], bool]]:
 
 
 def _breakdowns(report: Report) -> list[tuple[Run, list[PhaseTime], float]]:
-    """Return the phases of a step of each column that has them, and the longest phase."""
+    """Return the phases of a step of each column that has them, and their sum."""
     found = []
     for run in _recorded(report):
         phases = phase_times(run.recording.marks)

@@ -10,25 +10,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from memascend.base.units import format_nbytes
-from memascend.cli.compare.charts import Axis, Chart, Point, Series, area_chart, line_chart
-from memascend.cli.compare.figures import format_seconds
+from memascend.base.charts import (
+    Chart,
+    Point,
+    Quantity,
+    Series,
+    area_chart,
+    bar_chart,
+    line_chart,
+)
 from memascend.cli.compare.report import Report
 from memascend.cli.compare.run import Run
+from memascend.cli.compare.steps import PhaseTime
 from memascend.ledger.trace import Mark
-
-#: Ticks of bytes are powers of it.
-BINARY = 1024
-#: Colours that the style sheet has for components; the last is for all that are left.
-SHADE_COUNT = 8
-
-#: As losses are counted, from 0 on.
-STEPS = Axis("step", from_zero=False, is_whole=True)
-
-
-def style_of(name: str) -> str:
-    """Return the class of the style sheet that gives a column its colour."""
-    return f"column-{name}"
 
 
 def memory_charts(report: Report) -> list[Chart]:
@@ -39,25 +33,45 @@ def memory_charts(report: Report) -> list[Chart]:
     )
     locked = _of_runs(report, lambda run: [(s.time_s, s.locked_bytes) for s in run.samples])
     return _drawn(
-        line_chart(f"Resident memory{above}", resident, form=format_nbytes, base=BINARY),
-        line_chart("Page-locked memory", locked, form=format_nbytes, base=BINARY),
+        line_chart(f"Resident memory{above}", Quantity("resident memory", "B"), resident),
+        line_chart("Page-locked memory", Quantity("page-locked memory", "B"), locked),
     )
 
 
 def component_charts(report: Report) -> list[Chart]:
     """Return memascend's own memory by component, for the first run of a column that has it."""
     found = []
-    for name, runs in report.columns.items():
+    for column, runs in report.columns.items():
         run = next((run for run in runs if run.recording.marks), None)
         if run is not None:
+            marks = _changes(run.recording.marks)
+            sizes = {
+                name: [0, *(mark.measures.components.get(name, 0) for mark in marks)]
+                for name in dict.fromkeys(name for m in marks for name in m.measures.components)
+            }
             chart = area_chart(
-                f"Host memory of rank 0 by component, {name}",
-                _components(run),
-                form=format_nbytes,
-                base=BINARY,
+                f"Host memory of rank 0 by component, {column}",
+                Quantity("host memory", "B"),
+                [0.0, *(mark.time_s - run.started_s for mark in marks)],
+                {name: sizes[name] for name in sorted(sizes, key=lambda name: -max(sizes[name]))},
             )
             found.append(chart)
     return _drawn(*found)
+
+
+def phase_chart(title: str, phases: Sequence[PhaseTime]) -> Chart:
+    """Return the phases of a step, with the waits in each."""
+    return bar_chart(
+        title,
+        Quantity("time of a step", "s"),
+        {
+            "computing": [phase.computing_s for phase in phases],
+            "waiting for the drive": [phase.drive_s for phase in phases],
+            "waiting for the device": [phase.device_s for phase in phases],
+            "waiting for the optimizer": [phase.optimizer_s for phase in phases],
+        },
+        bars=[phase.phase for phase in phases],
+    )
 
 
 def drive_charts(report: Report) -> list[Chart]:
@@ -67,9 +81,8 @@ def drive_charts(report: Report) -> list[Chart]:
         *(
             line_chart(
                 f"Drive {name}: {what} per second",
+                Quantity(f"bytes {what}", "B/s"),
                 _of_runs(report, partial(_rates, name=name, counter=f"{what}_bytes")),
-                form=_rate,
-                base=BINARY,
             )
             for name in sorted(names)
             for what in ("read", "written")
@@ -80,11 +93,13 @@ def drive_charts(report: Report) -> list[Chart]:
 def step_chart(report: Report) -> list[Chart]:
     """Return the time from each printed loss to the next, which is that of the next one's step."""
     series = _of_runs(report, lambda run: list(enumerate(run.step_times_s, start=1)))
-    return _drawn(line_chart("Time of each step", series, form=format_seconds, x_axis=STEPS))
+    return _drawn(
+        line_chart("Time of each step", Quantity("time of a step", "s"), series, by_step=True)
+    )
 
 
 def loss_chart(report: Report) -> list[Chart]:
-    """Return the printed losses; those that are no numbers are left out."""
+    """Return the printed losses, counted from 0 on; those that are no numbers are left out."""
     series = _of_runs(
         report,
         lambda run: [
@@ -93,39 +108,17 @@ def loss_chart(report: Report) -> list[Chart]:
             if math.isfinite(float(loss))
         ],
     )
-    return _drawn(line_chart("Loss", series, form="{:.4g}".format, from_zero=False, x_axis=STEPS))
+    quantity = Quantity("loss", from_zero=False)
+    return _drawn(line_chart("Loss", quantity, series, by_step=True, is_overlaid=True))
 
 
 def _of_runs(report: Report, points: Callable[[Run], Sequence[Point]]) -> list[Series]:
     """Return one series for each run; the first of a column stands for it, others are faint."""
     return [
-        Series(name, style_of(name), points(run), is_muted=index > 0)
-        for name, runs in report.columns.items()
+        Series(name, points(run), colour, is_faint=index > 0)
+        for colour, (name, runs) in enumerate(report.columns.items())
         for index, run in enumerate(runs)
     ]
-
-
-def _components(run: Run) -> list[Series]:
-    marks = _changes(run.recording.marks)
-    peaks: dict[str, int] = {}
-    for mark in marks:
-        for name, nbytes in mark.measures.components.items():
-            peaks[name] = max(peaks.get(name, 0), nbytes)
-    ranked = sorted(peaks, key=lambda name: -peaks[name])
-    named, rest = ranked[: SHADE_COUNT - 1], ranked[SHADE_COUNT - 1 :]
-
-    def sums(names: Sequence[str]) -> list[Point]:
-        return [(0.0, 0.0)] + [
-            (
-                mark.time_s - run.started_s,
-                sum(mark.measures.components.get(name, 0) for name in names),
-            )
-            for mark in marks
-        ]
-
-    series = [Series(name, f"shade-{index}", sums([name])) for index, name in enumerate(named)]
-    others = Series("others", f"shade-{SHADE_COUNT - 1}", sums(rest))
-    return [*series, others] if rest else series
 
 
 def _changes(marks: Sequence[Mark]) -> list[Mark]:
@@ -149,10 +142,6 @@ def _rates(run: Run, name: str, counter: str) -> list[Point]:
         for (before_s, before), (after_s, after) in pairwise(known)
         if after_s > before_s
     ]
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{format_nbytes(bytes_per_second)}/s"
 
 
 def _drawn(*charts: Chart | None) -> list[Chart]:

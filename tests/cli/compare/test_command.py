@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from memascend.base import charts
 from memascend.base.units import MIB
 from memascend.cli.compare import command as compare
 from memascend.cli.compare.report import Report
@@ -35,6 +36,12 @@ for step, loss in enumerate([4.125, 2.0, 1.0000000000000002]):
 """
 
 
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave pictures empty: test_page.py has them."""
+    monkeypatch.setattr(charts.Chart, "picture", lambda self, palette: b"<svg/>")
+
+
 def compare_here(tmp_path: Path, *options: str, command: list[str]) -> tuple[int, dict[str, Any]]:
     out = tmp_path / "out"
     status = main(["compare", "--out", str(out), *options, "--", *command])
@@ -56,6 +63,19 @@ def test_equal_losses_and_less_memory_are_reported(tmp_path: Path) -> None:
     assert stock["step_time_s_mean"] > 0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "1.0000000000000002" in page
+
+
+def test_that_there_will_be_no_charts_is_said_before_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    options = ("--no-warm-up", "--columns", "stock")
+    status, _ = compare_here(tmp_path, *options, command=[sys.executable, "-c", "pass"])
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 0
+    assert lines[0].startswith("report.html will have no charts: matplotlib cannot be imported")
+    assert lines[0].endswith("pip install 'memascend[plot]'")
+    assert "This page has no charts" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 
 @pytest.mark.deepspeed
