@@ -23,19 +23,7 @@ from memascend.streaming.parameters.stream import ParameterStream
 from tests.support.fake_cuda import FakeCuda, make_core
 from tests.support.plan_models import decoder
 from tests.support.small_runtime import build
-
-
-class PlainMemory:
-    def tensor(
-        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
-    ) -> torch.Tensor:
-        # The bounce buffer must start at a page.
-        raw = torch.zeros(numel * dtype.itemsize + 4096, dtype=torch.uint8)
-        skipped = -raw.data_ptr() % 4096
-        return raw[skipped : skipped + numel * dtype.itemsize].view(dtype)
-
-    def contains(self, tensor: torch.Tensor) -> bool:
-        return False
+from tests.support.streaming_hosts import HostTensors
 
 
 def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> None:
@@ -156,7 +144,7 @@ def test_two_runtimes_on_one_directory_do_not_see_each_other(tmp_path: Path) -> 
 
 
 def test_without_the_allocator_the_given_memory_serves(tmp_path: Path) -> None:
-    memory = PlainMemory()
+    memory = HostTensors()
     runtime = build(tmp_path, StockParts(memory=memory), block={"allocator": {"enabled": False}})
     assert runtime.arena is None
     assert runtime.memory is memory
@@ -176,7 +164,7 @@ def test_without_direct_nvme_the_given_store_serves(tmp_path: Path) -> None:
 
 def test_slots_lie_in_the_memory_that_a_stock_store_wants(tmp_path: Path) -> None:
     store: Any = object()
-    stock = StockParts(store=store, slot_memory=PlainMemory())
+    stock = StockParts(store=store, slot_memory=HostTensors())
     runtime = build(tmp_path, stock, block={"direct_nvme": {"enabled": False}})
     assert runtime.arena is not None
     with runtime.lock:

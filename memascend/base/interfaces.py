@@ -1,14 +1,16 @@
 """The interfaces between layers that pass tensors: memory, its registrar, transfers, events.
 
-A lower layer implements them, a higher one uses them, and neither imports the other.
+A lower layer implements them, a higher one uses them, and neither imports the other. The surface of
+host memory and stores is written here once, over a few methods that each kind implements.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -19,14 +21,28 @@ OnStream = Callable[[], AbstractContextManager[object]]
 NewStream = Callable[[], OnStream]
 
 
-class HostMemory(Protocol):
+class HostMemory(ABC):
     """Allocates host tensors; the memory is freed with the last view of a tensor."""
 
     def tensor(
         self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
     ) -> torch.Tensor:
-        """Return a 1-D CPU tensor of `numel` elements, contents undefined unless `zero`."""
+        """Return a 1-D CPU tensor of `numel` elements, contents undefined unless `zero`.
 
+        Raises:
+            HostMemoryError: The limit or the system refuses the memory.
+        """
+        import torch
+
+        if numel == 0:  # on the CPU by name: inside zero.Init torch makes device tensors
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return self.allocate(numel * dtype.itemsize, component=component, zero=zero).view(dtype)
+
+    @abstractmethod
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
+        """Return `nbytes` bytes, at least 1, as a 1-D tensor of uint8."""
+
+    @abstractmethod
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor's memory was allocated here."""
 
@@ -74,11 +90,52 @@ class Event(Protocol):
         """Make later work on the current stream wait until the event has passed."""
 
 
-class TensorIO(Protocol):
-    """Reads and writes tensors by key, whole or in parts."""
+class Transfer(NamedTuple):
+    """One read or write, with arguments that are checked.
 
-    def reserve(self, *, key: str, nbytes: int) -> None:
-        """Reserve space for a key of this size; raise StoreFullError if there is none."""
+    Attributes:
+        key: Name in the store.
+        tensor: Contiguous CPU tensor to read into or write from.
+        offset_bytes: Offset in the key; None for a write of the whole key.
+        hold: Object to keep alive until the transfer is over, besides the tensor.
+        capacity_bytes: Usable bytes from the tensor's first byte on; 0: as the tensor.
+    """
+
+    key: str
+    tensor: torch.Tensor
+    offset_bytes: int | None
+    hold: object | None
+    capacity_bytes: int
+
+    @property
+    def begin(self) -> int:
+        """Offset in the key of the first byte."""
+        return self.offset_bytes or 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor."""
+        return self.tensor.nbytes
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Bytes of the tensor, sharing its memory."""
+        import torch
+
+        return self.tensor.detach().view(-1).view(torch.uint8)
+
+    def without(self, count: int) -> Transfer:
+        """Return the transfer of all but the first `count` bytes."""
+        hold = (self.tensor, self.hold)
+        return Transfer(self.key, self.data[count:], self.begin + count, hold, 0)
+
+
+class TensorIO(ABC):
+    """Reads and writes tensors by key, whole or in parts.
+
+    Transfers on one key keep their order where they overlap and one of them writes. Arguments are
+    checked in `read` and `write`; a store implements `start_read` and `start_write`.
+    """
 
     def read(
         self,
@@ -89,11 +146,24 @@ class TensorIO(Protocol):
         hold: object | None = None,
         capacity_bytes: int = 0,
     ) -> Ticket:
-        """Start reading into `target`, from `offset_bytes` of the key on.
+        """Start reading into a tensor, from `offset_bytes` of the key on.
 
-        With `capacity_bytes`, memory behind `target` may be overwritten: up to so many bytes from
-        its first byte on. 0: only `target` itself.
+        The tensor must not be used until the ticket is done. It gets the bytes of every write
+        started before.
+
+        Args:
+            key: Name in the store.
+            target: Contiguous CPU tensor.
+            offset_bytes: Offset in the key.
+            hold: Object to keep alive until the transfer is over, besides the tensor.
+            capacity_bytes: Bytes from the tensor's first byte on that may be overwritten, if more
+                than the tensor: its odd tail then needs no bounce buffer.
+
+        Raises:
+            StoreError: No such key, or an earlier write of it failed.
+            ValueError: Not a contiguous CPU tensor, or outside the key.
         """
+        return self.start_read(_checked(Transfer(key, target, offset_bytes, hold, capacity_bytes)))
 
     def write(
         self,
@@ -104,17 +174,70 @@ class TensorIO(Protocol):
         hold: object | None = None,
         capacity_bytes: int = 0,
     ) -> Ticket:
-        """Start writing `source` into the key from `offset_bytes` on; None: as the whole key.
+        """Start writing a tensor, as the whole key or into a key from `offset_bytes` on.
 
-        With `capacity_bytes`, memory behind `source` may be read: up to so many bytes from its
-        first byte on. 0: only `source` itself.
+        The tensor's bytes are kept alive, and must not change, until the ticket is done.
+
+        Args:
+            key: Name in the store.
+            source: Contiguous CPU tensor.
+            offset_bytes: Offset in the key; None for the whole key, which is reserved if need be.
+            hold: Object to keep alive until the transfer is over, besides the tensor.
+            capacity_bytes: Readable bytes from the tensor's first byte on, if more than the tensor.
+
+        Raises:
+            StoreFullError: No space for the key.
+            ValueError: Not a contiguous CPU tensor, or outside the key.
+        """
+        return self.start_write(_checked(Transfer(key, source, offset_bytes, hold, capacity_bytes)))
+
+    @abstractmethod
+    def start_read(self, transfer: Transfer) -> Ticket:
+        """Start a read."""
+
+    @abstractmethod
+    def start_write(self, transfer: Transfer) -> Ticket:
+        """Start a write."""
+
+    @abstractmethod
+    def reserve(self, *, key: str, nbytes: int) -> None:
+        """Reserve space for a key, so that no later write can find the disk full.
+
+        Raises:
+            StoreFullError: There is not enough space; nothing was changed.
         """
 
+    @abstractmethod
     def discard(self, *, key: str) -> bool:
-        """Remove a key; False if there is none."""
+        """Remove a key once its transfers have finished; False if there is none."""
 
+    @abstractmethod
     def wait_all(self) -> None:
         """Return when nothing is in flight; tickets keep their errors."""
+
+
+def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor unchanged if a store can use it.
+
+    Raises:
+        ValueError: It is not a contiguous CPU tensor.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"the store moves contiguous CPU tensors, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()} on {tensor.device}; call .contiguous() or copy it to the host first"
+        )
+    return tensor
+
+
+def _checked(transfer: Transfer) -> Transfer:
+    contiguous_cpu(transfer.tensor)
+    if transfer.begin < 0:
+        raise ValueError(
+            f"bytes {transfer.begin} to {transfer.begin}+{transfer.nbytes} are not all in "
+            f'"{transfer.key}", which begins at 0'
+        )
+    return transfer
 
 
 class Lender(Protocol):

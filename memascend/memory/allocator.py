@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from memascend._core import Allocator, ArenaReport
-from memascend.base.interfaces import Registrar
+from memascend.base.interfaces import HostMemory, Registrar
 from memascend.base.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 HugePages = Literal["auto", "explicit", "transparent", "off"]
 
 
-class HostAllocator:
+class HostAllocator(HostMemory):
     """Tensors in huge-page backed, page-locked host memory, without power-of-two rounding.
 
     A tensor owns its block: the memory is freed with the last tensor that shares it. If the system
@@ -64,25 +64,16 @@ class HostAllocator:
         self._described = False
         self._log_new_notes()
 
-    def tensor(
-        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
-    ) -> torch.Tensor:
-        """Return a flat CPU tensor in a block of its own; its contents are arbitrary unless `zero`.
-
-        Raises:
-            HostMemoryError: The limit or the system refuses the memory.
-        """
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
+        """Return a block of its own; its contents are arbitrary unless `zero`."""
         import torch
 
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)  # a block is never empty
-        nbytes = numel * dtype.itemsize
         block = self.core.allocate(nbytes=nbytes, component=component, zero=zero)
         self._log_new_notes()
         if not self._described:
             self._described = True
             _LOG.info("host memory: %s", describe(self.core.report()))
-        return torch.frombuffer(block, dtype=dtype)
+        return torch.frombuffer(block, dtype=torch.uint8)
 
     @property
     def unregistered_bytes(self) -> int:

@@ -24,12 +24,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from memascend.base.interfaces import HostMemory, Ticket
+from memascend.base.interfaces import HostMemory, TensorIO, Ticket, Transfer
 from memascend.base.units import page_up
 from memascend.base.waiting import Ended
 from memascend.memory.pool import Segment
 from memascend.nvme.resident_keys import ResidentKey, take_run
-from memascend.nvme.store import TensorStore, contiguous_cpu
+from memascend.nvme.store import TensorStore
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from memascend import _core
 
 
-class ResidentStore:
+class ResidentStore(TensorIO):
     """A store with a part of its keys in host memory. See the module's docstring.
 
     The store's rules hold, with two differences for a key with a part in memory: that part is
@@ -169,11 +169,7 @@ class ResidentStore:
     # -- the store's surface ---------------------------------------------------------------------
 
     def reserve(self, *, key: str, nbytes: int) -> None:
-        """As TensorStore.reserve, in memory as far as the key's stream has memory left.
-
-        Raises:
-            StoreFullError: There is not enough space; nothing was changed.
-        """
+        """Reserve space, in memory as far as the key's stream has memory left."""
         entry = self._entries.get(key)
         if entry is not None and entry.nbytes == nbytes:
             return
@@ -200,90 +196,42 @@ class ResidentStore:
         if made is not None:
             self._entries[key] = made
 
-    def write(
-        self,
-        *,
-        key: str,
-        source: torch.Tensor,
-        offset_bytes: int | None = None,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> Ticket:
-        """As TensorStore.write; the part in memory is copied on return.
-
-        Raises:
-            StoreFullError: No room for the key.
-            ValueError: Not a contiguous CPU tensor, or outside the key.
-        """
-        if offset_bytes is None and self._blocks:
-            self.reserve(key=key, nbytes=contiguous_cpu(source).nbytes)
+    def start_write(self, transfer: Transfer) -> Ticket:
+        """Start a write; the part in memory is copied on return."""
+        key = transfer.key
+        if transfer.offset_bytes is None and self._blocks:
+            self.reserve(key=key, nbytes=transfer.nbytes)
         entry = self._entries.get(key)
         if entry is None:
-            return self._store.write(
-                key=key,
-                source=source,
-                offset_bytes=offset_bytes,
-                hold=hold,
-                capacity_bytes=capacity_bytes,
-            )
+            return self._store.start_write(transfer)
         entry.refuse_if_lent(key)
         ticket: Ticket = Ended()
-        data = _as_bytes(source)
-        offset, count = offset_bytes or 0, entry.head_bytes
+        begin, count = transfer.begin, entry.head_bytes
         # The drive first: if it refuses, nothing has changed.
-        if offset_bytes is not None:
-            count = entry.count_in_head(key, offset, data.numel())
-            if count < data.numel():
-                ticket = self._store.write(
-                    key=key,
-                    source=data[count:],
-                    offset_bytes=offset + count,
-                    hold=(source, hold),
-                )
+        if transfer.offset_bytes is not None:
+            count = entry.count_in_head(key, begin, transfer.nbytes)
+            if count < transfer.nbytes:
+                ticket = self._store.start_write(transfer.without(count))
         elif entry.is_on_drive:
             # With the head: after a failed write only a write of the whole key makes it valid.
-            ticket = self._store.write(key=key, source=source, hold=hold)
+            ticket = self._store.start_write(transfer)
         if count:
-            entry.head[offset : offset + count].copy_(data[:count])
+            entry.head[begin : begin + count].copy_(transfer.data[:count])
             self._bytes_written[entry.stream] += count
         return ticket
 
-    def read(
-        self,
-        *,
-        key: str,
-        target: torch.Tensor,
-        offset_bytes: int = 0,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> Ticket:
-        """As TensorStore.read; the part from memory is copied on return.
-
-        Raises:
-            StoreError: No such key, or an earlier write of it failed.
-            ValueError: Not a contiguous CPU tensor, or outside the key.
-        """
-        entry = self._entries.get(key)
+    def start_read(self, transfer: Transfer) -> Ticket:
+        """Start a read; the part from memory is copied on return."""
+        entry = self._entries.get(transfer.key)
         if entry is None:
-            return self._store.read(
-                key=key,
-                target=target,
-                offset_bytes=offset_bytes,
-                hold=hold,
-                capacity_bytes=capacity_bytes,
-            )
+            return self._store.start_read(transfer)
         ticket: Ticket = Ended()
-        data = _as_bytes(target)
-        count = entry.count_in_head(key, offset_bytes, data.numel())
-        if count < data.numel():
-            ticket = self._store.read(
-                key=key,
-                target=data[count:],
-                offset_bytes=offset_bytes + count,
-                hold=(target, hold),
-            )
+        begin = transfer.begin
+        count = entry.count_in_head(transfer.key, begin, transfer.nbytes)
+        if count < transfer.nbytes:
+            ticket = self._store.start_read(transfer.without(count))
         if count:
-            data[:count].copy_(entry.head[offset_bytes : offset_bytes + count])
+            transfer.data[:count].copy_(entry.head[begin : begin + count])
             self._bytes_read[entry.stream] += count
         return ticket
 
@@ -399,10 +347,3 @@ class ResidentStore:
     def _forget(self, key: str, entry: ResidentKey) -> None:
         del self._entries[key]
         self._blocks[entry.stream].put(entry.begin, entry.begin + entry.head_bytes)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous CPU tensor, sharing its memory."""
-    import torch
-
-    return contiguous_cpu(tensor).detach().view(-1).view(torch.uint8)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend import _core
+from memascend.base.interfaces import TensorIO, Transfer, contiguous_cpu
 from memascend.errors import MemAscendError, StoreError
 from memascend.system.mounts import COPY_ON_WRITE_FIX
 
@@ -43,7 +44,7 @@ VolumeOptions = _core.VolumeOptions
 MemoryFaults = _core.MemoryFaults
 
 
-class TensorStore:
+class TensorStore(TensorIO):
     """Named tensors on SSD.
 
     Thread-safe. Space is found when a key is reserved or first written, never later. No file
@@ -90,7 +91,6 @@ class TensorStore:
             for volume in volumes
         ]
         paths = [volume.path for volume in options]
-        address, nbytes = _span(bounce)
         with _naming(paths):
             self._core = _core.Store(
                 volumes=options,
@@ -101,8 +101,8 @@ class TensorStore:
                 eio_retries=eio_retries,
                 verify=verify,
                 checksum_memory=checksum_memory,
-                bounce_address=address,
-                bounce_nbytes=nbytes,
+                bounce_address=contiguous_cpu(bounce).data_ptr(),
+                bounce_nbytes=bounce.nbytes,
                 bounce_hold=bounce,
                 faults=faults,
             )
@@ -137,75 +137,29 @@ class TensorStore:
         return self._core
 
     def reserve(self, *, key: str, nbytes: int) -> None:
-        """Reserve space for a key, so that no later write can find the disk full.
-
-        Raises:
-            StoreFullError: There is not enough space; nothing was changed.
-        """
+        """Reserve space on the volumes."""
         self._core.reserve(key=key, nbytes=nbytes)
 
-    def write(
-        self,
-        *,
-        key: str,
-        source: torch.Tensor,
-        offset_bytes: int | None = None,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> Ticket:
-        """Start writing a tensor, as the whole key or into a key from `offset_bytes` on.
-
-        The tensor's bytes are kept alive, and must not change, until the ticket is done.
-
-        Args:
-            key: Name in the store.
-            source: Contiguous CPU tensor.
-            offset_bytes: Offset in the key; None for the whole key, which is reserved if need be.
-            hold: Object to keep alive until the I/O is over, besides the tensor.
-            capacity_bytes: Readable bytes from the tensor's first byte on, if more than the tensor:
-                its odd tail then needs no bounce buffer.
-
-        Raises:
-            StoreFullError: No space for the key.
-            ValueError: Not a contiguous CPU tensor, or outside the key.
-        """
-        address, nbytes = _span(source)
+    def start_write(self, transfer: Transfer) -> Ticket:
+        """Start a write in the native store, which checks that it is within the key."""
         return self._core.write(
-            key=key,
-            address=address,
-            nbytes=nbytes,
-            offset=offset_bytes,
-            capacity=capacity_bytes,
-            hold=(source, hold),
+            key=transfer.key,
+            address=transfer.tensor.data_ptr(),
+            nbytes=transfer.nbytes,
+            offset=transfer.offset_bytes,
+            capacity=transfer.capacity_bytes,
+            hold=(transfer.tensor, transfer.hold),
         )
 
-    def read(
-        self,
-        *,
-        key: str,
-        target: torch.Tensor,
-        offset_bytes: int = 0,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> Ticket:
-        """Start reading into a tensor, from `offset_bytes` of the key on.
-
-        The tensor must not be used until the ticket is done. It gets the bytes of every write
-        started before. With `capacity_bytes`, memory behind the tensor, up to so many bytes from
-        its first one, may be overwritten.
-
-        Raises:
-            StoreError: No such key, or an earlier write of it failed.
-            ValueError: Not a contiguous CPU tensor, or outside the key.
-        """
-        address, nbytes = _span(target)
+    def start_read(self, transfer: Transfer) -> Ticket:
+        """Start a read in the native store, which checks that it is within the key."""
         return self._core.read(
-            key=key,
-            address=address,
-            nbytes=nbytes,
-            offset=offset_bytes,
-            capacity=capacity_bytes,
-            hold=(target, hold),
+            key=transfer.key,
+            address=transfer.tensor.data_ptr(),
+            nbytes=transfer.nbytes,
+            offset=transfer.begin,
+            capacity=transfer.capacity_bytes,
+            hold=(transfer.tensor, transfer.hold),
         )
 
     def discard(self, *, key: str) -> bool:
@@ -268,25 +222,6 @@ def _end_patience(found: weakref.ref[_core.Store]) -> None:
     core = found()
     if core is not None:
         core.end_patience()
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return address and size of a contiguous CPU tensor."""
-    return contiguous_cpu(tensor).data_ptr(), tensor.nbytes
-
-
-def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor unchanged if the store can use it.
-
-    Raises:
-        ValueError: It is not a contiguous CPU tensor.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(
-            f"the store moves contiguous CPU tensors, got shape {tuple(tensor.shape)} with strides "
-            f"{tensor.stride()} on {tensor.device}; call .contiguous() or copy it to the host first"
-        )
-    return tensor
 
 
 def describe_recovery(folder: str | None) -> str:

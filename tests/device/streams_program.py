@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from memascend.base.interfaces import Device
+from memascend.base.interfaces import Device, HostMemory
 from memascend.streaming.activations.hooks import SavedTensors
 from memascend.streaming.activations.stream import ActivationStream
 from memascend.transfer.staging import StagingSlots
@@ -21,11 +21,11 @@ OWN_DEVICE = 1
 NUMEL, SLOT_BYTES, LAYERS = 1 << 16, 1 << 16, 6
 
 
-class Pinned:
+class Pinned(HostMemory):
     """Page-locked memory."""
 
-    def tensor(self, numel: int, dtype: torch.dtype, **_: object) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype).pin_memory()
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8).pin_memory()
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return True

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from memascend.memory.allocator import HostAllocator
+from tests.support.streaming_fakes import FakeMemory
 from tests.support.streaming_hosts import HostTensors
 
 
@@ -34,7 +35,10 @@ MEMORIES: dict[str, Callable[[], Any]] = {
     "torch's pinned": stock_pinned,
     "stock's locked": stock_locked,
     "of tests": HostTensors,
+    "fake": FakeMemory,
 }
+#: Those that tell their own tensors from others.
+OWNERS = [name for name in MEMORIES if name not in ("of tests", "fake")]
 
 
 @pytest.fixture(params=MEMORIES)
@@ -43,7 +47,7 @@ def memory(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
-@pytest.mark.parametrize("numel", [1, 4096, 5000])
+@pytest.mark.parametrize("numel", [0, 1, 4096, 5000])
 def test_a_tensor_is_flat_and_has_what_was_asked_for(
     memory: Any, numel: int, dtype: torch.dtype
 ) -> None:
@@ -55,18 +59,18 @@ def test_a_tensor_is_flat_and_has_what_was_asked_for(
     assert tensor.sum() == numel
 
 
-def test_tensors_do_not_overlap_and_views_belong_to_it(memory: Any) -> None:
+def test_tensors_do_not_overlap(memory: Any) -> None:
     one, other = (memory.tensor(5000, torch.uint8, component="test") for _ in range(2))
     one.fill_(1)
     other.fill_(2)
     assert one.unique().tolist() == [1]
-    assert memory.contains(one)
-    assert memory.contains(one[4000:])
 
 
-@pytest.mark.parametrize("memory", [name for name in MEMORIES if name != "of tests"], indirect=True)
-def test_memory_of_others_is_not_its_own(memory: Any) -> None:
-    memory.tensor(5000, torch.uint8, component="test")
+@pytest.mark.parametrize("memory", OWNERS, indirect=True)
+def test_memory_and_its_views_are_told_from_that_of_others(memory: Any) -> None:
+    tensor = memory.tensor(5000, torch.float32, component="test")
+    assert memory.contains(tensor)
+    assert memory.contains(tensor[4000:])
     assert not memory.contains(torch.empty(10))
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memascend.base.interfaces import HostMemory
 from memascend.base.units import MIB, PAGE_BYTES, page_up
 from memascend.errors import HostMemoryError
 from memascend.memory.allocator import HostAllocator
@@ -22,17 +23,15 @@ BUDGET_PAGES = 64
 LARGEST_PAGES = BUDGET_PAGES // SLOT_PARTS
 
 
-class CountedMemory:
+class CountedMemory(HostMemory):
     """Host tensors, and the most bytes of them that ever lived at once."""
 
     def __init__(self) -> None:
         self._live: dict[int, int] = {}
         self.peak_bytes = 0
 
-    def tensor(
-        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
-    ) -> torch.Tensor:
-        tensor = torch.zeros(numel, dtype=dtype)
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
         storage = tensor.untyped_storage()
         self._live[storage.data_ptr()] = storage.nbytes()
         weakref.finalize(storage, self._live.pop, storage.data_ptr())

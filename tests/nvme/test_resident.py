@@ -299,7 +299,7 @@ def test_sums_of_gradients_stay_in_memory_from_window_to_window() -> None:
 def test_bytes_outside_a_key_are_refused(offset: int, nbytes: int) -> None:
     store = open_resident(one=PAGE_BYTES)
     store.write(key="one.a", source=pattern(100)).wait()
-    with pytest.raises(ValueError, match=r"not all in .one\.a., which has 100"):
+    with pytest.raises(ValueError, match=r"not all in .one\.a., which (has 100|begins)"):
         store.read(key="one.a", target=pattern(nbytes), offset_bytes=offset)
     with pytest.raises(ValueError, match="not all in"):
         store.write(key="one.a", source=pattern(nbytes), offset_bytes=offset)

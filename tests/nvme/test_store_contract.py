@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from memascend.base.units import PAGE_BYTES
+from memascend.errors import StoreError
 from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import TensorStore
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
-from tests.support.streaming_fakes import FakeRangeStore, FakeStore
+from tests.support.streaming_fakes import FakeStore
 from tests.support.streaming_hosts import HostTensors, memory_store
 
 NUMEL = PAGE_BYTES
@@ -48,8 +49,7 @@ STORES: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "memory engine": (lambda folder: memory_store(), True),
     "resident": (resident, True),
     "stock's files": (stock_files, False),
-    "fake of parts": (lambda folder: FakeRangeStore(), True),
-    "fake of whole keys": (lambda folder: FakeStore(), False),
+    "fake": (lambda folder: FakeStore(), True),
 }
 IN_PARTS = [name for name, (_, has_parts) in STORES.items() if has_parts]
 
@@ -143,7 +143,60 @@ def test_parts_of_a_key_are_read_and_written(store: Any) -> None:
 
 
 @pytest.mark.parametrize("store", IN_PARTS, indirect=True)
-def test_bytes_that_a_key_does_not_have_are_refused(store: Any) -> None:
+@pytest.mark.parametrize("offset_bytes", [4, 4 * NUMEL, 1 << 40])
+def test_bytes_that_a_key_does_not_have_are_refused(store: Any, offset_bytes: int) -> None:
     store.reserve(key="param.0", nbytes=4 * NUMEL)
     with pytest.raises(ValueError, match=r"param\.0"):
-        store.read(key="param.0", target=empty(), offset_bytes=4)
+        store.read(key="param.0", target=empty(), offset_bytes=offset_bytes)
+    with pytest.raises(ValueError, match=r"param\.0"):
+        store.write(key="param.0", source=values(0), offset_bytes=offset_bytes)
+
+
+@pytest.mark.parametrize("store", IN_PARTS, indirect=True)
+def test_a_key_that_is_not_there_is_an_error(store: Any) -> None:
+    with pytest.raises(StoreError, match=r"param\.0"):
+        store.read(key="param.0", target=empty()).wait()
+    with pytest.raises(StoreError, match=r"param\.0"):
+        store.write(key="param.0", source=values(0), offset_bytes=0).wait()
+
+
+def transfers(store: Any, tensor: torch.Tensor, offset_bytes: int = 0) -> list[Callable[[], Any]]:
+    """A read and a write of a tensor, not yet begun."""
+    return [
+        lambda: store.read(key="param.0", target=tensor, offset_bytes=offset_bytes),
+        lambda: store.write(key="param.0", source=tensor, offset_bytes=offset_bytes or None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [
+        (torch.zeros(4, 3).t(), r"contiguous CPU tensors, got shape \(3, 4\)"),
+        (torch.empty(4, device="meta"), "on meta"),
+    ],
+)
+def test_a_tensor_that_no_store_can_use_is_refused(
+    store: Any, tensor: torch.Tensor, told: str
+) -> None:
+    store.write(key="param.0", source=values(0)).wait()
+    for start in transfers(store, tensor):
+        with pytest.raises(ValueError, match=told):
+            start()
+    assert torch.equal(read(store, "param.0"), values(0))
+
+
+def test_an_offset_before_the_key_is_refused(store: Any) -> None:
+    store.write(key="param.0", source=values(0)).wait()
+    for start in transfers(store, empty(), offset_bytes=-4):
+        with pytest.raises(ValueError, match=r'bytes -4 to -4\+16384 .*"param\.0"'):
+            start()
+
+
+def test_memory_behind_a_tensor_may_be_used_as_far_as_it_is_said(store: Any) -> None:
+    page = empty().view(torch.uint8)
+    odd = page[:4097].copy_(values(0).view(torch.uint8)[:4097])
+    store.write(key="param.0", source=odd, capacity_bytes=page.nbytes).wait()
+    expected = odd.clone()
+    page.fill_(1)
+    store.read(key="param.0", target=odd, capacity_bytes=page.nbytes).wait()
+    assert torch.equal(odd, expected)

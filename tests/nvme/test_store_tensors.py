@@ -52,16 +52,6 @@ def test_with_room_behind_it_an_odd_tensor_needs_no_bounce_buffer(store):
         assert store.core.stats()["bytes_bounced"] - before == 2 * bounced_bytes
 
 
-def test_a_tensor_that_is_not_contiguous_is_refused(store):
-    with pytest.raises(ValueError, match=r"contiguous CPU tensors, got shape \(3, 4\)"):
-        store.write(key="w", source=torch.zeros(4, 3).t())
-
-
-def test_a_tensor_elsewhere_is_refused(store):
-    with pytest.raises(ValueError, match="on meta"):
-        store.read(key="w", target=torch.empty(4, device="meta"))
-
-
 def test_the_tensor_and_what_it_lies_in_are_kept_until_the_io_is_over():
     faults = MemoryFaults()
     store = TensorStore(

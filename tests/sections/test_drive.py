@@ -15,7 +15,7 @@ from memascend.sections.host import StockHost
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.sub_groups import SubGroup
 from tests.support.small_runtime import LIGHT, build
-from tests.support.streaming_fakes import FakeRangeStore
+from tests.support.streaming_fakes import FakeStore
 from tests.support.streaming_hosts import HostTensors
 
 RESIDENT = {PARAMETERS: 1 << 16, MASTER: 1 << 16}
@@ -63,7 +63,7 @@ def test_ours_has_an_account(tmp_path: Path) -> None:
 
 
 def test_stock_has_none_and_keeps_nothing() -> None:
-    io = FakeRangeStore()
+    io = FakeStore()
     drive = StockDrive(io)
     drive.make_way(RESIDENT)
     drive.provide_checksums(5)

@@ -9,7 +9,7 @@ from memascend.config.block import parse_block
 from memascend.ledger.ledger import Ledger
 from memascend.ledger.wear import WearMeter
 from memascend.streaming.background import BackgroundStep
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
+from tests.support.streaming_fakes import FakeMemory, FakeStore
 
 
 class FakeRuntime:
@@ -20,7 +20,7 @@ class FakeRuntime:
         self.memory = FakeMemory()
         self.host = SimpleNamespace(is_ours=has_arena)
         self.drive = SimpleNamespace(is_ours=has_store, stats=dict)
-        self.io = FakeRangeStore()
+        self.io = FakeStore()
         self.adopted: list[Any] = []
         self.ledger_count = 0
         self.limit_bytes = 5

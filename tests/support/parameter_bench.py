@@ -13,7 +13,7 @@ from memascend.streaming.background import BackgroundStep
 from memascend.streaming.parameters.shard import Shard, ShardState
 from memascend.streaming.parameters.stream import ParameterStream
 from memascend.transfer.staging import StagingSlots
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+from tests.support.streaming_fakes import FakeMemory, FakeStore, LateDevice
 
 BUDGET_BYTES = 16 * PAGE_BYTES
 LARGEST = BUDGET_BYTES // 4 // 4  # elements of float32 in the largest slot
@@ -32,7 +32,7 @@ class Bench:
         lender: ResidentStore | None = None,
         background: BackgroundStep | None = None,
     ) -> None:
-        self.store: Any = lender or FakeRangeStore()
+        self.store: Any = lender or FakeStore()
         self.memory = FakeMemory()
         self.pool = pool or make_pool(self.memory)
         self.stream = ParameterStream(
@@ -52,7 +52,7 @@ class Bench:
         )
 
     def put(self, key: str, content: torch.Tensor) -> Shard:
-        if isinstance(self.store, FakeRangeStore):
+        if isinstance(self.store, FakeStore):
             self.store.content[key] = content.view(torch.uint8).clone()
         else:
             self.store.write(key=key, source=content).wait()

@@ -17,7 +17,7 @@ from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
 from memascend.streaming.parameters.stream import ParameterStream
 from memascend.transfer.staging import StagingSlots
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
+from tests.support.streaming_fakes import FakeMemory, FakeStore
 
 BUDGET_BYTES = 16 * PAGE_BYTES
 
@@ -29,7 +29,7 @@ class Rank:
         self, rank: int = 0, world: int = 1, *, resident: ResidentStore | None = None
     ) -> None:
         self.rank, self.world = rank, world
-        self.store: Any = resident or FakeRangeStore()
+        self.store: Any = resident or FakeStore()
         self.pool = Pool(memory=FakeMemory(), component="slots", budget_bytes=BUDGET_BYTES)
         staging = StagingSlots(
             store=self.store, memory=FakeMemory(), slot_bytes=PAGE_BYTES, slot_count=3

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from memascend.base.interfaces import HostMemory, TensorIO, Transfer
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 
 
-class _Ticket:
+class FakeTicket:
     """A transfer that ends when it is waited for, or earlier with finish().
 
-    Its bytes move then, as late as can be: a slot reused too early is seen by its contents.
+    Its bytes move then, as late as can be: a slot reused too early is seen by its contents. One
+    that fails leaves rubbish behind.
     """
 
-    def __init__(self, store: _Store, kind: str, key: str) -> None:
+    def __init__(self, store: FakeStore, kind: str, transfer: Transfer) -> None:
         self._store = store
-        self.kind, self.key = kind, key
-        self.finished = False
-        self.hold: object | None = None
+        self._held: tuple[torch.Tensor, Transfer] | None = (transfer.data, transfer)
+        self._begin, self._end = transfer.begin, transfer.begin + transfer.nbytes
+        self.kind, self.key = kind, transfer.key
+        self.capacity_bytes = transfer.capacity_bytes
+
+    @property
+    def finished(self) -> bool:
+        return self._held is None
 
     def wait(self) -> None:
         self.finish()
@@ -33,90 +39,71 @@ class _Ticket:
         return self.finished
 
     def finish(self) -> None:
-        if not self.finished:
-            self.finished = True
-            self.hold = None
-            self._move()
+        if self._held is None:
+            return
+        part, (memory, _) = self._store.content[self.key][self._begin : self._end], self._held
+        self._held = None  # as the real one lets its holds go
+        source, target = (part, memory) if self.kind == "read" else (memory, part)
+        if self._fails:
+            target.fill_(0xEE)
+        else:
+            target.copy_(source)
 
     @property
     def _fails(self) -> bool:
         return (self.kind, self.key) in self._store.failing
 
-    def _move(self) -> None:
-        """Move the bytes; of a transfer that fails leave rubbish behind."""
-        raise NotImplementedError
 
+class FakeStore(TensorIO):
+    """Bytes by key, transfers that fail, and all there have been.
 
-class _Store:
-    """Tensors in a dict, transfers that fail, and all there have been."""
+    Transfers on one key keep their order, as in the real store.
+    """
 
     def __init__(self) -> None:
         self.content: dict[str, torch.Tensor] = {}
         self.failing: set[tuple[str, str]] = set()
-        self.tickets: list[Any] = []
+        self.tickets: list[FakeTicket] = []
+        self.in_flight_peak = 0
+
+    def value(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.content[key].view(dtype)
 
     def log(self) -> list[tuple[str, str]]:
         return [(ticket.kind, ticket.key) for ticket in self.tickets]
+
+    def reserve(self, *, key: str, nbytes: int) -> None:
+        if key not in self.content or self.content[key].nbytes != nbytes:
+            self.content[key] = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def discard(self, *, key: str) -> bool:
+        return self.content.pop(key, None) is not None
 
     def wait_all(self) -> None:
         for ticket in self.tickets:
             ticket.finish()
 
+    def start_read(self, transfer: Transfer) -> FakeTicket:
+        return self._submit("read", transfer)
 
-class FakeTicket(_Ticket):
-    """A transfer of a whole tensor."""
+    def start_write(self, transfer: Transfer) -> FakeTicket:
+        if transfer.offset_bytes is None:
+            self.reserve(key=transfer.key, nbytes=transfer.nbytes)
+        return self._submit("write", transfer)
 
-    def __init__(self, store: FakeStore, kind: str, key: str, tensor: torch.Tensor) -> None:
-        super().__init__(store, kind, key)
-        self.tensor = tensor
-        self.capacity_bytes = 0
-
-    def _move(self) -> None:
-        content = self._store.content
-        if self.kind == "read":
-            read = torch.full_like(self.tensor, -1) if self._fails else content[self.key]
-            self.tensor.copy_(read)
-        elif not self._fails:
-            content[self.key] = self.tensor.clone()
-
-
-class FakeStore(_Store):
-    """Whole tensors. Transfers on one key keep their order, as in the real store."""
-
-    def read(
-        self,
-        *,
-        key: str,
-        target: torch.Tensor,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> FakeTicket:
-        ticket = self._submit("read", key, target, hold)
-        ticket.capacity_bytes = capacity_bytes
-        return ticket
-
-    def write(
-        self,
-        *,
-        key: str,
-        source: torch.Tensor,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> FakeTicket:
-        ticket = self._submit("write", key, source, hold)
-        ticket.capacity_bytes = capacity_bytes
-        return ticket
-
-    def discard(self, *, key: str) -> bool:
-        return self.content.pop(key, None) is not None
-
-    def _submit(self, kind: str, key: str, tensor: torch.Tensor, hold: object | None) -> FakeTicket:
+    def _submit(self, kind: str, transfer: Transfer) -> FakeTicket:
+        key, end = transfer.key, transfer.begin + transfer.nbytes
+        if key not in self.content:
+            raise StoreError(2, f"no key {key!r} in the store")
+        if end > self.content[key].nbytes:
+            raise ValueError(f"bytes {transfer.begin} to {end} are not all in {key}")
         for earlier in self.tickets:
-            if earlier.key == key:
+            if earlier.key == key and "write" in (kind, earlier.kind):
                 earlier.finish()
-        ticket = FakeTicket(self, kind, key, tensor)
-        ticket.hold = hold
+        ticket = FakeTicket(self, kind, transfer)
         self.tickets.append(ticket)
+        in_flight = sum(not one.finished for one in self.tickets)
+        self.in_flight_peak = max(self.in_flight_peak, in_flight)
         return ticket
 
 
@@ -158,102 +145,18 @@ class FakeEvent:
         self.passed = True
 
 
-class FakeMemory:
+class FakeMemory(HostMemory):
     """Host tensors, and what was asked for."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, int]] = []
 
-    def tensor(
-        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
-    ) -> torch.Tensor:
-        self.taken.append((component, numel * dtype.itemsize))
-        return torch.zeros(numel, dtype=dtype)
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
+        self.taken.append((component, nbytes))
+        return torch.zeros(nbytes, dtype=torch.uint8)
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return False
-
-
-class FakeRangeTicket(_Ticket):
-    """A transfer of a part of a key."""
-
-    def __init__(
-        self, store: FakeRangeStore, kind: str, key: str, memory: torch.Tensor, offset_bytes: int
-    ) -> None:
-        super().__init__(store, kind, key)
-        self._memory: torch.Tensor | None = memory
-        self._offset_bytes = offset_bytes
-
-    def _move(self) -> None:
-        assert self._memory is not None
-        begin = self._offset_bytes
-        part = self._store.content[self.key][begin : begin + self._memory.nbytes]
-        memory = self._memory.view(torch.uint8)
-        self._memory = None  # as the real one lets its holds go
-        source, target = (part, memory) if self.kind == "read" else (memory, part)
-        if self._fails:
-            target.fill_(0xEE)
-        else:
-            target.copy_(source)
-
-
-class FakeRangeStore(_Store):
-    """Bytes by key, in parts. Transfers on one key keep their order, as in the real store."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_flight_peak = 0
-
-    def value(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        return self.content[key].view(dtype)
-
-    def reserve(self, *, key: str, nbytes: int) -> None:
-        if key not in self.content or self.content[key].nbytes != nbytes:
-            self.content[key] = torch.zeros(nbytes, dtype=torch.uint8)
-
-    def discard(self, *, key: str) -> bool:
-        return self.content.pop(key, None) is not None
-
-    def read(
-        self,
-        *,
-        key: str,
-        target: torch.Tensor,
-        offset_bytes: int = 0,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> FakeRangeTicket:
-        return self._submit("read", key, target, offset_bytes, hold)
-
-    def write(
-        self,
-        *,
-        key: str,
-        source: torch.Tensor,
-        offset_bytes: int | None = None,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> FakeRangeTicket:
-        if offset_bytes is None:
-            self.reserve(key=key, nbytes=source.nbytes)
-        return self._submit("write", key, source, offset_bytes or 0, hold)
-
-    def _submit(
-        self, kind: str, key: str, memory: torch.Tensor, offset_bytes: int, hold: object | None
-    ) -> FakeRangeTicket:
-        if key not in self.content:
-            raise StoreError(2, f"no key {key!r} in the store")
-        if offset_bytes + memory.nbytes > self.content[key].nbytes:
-            raise ValueError(f"bytes {offset_bytes}+{memory.nbytes} are not all in {key}")
-        for earlier in self.tickets:
-            if earlier.key == key and "write" in (kind, earlier.kind):
-                earlier.finish()
-        ticket = FakeRangeTicket(self, kind, key, memory, offset_bytes)
-        ticket.hold = hold
-        self.tickets.append(ticket)
-        in_flight = sum(not one.finished for one in self.tickets)
-        self.in_flight_peak = max(self.in_flight_peak, in_flight)
-        return ticket
 
 
 class LateTensor(torch.Tensor):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from memascend.base.interfaces import HostMemory
 from memascend.base.units import PAGE_BYTES
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.transfer.staging import StagingSlots
@@ -14,21 +15,17 @@ from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
 SLOT_BYTES = 4096
 
 
-class HostTensors:
+class HostTensors(HostMemory):
     """Ordinary torch memory, page-aligned, and how much of it was asked for by component."""
 
     def __init__(self) -> None:
         self.nbytes: dict[str, int] = {}
 
-    def tensor(
-        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
-    ) -> torch.Tensor:
-        nbytes = numel * dtype.itemsize
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
         self.nbytes[component] = self.nbytes.get(component, 0) + nbytes
-        whole = torch.full((nbytes + PAGE_BYTES,), 0xA5, dtype=torch.uint8)
+        whole = torch.full((nbytes + PAGE_BYTES,), 0 if zero else 0xA5, dtype=torch.uint8)
         begin = -whole.data_ptr() % PAGE_BYTES
-        piece = whole[begin : begin + nbytes].view(dtype)
-        return piece.zero_() if zero else piece
+        return whole[begin : begin + nbytes]
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return True

@@ -10,7 +10,7 @@ import torch
 from memascend.errors import StoreError
 from memascend.transfer.staging import StagingSlots
 from tests.support.staging_slots import SLOT_BYTES, make_staging
-from tests.support.streaming_fakes import FakeRangeStore, FakeRangeTicket, LateDevice
+from tests.support.streaming_fakes import FakeStore, FakeTicket, LateDevice
 
 SLOT_COUNT = 4
 SLOT_NUMEL = SLOT_BYTES // 4
@@ -18,7 +18,7 @@ CHUNK_COUNT = 10
 NUMEL = CHUNK_COUNT * SLOT_NUMEL - 5
 
 
-class Drive(FakeRangeStore):
+class Drive(FakeStore):
     """Serves one read after the other, each in a stated time; the time is not that of a clock."""
 
     LATENCY_US = 80  # until a drive that had nothing to do has the first byte
@@ -30,7 +30,7 @@ class Drive(FakeRangeStore):
         self.waited_us: list[int] = []
         self._free_us = 0
 
-    def read(self, **arguments: object) -> FakeRangeTicket:
+    def read(self, **arguments: object) -> FakeTicket:
         ticket = super().read(**arguments)  # type: ignore[arg-type]
         self._free_us = max(self._free_us, self.now_us + self.LATENCY_US) + self.CHUNK_US
         due_us, finish = self._free_us, ticket.finish
@@ -46,12 +46,12 @@ class Drive(FakeRangeStore):
 
 
 def make(
-    store: FakeRangeStore, device: LateDevice | None = None, slot_count: int = SLOT_COUNT
+    store: FakeStore, device: LateDevice | None = None, slot_count: int = SLOT_COUNT
 ) -> StagingSlots:
     return make_staging(store, device, slot_count=slot_count)
 
 
-def put(store: FakeRangeStore, key: str, value: float | None = None) -> torch.Tensor:
+def put(store: FakeStore, key: str, value: float | None = None) -> torch.Tensor:
     content = torch.randn(NUMEL) if value is None else torch.full((NUMEL,), value)
     store.content[key] = content.view(torch.uint8).clone()
     return content
@@ -68,12 +68,12 @@ def fetch(staging: StagingSlots, key: str = "head") -> torch.Tensor:
 
 
 @pytest.fixture
-def store() -> FakeRangeStore:
-    return FakeRangeStore()
+def store() -> FakeStore:
+    return FakeStore()
 
 
 @pytest.fixture
-def staging(store: FakeRangeStore) -> StagingSlots:
+def staging(store: FakeStore) -> StagingSlots:
     return make(store)
 
 
@@ -106,7 +106,7 @@ def test_a_gather_does_not_wait_for_what_the_drive_did_while_a_layer_computed(
     ("slot_count", "ahead"), [(2, 0), (3, 1), (4, 2), (8, 6), (16, CHUNK_COUNT)]
 )
 def test_two_slots_are_left_to_everybody_else(
-    store: FakeRangeStore, slot_count: int, ahead: int
+    store: FakeStore, slot_count: int, ahead: int
 ) -> None:
     content, staging = put(store, "head"), make(store, slot_count=slot_count)
     start(staging)
@@ -118,7 +118,7 @@ def test_two_slots_are_left_to_everybody_else(
 
 
 def test_starting_waits_for_no_slot_and_goes_on_when_one_is_free(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     content = put(store, "head")
     taken = [staging.take(SLOT_NUMEL, torch.float32) for _ in range(SLOT_COUNT)]
@@ -135,9 +135,7 @@ def test_starting_waits_for_no_slot_and_goes_on_when_one_is_free(
 # -- in nobody's way -------------------------------------------------------------------------------
 
 
-def test_others_go_on_with_the_slots_that_are_left(
-    staging: StagingSlots, store: FakeRangeStore
-) -> None:
+def test_others_go_on_with_the_slots_that_are_left(staging: StagingSlots, store: FakeStore) -> None:
     content, other = put(store, "head"), put(store, "other")
     start(staging)
     store.reserve(key="new", nbytes=other.nbytes)
@@ -151,7 +149,7 @@ def test_others_go_on_with_the_slots_that_are_left(
 
 
 def test_who_needs_every_slot_gets_it_the_chunk_needed_last_first(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     content = put(store, "head")
     start(staging)
@@ -169,7 +167,7 @@ def test_who_needs_every_slot_gets_it_the_chunk_needed_last_first(
 
 
 def test_what_has_given_way_is_not_begun_again_before_it_is_needed(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     """Else it would be read again at each of many calls, for others to take its slots each time."""
     content = put(store, "head")
@@ -187,7 +185,7 @@ def test_what_has_given_way_is_not_begun_again_before_it_is_needed(
 
 
 def test_runs_that_are_read_each_with_all_slots_get_them(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     content, other = put(store, "head"), put(store, "other")
     start(staging)
@@ -201,7 +199,7 @@ def test_runs_that_are_read_each_with_all_slots_get_them(
     assert torch.equal(fetch(staging), content)
 
 
-def test_the_slots_can_be_exchanged(staging: StagingSlots, store: FakeRangeStore) -> None:
+def test_the_slots_can_be_exchanged(staging: StagingSlots, store: FakeStore) -> None:
     content = put(store, "head")
     start(staging)
     staging.resize(slot_bytes=2 * SLOT_BYTES, slot_count=3)
@@ -209,7 +207,7 @@ def test_the_slots_can_be_exchanged(staging: StagingSlots, store: FakeRangeStore
     assert torch.equal(fetch(staging), content)
 
 
-def test_a_device_that_is_late_gets_the_right_bytes(store: FakeRangeStore) -> None:
+def test_a_device_that_is_late_gets_the_right_bytes(store: FakeStore) -> None:
     device = LateDevice()
     staging = make(store, device)
     with device:
@@ -227,7 +225,7 @@ def test_a_device_that_is_late_gets_the_right_bytes(store: FakeRangeStore) -> No
 # -- what is there is what the store has -----------------------------------------------------------
 
 
-def test_what_is_forgotten_is_read_anew(staging: StagingSlots, store: FakeRangeStore) -> None:
+def test_what_is_forgotten_is_read_anew(staging: StagingSlots, store: FakeStore) -> None:
     put(store, "head", 1.0)
     start(staging)
     staging.ahead.forget("other")
@@ -237,7 +235,7 @@ def test_what_is_forgotten_is_read_anew(staging: StagingSlots, store: FakeRangeS
 
 
 def test_another_key_takes_the_place_of_the_one_before(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     contents = {key: put(store, key) for key in ("head", "embedding")}
     for key in contents:
@@ -247,7 +245,7 @@ def test_another_key_takes_the_place_of_the_one_before(
         assert torch.equal(fetch(staging, key), content)
 
 
-def test_a_part_of_the_key_is_read_by_itself(staging: StagingSlots, store: FakeRangeStore) -> None:
+def test_a_part_of_the_key_is_read_by_itself(staging: StagingSlots, store: FakeStore) -> None:
     content = put(store, "head")
     start(staging)
     for offset, numel in ((0, 3), (8, NUMEL - 8)):
@@ -261,7 +259,7 @@ def test_a_part_of_the_key_is_read_by_itself(staging: StagingSlots, store: FakeR
 
 
 def test_a_read_that_failed_is_an_error_of_who_needs_it_and_tried_again(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     content = put(store, "head")
     store.failing.add(("read", "head"))
@@ -273,9 +271,7 @@ def test_a_read_that_failed_is_an_error_of_who_needs_it_and_tried_again(
     assert staging._slots.free_count == SLOT_COUNT
 
 
-def test_giving_up_one_that_failed_is_no_error(
-    staging: StagingSlots, store: FakeRangeStore
-) -> None:
+def test_giving_up_one_that_failed_is_no_error(staging: StagingSlots, store: FakeStore) -> None:
     put(store, "head")
     store.failing.add(("read", "head"))
     start(staging)
@@ -285,7 +281,7 @@ def test_giving_up_one_that_failed_is_no_error(
 
 
 def test_a_read_that_cannot_start_leaves_no_slot_taken(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     with pytest.raises(StoreError, match="no key"):
         start(staging)

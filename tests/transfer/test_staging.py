@@ -13,16 +13,16 @@ from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 from memascend.transfer.staging import StagingSlots
 from tests.support.staging_slots import SLOT_BYTES, counted, make_staging
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, FakeRangeTicket, LateDevice
+from tests.support.streaming_fakes import FakeMemory, FakeStore, FakeTicket, LateDevice
 
 
 @pytest.fixture
-def store() -> FakeRangeStore:
-    return FakeRangeStore()
+def store() -> FakeStore:
+    return FakeStore()
 
 
 @pytest.fixture
-def staging(store: FakeRangeStore) -> StagingSlots:
+def staging(store: FakeStore) -> StagingSlots:
     return make_staging(store)
 
 
@@ -35,7 +35,7 @@ def byte_of(staging: StagingSlots, key: str, offset: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 10_000])
 def test_what_is_written_is_read_whatever_its_size(
-    staging: StagingSlots, store: FakeRangeStore, numel: int
+    staging: StagingSlots, store: FakeStore, numel: int
 ) -> None:
     source, target = counted(numel, torch.float32), torch.zeros(numel)
     store.reserve(key="a", nbytes=source.nbytes)
@@ -45,14 +45,14 @@ def test_what_is_written_is_read_whatever_its_size(
     staging.wait_writes()
 
 
-def test_an_empty_tensor_is_no_transfer(staging: StagingSlots, store: FakeRangeStore) -> None:
+def test_an_empty_tensor_is_no_transfer(staging: StagingSlots, store: FakeStore) -> None:
     staging.write(key="a", source=torch.empty(0))
     staging.read(key="a", target=torch.empty(0))
     staging.wait_writes()
     assert store.tickets == []
 
 
-def test_a_source_is_cast_on_its_way(staging: StagingSlots, store: FakeRangeStore) -> None:
+def test_a_source_is_cast_on_its_way(staging: StagingSlots, store: FakeStore) -> None:
     source = torch.randn(5000)
     store.reserve(key="a", nbytes=10_000)
     staging.write(key="a", source=source, dtype=torch.bfloat16)
@@ -62,7 +62,7 @@ def test_a_source_is_cast_on_its_way(staging: StagingSlots, store: FakeRangeStor
 
 
 def test_the_source_may_change_once_write_has_returned(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     source = torch.ones(5000)
     store.reserve(key="a", nbytes=source.nbytes)
@@ -72,14 +72,14 @@ def test_the_source_may_change_once_write_has_returned(
     assert bool((store.value("a", torch.float32) == 1).all())
 
 
-def test_reads_are_under_way_while_earlier_ones_are_copied(store: FakeRangeStore) -> None:
+def test_reads_are_under_way_while_earlier_ones_are_copied(store: FakeStore) -> None:
     staging = make_staging(store, slot_count=4)
     store.content["a"] = torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8)
     staging.read(key="a", target=torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8))
     assert store.in_flight_peak == 4
 
 
-def test_writes_of_a_key_come_before_its_read(store: FakeRangeStore) -> None:
+def test_writes_of_a_key_come_before_its_read(store: FakeStore) -> None:
     device = LateDevice()
     staging = make_staging(store, device=device)
     store.reserve(key="a", nbytes=400)
@@ -93,7 +93,7 @@ def test_writes_of_a_key_come_before_its_read(store: FakeRangeStore) -> None:
     assert target.plain()[0] == 3.0
 
 
-def test_what_stays_in_the_way_of_a_read_is_not_its_writes(store: FakeRangeStore) -> None:
+def test_what_stays_in_the_way_of_a_read_is_not_its_writes(store: FakeStore) -> None:
     """A read needs one slot, and gets by on it while all others hold writes."""
     staging = make_staging(store, slot_count=3)
     store.content["a"] = counted(5 * SLOT_BYTES, torch.uint8)
@@ -107,9 +107,7 @@ def test_what_stays_in_the_way_of_a_read_is_not_its_writes(store: FakeRangeStore
 # -- single slots --------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_read_changed_and_written_back(
-    staging: StagingSlots, store: FakeRangeStore
-) -> None:
+def test_a_chunk_is_read_changed_and_written_back(staging: StagingSlots, store: FakeStore) -> None:
     store.content["a"] = torch.arange(100.0).view(torch.uint8)
     chunk = next(staging.read_each([("a", 40, 10, torch.float32)]))
     chunk.add_(1)
@@ -120,7 +118,7 @@ def test_a_chunk_is_read_changed_and_written_back(
 
 @pytest.mark.parametrize("slot_count", [2, 3, 5])
 def test_runs_are_read_ahead_in_order_by_who_keeps_a_slot_meanwhile(
-    store: FakeRangeStore, slot_count: int
+    store: FakeStore, slot_count: int
 ) -> None:
     staging = make_staging(store, slot_count=slot_count)
     for key in "ab":
@@ -154,14 +152,14 @@ def test_taking_more_than_there_is_says_so(staging: StagingSlots) -> None:
 def test_slots_that_serve_nothing_are_refused(slot_bytes: int, slot_count: int) -> None:
     with pytest.raises(ValueError, match="slot_"):
         StagingSlots(
-            store=FakeRangeStore(),
+            store=FakeStore(),
             memory=FakeMemory(),
             slot_bytes=slot_bytes,
             slot_count=slot_count,
         )
 
 
-def test_memory_is_taken_once(store: FakeRangeStore) -> None:
+def test_memory_is_taken_once(store: FakeStore) -> None:
     memory = FakeMemory()
     StagingSlots(store=store, memory=memory, slot_bytes=8192, slot_count=3)
     assert memory.taken == [("staging slots", 8192)] * 3
@@ -178,7 +176,7 @@ def all_slots_are_free(staging: StagingSlots, count: int = 3) -> bool:
 
 
 def test_a_failed_write_is_told_by_wait_writes_alone(
-    staging: StagingSlots, store: FakeRangeStore
+    staging: StagingSlots, store: FakeStore
 ) -> None:
     store.failing.add(("write", "a"))
     store.reserve(key="a", nbytes=10 * SLOT_BYTES)
@@ -201,7 +199,7 @@ def test_a_write_that_cannot_be_started_is_told_once_too(staging: StagingSlots) 
     assert all_slots_are_free(staging)
 
 
-def test_a_failed_read_gives_every_slot_back(staging: StagingSlots, store: FakeRangeStore) -> None:
+def test_a_failed_read_gives_every_slot_back(staging: StagingSlots, store: FakeStore) -> None:
     store.content["a"] = torch.zeros(10 * SLOT_BYTES, dtype=torch.uint8)
     store.failing.add(("read", "a"))
     with pytest.raises(StoreError, match="read of a failed"):
@@ -231,7 +229,7 @@ def test_a_source_that_cannot_be_copied_gives_its_slot_back(staging: StagingSlot
 # -- a device whose copies happen late -------------------------------------------------------------
 
 
-def test_a_slot_goes_to_the_drive_only_when_its_copy_has_happened(store: FakeRangeStore) -> None:
+def test_a_slot_goes_to_the_drive_only_when_its_copy_has_happened(store: FakeStore) -> None:
     device = LateDevice()
     staging = make_staging(store, device=device)
     store.reserve(key="a", nbytes=400)
@@ -243,7 +241,7 @@ def test_a_slot_goes_to_the_drive_only_when_its_copy_has_happened(store: FakeRan
     assert store.value("a", torch.float32).tolist() == [1.0] * 100
 
 
-def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeRangeStore) -> None:
+def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeStore) -> None:
     device = LateDevice()
     staging = make_staging(store, device=device)
     store.content["a"] = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
@@ -257,7 +255,7 @@ def test_a_read_waits_for_copies_into_the_bytes_that_it_reads_alone(store: FakeR
     assert chunk.tolist() == [1]
 
 
-def test_writes_of_a_key_that_overlap_one_another_keep_their_order(store: FakeRangeStore) -> None:
+def test_writes_of_a_key_that_overlap_one_another_keep_their_order(store: FakeStore) -> None:
     device = LateDevice()
     staging = make_staging(store, device=device)
     store.reserve(key="a", nbytes=3)
@@ -269,7 +267,7 @@ def test_writes_of_a_key_that_overlap_one_another_keep_their_order(store: FakeRa
     assert store.content["a"].tolist() == [1, 2, 2]
 
 
-def test_a_slot_is_read_into_again_only_when_it_was_copied_out(store: FakeRangeStore) -> None:
+def test_a_slot_is_read_into_again_only_when_it_was_copied_out(store: FakeStore) -> None:
     device = LateDevice()
     staging = make_staging(store, slot_count=2, device=device)
     store.content["a"] = counted(9 * SLOT_BYTES, torch.uint8)
@@ -336,14 +334,14 @@ def test_a_broken_drive_is_told_and_no_slot_is_lost() -> None:
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_slot_that_a_silent_drive_still_uses_is_lent_to_nobody_as_the_program_ends(
-    staging: StagingSlots, store: FakeRangeStore, monkeypatch: pytest.MonkeyPatch, kind: str
+    staging: StagingSlots, store: FakeStore, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    def refuse(_: FakeRangeTicket) -> None:
+    def refuse(_: FakeTicket) -> None:
         raise StoreError(110, "no answer")
 
     store.reserve(key="a", nbytes=SLOT_BYTES)
     tensor = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
-    monkeypatch.setattr(FakeRangeTicket, "wait", refuse)
+    monkeypatch.setattr(FakeTicket, "wait", refuse)
     wait: Callable[[], object] = functools.partial(staging.read, key="a", target=tensor)
     if kind == "write":
         staging.write(key="a", source=tensor)

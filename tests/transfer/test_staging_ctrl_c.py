@@ -14,8 +14,8 @@ from memascend.transfer.staging import StagingSlots
 from tests.support.ctrl_c import each_stride, interruptions
 from tests.support.staging_slots import SLOT_BYTES, SLOT_COUNT, make_staging
 from tests.support.streaming_fakes import (
-    FakeRangeStore,
-    FakeRangeTicket,
+    FakeStore,
+    FakeTicket,
     LateDevice,
     LateTensor,
 )
@@ -39,7 +39,7 @@ def fill_with(value: int, begin: int, staged: torch.Tensor) -> None:
 class Work:
     """Every way through the slots, and what comes of it."""
 
-    def __init__(self, staging: StagingSlots, store: FakeRangeStore, device: LateDevice) -> None:
+    def __init__(self, staging: StagingSlots, store: FakeStore, device: LateDevice) -> None:
         self.staging, self.store, self.device = staging, store, device
         for key in ("written", "chunk", "filled", *SMALL):
             store.reserve(key=key, nbytes=NUMEL * 4)
@@ -73,12 +73,12 @@ class Work:
             assert self.store.value(key, torch.float32)[:numel].tolist() == [value] * numel
 
 
-def interrupt_each_line(work_on: Callable[[FakeRangeStore], Work], stride: int) -> int:
+def interrupt_each_line(work_on: Callable[[FakeStore], Work], stride: int) -> int:
     """Interrupt a pass at lines, and again, and make two more; return how often."""
-    works: list[tuple[FakeRangeStore, Work]] = []
+    works: list[tuple[FakeStore, Work]] = []
 
     def make() -> Callable[[], None]:
-        store = FakeRangeStore()
+        store = FakeStore()
         works[:] = [(store, work_on(store))]
         works[0][1].do(1)
         return functools.partial(works[0][1].do, 2)
@@ -104,7 +104,7 @@ def test_after_ctrl_c_at_any_line_all_slots_serve_again(
     if late:
         share_small_slots(monkeypatch)
 
-    def work_on(store: FakeRangeStore) -> Work:
+    def work_on(store: FakeStore) -> Work:
         device = LateDevice()
         return Work(make_staging(store, device if late else None), store, device)
 
@@ -119,14 +119,14 @@ def test_after_ctrl_c_at_any_line_all_slots_serve_again(
 def test_a_slot_that_a_second_ctrl_c_leaves_in_flight_waits_for_the_drive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = FakeRangeStore()
+    store = FakeStore()
     staging = make_staging(store)
     store.content["a"] = torch.arange(16.0).view(torch.uint8)
 
-    def interrupt(ticket: FakeRangeTicket) -> None:
+    def interrupt(ticket: FakeTicket) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(FakeRangeTicket, "wait", interrupt)
+    monkeypatch.setattr(FakeTicket, "wait", interrupt)
     with suppress(KeyboardInterrupt):  # pytest.raises would keep the frames, and they the slot
         next(staging.read_each([("a", 0, 16, torch.float32)]))
     others = [staging.take(16, torch.float32).fill_(7) for _ in range(SLOT_COUNT - 1)]
@@ -144,7 +144,7 @@ def test_ctrl_c_behind_the_start_of_a_read_leaves_its_slot_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The interpreter looks for signals when a call returns: nobody has got the ticket."""
-    store = FakeRangeStore()
+    store = FakeStore()
     staging = make_staging(store)
     store.content["a"] = torch.arange(16.0).view(torch.uint8)
     read = store.read
@@ -170,7 +170,7 @@ def test_ctrl_c_behind_the_start_of_a_read_leaves_its_slot_alone(
 
 
 def test_what_ctrl_c_has_left_goes_before_the_slots_are_exchanged() -> None:
-    store, device = FakeRangeStore(), LateDevice()
+    store, device = FakeStore(), LateDevice()
     staging = make_staging(store, device)
     with device:
         staged = staging.take(16, torch.float32)
@@ -183,7 +183,7 @@ def test_what_ctrl_c_has_left_goes_before_the_slots_are_exchanged() -> None:
 
 
 def test_an_error_in_a_block_gives_the_slot_back_and_ctrl_c_does_not() -> None:
-    staging = make_staging(FakeRangeStore())
+    staging = make_staging(FakeStore())
     for error, free_count in ((StoreError(5, "no"), SLOT_COUNT), (KeyboardInterrupt(), 2)):
         staged = staging.take(1, torch.uint8)
         with pytest.raises(type(error)), staging.given_back_on_error(staged):

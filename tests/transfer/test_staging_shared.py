@@ -16,7 +16,7 @@ from memascend.transfer.lent_slots import PART_COUNT
 from memascend.transfer.staging import StagingSlots
 from tests.support.examples import examples
 from tests.support.staging_slots import SLOT_BYTES, counted, make_staging
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+from tests.support.streaming_fakes import FakeMemory, FakeStore, LateDevice
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64)
 
@@ -27,8 +27,8 @@ def share_small_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store() -> FakeRangeStore:
-    return FakeRangeStore()
+def store() -> FakeStore:
+    return FakeStore()
 
 
 def write_each(staging: StagingSlots, device: LateDevice, keys: Sequence[str], nbytes: int) -> None:
@@ -39,7 +39,7 @@ def write_each(staging: StagingSlots, device: LateDevice, keys: Sequence[str], n
 
 
 def test_small_tensors_wait_for_the_device_only_when_all_slots_are_full(
-    store: FakeRangeStore, monkeypatch: pytest.MonkeyPatch
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_small_slots(monkeypatch)
     device, slot_count = LateDevice(), 3
@@ -57,7 +57,7 @@ def test_small_tensors_wait_for_the_device_only_when_all_slots_are_full(
 
 @pytest.mark.parametrize("nbytes", [1, SLOT_BYTES // 2, SLOT_BYTES // 2 + 1, SLOT_BYTES])
 def test_a_tensor_of_a_whole_slot_gets_one_once_the_parts_of_one_are_over(
-    store: FakeRangeStore, monkeypatch: pytest.MonkeyPatch, nbytes: int
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
     share_small_slots(monkeypatch)
     device = LateDevice()
@@ -128,7 +128,7 @@ Action = tuple[str, int, int, int]
 def test_any_mix_of_transfers_gives_what_program_order_gives(
     actions: list[Action], dtype: torch.dtype, slot_count: int, late: bool, shared: bool
 ) -> None:
-    store, device = FakeRangeStore(), LateDevice()
+    store, device = FakeStore(), LateDevice()
     with pytest.MonkeyPatch.context() as patch:
         if shared:
             share_small_slots(patch)

@@ -15,22 +15,19 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from memascend.base.interfaces import Ticket
+from memascend.base.interfaces import HostMemory, TensorIO, Ticket, Transfer
 from memascend.base.units import PAGE_BYTES, page_up
 from memascend.base.waiting import Ended
 
 
-class PinnedMemory:
+class PinnedMemory(HostMemory):
     """Host tensors from the accelerator's pin_memory (torch's caching host allocator on CUDA)."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, int] = {}
 
-    def tensor(
-        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
-    ) -> torch.Tensor:
-        """Return a 1-D pinned tensor, aligned to a page; `component` is ignored."""
-        nbytes = numel * dtype.itemsize
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
+        """Return pinned memory that starts at a page; `component` is ignored."""
         # device="cpu", since inside zero.Init torch's factory functions make device tensors.
         make = torch.zeros if zero else torch.empty
         pageable = make(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
@@ -39,7 +36,7 @@ class PinnedMemory:
         self._ranges[address] = address + pinned.nbytes
         weakref.finalize(pinned.untyped_storage(), self._ranges.pop, address, None)
         skipped = page_up(address) - address  # torch aligns to 64 bytes on CPU, to pages on CUDA
-        return pinned[skipped : skipped + nbytes].view(dtype)
+        return pinned[skipped : skipped + nbytes]
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is in memory allocated here."""
@@ -47,19 +44,15 @@ class PinnedMemory:
         return any(begin <= address < end for begin, end in self._ranges.items())
 
 
-class LockedMemory:
+class LockedMemory(HostMemory):
     """Host tensors from DeepSpeed's aio handle: page-locked and registered with it."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    def tensor(
-        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
-    ) -> torch.Tensor:
-        """Return a 1-D locked tensor; the handle's registry keeps it until the process ends."""
-        locked: torch.Tensor = self._handle.new_cpu_locked_tensor(
-            numel, torch.empty(0, dtype=dtype)
-        )
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
+        """Return locked memory; the handle's registry keeps it until the process ends."""
+        locked: torch.Tensor = self._handle.new_cpu_locked_tensor(nbytes, torch.empty(0).byte())
         return locked.zero_() if zero else locked
 
     def contains(self, tensor: torch.Tensor) -> bool:
@@ -103,7 +96,7 @@ def _remove_own(folder: str, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class AioFileStore:
+class AioFileStore(TensorIO):
     """A file per key in a folder of this run, through DeepSpeed's aio handle."""
 
     def __init__(self, handle: Any, folder: str) -> None:
@@ -124,47 +117,31 @@ class AioFileStore:
             os.unlink(self._path(key))
         return known
 
-    def read(
-        self,
-        *,
-        key: str,
-        target: torch.Tensor,
-        offset_bytes: int = 0,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> Ticket:
-        """Start filling `target`; if the handle did not allocate it, it is filled on return."""
-        _expect_whole(key, offset_bytes)
+    def start_read(self, transfer: Transfer) -> Ticket:
+        """Start filling a tensor; if the handle did not allocate it, it is filled on return."""
+        _expect_whole(transfer)
         self.wait_all()  # the engine does not order a read after a write of the file
-        padded = _padded(target)
-        if padded is None or not self._handle.is_pinned(target):
+        padded = _padded(transfer.data)
+        if padded is None or not self._handle.is_pinned(transfer.tensor):
             bounce = self._handle.new_cpu_locked_tensor(
-                page_up(target.nbytes), torch.empty(0).byte()
+                page_up(transfer.nbytes), torch.empty(0).byte()
             )
-            self._handle.sync_pread(bounce, self._path(key), 0)
-            target.copy_(bounce[: target.nbytes].view(target.dtype))
+            self._handle.sync_pread(bounce, self._path(transfer.key), 0)
+            transfer.data.copy_(bounce[: transfer.nbytes])
             self._handle.free_cpu_locked_tensor(bounce)
             return Ended()
-        self._handle.async_pread(padded, self._path(key), 0)
-        return self._submitted(padded, hold)
+        self._handle.async_pread(padded, self._path(transfer.key), 0)
+        return self._submitted(padded, transfer.hold)
 
-    def write(
-        self,
-        *,
-        key: str,
-        source: torch.Tensor,
-        offset_bytes: int | None = None,
-        hold: object | None = None,
-        capacity_bytes: int = 0,
-    ) -> AioFileTicket:
-        """Start storing `source`, which must be a slot of the pool."""
-        _expect_whole(key, offset_bytes or 0)
+    def start_write(self, transfer: Transfer) -> AioFileTicket:
+        """Start storing a tensor, which must be a slot of the pool."""
+        _expect_whole(transfer)
         self.wait_all()  # the engine does not order a write after an earlier transfer of the file
-        padded = _padded(source)
+        padded = _padded(transfer.data)
         if padded is None:
-            raise ValueError(f"{key}: {source.nbytes} bytes cannot be padded to whole pages")
-        self._handle.async_pwrite(padded, self._path(key), 0)
-        return self._submitted(padded, hold)
+            raise ValueError(f"{transfer.key}: {transfer.nbytes} bytes cannot be padded to pages")
+        self._handle.async_pwrite(padded, self._path(transfer.key), 0)
+        return self._submitted(padded, transfer.hold)
 
     def wait_all(self) -> None:
         """Wait for every transfer."""
@@ -190,18 +167,18 @@ class AioFileStore:
         return os.path.join(self._folder, f"{key}.tensor.swp")
 
 
-def _expect_whole(key: str, offset_bytes: int) -> None:
-    if offset_bytes:
+def _expect_whole(transfer: Transfer) -> None:
+    if transfer.begin:
         raise ValueError(
-            f"{key}: cannot start at byte {offset_bytes}: DeepSpeed's engine transfers only whole "
-            "keys here. fix: leave memascend.direct_nvme on where parts of keys are needed"
+            f"{transfer.key}: cannot start at byte {transfer.begin}: DeepSpeed's engine transfers "
+            "only whole keys here. fix: leave memascend.direct_nvme on where parts of keys are "
+            "needed"
         )
 
 
-def _padded(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the same memory extended to whole pages; None if the storage is too small."""
-    numel = page_up(tensor.nbytes) // tensor.element_size()
-    begin = tensor.storage_offset()
-    if (begin + numel) * tensor.element_size() > tensor.untyped_storage().nbytes():
+def _padded(data: torch.Tensor) -> torch.Tensor | None:
+    """Return the same bytes extended to whole pages; None if the storage is too small."""
+    nbytes, begin = page_up(data.nbytes), data.storage_offset()
+    if begin + nbytes > data.untyped_storage().nbytes():
         return None
-    return tensor.as_strided((numel,), (1,), begin)
+    return data.as_strided((nbytes,), (1,), begin)

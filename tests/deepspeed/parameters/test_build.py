@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.streaming_fakes import FakeEvent, FakeMemory, FakeRangeStore
+from tests.support.streaming_fakes import FakeEvent, FakeMemory, FakeStore
 
 pytest.importorskip("deepspeed")
 
@@ -32,7 +32,7 @@ class AttachmentLike:
     """What building a swapper asks of an attachment."""
 
     def __init__(self, budget_bytes: int | None, lender: Any = None) -> None:
-        memory, store = FakeMemory(), FakeRangeStore()
+        memory, store = FakeMemory(), FakeStore()
         self.runtime = SimpleNamespace(
             io=store,
             store=lender,

@@ -78,7 +78,7 @@ def value(tensor: torch.Tensor) -> float:
 
 def test_a_partitioned_shard_is_stored_and_holds_no_memory(bench: Bench) -> None:
     (param,) = bench.partitioned(1)
-    assert value(bench.store.content["param.0"]) == 1.0
+    assert value(bench.store.value("param.0", torch.bfloat16)) == 1.0
     assert param.ds_tensor.status is ABSENT
     assert param.ds_tensor.data.dim() == 0
     assert bench.pool.free_count == bench.pool.slot_count
@@ -301,7 +301,7 @@ def test_a_modified_parameter_gets_a_slot_to_be_partitioned_into(bench: Bench) -
     param.ds_tensor.data.fill_(8)
     bench.swapper.stage_for_update(param)
     bench.swapper.swap_out_and_release([param])
-    assert value(bench.store.content["param.0"]) == 8.0
+    assert value(bench.store.value("param.0", torch.bfloat16)) == 8.0
 
 
 # -- what is no shard of this swapper ------------------------------------------------------------

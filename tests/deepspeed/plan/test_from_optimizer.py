@@ -27,7 +27,7 @@ from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.shapes import ModelShapes, TensorShape
 from memascend.runtime import BOUNCE_BYTES, STAGING_SLOT_COUNT
 from memascend.streaming.optimizer.tiles import Tiles, TileShape
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
+from tests.support.streaming_fakes import FakeMemory, FakeStore
 
 ON_DRIVE = {"device": "nvme", "nvme_path": "/drive"}
 CONFIG: dict[str, Any] = {
@@ -300,7 +300,7 @@ def test_the_plan_has_every_byte_of_the_tiles_whatever_the_dtypes(
         gradient_dtype=sums,
         parameter_dtype=stored,
     )
-    Tiles(store=FakeRangeStore(), memory=memory, shape=shape)
+    Tiles(store=FakeStore(), memory=memory, shape=shape)
     taken = Counter[str]()
     for component, nbytes in memory.taken:
         taken[component] += nbytes

@@ -12,6 +12,7 @@ from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.nvme.store import MemoryFaults, TensorStore
 from tests.support.nvme_memory import BOUNCE_BYTES, PageMemory
+from tests.support.streaming_fakes import FakeStore
 
 NUMEL = 3000
 
@@ -93,35 +94,18 @@ def test_no_file_is_made(handle: AioHandle, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class FailingTicket:
-    def __init__(self, log: list[str], name: str, *, fails: bool) -> None:
-        self._log, self._name, self._fails = log, name, fails
-
-    def wait(self) -> None:
-        self._log.append(self._name)
-        if self._fails:
-            raise StoreError(5, f"{self._name} failed")
-
-
-class FailingStore:
-    def __init__(self, failing: set[str]) -> None:
-        self.waited: list[str] = []
-        self._failing = failing
-
-    def read(self, *, key: str, target: torch.Tensor, offset_bytes: int = 0) -> FailingTicket:
-        return FailingTicket(self.waited, key, fails=key in self._failing)
-
-
 def test_the_first_error_is_raised_after_everything_was_waited_for(
     memory: HostAllocator,
 ) -> None:
-    store = FailingStore({"b", "c"})
-    handle = AioHandle(store=store, memory=memory, component="x")  # type: ignore[arg-type]
+    store = FakeStore()
+    store.failing |= {("read", "b"), ("read", "c")}
+    handle = AioHandle(store=store, memory=memory, component="x")
     for key in "abcd":
+        store.reserve(key=key, nbytes=4)
         handle.async_pread(torch.empty(1), key)
     with pytest.raises(StoreError, match="b failed"):
         handle.wait()
-    assert store.waited == ["a", "b", "c", "d"]
+    assert all(ticket.finished for ticket in store.tickets)
     assert handle.wait() == 0
 
 

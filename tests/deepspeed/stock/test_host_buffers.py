@@ -11,6 +11,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
+from memascend.base.interfaces import HostMemory
 from memascend.deepspeed.stock.host_buffers import (
     CHUNK_BYTES,
     SHARED_BYTES_MAX,
@@ -22,7 +23,7 @@ LARGE_NUMEL = SHARED_BYTES_MAX  # of float32: four times too large to share
 HOST = OffloadDeviceEnum.cpu
 
 
-class RecordingMemory:
+class RecordingMemory(HostMemory):
     """Gives plain tensors filled with a mark, and remembers what was asked."""
 
     MARK = 0xAB
@@ -31,13 +32,10 @@ class RecordingMemory:
         self.requests: list[tuple[int, str]] = []
         self.tensors: list[torch.Tensor] = []
 
-    def tensor(
-        self, numel: int, dtype: torch.dtype, *, component: str, zero: bool = False
-    ) -> torch.Tensor:
-        self.requests.append((numel * dtype.itemsize, component))
-        raw = torch.full((numel * dtype.itemsize,), 0 if zero else self.MARK, dtype=torch.uint8)
-        self.tensors.append(raw)
-        return raw.view(dtype)
+    def allocate(self, nbytes: int, *, component: str, zero: bool) -> torch.Tensor:
+        self.requests.append((nbytes, component))
+        self.tensors.append(torch.full((nbytes,), 0 if zero else self.MARK, dtype=torch.uint8))
+        return self.tensors[-1]
 
     def contains(self, tensor: torch.Tensor) -> bool:
         address = tensor.data_ptr()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
+from tests.support.streaming_fakes import FakeMemory, FakeStore
 
 pytest.importorskip("deepspeed")
 
@@ -28,9 +28,7 @@ SLOT_BYTES = 4096
 
 @pytest.fixture
 def staging() -> StagingSlots:
-    return StagingSlots(
-        store=FakeRangeStore(), memory=FakeMemory(), slot_bytes=SLOT_BYTES, slot_count=3
-    )
+    return StagingSlots(store=FakeStore(), memory=FakeMemory(), slot_bytes=SLOT_BYTES, slot_count=3)
 
 
 def shapes_of(tensors: dict[int, torch.Tensor]) -> dict[int, tuple[torch.Size, torch.dtype]]:

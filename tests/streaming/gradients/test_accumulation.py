@@ -26,7 +26,7 @@ from tests.support.gradient_streams import (
     open_gradient_stream,
     same_bits,
 )
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+from tests.support.streaming_fakes import FakeMemory, FakeStore, LateDevice
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: In whole blocks of the drive, and more than a slot of sums.
@@ -141,7 +141,7 @@ def test_a_window_that_only_adds_begins_with_zeros(accumulate: bool, expected: f
 
 
 def test_what_is_widened_on_the_host_may_be_longer_than_one_piece() -> None:
-    store = FakeRangeStore()
+    store = FakeStore()
     slots = StagingSlots(store=store, memory=FakeMemory(), slot_bytes=1 << 20, slot_count=3)
     numel = 200_001
     first, second = (narrow(seed, numel=numel) for seed in (1, 2))
@@ -219,7 +219,7 @@ def test_sums_in_memory_are_added_to_where_they_are() -> None:
 
 
 def test_a_gradient_that_waits_is_neither_read_nor_waited_for() -> None:
-    store, device = FakeRangeStore(), LateDevice()
+    store, device = FakeStore(), LateDevice()
     slots = StagingSlots(
         store=store, memory=FakeMemory(), slot_bytes=4096, slot_count=4, new_event=device.new_event
     )
@@ -238,7 +238,7 @@ def test_a_gradient_that_waits_is_neither_read_nor_waited_for() -> None:
 def test_while_one_gradient_is_added_the_next_ones_are_being_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = FakeRangeStore()
+    store = FakeStore()
     slots = StagingSlots(store=store, memory=FakeMemory(), slot_bytes=4096, slot_count=4)
     gradient_stream = GradientStream(store=store, slots=slots)
     for step in range(3):

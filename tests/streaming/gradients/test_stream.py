@@ -27,7 +27,7 @@ from tests.support.gradient_streams import (
     open_gradient_stream,
     same_bits,
 )
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore
+from tests.support.streaming_fakes import FakeMemory, FakeStore
 from tests.support.streaming_hosts import memory_store, staging_slots
 
 
@@ -262,7 +262,7 @@ def test_discarding_gives_the_space_back() -> None:
 
 
 def test_the_next_chunk_of_a_sum_is_being_read_while_one_is_added() -> None:
-    store = FakeRangeStore()
+    store = FakeStore()
     slots = StagingSlots(store=store, memory=FakeMemory(), slot_bytes=4096, slot_count=3)
     gradient_stream = GradientStream(store=store, slots=slots)
     gradient_stream.put(GROUP, 0, torch.ones(3 * 1024))

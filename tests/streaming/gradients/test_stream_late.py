@@ -10,7 +10,7 @@ import torch
 from memascend.nvme.resident import ResidentStore
 from memascend.streaming.gradients.stream import GiveMemory, GradientStream, SumOfSquares
 from memascend.transfer.staging import StagingSlots
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+from tests.support.streaming_fakes import FakeMemory, FakeStore, LateDevice
 from tests.support.streaming_hosts import HostTensors, memory_store
 
 GROUP = "0_9"
@@ -18,7 +18,7 @@ SLOT_COUNT = 4
 
 
 def open_gradient_stream(
-    store: FakeRangeStore | ResidentStore,
+    store: FakeStore | ResidentStore,
     device: LateDevice,
     *,
     give_memory_to: GiveMemory | None = None,
@@ -40,7 +40,7 @@ def open_gradient_stream(
 
 def test_as_long_as_there_are_slots_no_gradient_waits_for_the_device() -> None:
     """Not even where a window begins, and the store gives a sum the memory of what is seen."""
-    store, device = FakeRangeStore(), LateDevice()
+    store, device = FakeStore(), LateDevice()
     given: list[str] = []
 
     def give_memory_to(*, key: str, nbytes: int, over: str, before: Callable[[], object]) -> None:
@@ -99,7 +99,7 @@ def test_where_no_memory_changes_hands_nobody_waits_for_the_copy_of_what_is_seen
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_the_drive_begins_behind_the_copy_and_not_behind_the_norm(accumulate: bool) -> None:
-    store, device = FakeRangeStore(), LateDevice()
+    store, device = FakeStore(), LateDevice()
 
     def sum_of_squares(value: torch.Tensor) -> torch.Tensor:
         device.issue(lambda: None)  # its kernels

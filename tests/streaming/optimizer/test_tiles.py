@@ -11,7 +11,7 @@ from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.optimizer.tiles import Tiles, TileShape
-from tests.support.streaming_fakes import FakeRangeStore, FakeRangeTicket
+from tests.support.streaming_fakes import FakeStore, FakeTicket
 from tests.support.streaming_hosts import HostTensors, memory_store
 from tests.support.tiled_training import Training, gradients
 
@@ -93,7 +93,7 @@ def test_room_for_more_states_is_made_when_they_appear() -> None:
 def test_a_tile_that_ctrl_c_left_in_flight_is_not_lent_before_its_writes_are_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = FakeRangeStore()
+    store = FakeStore()
     tiles = tiles_of(store, count=1)
     tile = tiles.take("group", 0, NUMEL)
     for key in "ab":
@@ -101,11 +101,11 @@ def test_a_tile_that_ctrl_c_left_in_flight_is_not_lent_before_its_writes_are_ove
         tiles.write(tile, key, tile.master.fill_(7.0))
     tiles.retire(tile)
 
-    def interrupted(ticket: FakeRangeTicket) -> None:
+    def interrupted(ticket: FakeTicket) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(FakeRangeTicket, "wait", interrupted)
+        patch.setattr(FakeTicket, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tiles.drain()
     assert not tiles.has_idle()

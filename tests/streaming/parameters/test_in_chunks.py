@@ -15,7 +15,7 @@ from memascend.streaming.background import BackgroundStep
 from memascend.streaming.parameters.shard import Shard, ShardState
 from memascend.streaming.parameters.stream import ParameterStream
 from tests.support.parameter_bench import LARGEST, PAGE, Bench
-from tests.support.streaming_fakes import FakeMemory, FakeRangeStore, LateDevice
+from tests.support.streaming_fakes import FakeMemory, FakeStore, LateDevice
 from tests.support.streaming_hosts import HostTensors, memory_store
 
 NUMEL = 6 * PAGE  # no slot is so large; a staging slot has a page, and one of the three is used
@@ -90,7 +90,7 @@ def test_one_that_cannot_be_read_is_an_error_of_who_needs_it(bench: Bench) -> No
 
 
 def test_without_staging_slots_there_is_nothing_in_chunks() -> None:
-    stream = ParameterStream(store=FakeRangeStore(), pool=Pool(memory=FakeMemory(), component="p"))
+    stream = ParameterStream(store=FakeStore(), pool=Pool(memory=FakeMemory(), component="p"))
     shard = stream.shard("a", PAGE, torch.float32)
     stream._chunks.read_ahead(shard)
     stream._chunks.forget()
