@@ -79,13 +79,7 @@ class Job:
         self._config.write_text(json.dumps(settings))
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-        ]
+        command = [sys.executable, str(REPOSITORY / "tests" / "support" / "ranks.py")]
         command += [str(self._ranks), str(PROGRAM), str(self._config), str(self.checkpoints)]
         command += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
         search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
@@ -186,14 +180,25 @@ def outcome_of(killed: str, resumed: str, expected: dict[str, str], job: Job) ->
     )
 
 
-def run(runs: int, seed: int, directory: Path | None = None, **kind: Any) -> list[Outcome]:
-    """Kills so many runs of a kind, one after the other."""
+def run_whole(directory: Path, **kind: Any) -> tuple[str, float]:
+    """Makes a run of a kind that nobody kills; what `Job.finish` returns."""
+    folder = directory / "whole"
+    folder.mkdir()
+    return Job(folder, **kind).finish()
+
+
+def run(
+    runs: int,
+    seed: int,
+    directory: Path | None = None,
+    whole: tuple[str, float] | None = None,
+    **kind: Any,
+) -> list[Outcome]:
+    """Kills so many runs of a kind, one after the other, and compares each with a whole one."""
     chance = random.Random(seed)
     outcomes = []
     with tempfile.TemporaryDirectory(dir=directory) as name:
-        whole = Path(name) / "whole"
-        whole.mkdir()
-        output, seconds = Job(whole, **kind).finish()
+        output, seconds = whole or run_whole(Path(name), **kind)
         expected = results(output)
         for number in track(range(runs), description="killing"):
             folder = Path(name) / str(number)
