@@ -92,7 +92,7 @@ class Trainer:
         found["end"] = digests(engine)
         if not is_stock:
             found["stored"] = stored(engine)
-            found["early tiles"] = engine.optimizer.early_tile_count
+            found["early tiles"] = engine.optimizer.steps.early_tile_count
         engine.destroy()
         del engine, model
         gc.collect()
