@@ -103,7 +103,7 @@ def stored(engine: Any) -> list[tuple[str, str]]:
     kinds = {
         (str(state), str(dtype))
         for flat in engine.optimizer.fp32_partitioned_groups_flat
-        for state, dtype, _ in engine.optimizer.stored(flat.ds_id)
+        for state, dtype, _ in engine.optimizer.steps.stored(flat.ds_id)
     }
     return sorted(kinds)
 

@@ -127,7 +127,7 @@ class Upstream:
     @property
     def parameter_swapper(self) -> ParameterSwapper | None:
         """Our parameter swapper; None without offloaded parameters or with the stock swapper."""
-        first = next(iter(self.all_params), None)
+        first = next((param for group in self.params for param in group), None)
         return None if first is None else swapper_of(first)
 
     def finish_writes(self) -> None:
