@@ -300,3 +300,18 @@ def test_second_values_go_with_the_optimizer() -> None:
     assert [key for key in store.keys() if key.startswith(early_key(""))]  # noqa: SIM118
     optimizer.steps.discard(None)
     assert not [key for key in store.keys() if key.startswith(early_key(""))]  # noqa: SIM118
+
+
+def test_a_step_without_early_tiles_does_not_make_keys_readable_that_a_write_has_failed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = make()
+    train(optimizer, range(2))
+    ahead = optimizer.steps._ahead
+    ahead._tiles.has_failed = True
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead, "_may_be_early", lambda number: False)
+        train(optimizer, range(2, 3))
+    assert ahead._tiles.has_failed
+    train(optimizer, range(3, 4))
+    assert not ahead._tiles.has_failed
