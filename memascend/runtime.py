@@ -7,6 +7,7 @@ passes the stock replacements for sections that are off.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.base.units import MIB, format_nbytes, page_up
 from memascend.base.waiting import EventPool
 from memascend.config.block import MemAscendConfig
-from memascend.kernels.overflow import KernelHelpers, scan
+from memascend.kernels.overflow import KernelHelpers, scan, sum_of_squares
 from memascend.ledger.ledger import Ledger, LedgerRow
 from memascend.ledger.wear import Wear
 from memascend.memory.allocator import HostAllocator
@@ -32,6 +33,10 @@ from memascend.sections.drive import Drive, OwnDrive, StockDrive
 from memascend.sections.host import Host, OwnHost, StockHost
 from memascend.streaming.activations.stream import ActivationStream
 from memascend.streaming.background import BackgroundStep
+from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_groups import SubGroups
+from memascend.streaming.optimizer.tiles import Tiles, TileShape
 from memascend.system.memory import resident_memory
 from memascend.transfer.staging import StagingSlots
 
@@ -103,6 +108,8 @@ class Runtime:
         )
         self._staging: StagingSlots | None = None
         self._activations: ActivationStream | None = None
+        self._gradients: GradientStream | None = None
+        self._optimizer: OptimizerStream | None = None
         self._slot_count = STAGING_SLOT_COUNT
         self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
         self.pool = _make_pool(
@@ -152,6 +159,66 @@ class Runtime:
                 device=replace(self._device, new_event=self.new_event),
             )
         return self._activations
+
+    @property
+    def gradients(self) -> GradientStream:
+        """The stream of gradients, after `open_gradients`."""
+        if self._gradients is None:
+            raise AssertionError("the stream of gradients is not open")
+        return self._gradients
+
+    @property
+    def optimizer(self) -> OptimizerStream:
+        """The stream of master weights and optimizer states, after `open_optimizer`."""
+        if self._optimizer is None:
+            raise AssertionError("the stream of the optimizer is not open")
+        return self._optimizer
+
+    def open_gradients(self, norm_dtype: torch.dtype | None) -> GradientStream:
+        """Build the stream of gradients.
+
+        Args:
+            norm_dtype: Dtype of sums of squares; None if no norms are needed.
+        """
+        assert self.store is not None
+        squares = functools.partial(
+            sum_of_squares,
+            fused=self.config.overflow_check.enabled,
+            helpers=self.helpers,
+            dtype=norm_dtype,
+        )
+        self._gradients = GradientStream(
+            store=self.io,
+            slots=self.staging,
+            sum_of_squares=None if norm_dtype is None else squares,
+            give_memory_to=self.store.give_memory_to,
+            memory_of=self.store.memory_of,
+        )
+        return self._gradients
+
+    def open_optimizer(self, shape: TileShape) -> OptimizerStream:
+        """Build the stream of the optimizer over that of gradients, with memory for its tiles."""
+        tiles = Tiles(store=self.io, memory=self.memory, shape=shape, new_event=self.new_event)
+        self._optimizer = OptimizerStream(
+            groups=SubGroups(store=self.io, slots=self.staging, tiles=tiles),
+            tiles=tiles,
+            gradient_stream=self.gradients,
+            take_over=None if self.store is None else self.store.take_over,
+        )
+        return self._optimizer
+
+    def close_optimizer(self) -> None:
+        """Drop gradients and tiles, and give their memory and drive space back.
+
+        Master weights and states are discarded before, by their owner.
+        """
+        gradients, self._gradients, self._optimizer = self._gradients, None, None
+        if gradients is not None:
+            with self.lock:
+                gradients.discard()
+        if self.store is not None:
+            self.store.trim()
+        self.host.trim()
 
     def _new_slots(self, component: str, guard: Guard | None) -> StagingSlots:
         return StagingSlots(

@@ -24,6 +24,7 @@ from tests.support.fake_cuda import FakeCuda, make_core
 from tests.support.plan_models import decoder
 from tests.support.small_runtime import build
 from tests.support.streaming_hosts import HostTensors
+from tests.support.tiled_training import tile_shape
 
 
 def test_everything_on_a_shard_goes_to_the_drive_and_back(tmp_path: Path) -> None:
@@ -305,4 +306,25 @@ def test_a_plan_adopted_again_keeps_keys_and_another_moves_them(tmp_path: Path) 
         assert sum(runtime.store.granted.values()) == plan.host["resident cache"]
         runtime.io.read(key="param.0", target=target).wait()
         assert torch.equal(target, torch.arange(1_000_000))
+    runtime.close()
+
+
+def test_the_streams_of_the_optimizer_are_built_once_and_given_back(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    assert runtime.arena is not None
+    for stream in ("gradients", "optimizer"):
+        with pytest.raises(AssertionError, match="is not open"):
+            getattr(runtime, stream)
+    assert runtime.open_gradients(None) is runtime.gradients
+    assert runtime.open_optimizer(tile_shape()) is runtime.optimizer
+    with runtime.lock:
+        runtime.gradients.put("7_9", 0, torch.ones(10))
+    runtime.optimizer.groups.create("7_9", 10, [])
+    assert runtime.arena.core.components()["optimizer tiles"].live_bytes > 0
+    runtime.optimizer.groups.discard()
+    runtime.close_optimizer()
+    assert runtime.arena.core.components()["optimizer tiles"].live_bytes == 0
+    assert runtime.store is not None
+    assert not list(runtime.store.keys())
+    runtime.close_optimizer()
     runtime.close()

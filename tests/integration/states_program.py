@@ -92,7 +92,7 @@ class Trainer:
         found["end"] = digests(engine)
         if not is_stock:
             found["stored"] = stored(engine)
-            found["early tiles"] = engine.optimizer.early_tile_count
+            found["early tiles"] = engine.optimizer.steps.early_tile_count
         engine.destroy()
         del engine, model
         gc.collect()
@@ -103,7 +103,7 @@ def stored(engine: Any) -> list[tuple[str, str]]:
     kinds = {
         (str(state), str(dtype))
         for flat in engine.optimizer.fp32_partitioned_groups_flat
-        for state, dtype, _ in engine.optimizer.stored(flat.ds_id)
+        for state, dtype, _ in engine.optimizer.steps.stored(flat.ds_id)
     }
     return sorted(kinds)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from memascend.streaming.optimizer.during_backward import EarlyPart, EarlySteps
+from memascend.streaming.optimizer.during_backward import EarlyPart, TilesDuringBackward
 from memascend.streaming.optimizer.updates import EarlyStep, early_key
 from tests.support.tiled_training import SIZES, Training, gradients
 
@@ -69,9 +70,10 @@ class Early:
             parameter = self.training.parameters[name]
             self.training.optimizer.state[parameter] = {"step": 0, "moment": torch.empty(0)}
         self.executor = ThreadPoolExecutor(1)
+        self.background = SimpleNamespace(run=self.run, use_device=int)
         self.may_step = threading.Event()
         self.may_step.set()
-        self.early = EarlySteps(stream=self.stream, tiles=self.training.tiles, run=self.run)
+        self.early = TilesDuringBackward(stream=self.stream, background=self.background)  # type: ignore[arg-type]
 
     def take_over(self, *, key: str, other: str) -> None:
         self.store.exchange(key=key, other=other)

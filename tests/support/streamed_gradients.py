@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memascend.deepspeed.optimizer.gradients import StreamedGradients
+from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.gradients.stream import GradientStream
 from tests.support.streaming_hosts import memory_store, staging_slots
@@ -32,42 +33,75 @@ class Param:
         return NUMELS[self.ds_id]
 
 
-class Optimizer(StreamedGradients):
+def stock_unused(*_: Any) -> None:
+    """Stand for DeepSpeed's own way, which must not be taken."""
+    raise AssertionError("DeepSpeed's own function was called")
+
+
+class Steps:
+    """The step, as far as gradients tell it of themselves."""
+
+    def __init__(self, *, is_tiled: bool) -> None:
+        self.is_tiled = is_tiled
+        self.final: list[tuple[str, int]] = []
+
+    def tile_places(self, name: str, offset: int) -> None: ...
+
+    def note_final(self, name: str, offset: int) -> None:
+        self.final.append((name, offset))
+
+    def drop_ahead(self, reason: str) -> None:
+        self.final.clear()
+
+
+class Gradients:
     """Streamed gradients of three parameters, without a model."""
 
     def __init__(
-        self, *, streams_optimizer: bool = True, on_drive: bool = True, dtype: torch.dtype = BF16
+        self, *, is_tiled: bool = True, on_drive: bool = True, dtype: torch.dtype = BF16
     ) -> None:
-        self.streams_optimizer = streams_optimizer
         self.params = [Param(index) for index in range(3)]
-        self.fp16_groups = [self.params[:2], self.params[2:]]
-        self.fp32_partitioned_groups_flat = [self._flat("0_1", 5030), self._flat("2_2", 700)]
         self.store = store = memory_store()
         self.gradient_stream = GradientStream(
             store=store,
             slots=staging_slots(store),
             sum_of_squares=lambda value: value.double().square().sum(),
         )
-        self.attachment = SimpleNamespace(
-            runtime=SimpleNamespace(lock=threading.RLock(), background=BackgroundStep())
-        )
-        self.final: list[tuple[str, int]] = []
-        self.forget_early = lambda reason: self.final.clear()
-        self.tile_places = lambda name, offset: None
-        self.note_final = lambda name, offset: self.final.append((name, offset))
-        self.grad_position = {i: (*place, NUMELS[i]) for i, place in enumerate(PLACES)}
-        self.dtype, self.gradient_accumulation_dtype = BF16, dtype
-        self.communication_data_type = BF16
-        self.gradient_accumulation_steps = 4
-        self.all2all_process_group = None
-        self.master_weights_and_grads_dtype = FP32
-        self.norm_for_param_grads: dict[int, torch.Tensor] = {}
-        self._offload_boundary_param_ids: set[int] = set()
-        self.micro_step_id, self.is_last = 0, True
-        self.device = torch.device("cpu")
         self.handed: list[tuple[str, list[int], list[Any]]] = []
-        self.on_drive = on_drive
-        self.optimizer_swapper = SimpleNamespace(swap_out_gradients=self._take)
+        self.is_last = True
+        self.stage3 = SimpleNamespace(
+            fp16_groups=[self.params[:2], self.params[2:]],
+            fp32_partitioned_groups_flat=[self._flat("0_1", 5030), self._flat("2_2", 700)],
+            grad_position={i: (*place, NUMELS[i]) for i, place in enumerate(PLACES)},
+            dtype=BF16,
+            gradient_accumulation_dtype=dtype,
+            communication_data_type=BF16,
+            master_weights_and_grads_dtype=FP32,
+            gradient_accumulation_steps=4,
+            all2all_process_group=None,
+            norm_for_param_grads={},
+            _offload_boundary_param_ids=set(),
+            micro_step_id=0,
+            device=torch.device("cpu"),
+            optimizer_swapper=SimpleNamespace(swap_out_gradients=self._take),
+            _swappable_optimizer_subgroup=lambda number: on_drive,
+            _get_param_partition_rank=lambda param: 1,
+            get_param_id=lambda param: param.ds_id,
+            get_param_comm_dtype=lambda param: self.stage3.communication_data_type,
+            is_gradient_accumulation_boundary=lambda: self.is_last,
+        )
+        self.lock = threading.RLock()
+        runtime = SimpleNamespace(
+            lock=self.lock, background=BackgroundStep(), gradients=self.gradient_stream
+        )
+        attachment: Any = SimpleNamespace(runtime=runtime)
+        self.steps = Steps(is_tiled=is_tiled)
+        self.path = StreamedGradients(Upstream(self.stage3), lambda: attachment, self.steps)
+
+    @property
+    def norms(self) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = self.stage3.norm_for_param_grads
+        return found
 
     @staticmethod
     def _flat(name: str, numel: int) -> Any:
@@ -78,28 +112,13 @@ class Optimizer(StreamedGradients):
         self.handed.append((parameter.ds_id, gradient_offsets, values))
         assert all(tensor.dtype == FP32 for tensor in gradient_tensors)
 
-    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
-        return self.on_drive
-
-    def _get_param_partition_rank(self, param: Any) -> int:
-        return 1
-
-    def get_param_id(self, param: Any) -> int:
-        return int(param.ds_id)
-
-    def get_param_comm_dtype(self, param: Any) -> torch.dtype:
-        return self.communication_data_type
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.is_last
-
     def arrive(self, *indices: int, value: float = 1.0) -> None:
         """A micro-step in which these parameters get a gradient that is `value` everywhere."""
-        dtype = self.gradient_accumulation_dtype
+        dtype = self.stage3.gradient_accumulation_dtype
         partitions = [torch.full((NUMELS[index],), value, dtype=dtype) for index in indices]
         for index in indices:
             self.params[index].grad = torch.empty(0, dtype=self.params[index].grad_dtype)
-        left = self.partition_grads([self.params[index] for index in indices], partitions)
+        left = self.path.store([self.params[index] for index in indices], partitions, stock_unused)
         assert left == []
 
     def seen(self, name: str, numel: int) -> list[float]:

@@ -14,8 +14,9 @@ import torch
 from memascend.errors import StoreError
 from memascend.nvme.store import TensorStore
 from memascend.streaming.gradients.stream import GradientStream
+from memascend.streaming.optimizer.step import Step
 from memascend.streaming.optimizer.stream import OptimizerStream
-from memascend.streaming.optimizer.sub_groups import Member, StepIntegrity, SubGroups
+from memascend.streaming.optimizer.sub_groups import Member, SubGroups
 from memascend.streaming.optimizer.tiles import Tiles, TileShape
 from memascend.streaming.optimizer.updates import FusedUpdate, SubGroupStep
 from tests.support.streaming_fakes import LateDevice, RemoteTensor
@@ -74,9 +75,8 @@ class Training:
             new_event=None if device is None else device.new_event,
         )
         self.tiles = tiles
-        self.groups = SubGroups(
-            store=self.store, slots=self.slots, tiles=tiles, integrity=StepIntegrity()
-        )
+        self.groups = SubGroups(store=self.store, slots=self.slots, tiles=tiles)
+        self.current = Step()
         self.stream = OptimizerStream(
             groups=self.groups, tiles=tiles, gradient_stream=self.gradient_stream
         )
@@ -120,7 +120,9 @@ class Training:
     ) -> None:
         for name, gradient in gradients.items():
             self.gradient_stream.put(name, 0, gradient)
-        self.stream.begin(list(SIZES), early)
+        self.current = self.current.following()
+        self.current.decide(list(SIZES), early)
+        self.stream.begin(self.current)
         for name in SIZES:
             parameter = self.parameters[name]
 

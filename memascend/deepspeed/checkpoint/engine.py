@@ -114,7 +114,7 @@ def wrap_zero_nvme_offload_optimizer(original: Callable[..., bool]) -> Callable[
     @functools.wraps(original)
     def zero_nvme_offload_optimizer(self: Any) -> bool:
         optimizer = _optimizer_of(self)
-        if optimizer is not None and optimizer.is_checkpointing:
+        if optimizer is not None and optimizer.checkpoint.is_active:
             return False
         return original(self)
 
@@ -127,8 +127,8 @@ def wrap_load_zero_checkpoint(original: Callable[..., bool]) -> Callable[..., bo
     @functools.wraps(original)
     def _load_zero_checkpoint(self: Any, *arguments: Any, **keywords: Any) -> bool:
         optimizer = _optimizer_of(self)
-        if optimizer is not None and optimizer.is_checkpointing:
-            optimizer.restore_checkpoint()
+        if optimizer is not None and optimizer.checkpoint.is_active:
+            optimizer.checkpoint.restore()
             return True
         return original(self, *arguments, **keywords)
 
@@ -141,7 +141,7 @@ def wrap_get_all_ckpt_names(original: Callable[..., list[str]]) -> Callable[...,
     @functools.wraps(original)
     def _get_all_ckpt_names(self: Any, *arguments: Any, **keywords: Any) -> list[str]:
         optimizer = _optimizer_of(self)
-        path = None if optimizer is None else optimizer.model_states
+        path = None if optimizer is None else optimizer.checkpoint.model_states
         return original(self, *arguments, **keywords) if path is None else [str(path)]
 
     return _get_all_ckpt_names
@@ -157,7 +157,7 @@ def _note(engine: Any, folder: str, tag: object) -> None:
 def _optimizer_of(engine: Any) -> ZeroOptimizer | None:
     """Return the optimizer if its states are in our store, else None."""
     optimizer = engine.optimizer
-    if not isinstance(optimizer, ZeroOptimizer) or not optimizer.swap_optimizer:
+    if not isinstance(optimizer, ZeroOptimizer) or not optimizer.upstream.states_on_drive:
         return None
     return optimizer if optimizer.attachment.runtime.drive.is_ours else None
 
@@ -182,7 +182,7 @@ def _save(
     with explained(folder):
         on_every_rank(lambda: folder.begin() if leads else None)
         try:
-            with optimizer.checkpointing():
+            with optimizer.checkpoint.active():
                 save_as(tag=folder.tag, save_latest=False)
             on_every_rank(lambda: write_rank(engine, folder, rank, leads=leads))
             on_every_rank(lambda: folder.publish() if leads else None)
@@ -281,7 +281,7 @@ def _load(
     if tag is None:
         return load(tag=tag, load_optimizer_states=load_optimizer_states)
     with_states = load_optimizer_states and not load_module_only
-    if with_states and optimizer.use_muon:
+    if with_states and optimizer.upstream.uses_muon:
         log.warning("memascend: Muon's optimizer state is reset, as in stock DeepSpeed")
         with_states = False
     _refuse(engine)
@@ -289,7 +289,7 @@ def _load(
     with (
         opened(engine, optimizer, load_dir, tag) as source,
         taken_apart(engine, source, load_dir, tag) as (rest, restore_frozen),
-        optimizer.checkpointing(rest, with_states=with_states),
+        optimizer.checkpoint.active(rest, with_states=with_states),
     ):
         # Without optimizer states upstream would gather all weights in fp32 on every rank.
         path, *others = load(tag=tag, load_optimizer_states=True)

@@ -137,8 +137,8 @@ def _restore(engine: Any, frozen: dict[str, Any], files: Sequence[Path]) -> None
     """Store the values of frozen parameters, from the parts of all saved ranks."""
     saved = [read_torch_file(path)[FROZEN_PARAM_FRAGMENTS] or {} for path in files]
     optimizer = engine.optimizer
-    optimizer._partition_all_parameters()  # gathered parameters have the old values
-    rank = dist.get_rank(group=optimizer.dp_process_group)
+    optimizer.upstream.partition_parameters()  # gathered parameters have the old values
+    rank = dist.get_rank(group=optimizer.upstream.process_group)
     is_own = engine.use_node_local_storage()
     missing = []
     for name, param in frozen.items():

@@ -37,6 +37,7 @@ from memascend.errors import CheckpointError
 
 if TYPE_CHECKING:
     from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
+    from memascend.deepspeed.optimizer.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +85,11 @@ class _Opener:
     @property
     def rank(self) -> int:
         """The number of this rank among those that share the optimizer."""
-        return int(dist.get_rank(group=self.optimizer.dp_process_group))
+        return int(dist.get_rank(group=self.optimizer.upstream.process_group))
 
     @property
     def world(self) -> int:
-        return int(dist.get_world_size(group=self.optimizer.dp_process_group))
+        return int(dist.get_world_size(group=self.optimizer.upstream.process_group))
 
     @property
     def leads(self) -> bool:
@@ -103,7 +104,7 @@ class _Opener:
 
     def open(self) -> CheckpointSource:
         check_folder(self.folder)
-        target = target_of(self.optimizer)
+        target = target_of(self.optimizer.upstream)
         world = self._saved_world()
         parameters = self._saved_parameters(world)
         if world == self.world and not _is_divided_otherwise(parameters, target.parameters):
@@ -193,7 +194,7 @@ class _Opener:
 
     def open_universal(self) -> CheckpointSource:
         check_folder(self.folder)
-        target = target_of(self.optimizer)
+        target = target_of(self.optimizer.upstream)
         share = universal_files(self.folder, target)[self.rank :: self.world]
         with self._progress(sum(path.stat().st_size for path in share)) as advance:
             verify_universal(share, advance)
@@ -244,20 +245,19 @@ def _is_divided_otherwise(saved: SubGroups | None, wanted: SubGroups) -> bool:
     return is_same_model or list(map(len, saved)) != list(map(len, wanted))
 
 
-def target_of(optimizer: ZeroOptimizer) -> TargetOptimizer:
+def target_of(upstream: Upstream) -> TargetOptimizer:
     """Describe a live optimizer, to be restored from a checkpoint."""
-    names = optimizer.param_names
     parameters = tuple(
-        tuple(NamedParameter(names[param], param.ds_numel) for param in group)
-        for group in optimizer.fp16_groups
+        tuple(NamedParameter(upstream.name_of(param), param.ds_numel) for param in group)
+        for group in upstream.params
     )
     return TargetOptimizer(
-        names=[parameter.ds_id for parameter in optimizer.fp32_partitioned_groups_flat],
-        numels=list(optimizer.fp16_partitioned_groups_flat_numel),
-        group_count=len(optimizer.optimizer.param_groups),
-        kind=type(optimizer.optimizer).__name__,
-        master_dtype=optimizer.master_weights_and_grads_dtype,
+        names=upstream.names,
+        numels=list(upstream.numels),
+        group_count=len(upstream.base.param_groups),
+        kind=type(upstream.base).__name__,
+        master_dtype=upstream.master_dtype,
         parameters=parameters,
-        groups=[optimizer.sub_group_to_group_id[index] for index in range(len(parameters))],
-        ids={names[param]: param.ds_id for group in optimizer.fp16_groups for param in group},
+        groups=[upstream.group_number(number) for number in range(len(parameters))],
+        ids={upstream.name_of(param): param.ds_id for param in upstream.all_params},
     )

@@ -27,6 +27,7 @@ from memascend.version import __version__
 
 if TYPE_CHECKING:
     from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
+    from memascend.deepspeed.optimizer.upstream import Upstream
 
 
 def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> None:
@@ -43,7 +44,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
         StoreError: A tensor could not be read.
     """
     optimizer: ZeroOptimizer = engine.optimizer
-    tensors = stored_tensors(optimizer, optimizer.settings.aio)
+    tensors = stored_tensors(optimizer.upstream, optimizer.steps, optimizer.settings.aio)
     runtime = optimizer.attachment.runtime
     is_portable = runtime.config.checkpoint.portable
     twice = [tensor for tensor in tensors if tensor.state is None or is_portable]
@@ -59,7 +60,7 @@ def write_rank(engine: Any, folder: SavingFolder, rank: int, *, leads: bool) -> 
         nbytes += put_in(module, frozen, runtime.staging)
     smaller = ', or set "checkpoint": {"portable": false}' if is_portable else ""
     check_space(folder.path, nbytes, f"cannot save to {folder.target}", f"save elsewhere{smaller}")
-    optimizer.settle()
+    optimizer.steps.settle()
     target = folder.path / "offloaded_tensors" / f"rank{rank:02d}"
     target.mkdir(parents=True)
     nbytes += model_states.stat().st_size + zero_states.stat().st_size
@@ -136,19 +137,18 @@ def _manifest(
     engine: Any, rank: int, tensors: list[StoredTensor], files: list[FileEntry]
 ) -> Manifest:
     optimizer: ZeroOptimizer = engine.optimizer
-    parameters = optimizer.fp32_partitioned_groups_flat
-    numels = optimizer.fp16_partitioned_groups_flat_numel
+    upstream = optimizer.upstream
     return Manifest.model_validate(
         {
             "memascend": __version__,
             "rank": rank,
             "world": int(engine.seq_dp_world_size),
             "global_step": int(engine.global_steps),
-            "optimizer": type(optimizer.optimizer).__name__,
-            "optimizer_step": _step(optimizer),
+            "optimizer": type(upstream.base).__name__,
+            "optimizer_step": _step(upstream),
             "sub_groups": tuple(
-                SubGroupEntry(name=parameter.ds_id, numel=int(numel))
-                for parameter, numel in zip(parameters, numels, strict=True)
+                SubGroupEntry(name=name, numel=int(numel))
+                for name, numel in zip(upstream.names, upstream.numels, strict=True)
             ),
             "tensors": tuple(
                 TensorEntry(
@@ -165,10 +165,10 @@ def _manifest(
     )
 
 
-def _step(optimizer: ZeroOptimizer) -> int | None:
+def _step(upstream: Upstream) -> int | None:
     """Return the optimizer's count of steps, without overflowed ones; None if it has none."""
-    for parameter in optimizer.fp32_partitioned_groups_flat:
-        step = optimizer.optimizer.state.get(parameter, {}).get("step")
+    for master in upstream.masters:
+        step = upstream.base.state.get(master, {}).get("step")
         if isinstance(step, int | float | torch.Tensor):
             return int(step)
     return None

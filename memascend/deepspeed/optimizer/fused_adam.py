@@ -144,6 +144,9 @@ class FusedAdam:
         self._powers = BetaPowers.at_start(optimizer.defaults["betas"])
         self._nothing = [torch.empty(0) for _ in range(4)]
         self._helpers = KernelHelpers()  # joined when this object is freed
+        #: Whether steps may be fused: until the optimizer has made one by itself, since its running
+        #: powers are then unknown.
+        self.is_fused = True
 
     def advance(self, step: int, betas: tuple[float, float]) -> None:
         """Set the running powers to a step for which the operator was called elsewhere."""
@@ -172,6 +175,7 @@ class FusedAdam:
             return partial(self._update, dict(group), sub_group)
         if self._is_needed:
             raise refusal(reason, "Change that")
+        self.is_fused = False
         return None
 
     def early(self, coming: Iterable[tuple[Mapping[str, Any], int]]) -> list[FusedUpdate]:
@@ -245,10 +249,22 @@ class FusedAdam:
         )
 
 
+class OwnSteps:
+    """An optimizer that makes every step by itself: nothing is fused."""
+
+    is_fused = False
+
+    def advance(self, step: int, betas: tuple[float, float]) -> None:
+        """Do nothing: there are no running powers."""
+
+    def of(self, *_: Any) -> None:
+        """Return no update."""
+
+
 def fused_adam(
     optimizer: Any, shape: TileShape, rank: int = 0, *, is_needed: bool = False
-) -> FusedAdam | None:
-    """Return the fused steps of an optimizer; None if it must step by itself.
+) -> FusedAdam | OwnSteps:
+    """Return the fused steps of an optimizer, or its own ones.
 
     Args:
         optimizer: Any optimizer; only a DeepSpeedCPUAdam without steps so far can be fused.
@@ -270,7 +286,7 @@ def fused_adam(
         raise refusal(reason, "Change that")
     if type(optimizer) is DeepSpeedCPUAdam and dist.get_rank() == 0:
         log.info("memascend: the optimizer's own step is used, not the fused one: %s", reason)
-    return None
+    return OwnSteps()
 
 
 def _why_not_fused(optimizer: Any, shape: TileShape, *, is_needed: bool) -> str:

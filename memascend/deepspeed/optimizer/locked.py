@@ -11,18 +11,18 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from memascend.deepspeed.attach.attachment import Attachment
+from memascend.runtime import Runtime
 
 
-class Attached(Protocol):
-    """An optimizer with an attachment."""
+class OfRuntime(Protocol):
+    """A member of an optimizer that knows its runtime."""
 
     @property
-    def attachment(self) -> Attachment:
-        """The model's attachment, with its runtime."""
+    def runtime(self) -> Runtime:
+        """The model's runtime."""
 
 
-Owner = TypeVar("Owner", bound=Attached)
+Owner = TypeVar("Owner", bound=OfRuntime)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -34,7 +34,7 @@ def locked(
 
     @functools.wraps(method)
     def alone(self: Owner, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
-        with self.attachment.runtime.lock:
+        with self.runtime.lock:
             return method(self, *arguments, **keywords)
 
     return alone

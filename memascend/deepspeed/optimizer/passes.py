@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import IncompleteGradientError
 
 _NO_GRAPH = -1
@@ -136,16 +137,127 @@ class BackwardPasses:
         return self._call_count > 0 or _current_graph() != _NO_GRAPH
 
 
+class PassHooks:
+    """DeepSpeed's hooks around backward passes. `original` and `reduce` are its own functions."""
+
+    def __init__(self, upstream: Upstream, restart: Callable[[], None]) -> None:
+        """Start without a pass.
+
+        Args:
+            upstream: The optimizer.
+            restart: Forgets the gradients that have arrived for the coming step.
+        """
+        self._upstream, self._restart = upstream, restart
+        #: The passes so far.
+        self.passes = BackwardPasses()
+
+    def begin_forward(self, original: Callable[[], None], reduce: Callable[[], None]) -> None:
+        """Begin a forward pass; drop the gradients of a backward pass that an error aborted.
+
+        DeepSpeed would add the next gradients to those not reduced, or find a parameter twice in a
+        bucket. Gradients that were reduced are overwritten by the next pass, unless it accumulates:
+        after an error in a later micro-step the script must call `zero_grad`.
+
+        Inside a running backward pass the gradients in the buckets are reduced instead, so that the
+        inner pass finds the buckets empty.
+        """
+        if self.passes.continues():
+            self._keep(reduce)
+        self._drop_unreduced()
+        original()
+
+    def drop_left(self) -> None:
+        """Drop the gradients of a backward pass that an error aborted, if there is one."""
+        if self.passes.was_left():
+            self._drop()
+
+    def restart_window(self, original: Callable[[], None]) -> None:
+        """Restart the window of micro-steps as DeepSpeed, also after an aborted pass."""
+        self._drop_unreduced()
+        original()
+
+    def _drop_unreduced(self) -> None:
+        """Drop the gradients of an aborted pass, also if it failed in the final reduction.
+
+        The count of open graphs is then above 0 while no pass runs.
+        """
+        is_open = self._upstream.open_graph_count > 0 and not self.passes.is_under_way()
+        if is_open or self.passes.was_left():
+            self._drop()
+
+    def _drop(self) -> None:
+        self._upstream.drop_unreduced()
+        self._restart()  # gradients of the next pass may arrive in another order
+        self.passes.forget()
+
+    def begin_backward(self, original: Callable[[], None]) -> None:
+        """Begin a backward pass as DeepSpeed, once per graph.
+
+        DeepSpeed counts a graph with two outputs twice, and would not reduce at its end.
+        """
+        if self.passes.enter() or self._upstream.open_graph_count == 0:
+            original()
+
+    def end_backward(self, reduce: Callable[[], None]) -> None:
+        """Reduce as DeepSpeed at the end of a pass; nested passes are one micro-step.
+
+        Raises:
+            IncompleteGradientError: A pass inside this one failed, and the script continued.
+        """
+        with self.passes.ending():
+            if self.passes.is_inner:
+                self._keep(reduce)
+                return
+            reduce()
+        # The graphs of inner passes were counted too; only this one still runs.
+        self._upstream.leave_inner_graphs()
+
+    def _keep(self, reduce: Callable[[], None]) -> None:
+        """Reduce the buckets; later passes of the same micro-step add to these gradients."""
+        reduce()
+        self._upstream.continue_micro_step()
+        self.passes.keep()
+
+    def store(
+        self,
+        params: list[Any],
+        partitions: list[Any],
+        store: Callable[[list[Any], list[Any]], Any],
+    ) -> Any:
+        """Store the gradients of a bucket; add those of parameters reduced by an earlier pass."""
+        adding = [self.passes.adds(param.ds_id) for param in params]
+        taken = []
+        for adds in sorted(set(adding)):
+            chosen = [number for number, one in enumerate(adding) if one == adds]
+            with self._upstream.adding() if adds else nullcontext():
+                taken += store(
+                    [params[number] for number in chosen],
+                    [partitions[number] for number in chosen],
+                )
+        self.passes.note_reduced(param.ds_id for param in params)
+        return taken
+
+    def check(self) -> None:
+        """Check that all gradients of finished passes are reduced, before a step.
+
+        Raises:
+            IncompleteGradientError: The last backward pass failed, or was not reduced.
+        """
+        self.passes.check()
+        if self._upstream.has_unreduced():
+            raise IncompleteGradientError  # DeepSpeed would drop them and use older ones
+
+
 def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `DeepSpeedEngine.backward`, so that the optimizer knows when it begins and ends."""
 
     @functools.wraps(original)
     def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        passes = getattr(self.optimizer, "passes", None)
-        if not isinstance(passes, BackwardPasses):
+        hooks = getattr(self.optimizer, "passes", None)
+        if not isinstance(hooks, PassHooks):
             return original(self, *arguments, **keywords)
-        self.optimizer.drop_left()
-        with passes.calling():
+        hooks.drop_left()
+        with hooks.passes.calling():
             return original(self, *arguments, **keywords)
 
     return backward

@@ -8,7 +8,7 @@ of one can be loaded by the other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,11 @@ from memascend.checkpoint.converted import converted
 from memascend.checkpoint.source import LoadedTensor, counted
 from memascend.config.deepspeed import Aio
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
-from memascend.deepspeed.optimizer.locked import locked
+from memascend.deepspeed.optimizer.steps import StepPath
+from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.plan.optimizers import state_dtype
 from memascend.errors import StoreError
+from memascend.transfer.staging import StagingSlots
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +63,19 @@ class StoredTensor:
 # -- saving --------------------------------------------------------------------------------------
 
 
-def stored_tensors(optimizer: Any, aio: Aio) -> list[StoredTensor]:
+def stored_tensors(upstream: Upstream, steps: StepPath, aio: Aio) -> list[StoredTensor]:
     """Return the tensors that are on the drive, in the order of the sub-groups.
 
     Args:
-        optimizer: A ZeroOptimizer whose states are on the drive.
+        upstream: An optimizer whose states are on the drive.
+        steps: Names its tensors.
         aio: The `aio` section of the DeepSpeed config, which sets the alignment of stock's files.
     """
     alignment = AIO_ALIGNED_BYTES * aio.intra_op_parallelism
     found = []
-    for sub_group, parameter in enumerate(optimizer.fp32_partitioned_groups_flat):
-        name = parameter.ds_id
-        numel = optimizer.fp16_partitioned_groups_flat_numel[sub_group]
-        for state, dtype, key in optimizer.stored(name):
+    named = zip(upstream.names, upstream.numels, strict=True)
+    for sub_group, (name, numel) in enumerate(named):
+        for state, dtype, key in steps.stored(name):
             stem = f"{state}-{name}" if state else name
             nbytes = numel * dtype.itemsize
             found.append(
@@ -93,12 +95,19 @@ def stored_tensors(optimizer: Any, aio: Aio) -> list[StoredTensor]:
 # -- loading -------------------------------------------------------------------------------------
 
 
-@locked
-def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedTensor]) -> None:
+def restore(
+    upstream: Upstream,
+    steps: StepPath,
+    slots: StagingSlots,
+    state_dict: Mapping[str, Any],
+    tensors: list[LoadedTensor],
+) -> None:
     """Load a checkpoint into an optimizer.
 
     Args:
-        optimizer: A ZeroOptimizer whose states are on the drive.
+        upstream: An optimizer whose states are on the drive.
+        steps: Takes the tensors.
+        slots: The staging slots, in which earlier writes may be in flight.
         state_dict: The base optimizer's, in which tensors listed in `tensors` are empty. An empty
             dict: load only the master weights.
         tensors: The tensors of every sub-group.
@@ -107,34 +116,33 @@ def restore(optimizer: Any, state_dict: Mapping[str, Any], tensors: list[LoadedT
         StoreError: The drive failed; some of the tensors are loaded, others not.
         TornStepError: A step in DeepSpeed's own swapper ended half-way before.
     """
-    tensors = _as_kept(optimizer, tensors)
-    optimizer.begin_load()
+    tensors = _as_kept(upstream, tensors, in_bf16=steps.keeps_bf16_states)
+    steps.begin_load()
     # Earlier write errors do not matter: every value is replaced.
     with suppress(StoreError):
-        optimizer.attachment.runtime.staging.wait_writes()
+        slots.wait_writes()
     if state_dict:
-        optimizer.forget_states()
-        optimizer._set_fp32_optimizer_param_groups()
-        optimizer.optimizer.load_state_dict(state_dict)
-        optimizer._clear_fp32_optimizer_param_groups()
-    numels = optimizer.fp16_partitioned_groups_flat_numel
+        steps.forget_states()
+        with upstream.masters_in_groups():
+            upstream.base.load_state_dict(state_dict)
+    numels = upstream.numels
     nbytes = sum(numels[tensor.sub_group] * tensor.dtype.itemsize for tensor in tensors)
     with byte_progress("loading tensors", nbytes, leads=dist.get_rank() == 0) as advance:
         for tensor in tensors:
-            optimizer.load_tensor(counted(tensor, advance))
+            steps.load_tensor(counted(tensor, advance))
             tensor.reader.close()
     if state_dict:
-        parameters = optimizer.fp32_partitioned_groups_flat
-        replay_beta_powers(optimizer.optimizer, parameters, optimizer.note_replayed)
+        replay_beta_powers(upstream.base, upstream.masters, steps.note_replayed)
 
 
-def _as_kept(optimizer: Any, tensors: list[LoadedTensor]) -> list[LoadedTensor]:
+def _as_kept(
+    upstream: Upstream, tensors: list[LoadedTensor], *, in_bf16: bool
+) -> list[LoadedTensor]:
     """Return the tensors, with Adam's moments converted to this run's dtype while they are read."""
-    base = optimizer.optimizer
+    base = upstream.base
     if type(base) is not DeepSpeedCPUAdam:
         return tensors
-    master = optimizer.master_weights_and_grads_dtype
-    wanted = state_dtype(base, master, in_bf16=optimizer.keeps_bf16_states)
+    wanted = state_dtype(base, upstream.master_dtype, in_bf16=in_bf16)
     found = {tensor.dtype for tensor in tensors if tensor.state in MOMENTS} - {wanted}
     if found and dist.get_rank() == 0:
         log.info(
@@ -148,7 +156,9 @@ def _as_kept(optimizer: Any, tensors: list[LoadedTensor]) -> list[LoadedTensor]:
 
 
 def replay_beta_powers(
-    optimizer: Any, parameters: list[torch.Tensor], note: Callable[[int, tuple[float, float]], None]
+    optimizer: Any,
+    parameters: Sequence[torch.Tensor],
+    note: Callable[[int, tuple[float, float]], None],
 ) -> None:
     """Set the running beta powers of DeepSpeed's Adam to those of the saved run.
 

@@ -28,7 +28,7 @@ class StreamedSwapper:
     ) -> None:
         self._groups = groups
         self._gradient_stream = gradient_stream
-        self._lock = lock  # the runtime's: gradients come in hooks of autograd's threads
+        self._runtime_lock = lock  # the runtime's: gradients come in hooks of autograd's threads
 
     def is_swappable_tensor(self, tensor: Any = None, numel: int | None = None) -> bool:
         """Return True for every sub-group, however small: all are on the drive."""
@@ -41,7 +41,7 @@ class StreamedSwapper:
         for parameter, source in zip(parameters, src_tensors, strict=True):
             if not self._groups.contains(parameter.ds_id):
                 member = Member(0, source.numel(), source.dtype, tensor=source)
-                with self._lock:
+                with self._runtime_lock:
                     self._groups.create(parameter.ds_id, source.numel(), [member])
 
     def swap_out_gradients(
@@ -49,7 +49,7 @@ class StreamedSwapper:
     ) -> None:
         """Store gradients of a finished window, which DeepSpeed's flat buffer has accumulated."""
         for offset, gradient in zip(gradient_offsets, gradient_tensors, strict=True):
-            with self._lock:
+            with self._runtime_lock:
                 self._gradient_stream.put(parameter.ds_id, offset, gradient.view(-1))
 
     def purge_state(self) -> None:

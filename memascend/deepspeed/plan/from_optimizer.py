@@ -99,7 +99,7 @@ def plan_for(
     """Derive the plan of a ZeRO-3 optimizer under construction.
 
     Args:
-        optimizer: DeepSpeed's ZeRO-3 optimizer, with its sub-groups formed.
+        optimizer: The ZeRO-3 optimizer, by our names (`Upstream`), with its sub-groups formed.
         module: The model.
         config: The active block.
         settings: Settings of the DeepSpeed JSON.
@@ -130,24 +130,24 @@ def plan_for(
 
 
 def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSettings) -> PlanRequest:
-    base = optimizer.optimizer
+    base = optimizer.base
     kind, elementwise = type(base), is_elementwise(base)
     is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam"
     request = PlanRequest.from_deepspeed(settings, block=config, world=dist.get_world_size())
-    master = optimizer.master_weights_and_grads_dtype
+    master = optimizer.master_dtype
     return dataclasses.replace(
         request,
         precision=_NAMES[optimizer.stored_dtype],
-        arriving_dtype=_NAMES[optimizer.communication_data_type],
-        accumulation_dtype=_NAMES[optimizer.gradient_accumulation_dtype],
+        arriving_dtype=_NAMES[optimizer.reduction_dtype],
+        accumulation_dtype=_NAMES[optimizer.accumulation_dtype],
         master_dtype=_NAMES[master],
         state_dtype=_NAMES[state_dtype(base, master, in_bf16=keeps_bf16(config))],
         # With its module, since its class may have the name of a known optimizer.
         optimizer=kind.__name__ if elementwise else f"{kind.__module__}.{kind.__name__}",
         is_elementwise=elementwise,
         state_count=state_count(base),
-        largest_sub_group_numel=max(optimizer.fp16_partitioned_groups_flat_numel),
-        during_backward=request.during_backward and is_cpu_adam and not optimizer.clip_grad,
+        largest_sub_group_numel=max(optimizer.numels),
+        during_backward=request.during_backward and is_cpu_adam and not optimizer.norm_max,
         overlaps=request.overlaps and is_cpu_adam,
     )
 

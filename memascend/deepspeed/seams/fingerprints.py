@@ -24,6 +24,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "743825170b888e0c",
     ),
     "deepspeed.runtime.base_optimizer.BackwardHookStateManager": ("71ea3b29da5c40e0",),
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer._backward_active_depth": ("2fbd66cf1ebbb077",),
     "deepspeed.runtime.base_optimizer.ZeROOptimizer._backward_seen_this_step": (
         "58e0a56afe98512f",
     ),

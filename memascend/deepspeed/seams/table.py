@@ -316,6 +316,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "is_gradient_accumulation_boundary",
             "_backward_seen_this_step",
             "_epilogue_ran_this_backward",
+            "_backward_active_depth",
         )
     ),
     ("deepspeed.runtime.base_optimizer", "BackwardHookStateManager"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,13 +25,12 @@ import torch
 
 from memascend.base.interfaces import Event, Ticket
 from memascend.base.waiting import CopyTicket, event_here, wait_all
+from memascend.streaming.background import BackgroundStep
 from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.optimizer.step import Begins
 from memascend.streaming.optimizer.stream import OptimizerStream
-from memascend.streaming.optimizer.tiles import Tiles
 from memascend.streaming.optimizer.updates import EarlyStep
 
-#: First elements of tiles, by sub-group.
-Begins = Mapping[str, frozenset[int]]
 #: Called with a sub-group, the offset of a gradient in it, the first element of a part, the part.
 BringBack = Callable[[str, int, int, torch.Tensor], None]
 
@@ -130,40 +129,44 @@ class _TileGradient:
         return self.block.narrow(0, begin - self.begin, count)
 
 
-class EarlySteps:
+class _Expected:
+    """The gradients and tiles of one coming step."""
+
+    def __init__(self, parts: Sequence[EarlyPart]) -> None:
+        self.steps = {part.step.name: part.step for part in parts}
+        self.coverage = {part.step.name: _Coverage(part.begins, part.places) for part in parts}
+        #: Gradients that go to the drive: sub-group and offset.
+        self.kept = {(part.step.name, offset) for part in parts for offset, _ in part.kept}
+        #: Tiles that are not stepped early: sub-group and first element.
+        self.late = {tile for part in parts for tile in part.late_tiles()}
+
+
+class TilesDuringBackward:
     """Steps tiles of one coming optimizer step early. One thread calls; another one steps."""
 
     def __init__(
         self,
         *,
         stream: OptimizerStream,
-        tiles: Tiles,
-        run: Callable[[Callable[[], None]], Future[None]],
+        background: BackgroundStep,
         new_event: Callable[[], Event] | None = None,
-        use_device: Callable[[], object] = int,
     ) -> None:
         """Start closed; `begin` opens it.
 
         Args:
             stream: Steps tiles.
-            tiles: Its tiles.
-            run: Runs functions on the stepping thread, in order of submission.
+            background: Has the stepping thread.
             new_event: Makes an event of the device; None when the device is the CPU.
-            use_device: Makes the device current on the stepping thread.
         """
-        self._stream, self._tiles = stream, tiles
-        self._use_device = use_device
-        self._run, self._new_event = run, new_event
-        self._steps: dict[str, EarlyStep] = {}
-        self._coverage: dict[str, _Coverage] = {}
-        self._kept: set[tuple[str, int]] = set()  # sub-group and offset of gradients
-        self._late: set[tuple[str, int]] = set()  # sub-group and begin of tiles
+        self._stream = stream
+        self._background, self._new_event = background, new_event
+        self._expected = _Expected(())
         self._waiting: dict[tuple[str, int], _TileGradient] = {}  # by tile, until it is stepped
         self._filled: list[tuple[_TileGradient, int]] = []  # and elements: copies not noted yet
         self._running: deque[Future[None]] = deque()
         self._done: dict[str, set[int]] = {}
-        self._is_running = False
-        self._is_open = False
+        self._is_running = False  # functions may be queued on the thread
+        self._is_open = False  # gradients are taken, and complete tiles stepped
         self._error: Exception | None = None
         #: Whether an early step failed; the keys for new values may be unreadable since then.
         self.has_failed = False
@@ -171,10 +174,7 @@ class EarlySteps:
     def begin(self, parts: Sequence[EarlyPart]) -> None:
         """Expect the gradients of these sub-groups, and forget all earlier early steps."""
         self.forget()
-        self._steps = {part.step.name: part.step for part in parts}
-        self._coverage = {part.step.name: _Coverage(part.begins, part.places) for part in parts}
-        self._kept = {(part.step.name, offset) for part in parts for offset, _ in part.kept}
-        self._late = {tile for part in parts for tile in part.late_tiles()}
+        self._expected = _Expected(parts)
         if parts:
             self._is_open = True
             self._drain()  # tiles of a walk that Ctrl-C ended before its first tile
@@ -186,15 +186,16 @@ class EarlySteps:
         A gradient that arrives twice belongs to another backward pass: then all early steps are
         forgotten.
         """
-        is_known = name in self._coverage and (name, offset) not in self._kept
+        expected = self._expected
+        is_known = name in expected.coverage and (name, offset) not in expected.kept
         if not self._is_open or not is_known:
             return None
-        if not self._coverage[name].take(offset):
+        if not expected.coverage[name].take(offset):
             self.forget()
             return None
         return TilePlaces(
             offset=offset,
-            tile_numel=self._tiles.shape.numel,
+            tile_numel=self._stream.tiles.shape.numel,
             find=functools.partial(self._find, name, offset),
         )
 
@@ -205,7 +206,8 @@ class EarlySteps:
         for gradient, numel in filled:
             if event is not None:
                 gradient.copies.append(CopyTicket(event))
-            if self._is_open and self._coverage[gradient.name].fill(gradient.begin, numel):
+            coverage = self._expected.coverage
+            if self._is_open and coverage[gradient.name].fill(gradient.begin, numel):
                 self._stream.expect_early(gradient.name, gradient.begin)
                 self._start(self._step_next)
 
@@ -252,7 +254,7 @@ class EarlySteps:
         self.close()
         self._clear()
         self._done, self._error = {}, None
-        self._steps, self._coverage = {}, {}
+        self._expected = _Expected(())
 
     def _clear(self) -> None:
         """Give back the blocks of all tiles that were not stepped."""
@@ -260,25 +262,25 @@ class EarlySteps:
         for gradient in [*self._waiting.values()]:
             gradient.wait()  # if Ctrl-C ends the wait, the next call gives the block back
             del self._waiting[gradient.name, gradient.begin]
-            self._tiles.give_spare(gradient.block)
+            self._stream.tiles.give_spare(gradient.block)
 
     # -- the caller's thread -----------------------------------------------------------------------
 
     def _find(self, name: str, offset: int, begin: int, count: int) -> torch.Tensor | None:
         """Return the block's part for [begin, begin+count) of the sub-group; None: to the drive."""
         self.note()  # the parts before
-        tile_numel = self._tiles.shape.numel
+        tile_numel = self._stream.tiles.shape.numel
         tile = (name, begin // tile_numel * tile_numel)
-        if not self._is_open or tile in self._late:
+        if not self._is_open or tile in self._expected.late:
             return None
         gradient = self._waiting.get(tile)
         if gradient is None:
             block = self._take_block()
             if block is None:
-                self._late.add(tile)
+                self._expected.late.add(tile)
                 return None
             gradient = self._waiting[tile] = _TileGradient(*tile, block)
-            if not self._coverage[name].is_all_missing(tile[1]):
+            if not self._expected.coverage[name].is_all_missing(tile[1]):
                 block.zero_()
         gradient.parts.append((offset, begin, count))
         self._filled.append((gradient, count))
@@ -286,16 +288,16 @@ class EarlySteps:
 
     def _take_block(self) -> torch.Tensor | None:
         """Return a free block, or wait for a tile being stepped; None when all tiles wait."""
-        block = self._tiles.take_spare()
+        block = self._stream.tiles.take_spare()
         while block is None and self._running:
             self._running.popleft().result()
-            block = self._tiles.take_spare()
+            block = self._stream.tiles.take_spare()
         return block
 
     def _wait_for_thread(self) -> None:
         # Runs after all queued tiles, also those whose future was lost by Ctrl-C.
         with suppress(RuntimeError):
-            self._run(_do_nothing).result()
+            self._background.run(_do_nothing).result()
 
     def _drain(self) -> None:
         try:
@@ -308,7 +310,7 @@ class EarlySteps:
         while self._running and self._running[0].done():
             self._running.popleft()
         try:
-            self._running.append(self._run(function))
+            self._running.append(self._background.run(function))
         except RuntimeError as error:  # no thread: the walk steps these tiles
             self._fail(error)
 
@@ -319,8 +321,8 @@ class EarlySteps:
         if not self._is_open:
             return
         try:
-            self._use_device()
-            name, begin = self._stream.step_early(self._steps, self._take_gradient)
+            self._background.use_device()
+            name, begin = self._stream.step_early(self._expected.steps, self._take_gradient)
             self._done.setdefault(name, set()).add(begin)
         except Exception as error:  # returned by take()
             self._fail(error)

@@ -12,7 +12,7 @@ that a sub-group counts as one parameter, as in an untiled step. If the caller h
 that does all of it in one pass: it takes the gradient in its stored dtype, and also writes the new
 weights in the parameters' own dtype.
 
-Tiles may be stepped early, before it is known whether there will be a step (early.py). Their new
+Tiles may be stepped early, before it is known whether there will be a step. Their new
 values are written to keys of their own beside the old ones. The walk then skips these tiles, writes
 the rest of their sub-group to the same new keys, and lets the old keys take over the new values.
 """
@@ -28,6 +28,7 @@ import torch
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.prefetch import TilesAhead
+from memascend.streaming.optimizer.step import Step
 from memascend.streaming.optimizer.sub_groups import Member, State, SubGroup, SubGroups, make_anew
 from memascend.streaming.optimizer.tiles import Tile, Tiles
 from memascend.streaming.optimizer.updates import (
@@ -62,31 +63,23 @@ class OptimizerStream:
             gradient_stream: Source of the gradients.
             take_over: Moves the contents of `other` to `key`; None if no tile is stepped early.
         """
-        self._groups = groups
-        self._tiles = tiles
+        self.groups = groups
+        self.tiles = tiles
         self._gradient_stream = gradient_stream
         self._take_over = take_over
         self._ahead = TilesAhead(groups=groups, tiles=tiles, gradient_stream=gradient_stream)
-        self._early: Mapping[str, frozenset[int]] = {}
+        self._step = Step()  # of the walk
 
-    def begin(
-        self, names: Sequence[str], early: Mapping[str, frozenset[int]] | None = None
-    ) -> None:
-        """Start a walk over sub-groups; they must then be stepped in this order.
-
-        Args:
-            names: All sub-groups.
-            early: First elements of tiles that have been stepped already, by sub-group.
+    def begin(self, step: Step) -> None:
+        """Start the walk of a step that is decided; sub-groups are then stepped in its order.
 
         Raises:
             StoreError: A write of the last walk failed.
-            TornStepError: The last walk ended half-way.
         """
-        self._tiles.drain()
+        self.tiles.drain()
         self._gradient_stream.submit()
-        self._groups.integrity.begin(len(names))
-        self._early = early or {}
-        self._ahead.begin(names, self._early)
+        self._step = step
+        self._ahead.begin(step.order, step.early)
 
     def read_ahead(self, names: Sequence[str]) -> None:
         """Start reading the first tiles of the next walk, before all gradients are complete.
@@ -112,9 +105,9 @@ class OptimizerStream:
         Raises:
             StoreError: The drive failed.
         """
-        group = self._groups.group(step.name)
-        early = self._early.get(step.name, frozenset())
-        begins = self._tiles.begins(group.numel)
+        group = self.groups.group(step.name)
+        early = self._step.early.get(step.name, frozenset())
+        begins = self.tiles.begins(group.numel)
         makes_states = not group.states
         values = step.states[step.parameter]
         scalars = copy_scalars({k: v for k, v in values.items() if k not in group.states})
@@ -132,8 +125,9 @@ class OptimizerStream:
                 if len(early) == len(begins):
                     step_nothing(step)
             if self._ahead.is_over():  # gathers read the copies on another stream
-                self._tiles.wait_copies()
+                self.tiles.wait_copies()
         except Exception:
+            self._step.note_failure()
             self._ahead.drop()
             raise
         except BaseException:  # Ctrl-C: do not wait
@@ -143,24 +137,24 @@ class OptimizerStream:
             let_go(step.parameter, step.states[step.parameter], group)
         group.fills.clear()
         self._gradient_stream.note_factor(step.name, step.factor, step.parameter.dtype)
-        self._groups.integrity.note_stepped()
+        self._step.note_stepped()
 
     def refresh(self, name: str, members: Sequence[Member]) -> None:
         """Set every member's value from its master weights."""
-        group = self._groups.group(name)
+        group = self.groups.group(name)
         self.drain()
         for member in members:
             if member.key is not None:
                 nbytes = member.numel * member.dtype.itemsize
-                make_anew(self._groups.store, member.key, nbytes)
-        for begin in self._tiles.begins(group.numel):
-            tile = self._tiles.take(name, begin, group.numel)
+                make_anew(self.groups.store, member.key, nbytes)
+        for begin in self.tiles.begins(group.numel):
+            tile = self.tiles.take(name, begin, group.numel)
             try:
-                self._tiles.read(tile, group.key(), tile.master)
+                self.tiles.read(tile, group.key(), tile.master)
                 tile.wait()
                 self._give_to_members(tile, members, is_cast=False)
             finally:
-                self._tiles.retire(tile)
+                self.tiles.retire(tile)
 
     def drain(self) -> None:
         """Wait until nothing is in flight; ends the current walk, if any.
@@ -169,7 +163,7 @@ class OptimizerStream:
             StoreError: A transfer failed; the others have been waited for.
         """
         self._ahead.stop()
-        self._tiles.drain()
+        self.tiles.drain()
 
     # -- early -----------------------------------------------------------------------------------
 
@@ -194,8 +188,8 @@ class OptimizerStream:
             StoreError: The drive failed.
         """
         with self._ahead.lend_next() as tile:
-            self._tiles.exchange_gradient(tile, take_gradient(tile.owner, tile.begin))
-            group = self._groups.group(tile.owner)
+            self.tiles.exchange_gradient(tile, take_gradient(tile.owner, tile.begin))
+            group = self.groups.group(tile.owner)
             step = steps[tile.owner]
             values: dict[str, Any] = {}
             self._point_states(tile, group, values)
@@ -205,7 +199,7 @@ class OptimizerStream:
 
     def _take_members(self, members: Sequence[Member], begin: int, end: int) -> None:
         """Let members that end in [begin, end) of their sub-group take over their new values."""
-        self._groups.integrity.note_change()
+        self._step.note_change()
         for member in members:
             if begin < member.offset + member.numel <= end:
                 self._take(member.key)
@@ -231,7 +225,7 @@ class OptimizerStream:
 
     def _point_states(self, tile: Tile, group: SubGroup, values: State) -> None:
         for number, (name, dtype) in enumerate(group.states.items()):
-            block = self._tiles.state(tile, number, dtype)
+            block = self.tiles.state(tile, number, dtype)
             if isinstance(values.get(name), torch.Tensor):
                 values[name].data = block
             else:
@@ -260,10 +254,10 @@ class OptimizerStream:
             # Data first: torch refuses a gradient whose shape differs.
             step.parameter.data = tile.master.narrow(0, 0, tile.numel)
             step.parameter.grad = self._load_gradient(tile, step.factor)
-            self._groups.integrity.note_change()
+            self._step.note_change()
             step.update()
             self._collect_states(tile, group, step.states[step.parameter])
-        early = step.name in self._early
+        early = step.name in self._step.early
         self._write_back(tile, group, step.members, is_cast=fused is not None, early=early)
 
     def _step_fused(
@@ -276,7 +270,7 @@ class OptimizerStream:
             is_whole = self._gradient_stream.complete(tile.owner, tile.begin, gradient)
             if multiplier is None or not is_whole:
                 gradient, multiplier = self._load_gradient(tile, factor), 1.0
-            self._groups.integrity.note_change()
+            self._step.note_change()
         assert multiplier is not None
         fused(
             begin=tile.begin,
@@ -289,7 +283,7 @@ class OptimizerStream:
 
     def _load_gradient(self, tile: Tile, factor: Factor) -> torch.Tensor:
         """Return a tile's gradient in the step's dtype, multiplied by `factor`."""
-        gradient = self._tiles.gradient(tile)
+        gradient = self.tiles.gradient(tile)
         self._gradient_stream.load(
             tile.owner, tile.begin, tile.raw.narrow(0, 0, tile.numel), gradient
         )
@@ -301,9 +295,9 @@ class OptimizerStream:
             if not is_state_tensor(name, value, tile.numel):
                 continue
             if name not in group.states:
-                self._groups.add_state(group.name, name, value.dtype)
+                self.groups.add_state(group.name, name, value.dtype)
             number = list(group.states).index(name)
-            block = self._tiles.state(tile, number, value.dtype)
+            block = self.tiles.state(tile, number, value.dtype)
             if value.data_ptr() != block.data_ptr():
                 block.copy_(value)
                 value.data = block
@@ -313,9 +307,9 @@ class OptimizerStream:
     ) -> None:
         """Store a tile's new values; with `early`, beside the old ones."""
         place = early_key if early else str
-        self._tiles.write(tile, place(group.key()), tile.master)
+        self.tiles.write(tile, place(group.key()), tile.master)
         for number, (name, dtype) in enumerate(group.states.items()):
-            self._tiles.write(tile, place(group.key(name)), self._tiles.state(tile, number, dtype))
+            self.tiles.write(tile, place(group.key(name)), self.tiles.state(tile, number, dtype))
         self._give_to_members(tile, members, is_cast=is_cast, early=early)
 
     def _give_to_members(
@@ -337,10 +331,10 @@ class OptimizerStream:
                 source = tile.cast.narrow(0, first - tile.begin, count).copy_(source)
             if member.tensor is not None:
                 target = member.tensor.narrow(0, first - member.offset, count)
-                self._tiles.copy_part(tile, source, target)
+                self.tiles.copy_part(tile, source, target)
                 continue
             if member.key is None:
                 raise AssertionError(f"a member at {member.offset} lives nowhere")
             offset_bytes = (first - member.offset) * source.element_size()
             key = early_key(member.key) if early else member.key
-            self._tiles.write_part(tile, key, source, offset_bytes)
+            self.tiles.write_part(tile, key, source, offset_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memascend.base.interfaces import TensorIO
-from memascend.errors import StoreError, TornStepError
+from memascend.errors import StoreError
 from memascend.streaming.optimizer.tiles import Tiles
 from memascend.transfer.staging import StagingSlots
 
@@ -76,66 +76,20 @@ class SubGroup:
         return [self.key(), *map(self.key, self.states)]
 
 
-class StepIntegrity:
-    """Tracks whether the values of all sub-groups belong to the same step."""
-
-    def __init__(self) -> None:
-        self._due_count = 0  # sub-groups of the walk that are still to be stepped
-        self.is_torn = False  # some values are new and others old
-
-    def begin(self, count: int) -> None:
-        """Begin a walk over `count` sub-groups.
-
-        Raises:
-            TornStepError: As `check`.
-        """
-        self.check()
-        self._due_count = count
-
-    def note_change(self) -> None:
-        """Note that a value is about to be new while others are old."""
-        self.is_torn = True
-
-    def note_stepped(self) -> None:
-        """Note that a sub-group has all its new values."""
-        self._due_count -= 1
-        self.is_torn = self._due_count > 0
-
-    def mend(self) -> None:
-        """Note that all values were replaced by values of one step."""
-        self.is_torn = False
-
-    def check(self) -> None:
-        """Refuse to continue with values of two steps.
-
-        Raises:
-            TornStepError: An error or an interrupt ended a walk, or a load, half-way.
-        """
-        if self.is_torn:
-            raise TornStepError(
-                "the last optimizer step or load ended half-way, so some weights have new values "
-                "and others old ones. cause: the error that was raised then. fix: load a checkpoint"
-            )
-
-
 class SubGroups:
     """All sub-groups of one optimizer."""
 
-    def __init__(
-        self, *, store: TensorIO, slots: StagingSlots, tiles: Tiles, integrity: StepIntegrity
-    ) -> None:
+    def __init__(self, *, store: TensorIO, slots: StagingSlots, tiles: Tiles) -> None:
         """Make an empty registry.
 
         Args:
             store: Stores the sub-groups.
             slots: Staging slots for single values, and whole keys that are loaded.
             tiles: Memory in which sub-groups are created; gives the master weights' dtype.
-            integrity: The caller calls its `mend` after replacing all values.
         """
         self.store = store
         self._slots = slots
         self._tiles = tiles
-        self.integrity = integrity
         self._groups: dict[str, SubGroup] = {}
 
     def create(
@@ -243,12 +197,7 @@ class SubGroups:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Write states that still have one fill value, and wait until everything is in the store.
-
-        Raises:
-            TornStepError: The last step ended half-way.
-        """
-        self.integrity.check()
+        """Write states that have one fill value, and wait until everything is in the store."""
         self._tiles.drain()
         for group in self._groups.values():
             for state in list(group.fills):
@@ -276,7 +225,6 @@ class SubGroups:
         """
         group = self._groups[name]
         self._tiles.drain()
-        self.integrity.note_change()
         nbytes = group.numel * dtype.itemsize
         make_anew(self.store, group.key(state), nbytes)
         if state is not None:

@@ -52,11 +52,8 @@ def engine_of(
     store = memory_store()
     store.reserve(key="param.0", nbytes=part_numel * dtype.itemsize)
     runtime = SimpleNamespace(staging=staging_slots(store))
-    optimizer = SimpleNamespace(
-        attachment=SimpleNamespace(runtime=runtime),
-        dp_process_group=None,
-        _partition_all_parameters=lambda: None,
-    )
+    upstream = SimpleNamespace(process_group=None, partition_parameters=lambda: None)
+    optimizer = SimpleNamespace(attachment=SimpleNamespace(runtime=runtime), upstream=upstream)
     return SimpleNamespace(
         optimizer=optimizer,
         store=store,

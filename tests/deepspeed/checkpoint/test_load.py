@@ -18,6 +18,7 @@ import torch
 from memascend.checkpoint.layout import NamedParameter
 from memascend.deepspeed.checkpoint import load
 from memascend.deepspeed.checkpoint.load import _is_divided_otherwise, _Opener, target_of
+from memascend.deepspeed.optimizer.upstream import Upstream
 
 A, B, C = NamedParameter("a", 3), NamedParameter("b", 2), NamedParameter("c", 2)
 Groups = Sequence[Sequence[NamedParameter]]
@@ -53,7 +54,7 @@ def test_an_optimizer_is_described_by_its_sub_groups() -> None:
         master_weights_and_grads_dtype=torch.float32,
         sub_group_to_group_id={0: 1, 1: 0},
     )
-    target = target_of(optimizer)  # type: ignore[arg-type]
+    target = target_of(Upstream(optimizer))
     assert target.parameters == ((A,), (B,))
     assert (target.names, target.numels) == (["0_0", "1_1"], [2, 1])
     assert (target.groups, target.group_count) == ([1, 0], 2)

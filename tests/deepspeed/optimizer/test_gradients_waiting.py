@@ -9,64 +9,64 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from tests.support.streamed_gradients import BF16, FP32, NUMELS, PLACES, Optimizer
+from tests.support.streamed_gradients import BF16, FP32, NUMELS, PLACES, Gradients, stock_unused
 
 
-def itemsizes(optimizer: Optimizer, index: int) -> list[int]:
+def itemsizes(optimizer: Gradients, index: int) -> list[int]:
     """Bytes of an element in each place of a parameter's gradient."""
     keys = [key for key in optimizer.store.keys() if f".{PLACES[index][1]}." in key]  # noqa: SIM118
     return [optimizer.store.nbytes(key=key) // NUMELS[index] for key in keys]
 
 
-@pytest.mark.parametrize("streams_optimizer", [True, False])
+@pytest.mark.parametrize("is_tiled", [True, False])
 def test_sums_in_fp32_are_of_gradients_that_were_kept_as_they_were_reduced(
-    streams_optimizer: bool,
+    is_tiled: bool,
 ) -> None:
-    optimizer = Optimizer(dtype=FP32, streams_optimizer=streams_optimizer)
+    optimizer = Gradients(dtype=FP32, is_tiled=is_tiled)
     for micro_step, value in enumerate((2.0**8, 2.0**-8, 2.0**-7)):
-        optimizer.micro_step_id, optimizer.is_last = micro_step, micro_step == 2
+        optimizer.stage3.micro_step_id, optimizer.is_last = micro_step, micro_step == 2
         optimizer.arrive(1, value=value)
     assert itemsizes(optimizer, 1) == [4, 2, 2]
     total = 2.0**8 + 2.0**-8 + 2.0**-7
     assert optimizer.seen("0_1", 5030) == [0.0, total]
-    assert optimizer.norm_for_param_grads[1].item() == pytest.approx((30 * total**2) ** 0.5)
-    assert optimizer.handed == ([] if streams_optimizer else [("0_1", [5000], [[total] * 30])])
+    assert optimizer.norms[1].item() == pytest.approx((30 * total**2) ** 0.5)
+    assert optimizer.handed == ([] if is_tiled else [("0_1", [5000], [[total] * 30])])
 
 
 def test_what_waits_is_added_up_when_the_window_turns_out_to_be_over() -> None:
-    optimizer = Optimizer(dtype=FP32)
+    optimizer = Gradients(dtype=FP32)
     optimizer.is_last = False
     for window in range(2):
         for micro_step in range(3):
-            optimizer.micro_step_id = micro_step
+            optimizer.stage3.micro_step_id = micro_step
             optimizer.arrive(1, value=2.0 ** (8 * micro_step + window))
         before = [0.0, 65793.0] if window else [0.0]
         assert optimizer.seen("0_1", 5030) == before
-        optimizer._finalize_offload_gradient_accumulation()
+        optimizer.path.end_window(stock_unused)
     assert itemsizes(optimizer, 1) == [4, 2, 2, 2]
     assert optimizer.seen("0_1", 5030) == [0.0, 2 * 65793.0]
     norm = (30 * (2 * 65793.0) ** 2) ** 0.5
-    assert optimizer.norm_for_param_grads[1].item() == pytest.approx(norm)
+    assert optimizer.norms[1].item() == pytest.approx(norm)
 
 
-@pytest.mark.parametrize("streams_optimizer", [True, False])
-def test_the_end_of_a_window_is_found_by_who_gets_its_gradients(streams_optimizer: bool) -> None:
-    optimizer = Optimizer(dtype=FP32, streams_optimizer=streams_optimizer)
+@pytest.mark.parametrize("is_tiled", [True, False])
+def test_the_end_of_a_window_is_found_by_who_gets_its_gradients(is_tiled: bool) -> None:
+    optimizer = Gradients(dtype=FP32, is_tiled=is_tiled)
     optimizer.is_last = False
     optimizer.arrive(1, value=4.0)
-    optimizer._finalize_offload_gradient_accumulation()
-    assert optimizer.handed == ([] if streams_optimizer else [("0_1", [5000], [[4.0] * 30])])
+    optimizer.path.end_window(stock_unused)
+    assert optimizer.handed == ([] if is_tiled else [("0_1", [5000], [[4.0] * 30])])
 
 
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
 def test_the_verdict_is_on_what_waits_too(value: float) -> None:
     """A parameter that gets nothing in the last micro-step: CPU offload looks at all its sums."""
-    optimizer = Optimizer(dtype=FP32)
+    optimizer = Gradients(dtype=FP32)
     optimizer.is_last = False
     optimizer.arrive(0, 1, value=value)
-    optimizer.micro_step_id, optimizer.is_last = 1, True
+    optimizer.stage3.micro_step_id, optimizer.is_last = 1, True
     optimizer.arrive(0)
-    assert torch.isfinite(optimizer._verdict()).item() == (value == 1.0)
+    assert torch.isfinite(optimizer.path.verdict()).item() == (value == 1.0)
 
 
 @pytest.mark.parametrize(
@@ -81,22 +81,22 @@ def test_the_verdict_is_on_what_waits_too(value: float) -> None:
 def test_gradients_that_may_have_more_bits_or_no_others_beside_them_do_not_wait(
     changes: dict[str, Any],
 ) -> None:
-    optimizer = Optimizer(dtype=FP32)
-    vars(optimizer).update(changes)
+    optimizer = Gradients(dtype=FP32)
+    vars(optimizer.stage3).update(changes)
     optimizer.is_last = False
     optimizer.arrive(1)
-    assert itemsizes(optimizer, 1) == [optimizer.gradient_accumulation_dtype.itemsize]
+    assert itemsizes(optimizer, 1) == [optimizer.stage3.gradient_accumulation_dtype.itemsize]
 
 
 def test_a_gradient_that_upstream_has_not_cast_to_what_it_is_reduced_in_keeps_its_bits() -> None:
     """In a model of bf16 upstream takes every gradient to be of it; a parameter may be of fp32."""
-    optimizer = Optimizer(dtype=FP32)
+    optimizer = Gradients(dtype=FP32)
     optimizer.is_last = False
     optimizer.params[1].grad_dtype = FP32
     optimizer.arrive(0, 1, value=0.1)
     assert (itemsizes(optimizer, 0)[-1], itemsizes(optimizer, 1)) == (2, [4])
-    optimizer._finalize_offload_gradient_accumulation()
+    optimizer.path.end_window(stock_unused)
     assert optimizer.seen("0_1", 5030)[-1] == torch.tensor(0.1).item()
-    optimizer.dtype = FP32  # as with autocast: then all are cast
+    optimizer.stage3.dtype = FP32  # as with autocast: then all are cast
     optimizer.arrive(1, value=0.5)
     assert itemsizes(optimizer, 1) == [4, 2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memascend.deepspeed.optimizer.passes import BackwardPasses, wrap_backward
+from memascend.deepspeed.optimizer.passes import BackwardPasses, PassHooks, wrap_backward
 from memascend.errors import IncompleteGradientError
 
 
@@ -150,8 +150,10 @@ def test_an_error_in_the_reduction_leaves_the_pass() -> None:
 
 
 def test_calls_of_an_engine_are_noted_and_what_was_left_is_dropped_first() -> None:
-    passes, dropped = BackwardPasses(), []
-    optimizer = SimpleNamespace(passes=passes, drop_left=lambda: dropped.append(passes.was_left()))
+    dropped: list[bool] = []
+    upstream: Any = SimpleNamespace(drop_unreduced=lambda: dropped.append(hooks.passes.was_left()))
+    hooks = PassHooks(upstream, lambda: None)
+    optimizer = SimpleNamespace(passes=hooks)
 
     def original(engine: Any, loss: str, *, fails: bool) -> str:
         if fails:
@@ -163,5 +165,5 @@ def test_calls_of_an_engine_are_noted_and_what_was_left_is_dropped_first() -> No
     with pytest.raises(UserError):
         backward(engine, "loss", fails=True)
     assert backward(engine, "loss", fails=False) == "loss"
-    assert dropped == [False, True]
+    assert dropped == [True]
     assert backward(SimpleNamespace(optimizer=None), "stock", fails=False) == "stock"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,18 +21,13 @@ from memascend.errors import StoreError, TornStepError
 FP32 = torch.float32
 
 
-def parameter(name: str) -> Any:
-    return SimpleNamespace(ds_id=name)
-
-
 # -- saving --------------------------------------------------------------------------------------
 
 
 class Stored:
     """An optimizer of two sub-groups, whose second has no states yet."""
 
-    fp32_partitioned_groups_flat = (parameter("0_3"), parameter("4_9"))
-    fp16_partitioned_groups_flat_numel = (1000, 3)
+    names, numels = ("0_3", "4_9"), (1000, 3)
 
     def stored(self, name: str) -> list[tuple[str | None, torch.dtype, str]]:
         weights = [(None, FP32, f"master.{name}")]
@@ -39,7 +35,7 @@ class Stored:
 
 
 def test_every_tensor_has_stocks_file_name_and_its_own_size() -> None:
-    found = stored_tensors(Stored(), Aio())
+    found = stored_tensors(Stored(), Stored(), Aio())
     assert [(t.sub_group, t.state, t.file_name, t.key) for t in found] == [
         (0, None, "0_3.tensor.swp", "master.0_3"),
         (0, "exp_avg", "exp_avg-0_3.tensor.swp", "moments"),
@@ -50,7 +46,7 @@ def test_every_tensor_has_stocks_file_name_and_its_own_size() -> None:
 
 @pytest.mark.parametrize(("aio", "unit"), [(Aio(), 1024), (Aio(intra_op_parallelism=3), 3072)])
 def test_files_end_where_stock_reads_whole_units(aio: Aio, unit: int) -> None:
-    found = stored_tensors(Stored(), aio)
+    found = stored_tensors(Stored(), Stored(), aio)
     assert all(t.padded_bytes % unit == 0 for t in found)
     assert all(0 <= t.padded_bytes - t.nbytes < unit for t in found)
 
@@ -72,23 +68,24 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Restored:
-    """An optimizer that notes what it is told. `failing` names calls that fail."""
+    """An optimizer, its steps and slots, that notes what it is told. `failing` calls fail."""
+
+    keeps_bf16_states = False
 
     def __init__(self, **failing: Exception) -> None:
         self.calls: list[str] = []
         self._failing = failing
-        self.fp32_partitioned_groups_flat: list[Any] = []
-        self.fp16_partitioned_groups_flat_numel = [16] * 4
-        staging = SimpleNamespace(wait_writes=lambda: self._note("wait"))
-        self.lock = threading.RLock()
-        runtime = SimpleNamespace(staging=staging, lock=self.lock)
-        self.attachment = SimpleNamespace(runtime=runtime)
-        self.optimizer = SimpleNamespace(load_state_dict=lambda state: self._note(f"base {state}"))
+        self.masters: list[Any] = []
+        self.numels = [16] * 4
+        self.base = SimpleNamespace(load_state_dict=lambda state: self._note(f"base {state}"))
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
         if call in self._failing:
             raise self._failing[call]
+
+    def wait_writes(self) -> None:
+        self._note("wait")
 
     def begin_load(self) -> None:
         self._note("begin")
@@ -96,10 +93,10 @@ class Restored:
     def forget_states(self) -> None:
         self._note("forget")
 
-    def _set_fp32_optimizer_param_groups(self) -> None:
+    @contextmanager
+    def masters_in_groups(self) -> Iterator[None]:
         self._note("groups")
-
-    def _clear_fp32_optimizer_param_groups(self) -> None:
+        yield
         self._note("no groups")
 
     def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
@@ -107,6 +104,10 @@ class Restored:
 
     def load_tensor(self, tensor: Any) -> None:
         self._note(f"tensor_{tensor.sub_group}")
+
+
+def load(optimizer: Any, *given: Any) -> None:
+    restore(optimizer, optimizer, optimizer, *given)
 
 
 def tensors(count: int) -> list[LoadedTensor]:
@@ -121,7 +122,7 @@ def closed(loaded: list[LoadedTensor]) -> list[Any]:
 
 def test_states_are_forgotten_and_made_anew_before_tensors_come() -> None:
     optimizer, loaded = Restored(), tensors(2)
-    restore(optimizer, {"a": 1}, loaded)
+    load(optimizer, {"a": 1}, loaded)
     base = ["forget", "groups", "base {'a': 1}", "no groups"]
     assert optimizer.calls == ["begin", "wait", *base, "tensor_0", "tensor_1"]
     assert closed(loaded) == [True, True]
@@ -129,7 +130,7 @@ def test_states_are_forgotten_and_made_anew_before_tensors_come() -> None:
 
 def test_weights_alone_leave_the_base_optimizer_as_it_is() -> None:
     optimizer = Restored()
-    restore(optimizer, {}, tensors(1))
+    load(optimizer, {}, tensors(1))
     assert optimizer.calls == ["begin", "wait", "tensor_0"]
 
 
@@ -137,7 +138,7 @@ def test_a_write_that_failed_before_does_not_matter_and_a_tensor_that_fails_does
     optimizer = Restored(wait=StoreError(5, "an old one"), tensor_1=StoreError(5, "a new one"))
     loaded = tensors(3)
     with pytest.raises(StoreError, match="a new one"):
-        restore(optimizer, {"a": 1}, loaded)
+        load(optimizer, {"a": 1}, loaded)
     assert optimizer.calls[-1] == "tensor_1"
     assert closed(loaded) == [True, False, False]  # the others by who opened them
 
@@ -145,7 +146,7 @@ def test_a_write_that_failed_before_does_not_matter_and_a_tensor_that_fails_does
 def test_an_optimizer_that_cannot_begin_is_not_touched() -> None:
     optimizer = Restored(begin=TornStepError("half a step"))
     with pytest.raises(TornStepError):
-        restore(optimizer, {"a": 1}, tensors(1))
+        load(optimizer, {"a": 1}, tensors(1))
     assert optimizer.calls == ["begin"]
 
 

@@ -254,12 +254,12 @@ class AdamW(torch.optim.AdamW):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW])
 def test_only_an_optimizer_that_is_known_is_planned_in_tiles(kind: Any) -> None:
     optimizer = SimpleNamespace(
-        optimizer=kind([torch.nn.Parameter(torch.ones(3))]),
+        base=kind([torch.nn.Parameter(torch.ones(3))]),
         stored_dtype=torch.bfloat16,
-        communication_data_type=torch.bfloat16,
-        gradient_accumulation_dtype=torch.float32,
-        master_weights_and_grads_dtype=torch.float32,
-        fp16_partitioned_groups_flat_numel=[5, 7],
+        reduction_dtype=torch.bfloat16,
+        accumulation_dtype=torch.float32,
+        master_dtype=torch.float32,
+        numels=[5, 7],
     )
     request = planning._request(optimizer, BLOCK, CONFIG)
     assert request.is_tiled == (kind is torch.optim.AdamW)
@@ -281,12 +281,12 @@ def test_the_plan_has_every_byte_of_the_tiles_whatever_the_dtypes(
     """fp16 and bf16 have one size, and are still cast into each other."""
     base = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
     optimizer = SimpleNamespace(
-        optimizer=base,
+        base=base,
         stored_dtype=stored,
-        communication_data_type=sums,
-        gradient_accumulation_dtype=sums,
-        master_weights_and_grads_dtype=master,
-        fp16_partitioned_groups_flat_numel=[1 << 20],
+        reduction_dtype=sums,
+        accumulation_dtype=sums,
+        master_dtype=master,
+        numels=[1 << 20],
     )
     request = planning._request(optimizer, BLOCK, CONFIG)
     plan = derive(ModelShapes("m", (TensorShape("w", (1 << 20,)),)), request=request)

@@ -270,7 +270,7 @@ def test_without_a_block_a_tile_is_late(made: Callable[..., Early]) -> None:
         one.put_part(0, name, *places[1])
         one.all_stepped()
     late_begins = set(early.training.groups.begins(NAMES[1]))
-    assert early.early._late == {(NAMES[1], begin) for begin in late_begins}
+    assert early.early._expected.late == {(NAMES[1], begin) for begin in late_begins}
     assert early.early._done == {name: set(early.training.groups.begins(name))}
     for one in (early, late):
         one.finish(Counted())

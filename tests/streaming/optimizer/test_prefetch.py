@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from memascend.errors import StoreError
+from memascend.streaming.optimizer.step import Step
 from tests.support.ctrl_c import each_stride, interruptions
 from tests.support.tiled_training import SIZES, Training, gradients
 
@@ -104,7 +105,7 @@ def test_a_walk_that_begins_elsewhere_reads_its_own_tiles(
     made.stream.read_ahead(NAMES)
     for name, value in gradients(1, BF16).items():
         made.gradient_stream.put(name, 0, value)
-    made.stream.begin(names, early)
+    made.stream.begin(decided(names, early))
     first = 4096 if early else 0
     with made.stream._ahead.lend_next() as tile:
         assert (tile.owner, tile.begin) == (names[0], first)
@@ -177,7 +178,7 @@ def test_an_error_of_the_drive_is_the_steps_and_of_nothing_behind_it(
     monkeypatch.undo()
     with pytest.raises(StoreError, match="the drive is gone"):
         made.step(gradients(1, BF16), 0.5)
-    assert not made.groups.integrity.is_torn
+    assert not made.current.is_torn
     assert_serves(made)
 
 
@@ -216,12 +217,18 @@ def read_ahead(made: Training) -> Callable[[], None]:
     return functools.partial(made.stream.read_ahead, NAMES)
 
 
+def decided(names: list[str], early: dict[str, frozenset[int]]) -> Step:
+    step = Step()
+    step.decide(names, early)
+    return step
+
+
 def begin(made: Training) -> Callable[[], None]:
     """Begin a walk whose first tiles are read."""
     for name, value in gradients(1, BF16).items():
         made.gradient_stream.put(name, 0, value)
     made.stream.read_ahead(NAMES)
-    return functools.partial(made.stream.begin, NAMES)
+    return functools.partial(made.stream.begin, decided(NAMES, {}))
 
 
 @each_stride(7)

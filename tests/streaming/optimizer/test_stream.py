@@ -282,14 +282,14 @@ def test_half_a_step_is_never_taken_for_a_whole_one(after: int) -> None:
     with pytest.raises(TornStepError, match="load a checkpoint"):
         training.step(gradients, 1.0)
     with pytest.raises(TornStepError):
-        training.groups.settle()
+        training.current.check()
     for name, numel in SIZES.items():
         training.groups.load(name, state=None, dtype=torch.float32, source=lambda _, to: to.zero_())
         training.stream.refresh(name, training.members[name])
         assert torch.equal(training.master(name), torch.zeros(numel))
     with pytest.raises(TornStepError):
         training.step(gradients, 1.0)
-    training.groups.integrity.mend()
+    training.current.mend()
     training.step(gradients, 1.0)
 
 
@@ -321,7 +321,7 @@ def test_after_a_drive_failed_in_a_step_a_load_is_enough() -> None:
         training.stream.drain()
         assert torch.equal(training.master(name), torch.zeros(numel))
         assert torch.equal(training.parameter(name), torch.zeros(numel).bfloat16())
-    training.groups.integrity.mend()
+    training.current.mend()
     training.step(values, 1.0)
 
 

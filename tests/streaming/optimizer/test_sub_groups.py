@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 
-import pytest
 import torch
 
-from memascend.errors import TornStepError
 from memascend.nvme.store import MemoryFaults
-from memascend.streaming.optimizer.sub_groups import Member, StepIntegrity
+from memascend.streaming.optimizer.sub_groups import Member
 from tests.support.streaming_hosts import memory_store
 from tests.support.tiled_training import SIZES, Training, gradients
 
@@ -87,21 +85,5 @@ def test_what_is_loaded_takes_the_place_of_a_value_not_written_yet() -> None:
     training.groups.load(
         name, state="exp_avg", dtype=torch.float32, source=lambda _, target: target.zero_()
     )
-    training.groups.integrity.mend()
     training.groups.settle()
     assert not training.master(name, "exp_avg").any()
-
-
-def test_integrity_is_lost_by_a_change_and_found_with_the_last_sub_group() -> None:
-    integrity = StepIntegrity()
-    integrity.begin(2)
-    for is_torn in (True, False):
-        integrity.note_change()
-        assert integrity.is_torn
-        integrity.note_stepped()
-        assert integrity.is_torn == is_torn
-    integrity.note_change()
-    with pytest.raises(TornStepError):
-        integrity.begin(2)
-    integrity.mend()
-    integrity.check()

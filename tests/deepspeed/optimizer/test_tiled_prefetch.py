@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support import early_optimizer as early
-from tests.support.tiled_optimizer import NAMES
+from tests.support.tiled_optimizer import NAMES, stock_unused
 from tests.support.tiled_training import gradients
 
 pytestmark = pytest.mark.deepspeed
@@ -47,22 +46,22 @@ def test_the_first_gradient_has_the_tiles_read() -> None:
 
 def test_after_half_a_step_nothing_is_read() -> None:
     optimizer = trained()
-    optimizer.finish_walk()
-    optimizer.integrity.note_change()
+    optimizer.steps.finish()
+    optimizer.steps.current.note_load()
     give_one(optimizer, 1)
     assert reading(optimizer) == 0
 
 
 def test_a_value_set_between_backward_and_step_is_seen() -> None:
     one, other = trained(), trained()
-    other.finish_walk()  # which reads tiles of its own
+    other.steps.finish()  # which reads tiles of its own
     early.backward(one, 1)
     for optimizer in (one, other):
-        optimizer.grad_position = {0: PLACE}
-        value, group = optimizer._get_fp32_opt_state_partition(SimpleNamespace(), False)
+        optimizer.stage3.grad_position = {0: PLACE}
+        value, _ = optimizer.steps.values.state(None, False, None, stock_unused)
         assert reading(optimizer) == (3 if optimizer is one else 0)  # looking drops nothing
         value.fill_(7.0)
-        optimizer._writeback_swap_state(group)
+        optimizer.steps.values.store(stock_unused)
         assert reading(optimizer) == 0
     early.step(one)
     early.backward(other, 1)
@@ -74,11 +73,11 @@ def test_a_value_set_between_backward_and_step_is_seen() -> None:
 def test_states_that_begin_anew_are_not_those_of_what_was_read_before() -> None:
     one, other = trained(), trained()
     for optimizer in (one, other):
-        optimizer.finish_walk()
+        optimizer.steps.finish()
         for block in (block for tile in optimizer.training.tiles._idle for block in tile.states):
             block.fill_(7.0)  # where states that are not read would be
-        optimizer.forget_states()
-        optimizer.optimizer.state.clear()
+        optimizer.steps.forget_states()
+        optimizer.base.state.clear()
     early.backward(one, 1)
     early.step(one)
     early.backward(other, 1)
@@ -103,7 +102,7 @@ def test_where_tiles_are_stepped_during_backward_none_is_read_before() -> None:
     early.backward(optimizer, 4)
     early.all_early(optimizer)
     assert optimizer.stream._ahead._before_walk == []
-    optimizer.finish_walk()
+    optimizer.steps.finish()
 
 
 def test_a_walk_that_ended_as_it_began_leaves_no_tile_to_early_steps() -> None:
@@ -113,17 +112,17 @@ def test_a_walk_that_ended_as_it_began_leaves_no_tile_to_early_steps() -> None:
         early.train(optimizer, range(3))
     early.backward(one, 3)
     early.all_early(one)
-    one._prepare_sub_group(0, None)
-    one._end_step()
-    before = one.early_tile_count
+    one.steps.prepare(0, stock_unused)
+    one.steps.restart()
+    before = one.steps.early_tile_count
     for optimizer in (one, other):
         early.train(optimizer, range(4, 6))
-    assert one.early_tile_count == before + 2 * early.TILES
+    assert one.steps.early_tile_count == before + 2 * early.TILES
     early.assert_equal(one, other)
 
 
 def test_a_dying_engine_destroys_once_more_and_has_nothing_to_wait_for() -> None:
     optimizer = trained()
     early.backward(optimizer, 1)
-    optimizer._discard(None)
-    optimizer.finish_walk()
+    optimizer.steps.discard(None)
+    optimizer.steps.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,14 @@ import torch
 pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stock
 
 from memascend.checkpoint.source import LoadedTensor
-from memascend.config.block import parse_block
-from memascend.deepspeed.optimizer import tiled_steps
-from memascend.deepspeed.optimizer.fused_adam import fused_adam
+from memascend.deepspeed.optimizer import tiled
 from memascend.deepspeed.optimizer.restore import replay_beta_powers
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.errors import StoreError, TornStepError
-from tests.support.tiled_optimizer import BF16, FLAT, NAMES, Optimizer
+from memascend.runtime import Runtime
+from tests.support.tiled_optimizer import BF16, FLAT, NAMES, Tiled, stock_unused
 from tests.support.tiled_training import SIZES, gradients
 
 FP32 = torch.float32
@@ -41,60 +40,66 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def optimizer() -> Optimizer:
-    return Optimizer(adamw)
+def optimizer() -> Tiled:
+    return Tiled(adamw)
+
+
+def fused_and_own(make: Any) -> list[Tiled]:
+    """Two of the same, of which the first steps in one pass and the second by itself."""
+    return [
+        Tiled(make, block={"streaming": {"optimizer": {"fused": fused}}}) for fused in (True, False)
+    ]
 
 
 # -- where parameters are ------------------------------------------------------------------------
 
 
-def test_members_are_where_deepspeed_has_the_parameters(optimizer: Optimizer) -> None:
+def test_members_are_where_deepspeed_has_the_parameters(optimizer: Tiled) -> None:
     for index in (0, 2):
         expected = optimizer.training.members[NAMES[index]]
-        found = optimizer._members(index)
+        found = optimizer.upstream.members(index)
         assert [(m.offset, m.numel, m.dtype, m.key) for m in found] == [
             (m.offset, m.numel, m.dtype, m.key) for m in expected
         ]
         assert [m.tensor is None for m in found] == [m.tensor is None for m in expected]
-    (whole,) = optimizer._members(FLAT)
-    assert whole.tensor is optimizer.fp16_partitioned_groups_flat[FLAT]
+    (whole,) = optimizer.upstream.members(FLAT)
+    assert whole.tensor is optimizer.stage3.fp16_partitioned_groups_flat[FLAT]
     assert (whole.offset, whole.numel, whole.key) == (0, SIZES[NAMES[FLAT]], None)
 
 
-def test_master_weights_are_made_of_the_parameters_without_a_buffer(optimizer: Optimizer) -> None:
+def test_master_weights_are_made_of_the_parameters_without_a_buffer(optimizer: Tiled) -> None:
     optimizer.walk(gradients(0, BF16))  # gives the parameters values
     optimizer.groups.discard()
     for index, name in enumerate(NAMES):
-        optimizer._swap_in_sub_group_to_flat_buffer(torch.empty(0), index)
+        optimizer.steps.create_master(index, stock_unused)
         assert torch.equal(optimizer.training.master(name), optimizer.parameter(index).float())
 
 
 def test_buffers_of_whole_sub_groups_take_no_memory(
-    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+    optimizer: Tiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, sizes = list[torch.Tensor](), [*SIZES.values(), 77]
-    monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(tiled.dist, "get_rank", lambda: 0)
 
-    def make(_self: Any) -> None:
+    def make() -> None:
         made.extend(torch.empty(size, device=OffloadDeviceEnum.cpu) for size in sizes)
 
-    monkeypatch.setattr(Stock, "_create_fp32_partitions", make)
-    optimizer._create_fp32_partitions()
+    optimizer.steps.create_masters(make)
     assert [tensor.untyped_storage().nbytes() // 4 for tensor in made] == [1, 1, 1, 77]
 
 
 # -- the step ------------------------------------------------------------------------------------
 
 
-def test_steps_under_upstreams_hooks_give_the_bits_of_whole_tensors(optimizer: Optimizer) -> None:
-    optimizer.clip_grad = 1.0
+def test_steps_under_upstreams_hooks_give_the_bits_of_whole_tensors(optimizer: Tiled) -> None:
+    optimizer.stage3.clip_grad = 1.0
     weights = [torch.nn.Parameter(value.clone()) for value in optimizer.training.initial.values()]
     expected = adamw(weights)
     for step, norm in enumerate((0.5, 40.0)):  # the second is clipped
         values = gradients(step, BF16)
         optimizer.walk(values, norm)
         for weight, value in zip(weights, values.values(), strict=True):
-            weight.grad = value.float().mul_(optimizer._gradient_factor(torch.tensor(norm)))
+            weight.grad = value.float().mul_(optimizer.upstream.gradient_factor(torch.tensor(norm)))
         expected.step()
     for index, (name, weight) in enumerate(zip(NAMES, weights, strict=True)):
         assert torch.equal(optimizer.training.master(name), weight)
@@ -106,7 +111,7 @@ def test_steps_under_upstreams_hooks_give_the_bits_of_whole_tensors(optimizer: O
 
 
 def test_a_gradient_that_is_lost_stops_the_step_before_a_weight_changes(
-    optimizer: Optimizer,
+    optimizer: Tiled,
 ) -> None:
     def fail() -> None:
         raise StoreError(5, "a gradient was not written")
@@ -114,21 +119,21 @@ def test_a_gradient_that_is_lost_stops_the_step_before_a_weight_changes(
     optimizer.runtime.staging = SimpleNamespace(wait_writes=fail)
     with pytest.raises(StoreError, match="a gradient"):
         optimizer.walk(gradients(0, BF16))
-    optimizer.settle()  # nothing is torn
+    optimizer.steps.settle()  # nothing is torn
     for name, weights in optimizer.training.initial.items():
         assert torch.equal(optimizer.training.master(name), weights)
 
 
 @pytest.mark.parametrize(("fp32_states", "dtype"), [(True, FP32), (False, BF16)])
 def test_states_begin_as_the_optimizer_would_make_them_in_its_dtype(
-    optimizer: Optimizer, fp32_states: bool, dtype: torch.dtype
+    optimizer: Tiled, fp32_states: bool, dtype: torch.dtype
 ) -> None:
-    parameter = optimizer.fp32_partitioned_groups_flat[0]
+    parameter = optimizer.masters[0]
     parameter.data = parameter.data.to(BF16)
-    optimizer.master_weights_and_grads_dtype = BF16
-    optimizer.optimizer.fp32_optimizer_states = fp32_states
-    optimizer._make_state(0)
-    states = optimizer.optimizer.state[parameter]
+    optimizer.stage3.master_weights_and_grads_dtype = BF16
+    optimizer.base.fp32_optimizer_states = fp32_states
+    optimizer.steps._make_state(0)
+    states = optimizer.base.state[parameter]
     assert states["step"].item() == 0
     assert optimizer.groups.group(NAMES[0]).states == dict.fromkeys(
         ("exp_avg", "exp_avg_sq"), dtype
@@ -137,17 +142,17 @@ def test_states_begin_as_the_optimizer_would_make_them_in_its_dtype(
     assert not optimizer.training.master(NAMES[0], "exp_avg").any()
 
 
-def test_states_that_are_there_stay(optimizer: Optimizer) -> None:
-    optimizer._make_state(0)
-    known = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[0]]
-    optimizer._make_state(0)
-    assert optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[0]] is known
+def test_states_that_are_there_stay(optimizer: Tiled) -> None:
+    optimizer.steps._make_state(0)
+    known = optimizer.base.state[optimizer.masters[0]]
+    optimizer.steps._make_state(0)
+    assert optimizer.base.state[optimizer.masters[0]] is known
 
 
 def test_an_optimizer_that_is_not_known_makes_its_states_itself() -> None:
     kind: Any = type("Own", (torch.optim.AdamW,), {})
-    optimizer = Optimizer(kind)
-    optimizer._make_state(0)
+    optimizer = Tiled(kind)
+    optimizer.steps._make_state(0)
     assert optimizer.groups.group(NAMES[0]).states == {}
 
 
@@ -155,40 +160,43 @@ def test_an_optimizer_that_is_not_known_makes_its_states_itself() -> None:
 def test_only_adagrad_which_begins_at_its_construction_is_made_anew(
     kind: Any, is_anew: bool
 ) -> None:
-    optimizer = Optimizer(kind)
-    before = optimizer.optimizer
-    optimizer.initialize_optimizer_states()
-    assert (optimizer.optimizer is not before) == is_anew
-    assert [group["params"] for group in optimizer.optimizer.param_groups] == [[]]
-    assert optimizer.optimizer.defaults == before.defaults
+    optimizer = Tiled(kind)
+    before = optimizer.base
+    optimizer.stage3._clear_fp32_optimizer_param_groups = lambda: [
+        group.update(params=[]) for group in optimizer.base.param_groups
+    ]
+    optimizer.steps.initialize_states(stock_unused)
+    assert (optimizer.base is not before) == is_anew
+    assert [group["params"] for group in optimizer.base.param_groups] == [[]]
+    assert optimizer.base.defaults == before.defaults
 
 
 # -- single values -------------------------------------------------------------------------------
 
 
-def test_a_value_that_an_accessor_changed_is_stored_once(optimizer: Optimizer) -> None:
-    optimizer._make_state(0)
+def test_a_value_that_an_accessor_changed_is_stored_once(optimizer: Tiled) -> None:
+    optimizer.steps._make_state(0)
     for state in (None, "exp_avg"):
         before = optimizer.training.master(NAMES[0], state)
-        part, group_index = optimizer._get_fp32_opt_state_partition(None, False, state)
+        part, group_index = optimizer.steps.values.state(None, False, state, stock_unused)
         assert group_index == 0
         assert torch.equal(part, before[100:106])
         part.fill_(7.0)
         assert torch.equal(optimizer.training.master(NAMES[0], state), before)
-        optimizer._optimizer_states_and_gradient_swap_out(0)
+        optimizer.steps.values.store(stock_unused)
         before[100:106] = 7.0
         assert torch.equal(optimizer.training.master(NAMES[0], state), before)
         part.fill_(8.0)
-        optimizer._writeback_swap_state(0, write_opt_state=True, write_gradients=False)
+        optimizer.steps.values.store(stock_unused)
         assert torch.equal(optimizer.training.master(NAMES[0], state), before)
 
 
-def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Optimizer) -> None:
+def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Tiled) -> None:
     optimizer.gradient_stream.put(NAMES[0], 100, torch.arange(6.0))
-    part, _ = optimizer._get_fp32_grad_state_partition(None, False)
+    part, _ = optimizer.steps.values.gradient(None, False, stock_unused)
     assert part.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     part.neg_()
-    optimizer._writeback_swap_state(0, write_opt_state=False, write_gradients=True)
+    optimizer.steps.values.store(stock_unused)
     found = torch.empty(6)
     optimizer.gradient_stream.get(NAMES[0], 100, found)
     assert found.tolist() == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
@@ -199,12 +207,17 @@ def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Op
     [(0, [1.0] * 6), (1, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), (2, [0.0] * 6)],
 )
 def test_a_vectorized_update_leaves_the_padding_alone(
-    optimizer: Optimizer, rank: int, expected: list[float]
+    optimizer: Tiled, rank: int, expected: list[float]
 ) -> None:
     """Nine elements over three ranks whose parts have six."""
     optimizer.gradient_stream.put(NAMES[0], 100, torch.zeros(6))
-    optimizer._fp32_state_allgather = lambda param, part: torch.zeros(3, 3)  # type: ignore[method-assign]
-    optimizer._get_param_partition_rank = lambda param: rank  # type: ignore[method-assign]
+    stage3, values = optimizer.stage3, optimizer.steps.values
+    stage3._fp32_state_allgather = lambda param, part: torch.zeros(3, 3)
+    stage3._get_param_partition_rank = lambda param: rank
+    stage3._get_fp32_grad_state_partition = lambda param, released: values.gradient(
+        param, released, stock_unused
+    )
+    stage3._writeback_swap_state = lambda number, **_: values.store(stock_unused)
     frozen, trained = (SimpleNamespace(requires_grad=trains) for trains in (False, True))
     asked: list[Any] = []
 
@@ -212,7 +225,7 @@ def test_a_vectorized_update_leaves_the_padding_alone(
         asked.append(param)
         return full + 1.0
 
-    optimizer.update_fp32_grad_for_param_vectorized(update, [frozen, trained])
+    values.update_gradients(update, [frozen, trained], stock_unused)
     assert asked == [trained]
     found = torch.empty(6)
     optimizer.gradient_stream.get(NAMES[0], 100, found)
@@ -234,59 +247,59 @@ class Reader:
     def close(self) -> None: ...
 
 
-def test_what_is_stored_is_weights_first_and_then_states(optimizer: Optimizer) -> None:
-    assert list(optimizer.stored("4_4")) == [(None, FP32, "master.4_4")]
+def test_what_is_stored_is_weights_first_and_then_states(optimizer: Tiled) -> None:
+    assert list(optimizer.steps.stored("4_4")) == [(None, FP32, "master.4_4")]
     optimizer.walk(gradients(0, BF16))
-    assert [state for state, *_ in optimizer.stored("4_4")] == [None, "exp_avg", "exp_avg_sq"]
+    assert [state for state, *_ in optimizer.steps.stored("4_4")] == [None, "exp_avg", "exp_avg_sq"]
 
 
-def test_settled_states_are_in_the_store_though_no_step_wrote_them(optimizer: Optimizer) -> None:
-    optimizer._make_state(0)
-    optimizer.settle()
-    key = [key for state, _, key in optimizer.stored(NAMES[0]) if state == "exp_avg"]
+def test_settled_states_are_in_the_store_though_no_step_wrote_them(optimizer: Tiled) -> None:
+    optimizer.steps._make_state(0)
+    optimizer.steps.settle()
+    key = [key for state, _, key in optimizer.steps.stored(NAMES[0]) if state == "exp_avg"]
     found = torch.ones(SIZES[NAMES[0]])
     optimizer.training.slots.read(key=key[0], target=found, offset_bytes=0)
     assert not found.any()
-    optimizer.integrity.note_change()
+    optimizer.steps.current.note_load()
     with pytest.raises(TornStepError):
-        optimizer.settle()
+        optimizer.steps.settle()
 
 
-def test_a_load_replaces_weights_and_states_and_parameters_follow(optimizer: Optimizer) -> None:
+def test_a_load_replaces_weights_and_states_and_parameters_follow(optimizer: Tiled) -> None:
     optimizer.walk(gradients(0, BF16))
-    optimizer.begin_load()
-    optimizer.forget_states()
+    optimizer.steps.begin_load()
+    optimizer.steps.forget_states()
     assert list(optimizer.groups.group(NAMES[0]).states) == []
-    optimizer.optimizer.state.clear()
+    optimizer.base.state.clear()
     values = {name: torch.randn(numel) for name, numel in SIZES.items()}
     moments = {name: torch.rand(numel) for name, numel in SIZES.items()}
     for index, name in enumerate(NAMES):
-        optimizer.load_tensor(LoadedTensor(index, None, FP32, Reader(values[name])))
-        optimizer.load_tensor(LoadedTensor(index, "exp_avg", FP32, Reader(moments[name])))
+        optimizer.steps.load_tensor(LoadedTensor(index, None, FP32, Reader(values[name])))
+        optimizer.steps.load_tensor(LoadedTensor(index, "exp_avg", FP32, Reader(moments[name])))
     with pytest.raises(TornStepError):
-        optimizer.settle()
+        optimizer.steps.settle()
     optimizer.unflattened.clear()
-    optimizer.reset_swap_buffers()
-    optimizer.integrity.mend()
-    optimizer.settle()
+    optimizer.steps.refresh(stock_unused)
+    optimizer.steps.mend()
+    optimizer.steps.settle()
     for index, name in enumerate(NAMES):
         assert torch.equal(optimizer.training.master(name), values[name])
         assert torch.equal(optimizer.training.master(name, "exp_avg"), moments[name])
         assert torch.equal(optimizer.parameter(index), values[name].bfloat16())
     assert optimizer.unflattened == [FLAT]
-    state = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[0]]
+    state = optimizer.base.state[optimizer.masters[0]]
     assert state["exp_avg"].numel() == 0
 
 
 def test_what_failed_before_a_load_does_not_matter(
-    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+    optimizer: Tiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise StoreError(5, "a tile was not written")
 
     monkeypatch.setattr(optimizer.stream, "drain", fail)
-    optimizer.begin_load()
-    assert optimizer.integrity.is_torn
+    optimizer.steps.begin_load()
+    assert optimizer.steps.current.is_torn
 
 
 # -- construction and the end --------------------------------------------------------------------
@@ -294,39 +307,36 @@ def test_what_failed_before_a_load_does_not_matter(
 
 @pytest.mark.parametrize(("streams_gradients", "gradient_dtype"), [(True, BF16), (False, FP32)])
 def test_gradients_of_deepspeeds_flat_buffer_come_in_the_dtype_of_the_step(
-    optimizer: Optimizer, streams_gradients: bool, gradient_dtype: torch.dtype
+    streams_gradients: bool, gradient_dtype: torch.dtype
 ) -> None:
-    optimizer.streams_gradients = streams_gradients
-    shape = optimizer._tile_shape()
+    shape = Tiled(adamw, streams_gradients=streams_gradients).shape
     assert shape.gradient_dtype == gradient_dtype
     assert (shape.master_dtype, shape.parameter_dtype, shape.state_count) == (FP32, BF16, 2)
 
 
-def test_a_plan_says_what_a_tile_holds(optimizer: Optimizer) -> None:
+def test_a_plan_says_what_a_tile_holds(optimizer: Tiled) -> None:
     optimizer.runtime.plan = SimpleNamespace(tile_numel=8192, tile_count=5, spare_count=7)
-    shape = optimizer._tile_shape()
+    shape = optimizer.steps._tile_shape()
     assert (shape.numel, shape.count, shape.spare_count) == (8192, 5, 7)
 
 
 def test_deepspeeds_cpu_adam_is_fused_and_gives_the_bits_of_its_own_step() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    both = [Optimizer(lambda params: DeepSpeedCPUAdam(params, weight_decay=0.1)) for _ in range(2)]
-    fused = both[0]._fused = fused_adam(both[0].optimizer, both[0].training.tiles.shape)
-    assert fused is not None
+    both = fused_and_own(lambda params: DeepSpeedCPUAdam(params, weight_decay=0.1))
     for step in range(3):
         for optimizer in both:
-            optimizer.clip_grad = float(step)
+            optimizer.stage3.clip_grad = float(step)
             optimizer.walk(gradients(step, BF16), norm=10.0)
-    assert both[0]._fused is fused
+    assert [one.steps._fused.is_fused for one in both] == [True, False]
     for index, name in enumerate(NAMES):
-        parameters = [optimizer.fp32_partitioned_groups_flat[index] for optimizer in both]
+        parameters = [optimizer.masters[index] for optimizer in both]
         for state in (None, "exp_avg", "exp_avg_sq"):
             ours, theirs = (optimizer.training.master(name, state) for optimizer in both)
             assert torch.equal(ours, theirs), (name, state)
         assert torch.equal(both[0].parameter(index), both[1].parameter(index))
         states = [
-            optimizer.optimizer.state[parameter]
+            optimizer.base.state[parameter]
             for optimizer, parameter in zip(both, parameters, strict=True)
         ]
         assert list(states[0]) == list(states[1])
@@ -337,25 +347,20 @@ def test_deepspeeds_cpu_adam_is_fused_and_gives_the_bits_of_its_own_step() -> No
 def test_the_block_may_turn_fusing_off(is_on: bool) -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    optimizer = Optimizer(DeepSpeedCPUAdam)
-    optimizer.runtime.config = parse_block({"streaming": {"optimizer": {"fused": is_on}}})
-    optimizer._configure_tensor_swapping(None, None)
-    assert (optimizer._fused is not None) == is_on
+    optimizer = Tiled(DeepSpeedCPUAdam, block={"streaming": {"optimizer": {"fused": is_on}}})
+    assert optimizer.steps._fused.is_fused == is_on
 
 
 def test_what_is_replayed_after_a_load_is_replayed_for_the_fused_step_too() -> None:
     """Powers that are multiplied up differ from those of pow(): a resumed run would show it."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    both = [Optimizer(lambda params: DeepSpeedCPUAdam(params, weight_decay=0.1)) for _ in range(2)]
-    both[0]._fused = fused_adam(both[0].optimizer, both[0].training.tiles.shape)
+    both = fused_and_own(lambda params: DeepSpeedCPUAdam(params, weight_decay=0.1))
     for optimizer in both:
         optimizer.walk(gradients(0, BF16))
-        for parameter in optimizer.fp32_partitioned_groups_flat:
-            optimizer.optimizer.state[parameter]["step"] = 100
-        replay_beta_powers(
-            optimizer.optimizer, optimizer.fp32_partitioned_groups_flat, optimizer.note_replayed
-        )
+        for parameter in optimizer.masters:
+            optimizer.base.state[parameter]["step"] = 100
+        replay_beta_powers(optimizer.base, optimizer.masters, optimizer.steps.note_replayed)
         optimizer.walk(gradients(1, BF16))
     for name in NAMES:
         ours, theirs = (optimizer.training.master(name) for optimizer in both)
@@ -365,13 +370,14 @@ def test_what_is_replayed_after_a_load_is_replayed_for_the_fused_step_too() -> N
 def test_after_a_step_of_its_own_an_optimizer_is_never_fused_again() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    optimizer = Optimizer(DeepSpeedCPUAdam)
-    optimizer._fused = fused_adam(optimizer.optimizer, optimizer.training.tiles.shape)
-    assert optimizer._fused is not None
-    handle = optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    optimizer = Tiled(DeepSpeedCPUAdam)
+    assert optimizer.steps._fused.is_fused
+    handle = optimizer.base.register_step_post_hook(lambda *_: None)
     optimizer.walk(gradients(0, BF16))
     handle.remove()
-    assert optimizer._fused is None
+    assert not optimizer.steps._fused.is_fused
+    optimizer.walk(gradients(1, BF16))
+    assert not optimizer.steps._fused.is_fused
 
 
 @pytest.mark.parametrize(("rank", "is_said"), [(0, True), (1, False)])
@@ -383,21 +389,24 @@ def test_only_an_optimizer_that_needs_sub_groups_whole_is_warned_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: rank)
-    optimizer = Optimizer(kind)
-    optimizer._configure_tensor_swapping(None, None)
-    assert isinstance(optimizer.optimizer_swapper, StreamedSwapper)
+    monkeypatch.setattr(tiled.dist, "get_rank", lambda: rank)
+    optimizer = Tiled(kind)
+    runtime: Any = optimizer.runtime
+    runtime.open_optimizer = functools.partial(Runtime.open_optimizer, runtime)
+    optimizer.steps.configure(None, None)
+    runtime.optimizer = runtime._optimizer
+    assert isinstance(optimizer.stage3.optimizer_swapper, StreamedSwapper)
     assert ("is not known" in caplog.text) == (is_said and kind is not adamw)
     # From now on its own: the sub-groups that are made go there.
-    optimizer._swap_in_sub_group_to_flat_buffer(None, FLAT)
-    assert optimizer.groups.contains(NAMES[FLAT])
-    assert not optimizer.groups.contains(NAMES[0])
+    optimizer.steps.create_master(FLAT, stock_unused)
+    assert runtime.optimizer.groups.contains(NAMES[FLAT])
+    assert not runtime.optimizer.groups.contains(NAMES[0])
 
 
-def test_at_the_end_the_drives_space_goes_back(optimizer: Optimizer) -> None:
+def test_at_the_end_the_drives_space_goes_back(optimizer: Tiled) -> None:
     optimizer.walk(gradients(0, BF16))
-    keys = [key for name in NAMES for *_, key in optimizer.stored(name)]
+    keys = [key for name in NAMES for *_, key in optimizer.steps.stored(name)]
     assert len(keys) == 9
-    optimizer._discard(None)  # type: ignore[arg-type]
+    optimizer.steps.discard(None)
     store = optimizer.training.store
     assert not any(store.discard(key=key) for key in keys)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from memascend.deepspeed.optimizer.during_backward import AfterBackward
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.optimizer.updates import early_key
@@ -42,7 +43,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_scale_that_grows_in_a_step_is_known_before() -> None:
     early, late = make(), make(early=False)
     for optimizer in (early, late):
-        optimizer.loss_scaler = DynamicLossScaler(
+        optimizer.stage3.loss_scaler = DynamicLossScaler(
             init_scale=4.0,
             scale_window=2,
             min_scale=1.0,
@@ -51,8 +52,8 @@ def test_a_scale_that_grows_in_a_step_is_known_before() -> None:
             dtype=torch.float16,
         )
         train(optimizer, range(7))
-        assert optimizer.loss_scale > 16.0
-    assert early.early_tile_count == 5 * TILES
+        assert optimizer.stage3.loss_scale > 16.0
+    assert early.steps.early_tile_count == 5 * TILES
     assert_equal(early, late)
 
 
@@ -61,8 +62,8 @@ def test_two_steps_are_watched_and_all_others_are_early(state_dtype: torch.dtype
     early, late = make(state_dtype=state_dtype), make(early=False, state_dtype=state_dtype)
     for optimizer in (early, late):
         train(optimizer, range(5))
-    assert early.early_tile_count == 3 * TILES
-    assert late.early_tile_count == 0
+    assert early.steps.early_tile_count == 3 * TILES
+    assert late.steps.early_tile_count == 0
     assert_equal(early, late)
 
 
@@ -70,7 +71,7 @@ def test_an_early_step_moves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     optimizer = make()
     moved = moved_gradients(optimizer.training, monkeypatch)
     train(optimizer, range(2))
-    optimizer.finish_walk()
+    optimizer.steps.finish()
     of_left = {
         f"gradient.{name}.{member.offset}.0"
         for name, begin in LEFT_TILES.items()
@@ -80,7 +81,7 @@ def test_an_early_step_moves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(moved) > of_left
     moved.clear()
     train(optimizer, range(2, 4))
-    optimizer.finish_walk()
+    optimizer.steps.finish()
     assert set(moved) == of_left
 
 
@@ -88,7 +89,7 @@ def test_a_step_that_is_over_first_leaves_no_tile_to_the_next_forward_pass() -> 
     early, late = make(overlap=False), make(early=False)
     for optimizer in (early, late):
         train(optimizer, range(4))
-    assert early.early_tile_count == 2 * (TILES + len(LEFT_TILES))
+    assert early.steps.early_tile_count == 2 * (TILES + len(LEFT_TILES))
     assert_equal(early, late)
 
 
@@ -98,10 +99,10 @@ def test_whatever_torch_makes_by_default_a_step_is_counted() -> None:
     try:
         for optimizer in (early, late):
             train(optimizer, range(3))
-            optimizer.finish_walk()
+            optimizer.steps.finish()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert early.early_tile_count == TILES
+    assert early.steps.early_tile_count == TILES
     assert_equal(early, late)
 
 
@@ -112,7 +113,7 @@ def test_a_write_that_failed_early_is_not_read_by_later_steps(
     early, late = make(faults=faults), make(early=False)
     for optimizer in (early, late):
         train(optimizer, range(2))
-    early.finish_walk()  # the tiles that were left are not to count
+    early.steps.finish()  # the tiles that were left are not to count
     staging = early.runtime.staging
     write_back, submit, calls = early.stream._write_back, staging.submit, itertools.count()
     alone = threading.Lock()  # gradients that go to the drive meanwhile must not meet the fault
@@ -141,7 +142,7 @@ def test_a_write_that_failed_early_is_not_read_by_later_steps(
     assert_equal(early, late)
     for optimizer in (early, late):
         train(optimizer, range(2, 6))
-    assert early.early_tile_count == 4 * TILES
+    assert early.steps.early_tile_count == 4 * TILES
     assert_equal(early, late)
 
 
@@ -157,13 +158,13 @@ def test_without_a_thread_the_step_comes_after_backward(
         train(optimizer, range(2))
         with monkeypatch.context() as patch:
             if optimizer is early:
-                patch.setattr(early._early, "_run", refuse)
+                patch.setattr(early.runtime.background, "run", refuse)
             backward(optimizer, 2)
             with caplog.at_level(logging.WARNING, "memascend"):
                 step(optimizer)
         train(optimizer, range(3, 4))
     assert "can't start new thread" in caplog.text
-    assert early.early_tile_count == TILES
+    assert early.steps.early_tile_count == TILES
     assert_equal(early, late)
 
 
@@ -171,7 +172,7 @@ def test_values_may_be_looked_at_in_the_middle_of_backward() -> None:
     early, late = make(), make(early=False)
     for optimizer in (early, late):
         train(optimizer, range(2))
-        note_final, seen = optimizer.note_final, []
+        note_final, seen = optimizer.steps.note_final, []
 
         def look(
             name: str, offset: int, optimizer: Any = optimizer, note: Any = note_final
@@ -180,9 +181,9 @@ def test_values_may_be_looked_at_in_the_middle_of_backward() -> None:
             if not seen:  # noqa: B023  of this turn
                 seen.append(values(optimizer))  # noqa: B023
 
-        optimizer.note_final = look
+        optimizer.steps.note_final = look
         backward(optimizer, 2)
-        optimizer.note_final = note_final
+        optimizer.steps.note_final = note_final
         step(optimizer)
     assert_equal(early, late)
 
@@ -195,9 +196,9 @@ def test_who_looks_at_values_before_the_step_sees_those_before() -> None:
     all_early(early)
     assert_equal(early, late)
     for optimizer in (early, late):
-        optimizer.settle()
+        optimizer.steps.settle()
         step(optimizer)
-    assert early.early_tile_count == TILES
+    assert early.steps.early_tile_count == TILES
     assert_equal(early, late)
 
 
@@ -209,7 +210,7 @@ def test_a_step_that_is_left_out_changes_nothing() -> None:
     assert_equal(early, late)
     for optimizer in (early, late):
         train(optimizer, range(3, 6))
-    assert early.early_tile_count == 3 * TILES
+    assert early.steps.early_tile_count == 3 * TILES
     assert_equal(early, late)
 
 
@@ -220,7 +221,7 @@ def test_a_second_backward_pass_counts_and_the_first_does_not() -> None:
         backward(optimizer, 2)
         change_rate(optimizer)  # as after zero_grad
         train(optimizer, range(3, 5))
-    assert early.early_tile_count == 2 * TILES
+    assert early.steps.early_tile_count == 2 * TILES
     assert_equal(early, late)
 
 
@@ -244,7 +245,7 @@ def test_where_the_first_tile_fails_early_none_is(
     train(late, range(2, 3))
     for optimizer in (early, late):
         train(optimizer, range(3, 4))
-    assert early.early_tile_count == TILES
+    assert early.steps.early_tile_count == TILES
     assert_equal(early, late)
 
 
@@ -265,8 +266,8 @@ def test_without_room_for_second_values_nothing_is_early(
     with caplog.at_level(logging.WARNING, "memascend"):
         for optimizer in (early, late):
             train(optimizer, range(1, 5))
-    assert caplog.text.count("during_backward") == 1
-    assert early.early_tile_count == 0
+    assert caplog.text.count("streaming.optimizer.during_backward") == 1
+    assert early.steps.early_tile_count == 0
     assert not [key for key in early.runtime.store.keys() if key.startswith(early_key(""))]  # noqa: SIM118
     assert_equal(early, late)
 
@@ -275,7 +276,7 @@ def test_without_room_for_second_values_nothing_is_early(
     ("changes", "words"),
     [
         ({"clip_grad": 1.0}, "gradient_clipping is 1.0"),
-        ({"_fused": None}, "fused"),
+        ({"fused": False}, "fused"),
         ({"streams_gradients": False}, "not streamed"),
     ],
 )
@@ -288,14 +289,29 @@ def test_where_it_cannot_be_the_run_is_told(
         optimizer = make(**changes)
     assert "streaming.optimizer.during_backward" in caplog.text
     assert words in caplog.text
-    assert optimizer._early is None
+    assert isinstance(optimizer.steps._ahead, AfterBackward)
 
 
 def test_second_values_go_with_the_optimizer() -> None:
     optimizer = make()
     train(optimizer, range(3))
-    optimizer.finish_walk()
+    optimizer.steps.finish()
     store = optimizer.runtime.store
     assert [key for key in store.keys() if key.startswith(early_key(""))]  # noqa: SIM118
-    optimizer._discard(None)
+    optimizer.steps.discard(None)
     assert not [key for key in store.keys() if key.startswith(early_key(""))]  # noqa: SIM118
+
+
+def test_a_step_without_early_tiles_does_not_make_keys_readable_that_a_write_has_failed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = make()
+    train(optimizer, range(2))
+    ahead = optimizer.steps._ahead
+    ahead._tiles.has_failed = True
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead, "_may_be_early", lambda number: False)
+        train(optimizer, range(2, 3))
+    assert ahead._tiles.has_failed
+    train(optimizer, range(3, 4))
+    assert not ahead._tiles.has_failed

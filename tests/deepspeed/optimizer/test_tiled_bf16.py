@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,31 +14,33 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from memascend.checkpoint.files import TensorReader
 from memascend.checkpoint.source import LoadedTensor
-from memascend.config.block import parse_block
 from memascend.deepspeed.optimizer import restore as restoring
-from memascend.deepspeed.optimizer import tiled_steps
-from memascend.deepspeed.optimizer.fused_adam import MOMENTS, fused_adam
+from memascend.deepspeed.optimizer import tiled
+from memascend.deepspeed.optimizer.fused_adam import MOMENTS
 from memascend.errors import ConfigError
-from tests.support.tiled_optimizer import BF16, NAMES, Optimizer
+from memascend.runtime import Runtime
+from tests.support.tiled_optimizer import BF16, NAMES, Tiled, stock_unused
 from tests.support.tiled_training import SIZES, gradients
 
 FP32 = torch.float32
 BLOCK = {"streaming": {"optimizer": {"state_dtype": "bf16"}}}
 
 
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled.dist, "get_rank", lambda: 0)
+
+
 def adam(params: Any) -> DeepSpeedCPUAdam:
     return DeepSpeedCPUAdam(params, lr=1e-2, weight_decay=0.1)
 
 
-def optimizer_of(state_dtype: torch.dtype = BF16, **options: Any) -> Optimizer:
-    made = Optimizer(adam, state_dtype=state_dtype, **options)
-    made.keeps_bf16_states = state_dtype == BF16
-    asked = state_dtype == BF16
-    made._fused = fused_adam(made.optimizer, made.training.tiles.shape, is_needed=asked)
-    return made
+def optimizer_of(state_dtype: torch.dtype = BF16, **options: Any) -> Tiled:
+    block = BLOCK if state_dtype == BF16 else {}
+    return Tiled(adam, block=block, state_dtype=state_dtype, **options)
 
 
-def values_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def values_of(optimizer: Tiled) -> list[torch.Tensor]:
     states = (None, *MOMENTS)
     return [optimizer.training.master(name, state) for name in NAMES for state in states]
 
@@ -48,7 +51,7 @@ def test_moments_are_stored_in_bf16_and_near_those_in_fp32() -> None:
         for optimizer in (narrow, wide):
             optimizer.walk(gradients(step, BF16))
     for name in NAMES:
-        dtypes = {state: dtype for state, dtype, _ in narrow.stored(name)}
+        dtypes = {state: dtype for state, dtype, _ in narrow.steps.stored(name)}
         assert dtypes == {None: FP32, **dict.fromkeys(MOMENTS, BF16)}
         for state in (None, *MOMENTS):
             ours, theirs = (each.training.master(name, state) for each in (narrow, wide))
@@ -70,7 +73,7 @@ def test_a_step_with_hooks_is_refused_before_a_weight_changes() -> None:
     optimizer = optimizer_of()
     optimizer.walk(gradients(0, BF16))
     before = values_of(optimizer)
-    optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.base.register_step_post_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="state_dtype"):
         optimizer.walk(gradients(1, BF16))
     for value, found in zip(before, values_of(optimizer), strict=True):
@@ -80,12 +83,12 @@ def test_a_step_with_hooks_is_refused_before_a_weight_changes() -> None:
 def test_an_accessor_gives_fp32_and_takes_it_rounded_to_nearest() -> None:
     optimizer = optimizer_of()
     optimizer.walk(gradients(0, BF16))
-    value, _ = optimizer._get_fp32_opt_state_partition(None, False, "exp_avg")
+    value, _ = optimizer.steps.values.state(None, False, "exp_avg", stock_unused)
     expected = optimizer.training.master(NAMES[0], "exp_avg")
     assert value.dtype == FP32
     assert torch.equal(value, expected[100:106])
     value.copy_(torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1.003, 0.0, 1e-30, 7.0]))
-    optimizer._writeback_swap_state(0)
+    optimizer.steps.values.store(stock_unused)
     found = optimizer.training.master(NAMES[0], "exp_avg")
     assert torch.equal(found[100:106], value.to(BF16).float())
     assert torch.equal(found[:100], expected[:100])
@@ -95,41 +98,35 @@ def test_an_accessor_gives_fp32_and_takes_it_rounded_to_nearest() -> None:
 def test_the_block_decides_what_tiles_hold_and_rank_0_says_it_is_inexact(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    optimizer = Optimizer(adam)
-    optimizer.runtime.config = parse_block(BLOCK)
     for rank in (1, 0):
         assert "state_dtype" not in caplog.text
-        monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda rank=rank: rank)
-        optimizer._configure_tensor_swapping(None, None)
+        monkeypatch.setattr(tiled.dist, "get_rank", lambda rank=rank: rank)
+        optimizer = Tiled(adam, block=BLOCK)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert ["state_dtype" in record.getMessage() for record in warnings] == [True]
-    assert optimizer.keeps_bf16_states
-    assert optimizer._tile_shape().state_dtype == BF16
+    assert optimizer.steps.keeps_bf16_states
+    assert optimizer.shape.state_dtype == BF16
 
 
 @pytest.mark.parametrize(("follows", "kept"), [(False, FP32), (True, BF16)])
 def test_states_that_deepspeed_keeps_in_bf16_are_no_request_for_ours(
-    monkeypatch: pytest.MonkeyPatch, follows: bool, kept: torch.dtype
+    follows: bool, kept: torch.dtype
 ) -> None:
     """bf16_master_weights_and_grads, alone or with bf16_optimizer_states: its own step serves."""
-    monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: 0)
-    optimizer = Optimizer(
-        lambda params: DeepSpeedCPUAdam(params, fp32_optimizer_states=not follows)
-    )
-    optimizer.master_weights_and_grads_dtype = BF16
-    optimizer._configure_tensor_swapping(None, None)
-    shape = optimizer._tile_shape()
+    optimizer = Tiled(lambda params: DeepSpeedCPUAdam(params, fp32_optimizer_states=not follows))
+    optimizer.stage3.master_weights_and_grads_dtype = BF16
+    runtime: Any = optimizer.runtime
+    runtime.open_optimizer = functools.partial(Runtime.open_optimizer, runtime)
+    optimizer.steps.configure(None, None)
+    shape = runtime._optimizer.tiles.shape
     assert (shape.master_dtype, shape.state_dtype) == (BF16, kept)
-    assert optimizer._fused is None
-    assert not optimizer.keeps_bf16_states
+    assert not optimizer.steps._fused.is_fused
+    assert not optimizer.steps.keeps_bf16_states
 
 
-def test_another_optimizer_is_refused_when_tiles_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_steps.dist, "get_rank", lambda: 0)
-    optimizer = Optimizer(torch.optim.AdamW)
-    optimizer.runtime.config = parse_block(BLOCK)
+def test_another_optimizer_is_refused_when_tiles_are_made() -> None:
     with pytest.raises(ConfigError, match="AdamW"):
-        optimizer._configure_tensor_swapping(None, None)
+        Tiled(torch.optim.AdamW, block=BLOCK)
 
 
 # -- checkpoints of the other kind ---------------------------------------------------------------
@@ -153,14 +150,16 @@ def test_moments_are_loaded_into_what_the_run_keeps(
         for index, name in enumerate(NAMES)
         for state in MOMENTS
     ]
-    for parameter in optimizer.fp32_partitioned_groups_flat:
-        optimizer.optimizer.state[parameter] = {"step": 3}
-    for tensor in restoring._as_kept(optimizer, loaded):
-        optimizer.load_tensor(tensor)
+    for parameter in optimizer.masters:
+        optimizer.base.state[parameter] = {"step": 3}
+    for tensor in restoring._as_kept(
+        optimizer.upstream, loaded, in_bf16=optimizer.steps.keeps_bf16_states
+    ):
+        optimizer.steps.load_tensor(tensor)
     for (name, state), value in moments.items():
         assert torch.equal(optimizer.training.master(name, state), value.to(kept).float())
-    assert caplog.text.count("Adam's moments") == (saved != kept)
-    optimizer.integrity.mend()
+    assert caplog.text.count("Adam's moments are in") == (saved != kept)
+    optimizer.steps.mend()
     optimizer.walk(gradients(0, BF16))
     for name in NAMES:
         assert optimizer.groups.group(name).states == dict.fromkeys(MOMENTS, kept)

@@ -22,7 +22,7 @@ from tests.support.early_optimizer import (
     step,
     train,
 )
-from tests.support.tiled_optimizer import NAMES
+from tests.support.tiled_optimizer import NAMES, stock_unused
 from tests.support.tiled_training import SIZES, gradients
 
 pytestmark = pytest.mark.deepspeed
@@ -34,25 +34,25 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grow_scale(optimizer: Any) -> None:
-    optimizer.loss_scaler.cur_scale *= 2
+    optimizer.stage3.loss_scaler.cur_scale *= 2
 
 
 def set_state(optimizer: Any) -> None:
-    value, _ = optimizer._get_fp32_opt_state_partition(None, False, "exp_avg")
+    value, _ = optimizer.steps.values.state(None, False, "exp_avg", stock_unused)
     value.fill_(3.0)
-    optimizer._writeback_swap_state(0)
+    optimizer.steps.values.store(stock_unused)
 
 
 def change_betas_in_place(optimizer: Any) -> None:
-    optimizer.optimizer.param_groups[0]["betas"][0] = 0.5
+    optimizer.base.param_groups[0]["betas"][0] = 0.5
 
 
 def clip(optimizer: Any) -> None:
-    optimizer.clip_grad = 0.5
+    optimizer.stage3.clip_grad = 0.5
 
 
 def hook(optimizer: Any) -> None:
-    optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.base.register_step_pre_hook(lambda *_: None)
 
 
 CHANGES = [
@@ -76,7 +76,7 @@ def test_what_changes_in_a_watched_step_counts_and_nothing_is_early_then(
         change(optimizer)
         step(optimizer)
         train(optimizer, range(2, 5))
-    assert early.early_tile_count == 0
+    assert early.steps.early_tile_count == 0
     assert_equal(early, late)
 
 
@@ -95,7 +95,7 @@ def test_what_changes_later_is_refused_and_training_goes_on(
     assert '"during_backward": false' in str(caught.value)
     change(late)
     assert_equal(early, late)
-    early.settle()  # as before a checkpoint
+    early.steps.settle()  # as before a checkpoint
     for optimizer in (early, late):
         train(optimizer, range(3, 5))
     assert_equal(early, late)
@@ -109,13 +109,13 @@ def test_a_norm_that_is_not_finite_needs_no_gradient() -> None:
         change_rate(optimizer)
         step(optimizer, is_left_out=True)
         train(optimizer, range(4, 6))
-    assert early.early_tile_count == 3 * TILES
+    assert early.steps.early_tile_count == 3 * TILES
     assert_equal(early, late)
 
 
 def read_gradient(optimizer: Any) -> torch.Tensor:
-    optimizer.grad_position = {0: (0, 0, SIZES[NAMES[0]] // 3)}
-    gradient, _ = optimizer._get_fp32_grad_state_partition(None, False)
+    optimizer.stage3.grad_position = {0: (0, 0, SIZES[NAMES[0]] // 3)}
+    gradient, _ = optimizer.steps.values.gradient(None, False, stock_unused)
     return torch.as_tensor(gradient)
 
 
@@ -128,7 +128,7 @@ def test_gradients_that_a_script_reads_stay_on_the_drive(caplog: pytest.LogCaptu
             assert torch.equal(read_gradient(early), read_gradient(late))
             for optimizer in (early, late):
                 step(optimizer)
-    assert early.early_tile_count == 0
+    assert early.steps.early_tile_count == 0
     assert_equal(early, late)
 
 
@@ -143,7 +143,7 @@ def test_a_gradient_that_is_read_too_late_is_refused_and_the_step_is_made() -> N
     for optimizer in (early, late):
         step(optimizer)
         train(optimizer, range(3, 5))
-    assert early.early_tile_count == 3 * TILES
+    assert early.steps.early_tile_count == 3 * TILES
     assert_equal(early, late)
 
 
@@ -153,7 +153,7 @@ def test_another_backward_pass_cannot_be_added_once_the_first_is_used_up(watched
     for optimizer in (early, late):
         train(optimizer, range(1 if watched else 2))
         backward(optimizer, 2)
-        optimizer.micro_step_id = 1
+        optimizer.stage3.micro_step_id = 1
     backward(late, 3)
     if watched:
         backward(early, 3)
@@ -163,12 +163,12 @@ def test_another_backward_pass_cannot_be_added_once_the_first_is_used_up(watched
         with pytest.raises(GradientGoneError, match="another backward pass"):
             backward(early, 3)
         for optimizer in (early, late):  # as zero_grad
-            optimizer.micro_step_id = 0
+            optimizer.stage3.micro_step_id = 0
             train(optimizer, range(2, 3))
     for optimizer in (early, late):
-        optimizer.micro_step_id = 0
+        optimizer.stage3.micro_step_id = 0
         train(optimizer, range(4, 6))
-    assert (early.early_tile_count == 0) == watched
+    assert (early.steps.early_tile_count == 0) == watched
     assert_equal(early, late)
 
 
@@ -182,7 +182,7 @@ def test_a_parameter_that_missed_a_watched_step_may_miss_another() -> None:
     # Its own tiles, and the one that it shares; one of them is left anyway.
     first = SIZES[NAMES[0]] // 3
     its = -(-2 * first // 4096) - first // 4096 - 1
-    assert early.early_tile_count == 6 * (TILES - its)
+    assert early.steps.early_tile_count == 6 * (TILES - its)
     assert_equal(early, late)
 
 
@@ -217,8 +217,8 @@ def test_a_checkpoint_that_is_loaded_before_the_step_needs_another_backward_pass
     for optimizer in (early, late):
         train(optimizer, range(2))
         backward(optimizer, 2)
-    early.begin_load()
-    early.integrity.mend()
+    early.steps.begin_load()
+    early.steps.mend()
     with pytest.raises(GradientGoneError, match="a checkpoint was loaded"):
         step(early)
     for optimizer in (early, late):
@@ -232,7 +232,7 @@ def test_a_backward_pass_that_an_error_has_left_may_come_again_in_another_order(
         train(optimizer, range(2))
         member = optimizer.training.members[NAMES[0]][0]  # the last of a whole pass
         give(optimizer, NAMES[0], gradients(2, torch.bfloat16)[NAMES[0]][: member.numel], member)
-        optimizer._end_step()  # as the next forward pass has it
+        optimizer.steps.restart()  # as the next forward pass has it
         train(optimizer, range(2, 3))
-    assert early.early_tile_count == TILES
+    assert early.steps.early_tile_count == TILES
     assert_equal(early, late)

@@ -1,0 +1,112 @@
+"""Checkpoint hooks of the ZeRO-3 optimizer.
+
+The engine's functions are in deepspeed/checkpoint/; they open a checkpoint and pass it to the
+optimizer, which loads it when DeepSpeed's own loading reaches the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from memascend.checkpoint.source import CheckpointSource
+from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.optimizer.restore import restore
+from memascend.deepspeed.optimizer.steps import StepPath
+from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
+
+
+class CheckpointHooks:
+    """What happens while the engine saves or loads; DeepSpeed's own way otherwise."""
+
+    def __init__(
+        self, upstream: Upstream, attach: Callable[[], Attachment], steps: StepPath
+    ) -> None:
+        """Start outside of a save or load.
+
+        Args:
+            upstream: The optimizer.
+            attach: Returns the model's attachment.
+            steps: Holds the values that are saved and loaded.
+        """
+        self._upstream, self._attach, self._steps = upstream, attach, steps
+        #: Whether DeepSpeed is saving or loading this optimizer.
+        self.is_active = False
+        self._source: CheckpointSource | None = None
+        self._loads_states = True
+
+    @contextmanager
+    def active(
+        self, source: CheckpointSource | None = None, *, with_states: bool = True
+    ) -> Iterator[None]:
+        """Within the context DeepSpeed saves or loads this optimizer as one that is not on NVMe.
+
+        Args:
+            source: The checkpoint to load; None for a save.
+            with_states: Load the optimizer states too, not only the weights.
+        """
+        self.is_active = True
+        self._source, self._loads_states = source, with_states
+        try:
+            yield
+        finally:
+            self.is_active = False
+            self._source = None
+
+    @property
+    def model_states(self) -> Path | None:
+        """The file to load the module from; None: the one that DeepSpeed finds."""
+        return None if self._source is None else self._source.model_states
+
+    def restore(self) -> None:
+        """Load the checkpoint given to `active`; later calls do nothing.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        source, self._source = self._source, None
+        if source is None:
+            return
+        optimizer_states: dict[str, Any] = {}
+        tensors = source.weights()
+        if self._loads_states:
+            self._upstream.set_scaler(source.zero_states)
+            optimizer_states, tensors = source.optimizer_states, source.tensors
+        runtime = self._attach().runtime
+        with runtime.lock:
+            restore(self._upstream, self._steps, runtime.staging, optimizer_states, tensors)
+        self._upstream.refresh_parameters()
+
+    def load_weights(self, original: Callable[[], None]) -> None:
+        """While a checkpoint is loaded, take its master weights; otherwise as DeepSpeed."""
+        if self.is_active:
+            self.restore()
+        else:
+            self._steps.finish()
+            self._steps.drop_ahead(LOADED)
+            original()
+
+    def load_states(
+        self, state_dict: Any, with_states: bool, original: Callable[[Any, bool], None]
+    ) -> None:
+        """Load as DeepSpeed, also if parameters are on the drive and the optimizer is in memory.
+
+        DeepSpeed assumes that the parameters are in memory too.
+        """
+        self._steps.finish()
+        self._steps.drop_ahead(LOADED)
+        upstream = self._upstream
+        if upstream.states_on_drive or all(flat is not None for flat in upstream.flats):
+            original(state_dict, with_states)
+            return
+        upstream.set_scaler(state_dict)
+        if with_states:
+            with upstream.masters_in_groups():
+                upstream.base.load_state_dict(state_dict["optimizer_state_dict"])
+        saved_groups = state_dict["fp32_flat_groups"]
+        pairs = zip(upstream.masters, saved_groups, strict=True)
+        for number, (master, saved) in enumerate(pairs):
+            master.data.copy_(saved.data)
+            upstream.update_parameters(number)

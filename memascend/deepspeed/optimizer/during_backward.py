@@ -1,0 +1,366 @@
+"""Work ahead of the coming step: tiles are stepped during backward, or the first ones are read.
+
+Without clipping the gradient factor is known before backward, so a tile can be stepped as soon as
+its gradients are complete. DeepSpeed may still skip the step, if the norm is not finite. So early
+steps write their results beside the old values. `step()` compares the hyperparameters and the loss
+scale with those that the early steps used, and takes or discards the results.
+
+An early step consumes its gradients, so a step with changed hyperparameters is an error. The first
+two steps are only watched. If the script changes or reads anything between backward and step in
+them, early steps are turned off for the run. If a parameter got no gradient in some step, its tiles
+are not early any more: its next step may use the gradient of the step before again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from deepspeed import comm as dist
+
+from memascend.base.sizes import LEFT_ONE_OF
+from memascend.deepspeed.optimizer.fused_adam import FusedAdam
+from memascend.deepspeed.optimizer.upstream import Upstream
+from memascend.errors import GradientGoneError, StoreFullError
+from memascend.nvme.resident import ResidentStore
+from memascend.runtime import Runtime
+from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.optimizer.during_backward import (
+    EarlyPart,
+    TilesDuringBackward,
+    leave_some,
+)
+from memascend.streaming.optimizer.step import Basis, Begins, Step
+from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_groups import SubGroups, make_anew
+from memascend.streaming.optimizer.updates import EarlyStep, early_key
+
+log = logging.getLogger(__name__)
+
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+#: Steps before the first early one: enough to see an event of every step or of every other step.
+WATCHED_COUNT = 2
+
+
+class NothingAhead:
+    """No work ahead: before there are tiles, and after they are gone."""
+
+    def places(self, step: Step, name: str, offset: int) -> TilePlaces | None:
+        """Return None: gradients go to the drive."""
+        return None
+
+    def note_final(self, step: Step, name: str, offset: int) -> None:
+        """Do nothing."""
+
+    def note_look(self) -> None:
+        """Do nothing."""
+
+    def drop(self, step: Step, reason: str) -> None:
+        """Do nothing."""
+
+    def take(self, step: Step) -> tuple[Begins, str]:
+        """Return no tiles."""
+        return {}, ""
+
+    def explain(self, reason: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+
+class AfterBackward(NothingAhead):
+    """All tiles are stepped after backward; the first ones are read during backward."""
+
+    def __init__(self, stream: OptimizerStream) -> None:
+        """Wrap the stream that reads tiles."""
+        self._stream = stream
+
+    def note_final(self, step: Step, name: str, offset: int) -> None:
+        """Read the first tiles of the step, in the order of the last one."""
+        if not step.is_torn:
+            self._stream.read_ahead(step.order)
+
+    def drop(self, step: Step, reason: str) -> None:
+        """Drop the tiles that were read."""
+        self._stream.forget_ahead()
+
+
+class DuringBackward:
+    """Steps tiles during backward, and gives the results to the step or discards them."""
+
+    def __init__(
+        self,
+        *,
+        upstream: Upstream,
+        runtime: Runtime,
+        fused: FusedAdam,
+        overlaps: Callable[[], bool],
+        turn_off: Callable[[], None],
+    ) -> None:
+        """Start without a gradient.
+
+        Args:
+            upstream: The optimizer.
+            runtime: Owner of the streams.
+            fused: The optimizer's fused steps.
+            overlaps: Returns whether a fused step may run in the background.
+            turn_off: Called when this object must not be used any more.
+        """
+        self._upstream, self._runtime, self._fused = upstream, runtime, fused
+        self._overlaps, self._turn_off = overlaps, turn_off
+        self._tiles = TilesDuringBackward(
+            stream=runtime.optimizer, background=runtime.background, new_event=runtime.new_event
+        )
+        self._watched_count = 0
+        self._may_miss: set[tuple[str, int]] = set()  # gradients that did not arrive in some step
+        self._keys: frozenset[str] = frozenset()  # keys that have a second key for early results
+
+    @property
+    def _groups(self) -> SubGroups:
+        return self._runtime.optimizer.groups
+
+    @property
+    def _store(self) -> ResidentStore:
+        store: ResidentStore | None = self._runtime.store
+        assert store is not None
+        return store
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def places(self, step: Step, name: str, offset: int) -> TilePlaces | None:
+        """Return tile memory for a gradient that is about to be final; None: to the drive."""
+        if (name, offset) in step.arrived and self._stop_if_watched(
+            "a backward pass added to a gradient that was final"
+        ):
+            return None
+        if not step.basis:
+            step.basis = self._basis(self._upstream.coming_loss_scale())
+            parts = [] if self._is_watched or step.is_torn else self._early_parts()
+            if parts and not self._has_room(parts):
+                return None
+            self._tiles.begin(parts)
+        return self._tiles.places(name, offset)
+
+    def note_final(self, step: Step, name: str, offset: int) -> None:
+        """Note that a gradient is final; step tiles that are complete."""
+        step.arrived.add((name, offset))
+        self._tiles.note()
+
+    def note_look(self) -> None:
+        """Note that the script reads a gradient: an early step would have consumed it."""
+        self._stop_if_watched("gradients are read")
+
+    def drop(self, step: Step, reason: str) -> None:
+        """Discard early steps: one of their inputs is about to change."""
+        if not step.basis:
+            return  # no gradient of the step has arrived
+        self._tiles.forget()
+        step.doubt = step.doubt or reason
+        self._stop_if_watched(reason)
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def take(self, step: Step) -> tuple[Begins, str]:
+        """Return (begins of the tiles stepped early, why they were discarded or empty)."""
+        if not step.basis:
+            return {}, ""
+        changed = _difference(step.basis, self._basis(self._upstream.loss_scale))
+        reason = step.doubt or (changed and f"{changed} between backward and step()")
+        if reason:
+            self._tiles.close()
+        else:
+            self._tiles.finish()
+        begins, error = self._tiles.take(self._runtime.gradients.bring_back)
+        if error is not None and not reason:
+            reason = f"a tile could not be stepped during backward ({error})"
+        elif changed and self._stop_if_watched(reason):
+            return {}, reason
+        self._note_missing(step)
+        return ({}, reason) if reason else (begins, "")
+
+    def _note_missing(self, step: Step) -> None:
+        for number, name in enumerate(self._upstream.names):
+            places = gradient_places(self._upstream, number)
+            self._may_miss |= {(name, offset) for _, offset, _ in places} - step.arrived
+        self._watched_count += 1
+
+    def explain(self, reason: str) -> None:
+        """Tell why no tile was stepped early this time, if there is a reason."""
+        if reason:
+            log.warning("memascend: no tile is stepped during backward this time: %s", reason)
+
+    def close(self) -> None:
+        """Stop stepping, and return when nothing is in flight."""
+        self._tiles.close()
+
+    def forget(self) -> None:
+        """Forget the early steps of a step that is over."""
+        self._tiles.forget()
+
+    # -- watching --------------------------------------------------------------------------------
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether this is one of the first steps, in which the script is only watched."""
+        return self._watched_count < WATCHED_COUNT
+
+    def _stop_if_watched(self, reason: str) -> bool:
+        """Turn early steps off for this run if it is still being watched; return whether it was."""
+        if not self._is_watched:
+            return False
+        if dist.get_rank() == 0:
+            key = "streaming.optimizer.during_backward"
+            log.warning("memascend: %s has no effect from now on: %s", key, reason)
+        self._stop()
+        return True
+
+    def _stop(self) -> None:
+        self.discard()
+        self._turn_off()
+
+    def discard(self) -> None:
+        """Forget early steps, and free their space on the drive."""
+        self._tiles.forget()
+        for key in self._keys:
+            self._store.discard(key=early_key(key))
+        self._keys = frozenset()
+
+    def _basis(self, loss_scale: float) -> list[Basis]:
+        """Return the inputs of a step made now, for each sub-group."""
+        upstream = self._upstream
+        return [
+            {
+                "step": upstream.base.state.get(master, {}).get("step"),
+                "loss_scale": loss_scale,
+                "gradient_clipping": upstream.norm_max,
+                # Copied: the script may change a list of betas in place.
+                **{
+                    name: copy.deepcopy(upstream.hyperparameters(number)[name])
+                    for name in _HYPERPARAMETERS
+                },
+            }
+            for number, master in enumerate(upstream.masters)
+        ]
+
+    # -- the tiles to step early -----------------------------------------------------------------
+
+    def _early_parts(self) -> list[EarlyPart]:
+        """Return the sub-groups to step early."""
+        upstream, fused = self._upstream, self._fused
+        if not fused.is_fused or upstream.norm_max > 0:
+            return []
+        groups = [upstream.hyperparameters(number) for number in range(len(upstream.masters))]
+        values = [upstream.base.state.get(master, {}) for master in upstream.masters]
+        states = [self._groups.group(name).states for name in upstream.names]
+        if any(map(fused.why_not, groups, values, states)):
+            return []
+        coming = [(group, one["step"] + 1) for group, one in zip(groups, values, strict=True)]
+        chosen = [
+            self._early_part(number, update)
+            for number, update in enumerate(fused.early(coming))
+            if self._may_be_early(number)
+        ]
+        return leave_some(chosen, LEFT_ONE_OF) if self._overlaps() else chosen
+
+    def _early_part(self, number: int, update: Any) -> EarlyPart:
+        upstream = self._upstream
+        name = upstream.masters[number].ds_id
+        factor = 1.0 / upstream.coming_loss_scale()
+        places = [(offset, numel) for _, offset, numel in gradient_places(upstream, number)]
+        return EarlyPart(
+            step=EarlyStep(name, update, factor, upstream.members(number)),
+            begins=self._groups.begins(name),
+            places=[place for place in places if (name, place[0]) not in self._may_miss],
+            kept=[place for place in places if (name, place[0]) in self._may_miss],
+        )
+
+    def _may_be_early(self, number: int) -> bool:
+        """Return whether all values of a sub-group are on the drive, none in memory."""
+        group = self._groups.group(self._upstream.masters[number].ds_id)
+        in_memory = sum(self._store.memory_of(key=key) for key in group.all_keys)
+        are_stored = all(member.key is not None for member in self._upstream.members(number))
+        return are_stored and not group.fills and in_memory == 0
+
+    def _has_room(self, parts: Sequence[EarlyPart]) -> bool:
+        """Reserve room for early results; if the drive is full, turn early steps off."""
+        keys, store = self._keys_of(parts), self._store
+        # After a failed write a key is unreadable until it is created again.
+        reserve = functools.partial(make_anew, store) if self._tiles.has_failed else store.reserve
+        self._keys |= set(keys)
+        try:
+            for key in keys:
+                reserve(key=early_key(key), nbytes=store.nbytes(key=key))
+        except StoreFullError as error:
+            log.warning(
+                "memascend: streaming.optimizer.during_backward has no effect from now on: the "
+                "drive has no room for the new values of a step beside the old ones. %s",
+                error,
+            )
+            self._stop()
+            return False
+        self._tiles.has_failed = False
+        return True
+
+    def _keys_of(self, parts: Sequence[EarlyPart]) -> list[str]:
+        """Return the keys that the steps of these sub-groups write."""
+        names = [part.step.name for part in parts]
+        members = [member for part in parts for member in part.step.members]
+        of_states = [key for name in names for key in self._groups.group(name).all_keys]
+        return of_states + [member.key for member in members if member.key is not None]
+
+
+#: Work ahead of a step; its methods take the step that collects gradients.
+AheadOfStep = NothingAhead | DuringBackward
+
+
+def gradient_places(upstream: Upstream, number: int) -> Iterator[tuple[Any, int, int]]:
+    """Yield parameter, offset and elements of each gradient of a sub-group that can arrive."""
+    offset = 0
+    for param in upstream.params[number]:
+        numel = param.ds_tensor.ds_numel
+        # A rank whose shard is only padding gets no gradient.
+        if upstream.part_begin(param, numel) < param.ds_numel:
+            yield param, offset, numel
+        offset += numel
+
+
+def check_gradients(upstream: Upstream, runtime: Runtime, early: Begins, reason: str) -> None:
+    """Check that every tile still to be stepped has its gradient.
+
+    Args:
+        upstream: The optimizer.
+        runtime: Owner of the streams.
+        early: Begins of the tiles that were stepped early.
+        reason: Why there are none; empty if there is no reason.
+
+    Raises:
+        GradientGoneError: An early step consumed it. Nothing has changed.
+    """
+    for number, name in enumerate(upstream.names):
+        tile_numel = runtime.optimizer.groups.begins(name).step
+        stepped = early.get(name, ())
+        for offset, begin in runtime.gradients.away(name):
+            if begin // tile_numel * tile_numel not in stepped:
+                places = gradient_places(upstream, number)
+                param = next(param for param, own, _ in places if own == offset)
+                missing = f"the parameter {upstream.name_of(param)} got no gradient this time"
+                raise GradientGoneError(f"cannot make this step: {reason or missing}")
+
+
+def _difference(before: Sequence[Basis], now: Sequence[Basis]) -> str:
+    """Describe the first value that differs; empty if none does."""
+    for number, (old, new) in enumerate(zip(before, now, strict=True)):
+        for name, value in old.items():
+            if value != new[name]:
+                return f"{name} of sub-group {number} went from {value} to {new[name]}"
+    return ""

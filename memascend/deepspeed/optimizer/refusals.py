@@ -1,0 +1,73 @@
+"""Models and optimizers that cannot be trained, refused before DeepSpeed forms sub-groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memascend.deepspeed.parameters.gather import swapper_of
+from memascend.errors import ConfigError
+
+#: Parameter dtypes that can be trained, besides a model that is all fp64.
+_TRAINED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def refuse(module: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse a model and a base optimizer that DeepSpeed would fail on, or train wrongly.
+
+    Raises:
+        ConfigError: Names the reason and the fix.
+    """
+    refuse_several_contexts(module)
+    refuse_nothing_to_train(module, optimizer)
+    refuse_dtypes(optimizer)
+
+
+def refuse_several_contexts(module: torch.nn.Module) -> None:
+    """Refuse parameters with several swappers: DeepSpeed passes any list of them to one."""
+    swappers = {id(swapper_of(param)) for param in module.parameters() if swapper_of(param)}
+    if len(swappers) > 1:
+        raise ConfigError(
+            f"the parameters of this model come from {len(swappers)} deepspeed.zero.Init contexts, "
+            "and DeepSpeed cannot swap parameters of several contexts together. Build the whole "
+            "model in one, or outside of any and let deepspeed.initialize partition it"
+        )
+
+
+def refuse_nothing_to_train(module: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse a model without sub-groups: DeepSpeed would fail to find the largest one."""
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.requires_grad for param in given):
+        return
+    of_model = [param.requires_grad for param in module.parameters()]
+    raise ConfigError(
+        f"there is nothing to train: none of the {len(given)} tensors given to "
+        f"{type(optimizer).__name__} requires a gradient; of the model's {len(of_model)} tensors "
+        f"{sum(of_model)} do. likely cause: all weights are frozen, or adapters were added after "
+        "the optimizer was made. fix: requires_grad_(True) on the parameters to train, before "
+        "deepspeed.initialize, and give it those parameters; to run without training, leave the "
+        "optimizer out"
+    )
+
+
+def refuse_dtypes(optimizer: Any) -> None:
+    """Refuse dtypes that cannot be trained, also that of a frozen first parameter.
+
+    DeepSpeed takes the dtype of all weights from the first parameter that it is given. A model that
+    is entirely in fp64 is allowed.
+    """
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    first = given[0].dtype
+    trained = {param.dtype for param in given if param.requires_grad}
+    if {first} | trained <= _TRAINED_DTYPES or {first} | trained == {torch.float64}:
+        return
+    raise ConfigError(
+        f"{type(optimizer).__name__} cannot train its parameters: the first parameter is "
+        f"{first}, those that require a gradient are {', '.join(sorted(map(str, trained)))}. "
+        "DeepSpeed keeps all weights in the dtype of the first, and they are trained in fp32, bf16 "
+        "or fp16. likely cause: frozen parameters that are no floats, such as packed 4-bit "
+        "weights, were given to the optimizer. fix: model_parameters=[p for p in "
+        "model.parameters() if p.requires_grad] in deepspeed.initialize; convert trained ones of "
+        "another dtype to fp32 before"
+    )

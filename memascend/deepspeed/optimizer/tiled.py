@@ -1,0 +1,494 @@
+"""Steps of the ZeRO-3 optimizer in tiles: no whole sub-group is ever in memory.
+
+All of a sub-group's step happens in the optimizer step, tile by tile. The calls before it only
+record values, and those after it do nothing.
+
+A step may run in the background: it continues after `step()` has returned. The gradient norm and
+the overflow verdict, which need all ranks, are known before the first sub-group is stepped. The
+rest is local to each rank and may overlap the next forward pass. A gather waits for its own
+parameters; reading one master weight or state waits for its sub-group; every other access waits for
+the end of the walk.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from memascend.base.progress import byte_progress
+from memascend.base.units import format_nbytes
+from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.optimizer.during_backward import (
+    AfterBackward,
+    AheadOfStep,
+    DuringBackward,
+    NothingAhead,
+    check_gradients,
+)
+from memascend.deepspeed.optimizer.fused_adam import FusedAdam, OwnSteps, fused_adam
+from memascend.deepspeed.optimizer.locked import locked
+from memascend.deepspeed.optimizer.swapper import StreamedSwapper
+from memascend.deepspeed.optimizer.upstream import LOADED, Original, Upstream
+from memascend.deepspeed.optimizer.values import TiledValues
+from memascend.deepspeed.optimizer.walk_order import forward_order, may_reorder, places_of
+from memascend.deepspeed.plan.optimizers import (
+    initial_state,
+    is_elementwise,
+    state_count,
+    state_dtype,
+)
+from memascend.deepspeed.stock.host_buffers import AbsentBuffers
+from memascend.plan.bf16_moments import INEXACT, keeps_bf16
+from memascend.plan.knobs import tile_sizes
+from memascend.runtime import Runtime
+from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.optimizer.step import Step, StepPhase
+from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_groups import SubGroups
+from memascend.streaming.optimizer.tiles import TileShape
+from memascend.streaming.optimizer.updates import FusedUpdate, SubGroupStep
+
+log = logging.getLogger(__name__)
+
+
+class TiledSteps:
+    """Sub-groups in the store, stepped by an OptimizerStream."""
+
+    is_tiled = True
+
+    def __init__(
+        self, upstream: Upstream, attach: Callable[[], Attachment], *, streams_gradients: bool
+    ) -> None:
+        """Start without a step; `configure` makes the rest.
+
+        Args:
+            upstream: The optimizer.
+            attach: Returns the model's attachment, once DeepSpeed has formed sub-groups.
+            streams_gradients: Whether gradients are in the gradient stream before they are final.
+        """
+        self._upstream, self._attach = upstream, attach
+        self._streams_gradients = streams_gradients
+        self.early_tile_count = 0
+        self.keeps_bf16_states = False
+        #: The step that collects gradients, or the last one until the next gradient arrives.
+        self.current = Step()
+        self.values = TiledValues(upstream, attach, self)
+        self._fused: FusedAdam | OwnSteps = OwnSteps()
+        # Work ahead of the coming step: tiles are stepped during backward, or only read.
+        self._ahead: AheadOfStep = NothingAhead()
+        # Called with the bytes of master weights stored since the last call, at the start.
+        self._advance: Callable[[int], None] | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """The model's runtime."""
+        return self._attach().runtime
+
+    @property
+    def _stream(self) -> OptimizerStream:
+        return self.runtime.optimizer
+
+    @property
+    def _groups(self) -> SubGroups:
+        return self._stream.groups
+
+    # -- construction ----------------------------------------------------------------------------
+
+    def configure(self, offload_config: Any, aio_config: Any) -> None:
+        """Make the tiles, and the swapper that DeepSpeed asks."""
+        upstream, runtime = self._upstream, self.runtime
+        self.keeps_bf16_states = keeps_bf16(runtime.config)
+        stream = runtime.open_optimizer(self._tile_shape())
+        tiles = stream.tiles
+        if tiles.shape.count == 1 and dist.get_rank() == 0:
+            log.warning(
+                "memascend: %s is not known to work element by element, so a sub-group is stepped "
+                "whole; that takes %s of host memory. A smaller sub_group_size lowers it",
+                type(upstream.base).__name__,
+                format_nbytes(tiles.nbytes),
+            )
+        rank = dist.get_rank() if self.keeps_bf16_states else 0
+        if runtime.config.streaming.optimizer.fused:
+            needed = self.keeps_bf16_states
+            self._fused = fused_adam(upstream.base, tiles.shape, rank, is_needed=needed)
+        if self.keeps_bf16_states and rank == 0:
+            log.warning("memascend: %s", INEXACT)
+        self._ahead = self._work_ahead()
+        upstream.state_swapper = StreamedSwapper(
+            groups=stream.groups, gradient_stream=runtime.gradients, lock=runtime.lock
+        )
+
+    def _work_ahead(self) -> AheadOfStep:
+        """Return early steps if they are configured and this optimizer allows them."""
+        if not self.runtime.config.streaming.optimizer.during_backward:
+            return AfterBackward(self._stream)
+        reason = self._why_never_early()
+        if reason:
+            if dist.get_rank() == 0:
+                key = "streaming.optimizer.during_backward"
+                log.warning("memascend: %s has no effect: %s", key, reason)
+            return AfterBackward(self._stream)
+        assert isinstance(self._fused, FusedAdam)
+        return DuringBackward(
+            upstream=self._upstream,
+            runtime=self.runtime,
+            fused=self._fused,
+            overlaps=self._may_overlap,
+            turn_off=self._turn_off,
+        )
+
+    def _why_never_early(self) -> str:
+        """Return why this run cannot step tiles early; empty if it can."""
+        norm_max = self._upstream.norm_max
+        if norm_max > 0:
+            return (
+                f"gradient_clipping is {norm_max}, and no gradient can be clipped before the "
+                "last one has come. Set it to 0 (max_grad_norm=0 in a Trainer)"
+            )
+        if not self._fused.is_fused:
+            name = type(self._upstream.base).__name__
+            return f"{name} does not step in one pass (streaming.optimizer.fused)"
+        if not self._streams_gradients or self._upstream.parameter_swapper is None:
+            return "parameters and gradients are not streamed from and to the drive"
+        return ""
+
+    def _turn_off(self) -> None:
+        """Step no tile during backward from now on."""
+        self._ahead = AfterBackward(self._stream)
+
+    def _tile_shape(self) -> TileShape:
+        upstream, runtime = self._upstream, self.runtime
+        numel, count = tile_sizes(
+            max(upstream.numels),
+            sum(upstream.numels),
+            is_tiled=is_elementwise(upstream.base),
+            tile_bytes=runtime.config.streaming.optimizer.tile_bytes,
+        )
+        if runtime.plan is not None:
+            numel, count = runtime.plan.tile_numel, runtime.plan.tile_count
+        gradient_dtype = master_dtype = upstream.master_dtype
+        if self._streams_gradients:  # gradients from DeepSpeed's flat buffer are already cast
+            gradient_dtype = upstream.accumulation_dtype
+        return TileShape(
+            numel=numel,
+            count=count,
+            state_count=state_count(upstream.base),
+            master_dtype=master_dtype,
+            state_dtype=self._state_dtype(),
+            gradient_dtype=gradient_dtype,
+            parameter_dtype=upstream.stored_dtype,
+            spare_count=0 if runtime.plan is None else runtime.plan.spare_count,
+        )
+
+    def _state_dtype(self) -> torch.dtype:
+        upstream = self._upstream
+        return state_dtype(upstream.base, upstream.master_dtype, in_bf16=self.keeps_bf16_states)
+
+    def create_masters(self, original: Original) -> None:
+        """Make master weights as DeepSpeed, sub-group by sub-group.
+
+        DeepSpeed allocates a buffer of a whole sub-group, which stays unused: master weights are
+        streamed.
+        """
+        numels = self._upstream.numels
+        nbytes = sum(numels) * self._upstream.master_dtype.itemsize
+        leads = dist.get_rank() == 0
+        with (
+            byte_progress("writing master weights", nbytes, leads=leads) as self._advance,
+            AbsentBuffers(torch.empty, set(numels)),
+        ):
+            original()
+
+    @locked
+    def create_master(self, number: int, original: Original) -> None:
+        """Create the master weights of a sub-group from its parameters."""
+        upstream = self._upstream
+        members = upstream.members(number)
+        name, numel = upstream.masters[number].ds_id, upstream.numels[number]
+        self._groups.create(name, numel, members, self._advance)
+
+    def initialize_states(self, original: Original) -> None:
+        """Allocate nothing: gradients and moments begin as zeros, which need not be stored."""
+        base = self._upstream.base
+        if isinstance(base, torch.optim.Adagrad):
+            # As upstream: Adagrad creates its states when constructed, here without elements.
+            remade = torch.optim.Adagrad(self._upstream.masters, **base.defaults)
+            self._upstream.remake_base(remade)
+
+    def end_setup(self) -> None:
+        """Wait for the writes of master weights."""
+        self._stream.drain()
+
+    @locked
+    def discard(self, swapper: Any) -> None:
+        """Free the memory and the drive space of all sub-groups."""
+        self._ahead.discard()
+        self._stream.forget_ahead()
+        self._groups.discard()
+        self._ahead = NothingAhead()
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def step(self, original: Original) -> None:
+        """Step as DeepSpeed, after the previous step has finished; take or discard early steps.
+
+        Raises:
+            TornStepError: The last step ended half-way; load a checkpoint first.
+            GradientGoneError: The inputs differ from those of the early steps, which have consumed
+                their gradients. Nothing has changed.
+        """
+        try:
+            self.runtime.background.finish()
+            self._coming.check()
+            original()
+        finally:
+            self.restart()
+
+    @property
+    def _coming(self) -> Step:
+        """The step that gradients arrive for."""
+        if self.current.phase is StepPhase.DONE:
+            self.current = self.current.following()
+        return self.current
+
+    @locked
+    def restart(self) -> None:
+        """Begin another step, without gradients; a step in the background keeps its phase."""
+        self._ahead.forget()
+        self.current = self.current.following()
+
+    @locked
+    def prepare(self, number: int, original: Original) -> None:
+        """Before the first sub-group, decide how all are stepped."""
+        if number == 0:
+            self._decide()
+
+    def _decide(self) -> None:
+        step, numbers = self._coming, range(len(self._upstream.params))
+        early, reason = self._ahead.take(step)  # first: early steps use the tiles until then
+        # If writing a gradient failed, raise before any weight changes.
+        self.runtime.staging.wait_writes()
+        # The walk reads ahead across sub-groups, so all states must exist before it.
+        for number in numbers:
+            self._make_state(number)
+        step.updates = [self._fused_update(number) for number in numbers]
+        step.in_background = self._may_go_behind(step)
+        if None in step.updates:
+            early, reason = {}, reason or "the optimizer has to make this step by itself"
+        check_gradients(self._upstream, self.runtime, early, reason)
+        self._ahead.explain(reason)
+        self.early_tile_count += sum(map(len, early.values()))
+        is_free = step.in_background and may_reorder(self._upstream)
+        order = forward_order(self._upstream) if is_free else numbers
+        names = self._upstream.names
+        step.decide([names[number] for number in order], early)
+        self._stream.begin(step)
+
+    def _make_state(self, number: int) -> None:
+        """Before a sub-group's first step, add the states that the optimizer would create."""
+        base, master = self._upstream.base, self._upstream.masters[number]
+        if self._groups.group(master.ds_id).states:
+            return
+        known = initial_state(base, self._upstream.hyperparameters(number))
+        if known is None:
+            return
+        scalars, fills = known
+        dtype = self._state_dtype()
+        for name, fill in fills.items():
+            self._groups.add_state(master.ds_id, name, dtype, fill)
+        base.state[master] = scalars | {name: torch.empty(0, dtype=dtype) for name in fills}
+
+    def _fused_update(self, number: int) -> FusedUpdate | None:
+        """Return the fused update of a sub-group; None: the optimizer must step by itself."""
+        if not self._fused.is_fused:
+            return None
+        master = self._upstream.masters[number]
+        group = self._upstream.hyperparameters(number)
+        states = self._groups.group(master.ds_id).states
+        return self._fused.of(group, self._upstream.base.state[master], states, number)
+
+    def _may_go_behind(self, step: Step) -> bool:
+        """Return whether a step may run in the background on this rank.
+
+        A background step may touch only the store and its tiles: not the optimizer's
+        hyperparameters, staging slots or the device.
+        """
+        if None in step.updates or self.runtime.gradients.needs_slots(
+            self._upstream.accumulation_dtype
+        ):
+            return False
+        return self._may_overlap()
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether steps may run in the background; the same on every rank."""
+        wanted = self.runtime.config.streaming.optimizer.overlap
+        is_streamed = self._upstream.parameter_swapper is not None
+        return wanted and self._streams_gradients and is_streamed
+
+    def _may_overlap(self) -> bool:
+        """Return whether a fused step may run in the background: no parameter is on a device."""
+        if not self._overlaps or self.runtime.store is None:
+            return False
+        numbers = range(len(self._upstream.params))
+        members = (member for number in numbers for member in self._upstream.members(number))
+        return all(one.tensor is None or one.tensor.device.type == "cpu" for one in members)
+
+    def unscale(self, number: int, total_norm: torch.Tensor, original: Original) -> None:
+        """Note the factor; the tiles are multiplied by it when they are stepped."""
+        self.current.factor = self._upstream.gradient_factor(total_norm)
+
+    @locked
+    def step_sub_group(self, number: int, original: Original) -> None:
+        """Step a sub-group, or queue its step for the background."""
+        master = self._upstream.masters[number]
+        current = self.current
+        fused = current.updates[number]
+        step = SubGroupStep(
+            name=master.ds_id,
+            parameter=master,
+            states=self._upstream.base.state,
+            update=original,
+            factor=current.factor,
+            members=self._upstream.members(number),
+            fused=fused,
+        )
+        if fused is not None:
+            original()  # has no gradients, so it steps nothing; schedulers count the calls
+        if current.in_background:
+            current.queue[step.name] = functools.partial(self._stream.step, step)
+        else:
+            self._stream.step(step)
+
+    def update_parameters(self, number: int, original: Original) -> None:
+        """Let the parameters of a sub-group in memory point to their new values."""
+        if self._upstream.flats[number] is not None:
+            self._upstream.unflatten(number)
+
+    def release(self, original: Original) -> None:
+        """Do nothing: no sub-group is in memory."""
+
+    def end(self, original: Original) -> None:
+        """End the loop as DeepSpeed, and start the steps that run in the background."""
+        if not self.current.in_background:
+            self._stream.drain()
+        if self._overlaps:
+            # DeepSpeed would gather these now and wait for the walk; the next forward pass gathers
+            # them anyway. `_overlaps` is equal on all ranks, since a gather is a collective, while
+            # `in_background` may differ between ranks.
+            with self._upstream.gathering_nothing():
+                original()
+        else:
+            original()
+        self._start_walk()
+
+    def _start_walk(self) -> None:
+        """Start the background steps, if there are any."""
+        current = self.current
+        if current.in_background:
+            current.note_change()  # torn until the last one, even if the first one fails
+            steps = [current.queue[name] for name in current.order]
+            places = places_of(self._upstream, current.order)
+            self.runtime.background.start(steps, places, self._stream.drain)
+            current.queue.clear()
+
+    def finish(self) -> None:
+        """Wait until the last step has written every value; stop early steps and wait for them.
+
+        Raises:
+            StoreError: The step failed; raised once. The step is torn from its start on.
+        """
+        self.runtime.background.finish()
+        with self.runtime.lock:  # hooks begin early steps while another thread looks
+            self._ahead.close()
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def tile_places(self, name: str, offset: int) -> TilePlaces | None:
+        """Return tile memory for a gradient of the coming step; None: write it to the drive."""
+        step = self._coming
+        if (name, offset) in step.arrived and self._upstream.micro_step == 0:
+            self.restart()  # this backward pass replaces the previous one
+            step = self.current
+        return self._ahead.places(step, name, offset)
+
+    def note_final(self, name: str, offset: int) -> None:
+        """Note that a gradient is final; step tiles that are complete, or read tiles ahead."""
+        self._ahead.note_final(self._coming, name, offset)
+
+    @locked
+    def drop_ahead(self, reason: str) -> None:
+        """Discard early steps and tiles read ahead: one of their inputs is about to change."""
+        self._ahead.drop(self.current, reason)
+
+    @locked
+    def note_look(self) -> None:
+        """Note that the script reads a gradient: an early step would have consumed it."""
+        self._ahead.note_look()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Write everything to the store: tiles in flight, and states that are still one fill value.
+
+        Raises:
+            TornStepError: The last step or load ended half-way.
+        """
+        self.finish()
+        self.current.check()
+        with self.runtime.lock:
+            self._groups.settle()
+
+    def stored(self, name: str) -> Iterator[tuple[str | None, torch.dtype, str]]:
+        """Yield (state, dtype, key) of a sub-group's stored tensors; weights (None) come first."""
+        group = self._groups.group(name)
+        yield None, self._groups.master_dtype, group.key()
+        for state, dtype in group.states.items():
+            yield state, dtype, group.key(state)
+
+    def begin_load(self) -> None:
+        """Prepare to replace all values; earlier errors are ignored."""
+        with suppress(Exception):
+            self.finish()
+        with suppress(Exception):
+            self.drop_ahead(LOADED)
+            self._stream.drain()
+        self.current.note_load()
+
+    def forget_states(self) -> None:
+        """Drop every state; master weights stay."""
+        self._groups.forget_states()
+
+    def load_tensor(self, tensor: Any) -> None:
+        """Load a LoadedTensor: the master weights of a sub-group, or one of its states."""
+        self.current.note_load()
+        master = self._upstream.masters[tensor.sub_group]
+        self._groups.load(
+            master.ds_id, state=tensor.state, dtype=tensor.dtype, source=tensor.reader.fill
+        )
+        if tensor.state is not None:
+            empty = torch.empty(0, dtype=tensor.dtype)
+            self._upstream.base.state[master][tensor.state] = empty
+
+    def note_replayed(self, step: int, betas: tuple[float, float]) -> None:
+        """Replay a step on the fused step's running powers too."""
+        self._fused.advance(step, betas)
+
+    def refresh(self, original: Original) -> None:
+        """Write the values of the master weights to the parameters, after a load."""
+        self.finish()
+        self.drop_ahead(LOADED)
+        for number, master in enumerate(self._upstream.masters):
+            self._stream.refresh(master.ds_id, self._upstream.members(number))
+            self._upstream.update_parameters(number)
+        self._stream.drain()
+
+    def mend(self) -> None:
+        """Note that all values belong to one step again."""
+        self.current.mend()

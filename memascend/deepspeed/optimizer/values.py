@@ -1,0 +1,231 @@
+"""Single values of the ZeRO-3 optimizer: `safe_get_*` and `safe_set_*` of one parameter.
+
+DeepSpeed's accessors ask for this rank's part of a gradient, of master weights or of a state,
+change it, and have it stored. Parts of a tiled optimizer are read from the store and written back;
+parts of whole sub-groups are DeepSpeed's, and copied where a buffer is about to be used again. Both
+have the same methods; `original` is DeepSpeed's own way.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.optimizer.locked import locked
+from memascend.deepspeed.optimizer.upstream import Upstream
+from memascend.runtime import Runtime
+from memascend.streaming.optimizer.sub_groups import SubGroups
+
+#: This rank's part of a value, and the number of its sub-group.
+Part = tuple[torch.Tensor, int]
+
+
+class WholeValues:
+    """Values of whole sub-groups, in DeepSpeed's buffers.
+
+    The lock is held: a gradient that arrives meanwhile goes through the same buffers.
+    """
+
+    def __init__(self, upstream: Upstream, attach: Callable[[], Attachment]) -> None:
+        """Wrap the values of an optimizer."""
+        self._upstream, self._attach = upstream, attach
+
+    @property
+    def runtime(self) -> Runtime:
+        """The model's runtime."""
+        return self._attach().runtime
+
+    @locked
+    def gradient(self, param: Any, is_released: bool, original: Callable[..., Part]) -> Part:
+        """Return a part of a gradient as DeepSpeed."""
+        return self._kept(original(param, is_released), is_released)
+
+    @locked
+    def state(
+        self, param: Any, is_released: bool, state: str | None, original: Callable[..., Part]
+    ) -> Part:
+        """Return a part of a state as DeepSpeed."""
+        return self._kept(original(param, is_released, state), is_released)
+
+    def _kept(self, found: Part, is_released: bool) -> Part:
+        """Return a copy of a part if it is in a swap buffer that was released.
+
+        If the device is the CPU DeepSpeed returns a view of that buffer, which the next sub-group
+        overwrites.
+        """
+        part, number = found
+        is_lent = is_released and self._upstream.is_swapped(number)
+        return part.clone() if is_lent else part, number
+
+    @locked
+    def store(self, original: Callable[[], None]) -> None:
+        """Store as DeepSpeed."""
+        original()
+
+    def update_gradients(
+        self,
+        update: Callable[[torch.Tensor, Any], torch.Tensor],
+        params: list[Any],
+        original: Callable[..., None],
+    ) -> None:
+        """Update as DeepSpeed."""
+        original(update, params)
+
+
+class _PutBack(threading.local):
+    """Stores the tensor that an accessor returned on this thread, which has changed it."""
+
+    call: Callable[[], None] | None = None
+
+
+class Waiting(Protocol):
+    """The step, as far as readers of values wait for it."""
+
+    def finish(self) -> None:
+        """Wait until the last step has written every value."""
+
+    def drop_ahead(self, reason: str) -> None:
+        """Discard work done ahead for the coming step: its inputs are about to change."""
+
+    def note_look(self) -> None:
+        """Note that the script reads a gradient."""
+
+
+class TiledValues:
+    """Values of sub-groups that are in the store."""
+
+    def __init__(
+        self, upstream: Upstream, attach: Callable[[], Attachment], steps: Waiting
+    ) -> None:
+        """Start without a value that is to be stored.
+
+        Args:
+            upstream: The optimizer.
+            attach: Returns the model's attachment.
+            steps: The step that may be under way.
+        """
+        self._upstream, self._attach, self._steps = upstream, attach, steps
+        # One for each thread: hooks on two threads may set values at the same time.
+        self._put_back = _PutBack()
+
+    @property
+    def runtime(self) -> Runtime:
+        """The model's runtime."""
+        return self._attach().runtime
+
+    @property
+    def _groups(self) -> SubGroups:
+        return self.runtime.optimizer.groups
+
+    def gradient(self, param: Any, is_released: bool, original: Callable[..., Part]) -> Part:
+        """Return a part of a gradient as the next step would see it."""
+        number, offset, numel = self._upstream.place(param)
+        flat = self._upstream.masters[number]
+        self._finish_sub_group(flat.ds_id)
+        gradient = torch.empty(numel, dtype=flat.dtype)
+        with self.runtime.lock:
+            self.runtime.gradients.get(flat.ds_id, offset, gradient)
+            self._steps.note_look()
+        if not is_released:
+            put_back = functools.partial(self.runtime.gradients.set, flat.ds_id, offset, gradient)
+            self._put_back.call = put_back
+        return gradient, number
+
+    def state(
+        self, param: Any, is_released: bool, state: str | None, original: Callable[..., Part]
+    ) -> Part:
+        """Return a part of a state, or of the master weights."""
+        number, offset, numel = self._upstream.place(param)
+        flat = self._upstream.masters[number]
+        self._finish_sub_group(flat.ds_id)
+        dtype = flat.dtype
+        if state is not None:
+            # The wider dtype, since DeepSpeed gathers states in fp32.
+            stored = self._upstream.base.state[flat][state].dtype
+            dtype = torch.promote_types(stored, dtype)
+        value = torch.empty(numel, dtype=dtype)
+        with self.runtime.lock:
+            self._groups.get(flat.ds_id, offset, value, state=state)
+        if not is_released:
+            put_back = functools.partial(self._groups.set, flat.ds_id, offset, value)
+            self._put_back.call = functools.partial(put_back, state=state)
+        return value, number
+
+    def _finish_sub_group(self, name: str) -> None:
+        """Wait until the last step has written the values of one sub-group.
+
+        Raises:
+            StoreError: The step failed before that.
+        """
+        walk = self.runtime.background
+        if walk.is_under_way:
+            walk.wait_for([name])
+        else:
+            self._steps.finish()
+
+    def store(self, original: Callable[[], None]) -> None:
+        """Store the tensor that an accessor returned; only accessors call this."""
+        put_back, self._put_back.call = self._put_back.call, None
+        if put_back is not None:
+            self._steps.finish()
+            with self.runtime.lock:
+                self._steps.drop_ahead("a value was set between backward and step()")
+                put_back()
+
+    def update_gradients(
+        self,
+        update: Callable[[torch.Tensor, Any], torch.Tensor],
+        params: list[Any],
+        original: Callable[..., None],
+    ) -> None:
+        """Update as DeepSpeed, one parameter after the other."""
+        for param in (param for param in params if param.requires_grad):
+            part, number = self._upstream.gradient_part(param)
+            full = update(self._upstream.gather_part(param, part), param)
+            begin = self._upstream.part_begin(param, part.numel())
+            # Elements of the partition beyond the tensor's end are padding.
+            flat = full.flatten()
+            count = max(0, min(part.numel(), flat.numel() - begin))
+            if count:
+                part.narrow(0, 0, count).copy_(flat.narrow(0, begin, count))
+            self._upstream.store_gradient_part(number)
+
+
+def set_local_gradient(upstream: Upstream, value: torch.Tensor, param: Any) -> None:
+    """Set a gradient as DeepSpeed, also for a parameter whose shard is on the drive."""
+    if not param.requires_grad:
+        return
+    _check_local(value, param)
+    if upstream.offloads_states:
+        upstream.note_norm(param, upstream.norm_of(value))
+    part, number = upstream.gradient_part(param)
+    part.data.copy_(value.flatten().data)
+    if upstream.is_swapped(number):
+        upstream.store_gradient_part(number)
+
+
+def set_local_state(upstream: Upstream, value: torch.Tensor, param: Any, state: str | None) -> None:
+    """Set a master weight or state as DeepSpeed, also if the parameter is on the drive."""
+    if not param.requires_grad:
+        return
+    _check_local(value, param)
+    part, number = upstream.state_part(param, state)
+    part.data.copy_(value.flatten().data)
+    if upstream.is_swapped(number):
+        upstream.store_state_part(number)
+
+
+def _check_local(value: torch.Tensor, param: Any) -> None:
+    """Compare lengths; DeepSpeed uses `ds_tensor`, which is empty while it is on the drive."""
+    numel = param.partition_numel()
+    if value.numel() != numel:
+        raise ValueError(
+            f"cannot set this rank's part of a parameter of shape {tuple(param.ds_shape)}: it has "
+            f"{numel} elements and the value has {value.numel()}. Pass only this rank's part; "
+            "safe_set_full_fp32_param and similar functions take whole tensors"
+        )

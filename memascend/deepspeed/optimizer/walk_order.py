@@ -1,0 +1,60 @@
+"""The order in which sub-groups are stepped, and the places of values in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from memascend.deepspeed.optimizer.upstream import Upstream
+from memascend.streaming.background import Place
+
+#: Sub-groups that count as small hold at most this fraction of all elements.
+SMALL_PART = 0.01
+
+
+def forward_order(upstream: Upstream) -> list[int]:
+    """Return the sub-group numbers in the order in which a forward pass needs them.
+
+    Small sub-groups come first, then all others by their first parameter. Norms and biases are
+    often a parameter group of their own, after the others, and every layer needs a part of it.
+    """
+    groups = upstream.params
+    numels = [sum(param.ds_tensor.ds_numel for param in group) for group in groups]
+    ascending = sorted(range(len(numels)), key=numels.__getitem__)
+    sums = itertools.accumulate(numels[number] for number in ascending)
+    small_numel = SMALL_PART * sum(numels)
+    small = {number for number, end in zip(ascending, sums, strict=True) if end <= small_numel}
+    return sorted(ascending, key=lambda number: (number not in small, groups[number][0].ds_id))
+
+
+def may_reorder(upstream: Upstream) -> bool:
+    """Return whether sub-groups may be stepped in any order.
+
+    DeepSpeedCPUAdam has one running power of each beta for all sub-groups. If their betas or counts
+    of steps differ, its rounding depends on the order.
+    """
+    taken = {
+        (*upstream.hyperparameters(number)["betas"], int(upstream.base.state[master]["step"]))
+        for number, master in enumerate(upstream.masters)
+    }
+    return len(taken) == 1
+
+
+def places_of(upstream: Upstream, order: Sequence[str]) -> dict[str, Place]:
+    """Return the place in the walk at which each parameter and each sub-group is written.
+
+    Args:
+        upstream: The optimizer; its parameters are in our swapper.
+        order: Names of sub-groups as they are stepped.
+    """
+    swapper = upstream.parameter_swapper
+    assert swapper is not None
+    params = dict(zip(upstream.names, upstream.params, strict=True))
+    places: dict[str, Place] = {}
+    for index, name in enumerate(order):
+        places[name] = (index + 1, 0)
+        end = 0
+        for param in params[name]:
+            end += param.ds_tensor.ds_numel
+            places[swapper.key(param)] = (index, end)
+    return places

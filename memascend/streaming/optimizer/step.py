@@ -1,0 +1,154 @@
+"""One optimizer step: its phase, and the values that belong to it alone.
+
+Knows names of sub-groups; neither tensors nor the drive. A step begins when the one before is over
+and collects gradients until `step()` decides how it is made. The walk over sub-groups may then run
+in the background; no gradient arrives before it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any
+
+from memascend.errors import TornStepError
+from memascend.streaming.optimizer.updates import FusedUpdate
+
+#: The inputs of a sub-group's step besides tensors, by name.
+Basis = Mapping[str, Any]
+#: First elements of tiles, by sub-group.
+Begins = Mapping[str, frozenset[int]]
+#: Steps one sub-group in the background; calls back with the number of leading new elements.
+QueuedStep = Callable[[Callable[[int], None]], None]
+
+
+class StepPhase(Enum):
+    """The phase of a step; `_FOLLOWING` has the transitions.
+
+    A walk is over when its caller has waited for it. A phase of WALKING after that counts as TORN,
+    since Ctrl-C may end a walk at any line.
+    """
+
+    COLLECTING = auto()  #: Gradients arrive; all values belong to the last step.
+    DECIDED = auto()  #: Updates, order and early tiles are chosen; no value has changed.
+    WALKING = auto()  #: Some values may be new and others old.
+    DONE = auto()  #: Every value is new.
+    TORN = auto()  #: A walk ended half-way, or a load has begun to replace values.
+
+
+_FOLLOWING: Mapping[StepPhase, frozenset[StepPhase]] = {
+    # To WALKING if whole sub-groups are stepped: there is nothing to decide.
+    StepPhase.COLLECTING: frozenset({StepPhase.DECIDED, StepPhase.WALKING, StepPhase.TORN}),
+    StepPhase.DECIDED: frozenset({StepPhase.WALKING, StepPhase.TORN}),
+    StepPhase.WALKING: frozenset({StepPhase.DONE, StepPhase.TORN, StepPhase.COLLECTING}),
+    StepPhase.DONE: frozenset({StepPhase.TORN}),
+    # Every value was replaced by a load; the gradients that have arrived are kept.
+    StepPhase.TORN: frozenset({StepPhase.COLLECTING}),
+}
+
+
+class Step:
+    """One optimizer step. Its caller changes it, and during the walk the thread that walks."""
+
+    def __init__(self, order: Sequence[str] = ()) -> None:
+        """Begin to collect gradients.
+
+        Args:
+            order: Names of sub-groups in the order in which they will probably be stepped.
+        """
+        self._phase = StepPhase.COLLECTING
+        self._due_count = 0  # sub-groups that are still to be stepped
+        #: Inputs of each sub-group's step when the first gradient arrived; empty before.
+        self.basis: Sequence[Basis] = ()
+        #: Why no tile can have been stepped during backward; empty if there is no reason.
+        self.doubt = ""
+        #: Gradients that are final: sub-group, and offset in it.
+        self.arrived: set[tuple[str, int]] = set()
+        #: Names of sub-groups in the order in which they are stepped.
+        self.order = order
+        #: Fused update of each sub-group, by number; None: the optimizer steps it by itself.
+        self.updates: Sequence[FusedUpdate | None] = ()
+        #: Tiles that were stepped during backward.
+        self.early: Begins = {}
+        #: Multiplied into gradients first: a number, or a tensor of one element.
+        self.factor: Any = 1.0
+        #: Whether sub-groups are stepped after `step()` has returned.
+        self.in_background = False
+        #: Steps of sub-groups for the background, by name.
+        self.queue: dict[str, QueuedStep] = {}
+
+    @property
+    def phase(self) -> StepPhase:
+        """The phase of the step."""
+        return self._phase
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether some values are new and others old; during a walk this is no error."""
+        return self._phase in (StepPhase.WALKING, StepPhase.TORN)
+
+    def check(self) -> None:
+        """Refuse to continue with values of two steps.
+
+        Raises:
+            TornStepError: An error or an interrupt ended a walk, or a load, half-way.
+        """
+        if self.is_torn:
+            raise TornStepError(
+                "the last optimizer step or load ended half-way, so some weights have new values "
+                "and others old ones. cause: the error that was raised then. fix: load a checkpoint"
+            )
+
+    def decide(self, order: Sequence[str], early: Begins | None = None) -> None:
+        """Fix the order of all sub-groups, and the tiles that are not stepped again.
+
+        Raises:
+            TornStepError: As `check`.
+        """
+        self.check()
+        self._enter(StepPhase.DECIDED)
+        self.order, self.early = order, early or {}
+        self._due_count = len(order)
+
+    def note_change(self) -> None:
+        """Note that a value is about to be new while others are old."""
+        if self._phase is not StepPhase.WALKING:
+            self._enter(StepPhase.WALKING)
+
+    def note_stepped(self) -> None:
+        """Note that a sub-group has all its new values."""
+        self._due_count -= 1
+        if self._due_count == 0:
+            self._enter(StepPhase.DONE)
+
+    def note_failure(self) -> None:
+        """Note that an error ends the walk; without effect if no value has changed."""
+        if self._phase is StepPhase.WALKING:
+            self._enter(StepPhase.TORN)
+
+    def note_load(self) -> None:
+        """Note that a load is about to replace values."""
+        if self._phase is not StepPhase.TORN:
+            self._enter(StepPhase.TORN)
+
+    def mend(self) -> None:
+        """Note that all values belong to one step again; no effect if they did."""
+        if self.is_torn:
+            self._enter(StepPhase.COLLECTING)
+
+    def drop_collected(self) -> None:
+        """Forget the gradients that have arrived."""
+        self.basis, self.doubt = (), ""
+        self.arrived.clear()
+
+    def following(self) -> Step:
+        """Return the step that comes next: this one if it is torn, or still walks."""
+        if self.is_torn:
+            self.drop_collected()
+            return self
+        return Step(self.order)
+
+    def _enter(self, phase: StepPhase) -> None:
+        if phase not in _FOLLOWING[self._phase]:
+            raise AssertionError(f"a step that is {self._phase.name} cannot be {phase.name}")
+        self._phase = phase

@@ -1,0 +1,59 @@
+"""Models and optimizers that are refused before DeepSpeed forms sub-groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from memascend.deepspeed.optimizer import refusals
+from memascend.deepspeed.optimizer.optimizer import ZeroOptimizer
+from memascend.deepspeed.parameters.swapper import ParameterSwapper
+from memascend.errors import ConfigError
+
+
+def test_a_model_from_several_contexts_is_refused() -> None:
+    """DeepSpeed gives mixed lists to the first parameter's swapper: the others would not train."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, second = (ParameterSwapper.__new__(ParameterSwapper) for _ in range(2))
+    for param in model.parameters():
+        param.nvme_swapper = first  # type: ignore[attr-defined]
+    refusals.refuse_several_contexts(model)
+    for param in model[1].parameters():
+        param.nvme_swapper = second  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"2 deepspeed\.zero\.Init contexts"):
+        refusals.refuse_several_contexts(model)
+
+
+def test_a_model_without_a_trainable_parameter_is_refused() -> None:
+    """DeepSpeed fails with "max() arg is an empty sequence"."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    model[0].weight.requires_grad_(False)
+    refusals.refuse_nothing_to_train(model, optimizer)
+    model[0].bias.requires_grad_(False)
+    told = r"none of the 2 tensors given to AdamW .* of the model's 4 tensors 2 do.*fix: "
+    with pytest.raises(ConfigError, match=told):
+        ZeroOptimizer(model, optimizer, {}, None, {"memascend": {}})
+
+
+@pytest.mark.parametrize("kind", ["int8", "int64", "bool", "float8_e4m3fn", "complex64"])
+def test_a_first_parameter_that_cannot_be_trained_is_refused(kind: str) -> None:
+    """DeepSpeed would keep all weights in its dtype; CPU offload ends in an error of torch's."""
+    packed = torch.nn.Parameter(torch.zeros(8).to(getattr(torch, kind)), requires_grad=False)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), packed])
+    refusals.refuse_dtypes(optimizer)
+    optimizer = torch.optim.AdamW([packed, *model.parameters()])
+    told = rf"first parameter is torch\.{kind}, .* are torch\.float32.*fix: model_parameters=\[p"
+    with pytest.raises(ConfigError, match=told):
+        ZeroOptimizer(model, optimizer, {}, None, {"memascend": {}})
+
+
+def test_a_part_in_double_precision_is_refused_and_a_whole_model_is_not() -> None:
+    """A tile has no room to cast to a second dtype."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+    with pytest.raises(ConfigError, match=r"are torch\.float32, torch\.float64"):
+        refusals.refuse_dtypes(torch.optim.AdamW(model.parameters()))
+    refusals.refuse_dtypes(torch.optim.AdamW(model.double().parameters()))

@@ -1,0 +1,123 @@
+"""The phases of one optimizer step, and what is kept from one step to the next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from memascend.errors import TornStepError
+from memascend.streaming.optimizer.step import _FOLLOWING, Step, StepPhase
+
+NAMES = ["0_3", "4_4"]
+
+
+def collecting() -> Step:
+    return Step(NAMES)
+
+
+def decided() -> Step:
+    step = collecting()
+    step.decide(NAMES)
+    return step
+
+
+def walking() -> Step:
+    step = decided()
+    step.note_change()
+    return step
+
+
+def done() -> Step:
+    step = walking()
+    step.note_stepped()
+    step.note_change()
+    step.note_stepped()
+    return step
+
+
+def torn() -> Step:
+    step = walking()
+    step.note_failure()
+    return step
+
+
+STEPS: dict[StepPhase, Callable[[], Step]] = {
+    StepPhase.COLLECTING: collecting,
+    StepPhase.DECIDED: decided,
+    StepPhase.WALKING: walking,
+    StepPhase.DONE: done,
+    StepPhase.TORN: torn,
+}
+
+
+def test_a_step_goes_from_phase_to_phase() -> None:
+    assert set(STEPS) == set(StepPhase)
+    for phase, make in STEPS.items():
+        assert make().phase is phase
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(StepPhase, StepPhase)])
+def test_only_transitions_of_the_table_are_possible(before: StepPhase, after: StepPhase) -> None:
+    step = STEPS[before]()
+    if after in _FOLLOWING[before]:
+        step._enter(after)
+        assert step.phase is after
+    else:
+        with pytest.raises(AssertionError, match=f"{before.name} cannot be {after.name}"):
+            step._enter(after)
+
+
+def test_integrity_is_lost_by_a_change_and_found_with_the_last_sub_group() -> None:
+    step = decided()
+    for is_torn in (True, False):
+        step.note_change()
+        assert step.is_torn
+        step.note_stepped()
+        assert step.is_torn == is_torn
+    step = step.following()
+    step.note_change()
+    with pytest.raises(TornStepError):
+        step.decide(NAMES)
+    step.mend()
+    step.check()
+
+
+@pytest.mark.parametrize("phase", [StepPhase.WALKING, StepPhase.TORN])
+def test_a_walk_that_is_over_half_way_is_torn_also_where_no_line_said_so(phase: StepPhase) -> None:
+    """Ctrl-C may end a walk at any line."""
+    step = STEPS[phase]()
+    with pytest.raises(TornStepError, match="load a checkpoint"):
+        step.check()
+    assert step.following() is step
+
+
+@pytest.mark.parametrize("phase", [StepPhase.COLLECTING, StepPhase.DECIDED])
+def test_an_error_before_the_first_change_tears_nothing(phase: StepPhase) -> None:
+    step = STEPS[phase]()
+    step.note_failure()
+    step.check()
+    assert step.following().phase is StepPhase.COLLECTING
+
+
+@pytest.mark.parametrize("phase", StepPhase)
+def test_a_load_may_begin_in_any_phase_and_the_gradients_are_kept(phase: StepPhase) -> None:
+    step = STEPS[phase]()
+    step.basis, step.doubt = [{"lr": 1.0}], "a checkpoint was loaded"
+    step.note_load()
+    with pytest.raises(TornStepError):
+        step.check()
+    step.mend()
+    assert (step.phase, step.doubt) == (StepPhase.COLLECTING, "a checkpoint was loaded")
+    step.decide(NAMES)
+
+
+@pytest.mark.parametrize("phase", StepPhase)
+def test_a_following_step_has_no_gradients_and_the_order_of_the_last_one(phase: StepPhase) -> None:
+    step = STEPS[phase]()
+    step.basis, step.doubt = [{"lr": 1.0}], "a value was set"
+    step.arrived.add(("0_3", 0))
+    following = step.following()
+    assert (following.basis, following.doubt, following.arrived) == ((), "", set())
+    assert following.order == NAMES
