@@ -18,10 +18,11 @@ import torch
 
 from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
-from memascend.base.waiting import Ended, event_here
+from memascend.base.waiting import CopyTicket, Ended, event_here
 from memascend.memory.guard import Guard, guarded
 from memascend.transfer.chunks_ahead import ChunksAhead
 from memascend.transfer.lent_slots import SLOT_COUNT_MIN, GivenBackOnError, LentSlots, Slot
+from memascend.transfer.pending import Pending
 
 #: A range to read: key, offset of its first byte, number of elements, dtype.
 Run = tuple[str, int, int, torch.dtype]
@@ -83,7 +84,7 @@ class StagingSlots:
         self._slots = LentSlots(memory=memory, component=component, wait_idle=wait_idle)
         self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
         self._writes: deque[_Write] = deque()  # oldest first
-        self._reads: deque[tuple[Event, Slot]] = deque()  # copied out, oldest first
+        self._copied_out: Pending[Slot] = Pending(self._slots.free)
         self._write_error: Exception | None = None  # the first since wait_writes
         self._failed: set[str] = set()  # keys of which a write failed
         self.ahead = ChunksAhead(self)
@@ -102,8 +103,7 @@ class StagingSlots:
         """
         self.ahead.forget()
         self.wait_writes()
-        while self._reads:
-            self._wait_copied_out()
+        self._copied_out.wait_all()
         self._find_lost()
         if taken := len(self._slots) - self._slots.free_count:
             raise ValueError(f"cannot resize the staging slots: {taken} are taken")
@@ -161,8 +161,8 @@ class StagingSlots:
             for begin, count in chunks:
                 # Wait for a copy in flight first: it ends sooner than a read from the drive.
                 while pending and not self.reclaim(count * stored.itemsize):
-                    if self._reads:
-                        self._wait_copied_out()
+                    if self._copied_out:
+                        self._copied_out.wait_oldest()
                     else:
                         self._copy_out(*pending.popleft())
                 one = self.start_read(key, offset_bytes + begin * stored.itemsize, count, stored)
@@ -215,8 +215,8 @@ class StagingSlots:
         while not (self._slots.has_room(nbytes) or self._find_lost()):
             if self._writes:
                 self._finish_write()
-            elif self._reads:
-                self._wait_copied_out()
+            elif self._copied_out:
+                self._copied_out.wait_oldest()
             elif not self.ahead.give_way():
                 self.store.wait_all()  # for transfers whose tickets were lost by Ctrl-C
                 if not self._find_lost():
@@ -229,8 +229,7 @@ class StagingSlots:
         self._submit_filled()
         while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
             self._finish_write()
-        while self._reads and self._reads[0][0].query():
-            self._slots.free(self._reads.popleft()[1])
+        self._copied_out.release_done()
         return self._slots.has_room(nbytes)
 
     def start_read(
@@ -275,7 +274,7 @@ class StagingSlots:
         if event is None:
             self.free(staged)
         else:
-            self._reads.append((event, self._slots.slot_of(staged)))
+            self._copied_out.add(CopyTicket(event), self._slots.slot_of(staged))
 
     @guarded
     def free(self, staged: torch.Tensor) -> None:
@@ -362,12 +361,6 @@ class StagingSlots:
         if ticket.done():
             self.give_back(staged)
 
-    def _wait_copied_out(self) -> None:
-        event, slot = self._reads[0]
-        event.synchronize()
-        self._reads.popleft()
-        self._slots.free(slot)
-
     def _submit_filled(self) -> None:
         """Start the writes of all slots whose copy is over, in order."""
         for write in self._writes:
@@ -410,5 +403,5 @@ class StagingSlots:
 
     def _find_lost(self) -> bool:
         """Free slots that Ctrl-C left in no list; return whether there were any."""
-        listed = [write.slot for write in self._writes] + [slot for _, slot in self._reads]
+        listed = [*(write.slot for write in self._writes), *self._copied_out]
         return self._slots.find_lost(listed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, Ticket
+from memascend.base.interfaces import Ticket
 from memascend.base.sizes import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 from memascend.memory.pool import Lease
 
@@ -39,7 +39,6 @@ class Shard:
         is_ahead: Whether it was read ahead and is not needed yet.
         is_late: Whether its read waits until the optimizer has written it.
         equals_store: Whether it was read and not handed out to be changed.
-        copied: Passes when the last copy out of the slot is over; None when none is in flight.
         is_lent: Whether the tensor is the store's own memory, to be read and never written.
     """
 
@@ -54,7 +53,6 @@ class Shard:
     is_ahead: bool = False
     is_late: bool = False
     equals_store: bool = False
-    copied: Event | None = None
     is_lent: bool = False
 
     @property
@@ -75,7 +73,7 @@ class Shard:
     def leave(self) -> None:
         """Reset the shard to ABSENT."""
         self.state = ShardState.ABSENT
-        self.lease = self.tensor = self.read = self.copied = None
+        self.lease = self.tensor = self.read = None
         self.is_ahead = self.is_late = self.equals_store = self.is_lent = False
 
 

@@ -18,23 +18,22 @@ bytes until another shard needs the room, or the shard is read again.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, Lender, TensorIO, Ticket
+from memascend.base.interfaces import Event, Lender, TensorIO
 from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
 from memascend.memory.guard import guarded
 from memascend.memory.pool import Pool
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.parameters.in_chunks import InChunks
-from memascend.streaming.parameters.kept_slots import KeptSlots
-from memascend.streaming.parameters.loans import Loans
+from memascend.streaming.parameters.residency import Residency
 from memascend.streaming.parameters.shard import Shard, Shards, ShardState
+from memascend.transfer.pending import Pending
 from memascend.transfer.staging import StagingSlots
 
 #: Casts of updated parameters whose writes may be in flight; bounds the slots of write-back.
@@ -76,11 +75,10 @@ class ParameterStream:
         self._shards = Shards()
         self._staged: dict[Shard, None] = {}  # in order of request
         self._changed: dict[Shard, None] = {}
-        self._loans = Loans(lender)
-        self._kept = KeptSlots(pool, self._loans)
-        self._writes: deque[Ticket] = deque()
+        self._residency = Residency(pool, lender)
+        self._writes: Pending[str] = Pending()  # keys; the store holds the slots
         self._chunks = InChunks(
-            staging=staging, device=device, background=self.background, loans=self._loans
+            staging=staging, device=device, background=self.background, residency=self._residency
         )
 
     @guarded
@@ -156,7 +154,7 @@ class ParameterStream:
         if shard.state is not ShardState.READING:
             return shard.state is not ShardState.ABSENT
         is_read = shard.read is None or shard.read.done()
-        return self._loans.offers(shard) if shard.lease is None else is_read
+        return self._residency.offers(shard) if shard.lease is None else is_read
 
     @guarded
     def wait_reads(self) -> None:
@@ -189,7 +187,7 @@ class ParameterStream:
         if shard.is_lent:  # the store alone writes there
             self.drop(shard)
         self._make_room([shard])
-        self._kept.forget(shard)
+        self._residency.forget(shard)
         self._stage(shard)
         self._note(shard, ShardState.STAGED)
         if shard.tensor is None:
@@ -232,7 +230,7 @@ class ParameterStream:
         bounded = self.pool.is_bounded
         count_max = WRITE_BACK_COUNT_MAX_IN_BUDGET if bounded else WRITE_BACK_COUNT_MAX
         while len(self._writes) >= count_max:
-            self._writes.popleft().wait()
+            self._writes.wait_oldest()
         self._stage(shard)
         try:
             if shard.lease is None or shard.tensor is None:
@@ -240,14 +238,13 @@ class ParameterStream:
             else:
                 self._chunks.wait(shard)
                 shard.tensor.copy_(source)
-                self._writes.append(
-                    self._store.write(
-                        key=shard.key,
-                        source=shard.tensor,
-                        hold=shard.lease.hold(),
-                        capacity_bytes=shard.lease.slot_bytes,
-                    )
+                ticket = self._store.write(
+                    key=shard.key,
+                    source=shard.tensor,
+                    hold=shard.lease.hold(),
+                    capacity_bytes=shard.lease.slot_bytes,
                 )
+                self._writes.add(ticket, shard.key)
         finally:
             self.drop(shard)
 
@@ -280,13 +277,7 @@ class ParameterStream:
         Raises:
             StoreError: A write failed; the remaining ones have been waited for.
         """
-        wait_all(self._writes_in_flight())
-
-    def _writes_in_flight(self) -> Iterator[Callable[[], object]]:
-        """Yield a wait function for each write; writes that were not reached stay noted."""
-        while self._writes:
-            yield self._writes.popleft().wait
-        yield self._chunks.wait_writes
+        wait_all([self._writes.wait_all, self._chunks.wait_writes])
 
     # -- letting go ------------------------------------------------------------------------------
 
@@ -302,15 +293,14 @@ class ParameterStream:
             if ticket is not None:
                 ticket.wait()
         finally:
-            shard.copied = event or shard.copied
-            self._kept.put(shard)
+            self._residency.let_go(shard, event)
             self._changed[shard] = None
 
     @guarded
     def forget(self, shard: Shard) -> None:
         """Drop a shard and its kept slot, so that it is read again from the drive."""
         self.drop(shard)
-        self._kept.forget(shard)
+        self._residency.forget(shard)
         self._chunks.forget(shard)
 
     @guarded
@@ -321,14 +311,14 @@ class ParameterStream:
         """
         for shard in tuple(self._staged):
             self.drop(shard)
-        self._kept.drain()
+        self._residency.forget_all()
         self._chunks.forget()
 
     @guarded
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
         """Drop, forget and return all shards but `besides`, in any state that Ctrl-C left."""
         lost = [shard for shard in self._shards.made if shard not in besides]
-        self._kept.abandon(lost)
+        self._residency.abandon(lost)
         for shard in lost:
             self._staged.pop(shard, None)
         self._changed.clear()
@@ -341,7 +331,7 @@ class ParameterStream:
         """Start reading a shard, unless its kept slot has it or the walk is still to write it."""
         is_kept = shard.state is ShardState.KEPT
         if is_kept:
-            self._kept.take(shard)
+            self._residency.take(shard)
         self._stage(shard, is_read=True)
         try:
             if shard.lease is not None and not is_kept:
@@ -394,8 +384,8 @@ class ParameterStream:
         """Add a shard to the staged ones: in its kept slot, in a new one, or without a slot."""
         if shard.is_staged:
             raise AssertionError(f"{shard.key} is staged already")
-        if shard.lease is None and not (is_read and self._loans.offers(shard)):
-            shard.lease = self._kept.acquire(shard.nbytes, self._writes)
+        if shard.lease is None and not (is_read and self._residency.offers(shard)):
+            shard.lease = self._residency.acquire(shard.nbytes, self._writes)
             if shard.lease is not None:
                 shard.tensor = shard.lease.view(shard.numel, shard.dtype)
         self._staged[shard] = None
