@@ -14,7 +14,7 @@ import torch
 from memascend.errors import StoreError
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.parameters.residency import Residency
-from memascend.streaming.parameters.shard import Shard
+from memascend.streaming.parameters.shard import Shard, ShardState
 from memascend.transfer.staging import StagingSlots
 
 
@@ -51,7 +51,7 @@ class InChunks:
                 self.staging.ahead.start(key=shard.key, numel=shard.numel, dtype=shard.dtype)
 
     def read(self, shard: Shard) -> None:
-        """Set the shard's tensor: lent by the store, else read into device memory."""
+        """Set a DEFERRED shard's tensor: lent by the store, else read into device memory."""
         if self._residency.offers(shard):
             self.wait(shard)
             self._residency.lend(shard)
@@ -59,6 +59,7 @@ class InChunks:
         tensor = self._on_device.new_empty(shard.numel, dtype=shard.dtype)
         self._slots.read(key=shard.key, target=tensor)
         shard.tensor = tensor
+        shard.become(ShardState.ARRIVED)
 
     def write(self, shard: Shard, source: torch.Tensor) -> None:
         """Start storing a flat tensor of any device; the source may be reused in stream order."""

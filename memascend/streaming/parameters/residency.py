@@ -48,8 +48,9 @@ class Residency:
         """
         if event is not None and shard.is_reused:
             self._copies[shard] = event
-        if self._pool.is_bounded and shard.equals_store and shard.lease is not None:
-            shard.state = ShardState.KEPT
+        equals_store = shard.state in (ShardState.ARRIVED, ShardState.RECALLED)
+        if self._pool.is_bounded and equals_store and shard.lease is not None:
+            shard.become(ShardState.KEPT)
             self._kept[shard] = None
         else:
             self._free(shard)
@@ -153,10 +154,10 @@ class Residency:
         return self._lender is not None and self._lender.lends(key=shard.key, dtype=shard.dtype)
 
     def lend(self, shard: Shard) -> None:
-        """Point a shard's tensor at the store's memory; `offers` must be true."""
+        """Point a DEFERRED shard's tensor at the store's memory; `offers` must be true."""
         assert self._lender is not None
         shard.tensor = self._lender.lend(key=shard.key, dtype=shard.dtype)
-        shard.is_lent = True
+        shard.become(ShardState.LENT)
 
     def _end_loan(self, shard: Shard) -> None:
         """End a shard's loan once its copies are over; no effect without a loan."""

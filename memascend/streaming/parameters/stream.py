@@ -74,6 +74,7 @@ class ParameterStream:
         self.background = background or BackgroundStep()
         self._shards = Shards()
         self._staged: dict[Shard, None] = {}  # in order of request
+        self._ahead: set[Shard] = set()  # of these, read ahead and not needed yet
         self._changed: dict[Shard, None] = {}
         self._residency = Residency(pool, lender)
         self._writes: Pending[str] = Pending()  # keys; the store holds the slots
@@ -125,7 +126,7 @@ class ParameterStream:
                 return
             room_bytes -= cost_bytes
             self._read(shard)
-            shard.is_ahead = True
+            self._ahead.add(shard)
 
     @guarded
     def read_now(self, shards: Iterable[Shard]) -> None:
@@ -137,8 +138,7 @@ class ParameterStream:
             StoreError: A read failed; all shards being read are let go.
         """
         needed = dict.fromkeys(shards)
-        for shard in needed:
-            shard.is_ahead = False
+        self._ahead.difference_update(needed)
         absent = [shard for shard in needed if not shard.is_staged]
         self._make_room(absent)
         for shard in absent:
@@ -151,10 +151,11 @@ class ParameterStream:
         if not self.background.has_passed(shard.key):
             return False
         self._start_late(shard)
-        if shard.state is not ShardState.READING:
-            return shard.state is not ShardState.ABSENT
-        is_read = shard.read is None or shard.read.done()
-        return self._residency.offers(shard) if shard.lease is None else is_read
+        if shard.state is ShardState.DEFERRED:
+            return self._residency.offers(shard)
+        if shard.state is ShardState.READING:
+            return shard.read is None or shard.read.done()
+        return shard.state is not ShardState.ABSENT
 
     @guarded
     def wait_reads(self) -> None:
@@ -188,8 +189,7 @@ class ParameterStream:
             self.drop(shard)
         self._make_room([shard])
         self._residency.forget(shard)
-        self._stage(shard)
-        self._note(shard, ShardState.STAGED)
+        self._stage(shard, ShardState.CHANGED)
         if shard.tensor is None:
             self.drop(shard)
         return shard.tensor
@@ -200,7 +200,8 @@ class ParameterStream:
         tensor = shard.tensor
         if tensor is None:
             raise AssertionError(f"{shard.key} has no tensor to store")
-        shard.equals_store = False
+        if shard.state in (ShardState.ARRIVED, ShardState.RECALLED):
+            shard.become(ShardState.CHANGED)
         try:
             if shard.lease is None:
                 self.write_from(shard, tensor)
@@ -231,7 +232,7 @@ class ParameterStream:
         count_max = WRITE_BACK_COUNT_MAX_IN_BUDGET if bounded else WRITE_BACK_COUNT_MAX
         while len(self._writes) >= count_max:
             self._writes.wait_oldest()
-        self._stage(shard)
+        self._stage(shard, ShardState.CHANGED)
         try:
             if shard.lease is None or shard.tensor is None:
                 self._chunks.write(shard, source)
@@ -287,8 +288,8 @@ class ParameterStream:
         if not shard.is_staged:
             return
         self._staged.pop(shard, None)
+        self._ahead.discard(shard)
         ticket, shard.read = shard.read, None
-        shard.is_ahead = False
         try:
             if ticket is not None:
                 ticket.wait()
@@ -321,6 +322,7 @@ class ParameterStream:
         self._residency.abandon(lost)
         for shard in lost:
             self._staged.pop(shard, None)
+            self._ahead.discard(shard)
         self._changed.clear()
         self._chunks.forget()
         return lost
@@ -329,21 +331,20 @@ class ParameterStream:
 
     def _read(self, shard: Shard) -> None:
         """Start reading a shard, unless its kept slot has it or the walk is still to write it."""
-        is_kept = shard.state is ShardState.KEPT
-        if is_kept:
+        if shard.state is ShardState.KEPT:
             self._residency.take(shard)
-        self._stage(shard, is_read=True)
+            self._note(shard, ShardState.RECALLED)
+            return
+        self._stage(shard, ShardState.LATE)
         try:
-            if shard.lease is not None and not is_kept:
-                shard.is_late = True
-                self._start_late(shard)
+            self._start_late(shard)
         except BaseException:
             self.drop(shard)
             raise
 
     def _start_late(self, shard: Shard) -> None:
         """Start the delayed read of a shard, if the walk has written its new value."""
-        if not shard.is_late or not self.background.has_passed(shard.key):
+        if shard.state is not ShardState.LATE or not self.background.has_passed(shard.key):
             return
         assert shard.lease is not None
         assert shard.tensor is not None
@@ -354,14 +355,14 @@ class ParameterStream:
             hold=shard.lease.hold(),
             capacity_bytes=shard.lease.slot_bytes,
         )
-        shard.is_late = False
+        shard.become(ShardState.READING)
 
     def _wait(self, needed: Collection[Shard]) -> None:
         """Wait for the reads of these shards, and assemble those without a slot."""
-        reading = [one for one in self._staged if one.state is ShardState.READING]
+        coming = [one for one in self._staged if one.is_coming]
         try:
             # Shards with a ticket first: the drive is reading them already.
-            for shard in sorted(reading, key=lambda one: one.read is None):
+            for shard in sorted(coming, key=lambda one: one.read is None):
                 if shard not in needed:
                     continue
                 if shard.read is None:
@@ -370,36 +371,42 @@ class ParameterStream:
                 ticket, shard.read = shard.read, None
                 if ticket is not None:
                     ticket.wait()
-                elif shard.tensor is None:
+                if shard.state is ShardState.DEFERRED:
                     self._chunks.read(shard)
-                shard.equals_store = True
-                self._note(shard, ShardState.STAGED)
+                else:
+                    shard.become(ShardState.ARRIVED)
+                self._changed[shard] = None
         except BaseException:
-            for shard in reading:
+            for shard in coming:
                 with suppress(Exception):  # the first error is the one to raise
                     self.drop(shard)
             raise
 
-    def _stage(self, shard: Shard, *, is_read: bool = False) -> None:
-        """Add a shard to the staged ones: in its kept slot, in a new one, or without a slot."""
-        if shard.is_staged:
-            raise AssertionError(f"{shard.key} is staged already")
-        if shard.lease is None and not (is_read and self._residency.offers(shard)):
-            shard.lease = self._residency.acquire(shard.nbytes, self._writes)
-            if shard.lease is not None:
-                shard.tensor = shard.lease.view(shard.numel, shard.dtype)
-        self._staged[shard] = None
-        self._note(shard, ShardState.READING)
+    def _stage(self, shard: Shard, state: ShardState) -> None:
+        """Add an ABSENT shard to the staged ones, in a slot if there is one.
+
+        Args:
+            shard: The shard.
+            state: LATE or CHANGED. Without a slot LATE becomes DEFERRED.
+        """
+        is_read, lease = state is ShardState.LATE, None
+        if not (is_read and self._residency.offers(shard)):
+            lease = self._residency.acquire(shard.nbytes, self._writes)
+        self._note(shard, ShardState.DEFERRED if is_read and lease is None else state)
+        if lease is not None:
+            shard.lease, shard.tensor = lease, lease.view(shard.numel, shard.dtype)
 
     def _note(self, shard: Shard, state: ShardState) -> None:
-        shard.state = state
+        """Add a shard to the staged ones."""
+        self._staged[shard] = None
+        shard.become(state)
         self._changed[shard] = None
 
     def _make_room(self, shards: Iterable[Shard]) -> None:
         """Let go shards that were read ahead, furthest first, until these fit the budget."""
         needed_bytes = sum(self.pool.slot_bytes(one.nbytes) for one in shards)
         needed_bytes += self._staged_bytes()
-        for shard in reversed([one for one in self._staged if one.is_ahead]):
+        for shard in reversed([one for one in self._staged if one in self._ahead]):
             if needed_bytes <= self.pool.budget_bytes:
                 return
             needed_bytes -= self.pool.slot_bytes(shard.nbytes)

@@ -298,7 +298,7 @@ def test_a_shard_is_not_lent_before_its_new_value_is_there() -> None:
 
     walk.start([step], {"a": (0, PAGE)}, lambda: None)
     bench.stream.read_ahead([shard])
-    assert shard.state is ShardState.READING
+    assert shard.state is ShardState.DEFERRED
     assert shard.tensor is None
     assert not bench.stream.has_arrived(shard)
     may_go.set()
