@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from memascend.base.interfaces import Ticket
@@ -33,7 +34,7 @@ class Pending(Generic[Kept]):
 
     def __iter__(self) -> Iterator[Kept]:
         """Return the objects, oldest first."""
-        return (kept for _, kept in self._entries)
+        return map(itemgetter(1), self._entries)
 
     def add(self, ticket: Ticket, kept: Kept) -> None:
         """Keep an object until a transfer is over."""
