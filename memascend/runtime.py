@@ -32,6 +32,7 @@ from memascend.sections.drive import Drive, OwnDrive, StockDrive
 from memascend.sections.host import Host, OwnHost, StockHost
 from memascend.streaming.activations.stream import ActivationStream
 from memascend.streaming.background import BackgroundStep
+from memascend.streaming.parameters.stream import ParameterStream
 from memascend.system.memory import resident_memory
 from memascend.transfer.staging import StagingSlots
 
@@ -102,6 +103,7 @@ class Runtime:
             else StockDrive(stock.store)
         )
         self._staging: StagingSlots | None = None
+        self._parameters: ParameterStream | None = None
         self._activations: ActivationStream | None = None
         self._slot_count = STAGING_SLOT_COUNT
         self._slot_bytes = staging_slot_bytes or STAGING_SLOT_BYTES
@@ -141,6 +143,22 @@ class Runtime:
         if self._staging is None:
             self._staging = self._new_slots(STAGING_SLOTS, self._guard)
         return self._staging
+
+    @property
+    def parameters(self) -> ParameterStream:
+        """The stream of parameters; without a budget each shard has a slot, and none is lent."""
+        if self._parameters is None:
+            is_bounded = self.pool.is_bounded
+            self._parameters = ParameterStream(
+                store=self.io,
+                pool=self.pool,
+                prefetch_bytes=self.config.buffer_pool.prefetch_bytes,
+                staging=self.staging if is_bounded else None,
+                device=torch.device(self._device.name),
+                background=self.background,
+                lender=self.store if is_bounded else None,
+            )
+        return self._parameters
 
     @property
     def activations(self) -> ActivationStream:
