@@ -37,6 +37,7 @@ from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.stream import OptimizerStream
 from memascend.streaming.optimizer.sub_groups import SubGroups
 from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from memascend.streaming.parameters.stream import ParameterStream
 from memascend.system.memory import resident_memory
 from memascend.transfer.staging import StagingSlots
 
@@ -107,6 +108,7 @@ class Runtime:
             else StockDrive(stock.store)
         )
         self._staging: StagingSlots | None = None
+        self._parameters: ParameterStream | None = None
         self._activations: ActivationStream | None = None
         self._gradients: GradientStream | None = None
         self._optimizer: OptimizerStream | None = None
@@ -148,6 +150,22 @@ class Runtime:
         if self._staging is None:
             self._staging = self._new_slots(STAGING_SLOTS, self._guard)
         return self._staging
+
+    @property
+    def parameters(self) -> ParameterStream:
+        """The stream of parameters; without a budget each shard has a slot, and none is lent."""
+        if self._parameters is None:
+            is_bounded = self.pool.is_bounded
+            self._parameters = ParameterStream(
+                store=self.io,
+                pool=self.pool,
+                prefetch_bytes=self.config.buffer_pool.prefetch_bytes,
+                staging=self.staging if is_bounded else None,
+                device=torch.device(self._device.name),
+                background=self.background,
+                lender=self.store if is_bounded else None,
+            )
+        return self._parameters
 
     @property
     def activations(self) -> ActivationStream:

@@ -13,7 +13,7 @@ import torch
 import memascend.sections.host
 from memascend.base.interfaces import Device
 from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
-from memascend.base.streams import MASTER
+from memascend.base.streams import MASTER, PARAMETERS
 from memascend.errors import StoreError
 from memascend.memory.allocator import HostAllocator
 from memascend.plan.derive import Plan, PlanRequest, derive
@@ -119,6 +119,32 @@ def test_without_parameter_streaming_the_pool_follows_the_model(
         assert runtime.pool.acquire(8000) is None
         runtime.pool.grow(8000)
         assert runtime.pool.acquire(8000) is not None
+    runtime.close()
+
+
+def test_within_a_budget_the_store_lends_to_the_one_stream_of_parameters(tmp_path: Path) -> None:
+    runtime = build(tmp_path)
+    stream = runtime.parameters
+    assert stream is runtime.parameters
+    assert runtime.store is not None
+    runtime.store.grant({PARAMETERS: 1 << 20}, memory=runtime.memory, component="resident cache")
+    with runtime.lock:
+        for nbytes, is_lent in ((4000, True), (2 << 20, False)):
+            shard = stream.shard(f"param.{nbytes}", nbytes // 4, torch.float32)
+            runtime.io.write(key=shard.key, source=torch.ones(shard.numel)).wait()
+            stream.read_now([shard])
+            assert shard.is_lent == is_lent
+            assert shard.tensor is not None
+            assert shard.tensor.tolist() == [1.0] * shard.numel
+            stream.drop(shard)
+    runtime.close()
+
+
+def test_without_a_budget_the_stream_of_parameters_needs_no_staging_slots(tmp_path: Path) -> None:
+    runtime = build(tmp_path, block={"streaming": {"parameters": {"enabled": False}}})
+    assert not runtime.parameters.pool.is_bounded
+    assert runtime.arena is not None
+    assert "staging slots" not in runtime.arena.core.components()
     runtime.close()
 
 

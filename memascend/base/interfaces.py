@@ -258,6 +258,7 @@ class Device:
     """One device as host memory uses it.
 
     Attributes:
+        name: Its name in torch.
         registers: Whether host memory should be registered with it: its copies are asynchronous.
         registrar: Registers memory; None: CUDA's driver does.
         pci_address: Selects the NUMA node; None if it is not known.
@@ -269,6 +270,7 @@ class Device:
             rank with another device would get a second context there, of half a GiB.
     """
 
+    name: str = "cpu"
     registers: bool = False
     registrar: Registrar | None = None
     pci_address: str | None = None

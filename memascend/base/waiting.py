@@ -37,7 +37,8 @@ class CopyTicket:
 
     def wait(self) -> None:
         """Wait until the copy has finished."""
-        self._event.synchronize()
+        if not self._event.query():
+            self._event.synchronize()
 
     def done(self) -> bool:
         """Return whether the copy has finished."""

@@ -1,4 +1,4 @@
-"""The pool: slots for tensors of any size, cut from segments of host memory.
+"""The pool: leases of slots for tensors of any size, cut from segments of host memory.
 
 With a budget, all segments together never exceed it. Memory is taken as slots are needed, in
 segments that double; at the budget, idle segments are freed to make room for a larger one. Without
@@ -48,7 +48,8 @@ class Pool:
         Args:
             memory: Source of the segments.
             component: Name in the ledger.
-            budget_bytes: Maximum of all segments together; None lets the pool grow.
+            budget_bytes: Maximum of all segments together; None lets the pool grow. 0: there are no
+                slots before `resize`.
             guard: Checks the callers; None: they are one thread.
 
         Raises:
@@ -57,7 +58,7 @@ class Pool:
         self.is_bounded = budget_bytes is not None
         self.budget_bytes = NBYTES_MAX if budget_bytes is None else budget_bytes
         self.slot_bytes_max = page_down(self.budget_bytes // SLOT_PARTS)
-        if self.slot_bytes_max <= 0:
+        if budget_bytes != 0 and self.slot_bytes_max <= 0:
             raise ValueError(
                 f"a budget of {budget_bytes} bytes has no room for {SLOT_PARTS} pages of "
                 f"{PAGE_BYTES} bytes. fix: a larger parameter budget"
@@ -66,15 +67,19 @@ class Pool:
         self._memory = memory
         self._component = component
         self._segments: list[Segment] = []
-        self._returned: deque[tuple[Segment, int, int]] = deque()
+        self._returned: deque[_Run] = deque()
 
     @guarded
-    def resize(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
-        """Change the budget, and take all of it now, in one piece.
+    def resize(
+        self, budget_bytes: int, *, slot_bytes_max: int, segment_bytes: int | None = None
+    ) -> None:
+        """Change the budget, and take all of it now.
 
         Args:
             budget_bytes: New budget, in whole pages.
             slot_bytes_max: New maximum size of a slot.
+            segment_bytes: Size of each segment, which divides the budget; if it is also
+                `slot_bytes_max`, large slots never wait for several small ones. None: one segment.
 
         Raises:
             ValueError: A slot is leased.
@@ -88,8 +93,8 @@ class Pool:
             )
         self._segments.clear()
         self.budget_bytes, self.slot_bytes_max = budget_bytes, slot_bytes_max
-        if budget_bytes:
-            self._take_memory(budget_bytes)
+        for _ in range(budget_bytes // (segment_bytes or budget_bytes) if budget_bytes else 0):
+            self._take_memory(segment_bytes or budget_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -146,28 +151,33 @@ class Pool:
     def _collect(self) -> None:
         # A slot may be released at any moment, by any thread: it is queued then, and freed here.
         while self._returned:
-            segment, begin, end = self._returned.popleft()
-            segment.put(begin, end)
+            run = self._returned[0]
+            run.give_back()
+            if run.segment.idle:  # equal ones are used in turn
+                others = (one for one in self._segments if one is not run.segment)
+                self._segments = [*others, run.segment]
+            self._returned.popleft()  # last: Ctrl-C may come at any line
 
     def _cut(self, nbytes: int) -> Lease | None:
-        runs = [
-            (end - begin, number, index)
-            for number, segment in enumerate(self._segments)
-            for index, (begin, end) in enumerate(segment.free)
-            if end - begin >= nbytes and self.suits(end - begin, nbytes)
-        ]
-        if not runs:
+        with_room = [one for one in self._segments if one.largest_bytes >= nbytes]
+        if not with_room:
             return None
-        run_bytes, number, index = min(runs)
-        segment = self._segments[number]
+        # The smallest run of all; if it is too large to be used for less, all others are.
+        segment = min(with_room, key=lambda one: one.best(nbytes)[0])
+        run_bytes, index = segment.best(nbytes)
+        if not self.suits(run_bytes, nbytes):
+            return None
         slot_bytes = nbytes if self.is_bounded else run_bytes
+        begin, end = segment.free[index]
         # Small slots go to the end of a run, so that they do not split the room of large ones.
-        begin = segment.take(index, slot_bytes, from_end=nbytes < self.slot_bytes_max // 8)
-        end = begin + slot_bytes
+        if nbytes < self.slot_bytes_max // 8:
+            begin = end - slot_bytes
+        run = _Run(segment, begin, begin + slot_bytes)
         use = _Use()
-        returning = weakref.finalize(use, self._returned.append, (segment, begin, end))
+        returning = weakref.finalize(use, self._returned.append, run)
         returning.atexit = False
-        return Lease(segment.memory[begin:end], use)
+        run.take(index)  # last: from here on only `use` gives it back, after Ctrl-C too
+        return Lease(segment.memory[run.begin : run.end], use)
 
     def _add_segment(self, nbytes: int) -> bool:
         """Take memory for a slot of `nbytes`; False if the budget has no room for it."""
@@ -199,7 +209,10 @@ class Pool:
 
 
 class Lease:
-    """The exclusive right to a slot, which is free once the lease and every hold are gone."""
+    """The exclusive right to a slot, which is free once the lease and every hold are gone.
+
+    It ends at `release`, or with its last reference: a lease that Ctrl-C left to no one ends too.
+    """
 
     def __init__(self, slot: torch.Tensor, use: _Use) -> None:
         self.slot = slot
@@ -248,20 +261,65 @@ class Segment:
         """True if no slot uses the segment."""
         return self.free == [(0, self.memory.nbytes)]
 
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest free run; 0 if there is none."""
+        return max((end - begin for begin, end in self.free), default=0)
+
+    def best(self, nbytes: int) -> tuple[int, int]:
+        """Return (bytes, index) of the smallest free run of `nbytes` or more; there must be one."""
+        runs = enumerate(self.free)
+        return min((end - begin, i) for i, (begin, end) in runs if end - begin >= nbytes)
+
     def put(self, begin: int, end: int) -> None:
         """Free a run and merge it with its neighbours."""
-        runs: list[tuple[int, int]] = []
-        for run in sorted([*self.free, (begin, end)]):
-            if runs and runs[-1][1] == run[0]:
-                runs[-1] = (runs[-1][0], run[1])
-            else:
-                runs.append(run)
-        self.free = runs
+        self.free = _with(self.free, begin, end)
 
     def take(self, index: int, nbytes: int, *, from_end: bool) -> int:
         """Take bytes from one free run; return where they begin."""
         begin, end = self.free[index]
         taken = end - nbytes if from_end else begin
-        rest = (begin, taken) if from_end else (begin + nbytes, end)
-        self.free[index : index + 1] = [rest] if rest[0] < rest[1] else []
+        self.free = _without(self.free, index, taken, taken + nbytes)
         return taken
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """Bytes [begin, end) of a segment, of one lease."""
+
+    segment: Segment
+    begin: int
+    end: int
+    is_taken: bool = False
+
+    def take(self, index: int) -> None:
+        """Take the run from the segment's free run number `index`."""
+        free = _without(self.segment.free, index, self.begin, self.end)
+        # In one line, at which Ctrl-C does both or neither.
+        self.segment.free, self.is_taken = free, True
+
+    def give_back(self) -> None:
+        """Free the run; no effect if it was not taken, or is free already."""
+        if self.is_taken:
+            free = _with(self.segment.free, self.begin, self.end)
+            self.segment.free, self.is_taken = free, False
+
+
+def _with(free: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """Return free runs and one more, merged with its neighbours."""
+    runs: list[tuple[int, int]] = []
+    for run in sorted([*free, (begin, end)]):
+        if runs and runs[-1][1] == run[0]:
+            runs[-1] = (runs[-1][0], run[1])
+        else:
+            runs.append(run)
+    return runs
+
+
+def _without(
+    free: list[tuple[int, int]], index: int, begin: int, end: int
+) -> list[tuple[int, int]]:
+    """Return free runs without [begin, end), which lies in run number `index`."""
+    first, last = free[index]
+    rest = [run for run in ((first, begin), (end, last)) if run[0] < run[1]]
+    return [*free[:index], *rest, *free[index + 1 :]]

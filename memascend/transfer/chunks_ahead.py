@@ -9,26 +9,21 @@ They delay no other transfer: SLOT_COUNT_MIN slots stay free for others. A trans
 more slot takes those of the chunks that are needed last.
 
 Only keys that the store has may be read here, and a key is forgotten before it is written. One
-thread at a time may call. Ctrl-C may come anywhere; slots that it leaves taken are found again
-(lent_slots.py).
+thread at a time may call. Ctrl-C may come anywhere (slots.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 import torch
 
-from memascend.base.interfaces import Ticket
-from memascend.transfer.lent_slots import SLOT_COUNT_MIN
-
-#: A taken slot, and the read that fills it.
-Chunk = tuple[torch.Tensor, Ticket]
+from memascend.transfer.slots import SLOT_COUNT_MIN
+from memascend.transfer.transfer import Transfer
 
 
 class Slots(Protocol):
@@ -42,7 +37,7 @@ class Slots(Protocol):
     def reclaim(self, nbytes: int) -> bool:
         """Free slots of finished transfers, without waiting; return whether `nbytes` are free."""
 
-    def start_read(self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype) -> Chunk:
+    def start_read(self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype) -> Transfer:
         """Take a slot and start a read into it."""
 
     def free(self, staged: torch.Tensor) -> None:
@@ -57,7 +52,7 @@ class _Begun:
     numel: int
     dtype: torch.dtype
     has_given_way: bool = False
-    chunks: deque[Chunk] = field(default_factory=deque)
+    chunks: deque[Transfer] = field(default_factory=deque)
 
 
 class ChunksAhead:
@@ -88,8 +83,8 @@ class ChunksAhead:
                 return
             begun.chunks.append(self._slots.start_read(key, begin * dtype.itemsize, count, dtype))
 
-    def take(self, key: str, numel: int, dtype: torch.dtype) -> deque[Chunk]:
-        """Return the chunks of a key that is read now: the taken slots and their tickets."""
+    def take(self, key: str, numel: int, dtype: torch.dtype) -> deque[Transfer]:
+        """Return the chunks of a key that is read now: their reads into taken slots."""
         begun = self._begun
         if begun is None or (begun.key, begun.numel, begun.dtype) != (key, numel, dtype):
             return deque()
@@ -101,12 +96,10 @@ class ChunksAhead:
         if self._begun is None or not self._begun.chunks:
             return False
         self._begun.has_given_way = True
-        # Removed first: a slot that Ctrl-C leaves in no list is found again.
-        staged, ticket = self._begun.chunks.pop()
-        with suppress(Exception):  # not needed now; the read that needs it raises the error
-            ticket.wait()
-        if ticket.done():  # else, at program exit, a silent drive may still fill the slot
-            self._slots.free(staged)
+        # Removed first, not to be freed twice. An error is raised by the read that needs the chunk.
+        read = self._begun.chunks.pop()
+        if read.abandon():
+            self._slots.free(read.staged)
         return True
 
     def forget(self, key: str | None = None) -> None:

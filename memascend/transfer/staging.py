@@ -3,44 +3,30 @@
 Knows torch and the store; never DeepSpeed. A transfer moves in chunks of one slot: the drive works
 on some while the device copies others. On a device with streams, an event after each copy tells
 when the slot may be used next. One thread at a time may call, which `guard` checks; Ctrl-C may come
-anywhere (lent_slots.py).
+anywhere (slots.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing
+from functools import partial
 from itertools import islice
 
 import torch
 
 from memascend.base.components import STAGING_SLOTS
-from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
-from memascend.base.waiting import Ended, event_here
+from memascend.base.interfaces import Event, HostMemory, TensorIO
+from memascend.base.waiting import CopyTicket, Ended, event_here
 from memascend.memory.guard import Guard, guarded
 from memascend.transfer.chunks_ahead import ChunksAhead
-from memascend.transfer.lent_slots import SLOT_COUNT_MIN, GivenBackOnError, LentSlots, Slot
+from memascend.transfer.pending import Pending
+from memascend.transfer.slots import SLOT_COUNT_MIN, GivenBackOnError, Slots
+from memascend.transfer.transfer import Transfer, Transfers
 
 #: A range to read: key, offset of its first byte, number of elements, dtype.
 Run = tuple[str, int, int, torch.dtype]
-
-
-@dataclass(slots=True)
-class _Write:
-    """A write to the store from a slot; the copy into the slot may still be queued."""
-
-    slot: Slot
-    filled: Event | None
-    key: str
-    source: torch.Tensor
-    offset_bytes: int
-    ticket: Ticket | None = None
-
-    def overlaps(self, begin: int, end: int) -> bool:
-        """Return whether the write overlaps bytes [begin, end) of its key."""
-        return self.offset_bytes < end and begin < self.offset_bytes + self.source.nbytes
 
 
 class StagingSlots:
@@ -80,12 +66,10 @@ class StagingSlots:
             raise ValueError(f"slot_bytes must be positive, got {slot_bytes}")
         self.store, self._new_event, self.slot_bytes = store, new_event, slot_bytes
         self.guard = guard
-        self._slots = LentSlots(memory=memory, component=component, wait_idle=wait_idle)
+        self._slots = Slots(memory=memory, component=component, wait_idle=wait_idle)
         self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
-        self._writes: deque[_Write] = deque()  # oldest first
-        self._reads: deque[tuple[Event, Slot]] = deque()  # copied out, oldest first
-        self._write_error: Exception | None = None  # the first since wait_writes
-        self._failed: set[str] = set()  # keys of which a write failed
+        self._writes = Transfers(lambda write: self._slots.free(write.staged))
+        self._copied_out: Pending[torch.Tensor] = Pending(self._slots.free)
         self.ahead = ChunksAhead(self)
 
     def __len__(self) -> int:
@@ -102,9 +86,8 @@ class StagingSlots:
         """
         self.ahead.forget()
         self.wait_writes()
-        while self._reads:
-            self._wait_copied_out()
-        self._find_lost()
+        self._copied_out.wait_all()
+        self._slots.find_lost()
         if taken := len(self._slots) - self._slots.free_count:
             raise ValueError(f"cannot resize the staging slots: {taken} are taken")
         self.slot_bytes = slot_bytes
@@ -156,22 +139,22 @@ class StagingSlots:
         stored = target.dtype if dtype is None else dtype
         begun = self.ahead.take(key, target.numel(), stored) if offset_bytes == 0 else ()
         chunks = self.chunks(target.numel(), stored.itemsize)
-        pending = deque((target.narrow(0, *next(chunks)), *one) for one in begun)
+        pending = deque((target.narrow(0, *next(chunks)), one) for one in begun)
         try:
             for begin, count in chunks:
                 # Wait for a copy in flight first: it ends sooner than a read from the drive.
                 while pending and not self.reclaim(count * stored.itemsize):
-                    if self._reads:
-                        self._wait_copied_out()
+                    if self._copied_out:
+                        self._copied_out.wait_oldest()
                     else:
                         self._copy_out(*pending.popleft())
                 one = self.start_read(key, offset_bytes + begin * stored.itemsize, count, stored)
-                pending.append((target.narrow(0, begin, count), *one))
+                pending.append((target.narrow(0, begin, count), one))
             while pending:
                 self._copy_out(*pending.popleft())
         finally:
-            for _, staged, ticket in pending:  # only after an error
-                self._give_back_settled(staged, ticket)
+            for _, one in pending:  # only after an error
+                self._abandon(one)
 
     @guarded
     def wait_writes(self) -> None:
@@ -181,18 +164,12 @@ class StagingSlots:
             StoreError: The first write that failed since the last call; the others have been waited
                 for.
         """
-        while self._writes:
-            self._finish_write()
-        error, self._write_error = self._write_error, None
-        if error is not None:
-            raise error
+        self._writes.wait_all()
 
     @guarded
     def forget_failure(self, key: str) -> bool:
         """Forget that a write of a key failed; return False when none did."""
-        has_failed = key in self._failed
-        self._failed.discard(key)
-        return has_failed
+        return self._writes.forget_failure(key)
 
     # -- single slots ----------------------------------------------------------------------------
 
@@ -212,39 +189,33 @@ class StagingSlots:
             )
         nbytes = numel * dtype.itemsize
         self.reclaim(nbytes)
-        while not (self._slots.has_room(nbytes) or self._find_lost()):
+        while not self._slots.has_room(nbytes):
+            if self._slots.find_lost():
+                continue
             if self._writes:
-                self._finish_write()
-            elif self._reads:
-                self._wait_copied_out()
+                self._writes.wait_oldest()
+            elif self._copied_out:
+                self._copied_out.wait_oldest()
             elif not self.ahead.give_way():
                 self.store.wait_all()  # for transfers whose tickets were lost by Ctrl-C
-                if not self._find_lost():
+                if not self._slots.find_lost():
                     raise AssertionError("every staging slot is taken and none was given back")
         return self._slots.lend(numel, dtype)
 
     @guarded
     def reclaim(self, nbytes: int) -> bool:
         """Free slots of finished transfers, without waiting; return whether `nbytes` are free."""
-        self._submit_filled()
-        while self._writes and (ticket := self._writes[0].ticket) is not None and ticket.done():
-            self._finish_write()
-        while self._reads and self._reads[0][0].query():
-            self._slots.free(self._reads.popleft()[1])
+        self._writes.end_done()
+        self._copied_out.release_done()
         return self._slots.has_room(nbytes)
 
-    def start_read(
-        self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Ticket]:
+    def start_read(self, key: str, offset_bytes: int, numel: int, dtype: torch.dtype) -> Transfer:
         """Take a slot and start a read into it, after submitting all writes to the same bytes."""
         staged = self.take(numel, dtype)
         with self.given_back_on_error(staged):
-            end = offset_bytes + staged.nbytes
-            pending = deque(one for one in self._writes if one.ticket is None and one.key == key)
-            # Submit in order, earlier ones included: writes may overlap one another.
-            while any(one.overlaps(offset_bytes, end) for one in pending):
-                self._start_late(pending.popleft())
-            return staged, self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
+            self._writes.submit_overlapping(key, offset_bytes, offset_bytes + staged.nbytes)
+            ticket = self.store.read(key=key, target=staged, offset_bytes=offset_bytes)
+            return Transfer(key=key, staged=staged, offset_bytes=offset_bytes, ticket=ticket)
 
     def event_here(self) -> Event | None:
         """Return an event after all work queued on the current stream; None on the CPU."""
@@ -255,9 +226,17 @@ class StagingSlots:
         self, key: str, staged: torch.Tensor, offset_bytes: int, filled: Event | None = None
     ) -> None:
         """Store a taken slot once `filled` has passed; None: after all work queued so far."""
+        self._slots.expect_lent(staged)
         filled = filled or self.event_here()
-        self._writes.append(_Write(self._slots.slot_of(staged), filled, key, staged, offset_bytes))
-        self._submit_filled()
+        self._writes.add(
+            Transfer(
+                key=key,
+                staged=staged,
+                offset_bytes=offset_bytes,
+                ticket=Ended() if filled is None else CopyTicket(filled),
+                then=partial(self.store.write, key=key, source=staged, offset_bytes=offset_bytes),
+            )
+        )
 
     @guarded
     def submit_all(self, *keys: str) -> None:
@@ -265,8 +244,7 @@ class StagingSlots:
 
         Waits for the device only if the copy into such a slot is not over.
         """
-        while any(one.ticket is None and (not keys or one.key in keys) for one in self._writes):
-            self._start_late(next(write for write in self._writes if write.ticket is None))
+        self._writes.submit(*keys)
 
     @guarded
     def give_back(self, staged: torch.Tensor) -> None:
@@ -275,12 +253,13 @@ class StagingSlots:
         if event is None:
             self.free(staged)
         else:
-            self._reads.append((event, self._slots.slot_of(staged)))
+            self._slots.expect_lent(staged)
+            self._copied_out.add(CopyTicket(event), staged)
 
     @guarded
     def free(self, staged: torch.Tensor) -> None:
         """Free a taken slot that no copy reads."""
-        self._slots.free(self._slots.slot_of(staged))
+        self._slots.free(staged)
 
     def given_back_on_error(self, staged: torch.Tensor) -> GivenBackOnError:
         """Return a context manager that gives a taken slot back if an exception leaves it."""
@@ -300,7 +279,7 @@ class StagingSlots:
             StoreError: A read failed.
         """
         ahead = max(0, len(self._slots) - 2) if ahead is None else ahead
-        coming: deque[tuple[torch.Tensor, Ticket]] = deque()
+        coming: deque[Transfer] = deque()
         rest = iter(runs)
         try:
             while True:
@@ -308,11 +287,11 @@ class StagingSlots:
                     coming.append(self.start_read(*run))
                 if not coming:
                     return
-                coming[0][1].wait()
-                yield coming.popleft()[0]
+                coming[0].wait()
+                yield coming.popleft().staged
         finally:
-            for staged, ticket in coming:  # after an error, or when the generator is closed
-                self._give_back_settled(staged, ticket)
+            for one in coming:  # after an error, or when the generator is closed
+                self._abandon(one)
 
     def stream(self, *, key: str, nbytes: int) -> Iterator[torch.Tensor]:
         """Yield the bytes of a key in order, slot by slot; each is valid until the next.
@@ -348,67 +327,14 @@ class StagingSlots:
 
     # -- inner -----------------------------------------------------------------------------------
 
-    def _copy_out(self, target: torch.Tensor, staged: torch.Tensor, ticket: Ticket) -> None:
+    def _copy_out(self, target: torch.Tensor, read: Transfer) -> None:
         try:
-            ticket.wait()
-            target.copy_(staged, non_blocking=True)
+            read.wait()
+            target.copy_(read.staged, non_blocking=True)
         finally:
-            self._give_back_settled(staged, ticket)
+            self._abandon(read)
 
-    def _give_back_settled(self, staged: torch.Tensor, ticket: Ticket) -> None:
-        """Give a slot back once its read is over; not if the wait ended for a silent drive."""
-        with suppress(Exception):
-            ticket.wait()
-        if ticket.done():
-            self.give_back(staged)
-
-    def _wait_copied_out(self) -> None:
-        event, slot = self._reads[0]
-        event.synchronize()
-        self._reads.popleft()
-        self._slots.free(slot)
-
-    def _submit_filled(self) -> None:
-        """Start the writes of all slots whose copy is over, in order."""
-        for write in self._writes:
-            if write.ticket is None:
-                if write.filled is not None and not write.filled.query():
-                    return
-                self._start(write)
-
-    def _start_late(self, write: _Write) -> None:
-        """Wait for the copy into a slot, and start its write."""
-        if write.filled is not None:
-            write.filled.synchronize()
-        self._start(write)
-
-    def _start(self, write: _Write) -> None:
-        try:
-            write.ticket = self.store.write(
-                key=write.key, source=write.source, offset_bytes=write.offset_bytes
-            )
-        except Exception as error:
-            # Keep the error for wait_writes(): the caller at hand may not have asked for the write.
-            write.ticket = Ended(error)
-
-    def _finish_write(self) -> None:
-        """Wait for the oldest write and free its slot; an error is kept for `wait_writes`."""
-        write = self._writes[0]
-        if write.ticket is None:
-            self._start_late(write)
-        try:
-            if write.ticket is not None:
-                write.ticket.wait()
-        except Exception as error:
-            if write.ticket is not None and not write.ticket.done():
-                raise  # at program exit: a silent drive may still read the slot
-            self._write_error = self._write_error or error
-            self._failed.add(write.key)
-        # Not in a finally: after Ctrl-C the drive may still read the slot.
-        self._writes.popleft()
-        self._slots.free(write.slot)
-
-    def _find_lost(self) -> bool:
-        """Free slots that Ctrl-C left in no list; return whether there were any."""
-        listed = [write.slot for write in self._writes] + [slot for _, slot in self._reads]
-        return self._slots.find_lost(listed)
+    def _abandon(self, read: Transfer) -> None:
+        """Give the slot of a read back once it is over; the caller may have copied out of it."""
+        if read.abandon():
+            self.give_back(read.staged)

@@ -7,6 +7,7 @@ error.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,11 +34,13 @@ def gather_event_on_default_stream(patch: pytest.MonkeyPatch) -> None:
 
 def store_reads_unfilled_slot(patch: pytest.MonkeyPatch) -> None:
     """A staging slot goes to the drive before the copy into it has happened."""
-    from memascend.transfer.staging import StagingSlots, _Write
+    from memascend.transfer.staging import StagingSlots
+
+    original = StagingSlots.submit
+    passed = SimpleNamespace(query=lambda: True)
 
     def submit(self: Any, key: str, staged: Any, offset_bytes: int, *_: Any) -> None:
-        self._writes.append(_Write(self._slots.slot_of(staged), None, key, staged, offset_bytes))
-        self._submit_filled()
+        original(self, key, staged, offset_bytes, passed)  # type: ignore[arg-type]
 
     patch.setattr(StagingSlots, "submit", submit)
 
@@ -46,10 +49,7 @@ def slot_taken_before_copied_out(patch: pytest.MonkeyPatch) -> None:
     """A staging slot that is given back is free at once."""
     from memascend.transfer.staging import StagingSlots
 
-    def give_back(self: Any, staged: Any) -> None:
-        self._slots.free(self._slots.slot_of(staged))
-
-    patch.setattr(StagingSlots, "give_back", give_back)
+    patch.setattr(StagingSlots, "give_back", StagingSlots.free)
 
 
 def gradient_not_recorded(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.device.waits import (
 from tests.parity.workers import Bench
 
 #: A slot is free once its copy has passed and the drive has written it: bounded memory.
-FULL = "staging._start_late < staging._finish_write < staging.take"
+FULL = "staging.take"
 
 
 def test_a_place_is_told_by_functions_which_outlive_line_numbers() -> None:

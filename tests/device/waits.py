@@ -26,7 +26,7 @@ STEPS = (3, 5)
 SHOWN_MS_MIN = 0.1
 #: A place has a few frames: who is called in backward, and for a slot there and elsewhere.
 PUTTING = (
-    *("gradients.put", "gradients._add_up", "gradients._target", "window.add_up"),
+    *("stream._add_up", "stream._target", "accumulation.add_up"),
     *("staging.read_each", "staging.take"),
 )
 

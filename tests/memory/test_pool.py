@@ -17,7 +17,9 @@ from memascend.base.units import MIB, PAGE_BYTES, page_up
 from memascend.errors import HostMemoryError
 from memascend.memory.allocator import HostAllocator
 from memascend.memory.pool import SLOT_PARTS, WASTE_MAX, Pool
+from tests.support.ctrl_c import interruptions
 from tests.support.examples import examples
+from tests.support.streaming_fakes import FakeMemory
 
 BUDGET_PAGES = 64
 LARGEST_PAGES = BUDGET_PAGES // SLOT_PARTS
@@ -312,3 +314,29 @@ def test_within_a_budget_every_slot_gives_room_and_else_its_size_decides() -> No
     assert bounded.suits(PAGE_BYTES, 10 * PAGE_BYTES)
     assert not growing().suits(PAGE_BYTES, 10 * PAGE_BYTES)
     assert not growing().suits(10 * PAGE_BYTES, PAGE_BYTES)
+
+
+def test_after_ctrl_c_at_any_line_no_slot_is_lost_or_leased_twice() -> None:
+    budget_bytes = 8 * PAGE_BYTES
+    pools: list[Pool] = []
+
+    def make() -> Callable[[], None]:
+        pools[:] = [Pool(memory=FakeMemory(), component="slots", budget_bytes=budget_bytes)]
+        pools[0].resize(budget_bytes, slot_bytes_max=2 * PAGE_BYTES)
+        return lambda: lease_and_release(pools[0])
+
+    count = 0
+    for where in interruptions(make):
+        count += 1
+        leases = [pools[0].acquire(2 * PAGE_BYTES) for _ in range(4)]
+        assert None not in leases, where
+        assert len({lease.slot.data_ptr() for lease in leases if lease is not None}) == 4, where
+    assert count > 50
+
+
+def lease_and_release(pool: Pool) -> None:
+    for _ in range(2):
+        leases = [pool.acquire(PAGE_BYTES) for _ in range(3)]
+        for lease in leases:
+            assert lease is not None
+            lease.release()

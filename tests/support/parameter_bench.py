@@ -64,7 +64,7 @@ class Bench:
 
     def fetch(self, shard: Shard) -> torch.Tensor:
         self.stream.read_now([shard])
-        assert shard.state is ShardState.STAGED
+        assert shard.state in (ShardState.ARRIVED, ShardState.LENT)
         assert shard.tensor is not None
         return shard.tensor
 

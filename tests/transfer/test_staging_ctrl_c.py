@@ -96,7 +96,7 @@ def interrupt_each_line(work_on: Callable[[FakeStore], Work], stride: int) -> in
     return count
 
 
-@each_stride(9)
+@each_stride(23)
 @pytest.mark.parametrize("late", [False, True], ids=["host", "device, slots are shared"])
 def test_after_ctrl_c_at_any_line_all_slots_serve_again(
     late: bool, stride: int, monkeypatch: pytest.MonkeyPatch

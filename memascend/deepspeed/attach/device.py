@@ -22,9 +22,11 @@ def device_of(accelerator: Any) -> Device:
     """
     if accelerator.is_synchronized_device():
         return Device()
-    first = torch.empty(1, device=accelerator.current_device_name())
+    name = accelerator.current_device_name()
+    first = torch.empty(1, device=name)
     has_driver = first.is_cuda and torch.version.cuda is not None  # ROCm devices are "cuda" too
     return Device(
+        name=name,
         registers=True,
         registrar=None if has_driver else AcceleratorRegistrar(accelerator),
         pci_address=_pci_address(first.device),

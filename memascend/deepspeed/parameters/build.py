@@ -16,7 +16,6 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
-from memascend.streaming.parameters.stream import ParameterStream
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +32,16 @@ def wrap_param_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attach(config, settings, settings.zero_optimization.offload_param.nvme_path)
         _note_inactive_streaming(config)
         if config.buffer_pool.enabled:
-            runtime, accelerator = attachment.runtime, get_accelerator()
-            stream = ParameterStream(
-                store=runtime.io,
-                pool=runtime.pool,
-                prefetch_bytes=config.buffer_pool.prefetch_bytes,
-                staging=runtime.staging if runtime.pool.is_bounded else None,
-                device=torch.device(accelerator.current_device_name()),
-                background=runtime.background,
-                lender=runtime.store if runtime.pool.is_bounded else None,
-            )
+            runtime = attachment.runtime
             return ParameterSwapper(
                 attachment=attachment,
-                stream=stream,
+                stream=runtime.parameters,
                 dtype=model_dtype,
                 swappable_bytes_min=max(SWAPPABLE_BYTES_MIN, settings.aio.block_size),
                 lock=runtime.lock,
                 is_alone=dist.get_world_size() == 1,
                 new_event=runtime.new_event,
-                released_bytes_max=released_bytes_max(accelerator.total_memory()),
+                released_bytes_max=released_bytes_max(get_accelerator().total_memory()),
             )
         with attachment.serving_aio("parameter buffers"):
             swapper = original(ds_config, model_dtype)

@@ -37,7 +37,7 @@ from memascend.deepspeed.parameters.module_order import Releases
 from memascend.deepspeed.parameters.stand_ins import StandIns
 from memascend.errors import StoreError
 from memascend.streaming.parameters.released import ReleasedMemory
-from memascend.streaming.parameters.shard import Shard, ShardState
+from memascend.streaming.parameters.shard import Shard
 from memascend.streaming.parameters.stream import ParameterStream
 
 #: A smaller shard always stays in host memory, as in stock DeepSpeed (MIN_AIO_BYTES).
@@ -373,7 +373,7 @@ class ParameterSwapper:
             seen = shard.owner.ds_tensor
             if seen is None:
                 continue  # DeepSpeed is about to create it
-            if shard.state is ShardState.READING:
+            if shard.is_coming:
                 seen.status = PartitionedParamStatus.INFLIGHT
             elif shard.tensor is not None:
                 seen.data = shard.tensor.data

@@ -16,6 +16,7 @@ from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
 from memascend.base.interfaces import Event, HostMemory, TensorIO, Ticket
 from memascend.base.sizes import casts
 from memascend.base.waiting import CopyTicket, event_here, wait_all
+from memascend.transfer.pending import Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class Tile:
     owner: str = ""
     begin: int = 0
     numel: int = 0
+
+    def done(self) -> bool:
+        """Return whether no transfer on it is in flight."""
+        return all(ticket.done() for ticket in self.tickets)
 
     def wait(self) -> None:
         """Wait for all transfers in flight on it, then raise the first error."""
@@ -104,7 +109,7 @@ class Tiles:
             for _ in range(shape.count)
         )
         self._all = tuple(self._idle)
-        self._retired: deque[Tile] = deque()
+        self._retired: Pending[Tile] = Pending(self._idle.append)
         self._spare = deque(self._block(shape.gradient_dtype) for _ in range(shape.spare_count))
         self._scratch: torch.Tensor | None = None
         if casts(shape.gradient_dtype, shape.master_dtype):
@@ -121,15 +126,14 @@ class Tiles:
             StoreError: One of those writes failed.
         """
         if not self.has_idle():
-            self._reclaim_oldest()
+            self._retired.wait_oldest()
         tile = self._idle.popleft()
         tile.owner, tile.begin, tile.numel = owner, begin, min(self.shape.numel, numel - begin)
         return tile
 
     def has_idle(self) -> bool:
         """Return whether `take` would not wait."""
-        while self._retired and all(ticket.done() for ticket in self._retired[0].tickets):
-            self._reclaim_oldest()
+        self._retired.release_done()
         return bool(self._idle)
 
     def has_retired(self) -> bool:
@@ -138,7 +142,7 @@ class Tiles:
 
     def retire(self, tile: Tile) -> None:
         """Give a tile back; it is idle again when its transfers are over."""
-        self._retired.append(tile)
+        self._retired.add(tile, tile)
 
     def find_lost(self, held: Collection[Tile]) -> None:
         """Retire tiles that Ctrl-C left in no list.
@@ -156,16 +160,7 @@ class Tiles:
         Raises:
             StoreError: A transfer failed; the others have been waited for.
         """
-        wait_all([self._reclaim_oldest] * len(self._retired))
-
-    def _reclaim_oldest(self) -> None:
-        """Wait for the tile that was retired first, and make it idle."""
-        tile = self._retired[0]
-        try:
-            tile.wait()
-        finally:
-            if not tile.tickets:  # else Ctrl-C ended the wait
-                self._idle.append(self._retired.popleft())
+        self._retired.wait_all()
 
     def read(self, tile: Tile, key: str, target: torch.Tensor) -> None:
         """Start reading the tile's range of a key into one of its blocks."""

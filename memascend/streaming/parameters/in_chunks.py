@@ -13,8 +13,8 @@ import torch
 
 from memascend.errors import StoreError
 from memascend.streaming.background import BackgroundStep
-from memascend.streaming.parameters.loans import Loans
-from memascend.streaming.parameters.shard import Shard
+from memascend.streaming.parameters.residency import Residency
+from memascend.streaming.parameters.shard import Shard, ShardState
 from memascend.transfer.staging import StagingSlots
 
 
@@ -27,7 +27,7 @@ class InChunks:
         staging: StagingSlots | None,
         device: torch.device | None,
         background: BackgroundStep,
-        loans: Loans,
+        residency: Residency,
     ) -> None:
         """Take no memory yet.
 
@@ -35,10 +35,10 @@ class InChunks:
             staging: The slots that chunks pass through.
             device: Where shards are assembled.
             background: The optimizer's walk, which may still be writing shards.
-            loans: Loans of shards that the store has in memory.
+            residency: Lends shards that the store has in memory.
         """
         self.staging = staging
-        self._background, self._loans = background, loans
+        self._background, self._residency = background, residency
         # Made now: later zero.Init may have replaced torch.empty by a version that casts.
         self._on_device = torch.empty(0, device=None if staging is None else device)
         self._writing: set[Shard] = set()  # may still have writes in staging slots
@@ -46,19 +46,20 @@ class InChunks:
     def read_ahead(self, shard: Shard) -> None:
         """Start reading the first chunks, unless the shard is being written or can be lent."""
         is_new = shard not in self._writing and self._background.has_passed(shard.key)
-        if self.staging is not None and is_new and not self._loans.offers(shard):
+        if self.staging is not None and is_new and not self._residency.offers(shard):
             with suppress(StoreError):  # not needed now; the read that needs it raises the error
                 self.staging.ahead.start(key=shard.key, numel=shard.numel, dtype=shard.dtype)
 
     def read(self, shard: Shard) -> None:
-        """Set the shard's tensor: lent by the store, else read into device memory."""
-        if self._loans.offers(shard):
+        """Set a DEFERRED shard's tensor: lent by the store, else read into device memory."""
+        if self._residency.offers(shard):
             self.wait(shard)
-            self._loans.take(shard)
+            self._residency.lend(shard)
             return
         tensor = self._on_device.new_empty(shard.numel, dtype=shard.dtype)
         self._slots.read(key=shard.key, target=tensor)
         shard.tensor = tensor
+        shard.become(ShardState.ARRIVED)
 
     def write(self, shard: Shard, source: torch.Tensor) -> None:
         """Start storing a flat tensor of any device; the source may be reused in stream order."""

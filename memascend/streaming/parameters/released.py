@@ -10,10 +10,10 @@ Knows events and byte counts; never DeepSpeed. One thread at a time may call.
 
 from __future__ import annotations
 
-from collections import deque
-
 from memascend.base.device_memory import RELEASED_COUNT_MIN
 from memascend.base.interfaces import Event
+from memascend.base.waiting import CopyTicket
+from memascend.transfer.pending import Pending
 
 
 class ReleasedMemory:
@@ -27,21 +27,19 @@ class ReleasedMemory:
                 always wait, even if they are larger.
         """
         self._limit_bytes = limit_bytes
-        self._waiting: deque[tuple[Event, int]] = deque()
+        self._waiting: Pending[int] = Pending(self._subtract)
         self._waiting_bytes = 0
 
     def note(self, nbytes: int, event: Event) -> None:
         """Count `nbytes` that are free once `event`, recorded at the release, has passed."""
-        self._waiting.append((event, nbytes))
+        self._waiting.add(CopyTicket(event), nbytes)
         self._waiting_bytes += nbytes
 
     def wait(self) -> None:
         """Wait until no more than the limit is waiting."""
-        while self._waiting and self._waiting[0][0].query():
-            self._pop()
+        self._waiting.release_done()
         while self._waiting_bytes > self._limit_bytes and len(self._waiting) > RELEASED_COUNT_MIN:
-            self._waiting[0][0].synchronize()
-            self._pop()
+            self._waiting.wait_oldest()
 
-    def _pop(self) -> None:
-        self._waiting_bytes -= self._waiting.popleft()[1]
+    def _subtract(self, nbytes: int) -> None:
+        self._waiting_bytes -= nbytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, Ticket
+from memascend.base.interfaces import Ticket
 from memascend.base.sizes import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 from memascend.memory.pool import Lease
 
@@ -18,9 +18,31 @@ class ShardState(Enum):
     """Location of a shard's contents, besides the store."""
 
     ABSENT = "nowhere"
-    READING = "on their way here, or waiting to be needed"
-    STAGED = "in the tensor"
+    LATE = "nowhere: its read into a slot begins when the optimizer has written it"
+    READING = "on their way from the drive to a slot"
+    DEFERRED = "nowhere: there is no slot, so it is read when it is needed"
+    ARRIVED = "in the tensor, equal to the store"
+    LENT = "in the store's own memory, to be read and never written"
+    CHANGED = "in the tensor, to be stored"
     KEPT = "still in the slot of a shard that was let go"
+    RECALLED = "still in the slot of such a shard, which was requested again"
+
+
+#: The states that may follow each; besides, each may be followed by ABSENT, in `Shard.leave`.
+_FOLLOWING: dict[ShardState, set[ShardState]] = {
+    ShardState.ABSENT: {ShardState.LATE, ShardState.DEFERRED, ShardState.CHANGED},
+    ShardState.LATE: {ShardState.READING},
+    ShardState.READING: {ShardState.ARRIVED},
+    ShardState.DEFERRED: {ShardState.ARRIVED, ShardState.LENT},
+    ShardState.ARRIVED: {ShardState.CHANGED, ShardState.KEPT},
+    ShardState.LENT: set(),
+    ShardState.CHANGED: set(),
+    ShardState.KEPT: {ShardState.RECALLED},
+    ShardState.RECALLED: {ShardState.ARRIVED, ShardState.CHANGED, ShardState.KEPT},
+}
+#: Requested, and not there yet.
+_COMING = {ShardState.LATE, ShardState.READING, ShardState.DEFERRED, ShardState.RECALLED}
+_HERE = {ShardState.ARRIVED, ShardState.LENT, ShardState.CHANGED}
 
 
 @dataclass(slots=True, eq=False)
@@ -33,14 +55,9 @@ class Shard:
         dtype: Their dtype.
         owner: The object that it is a part of; used by the stream's caller only.
         state: Location of its contents. All attributes below are reset by `leave`.
-        lease: The lease of its slot; None when it has no slot (in device memory, lent, or absent).
-        tensor: Its contents; None while a shard without a slot is not needed yet.
+        lease: The lease of its slot; None in device memory, lent, or without memory.
+        tensor: Its memory; None while it has none.
         read: Its transfer from the drive while that is in flight.
-        is_ahead: Whether it was read ahead and is not needed yet.
-        is_late: Whether its read waits until the optimizer has written it.
-        equals_store: Whether it was read and not handed out to be changed.
-        copied: Passes when the last copy out of the slot is over; None when none is in flight.
-        is_lent: Whether the tensor is the store's own memory, to be read and never written.
     """
 
     key: str
@@ -51,11 +68,6 @@ class Shard:
     lease: Lease | None = None
     tensor: torch.Tensor | None = None
     read: Ticket | None = None
-    is_ahead: bool = False
-    is_late: bool = False
-    equals_store: bool = False
-    copied: Event | None = None
-    is_lent: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -63,20 +75,35 @@ class Shard:
         return self.numel * self.dtype.itemsize
 
     @property
+    def is_coming(self) -> bool:
+        """True from the request to read the shard until `read_now` has returned."""
+        return self.state in _COMING
+
+    @property
     def is_staged(self) -> bool:
         """True from the request until the shard is let go; its read may be in flight."""
-        return self.state in (ShardState.READING, ShardState.STAGED)
+        return self.state in _COMING or self.state in _HERE
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether its tensor is the store's own memory, to be read and never written."""
+        return self.state is ShardState.LENT
 
     @property
     def is_reused(self) -> bool:
         """Whether its tensor is host memory that is reused for other contents."""
         return self.lease is not None or self.is_lent
 
+    def become(self, state: ShardState) -> None:
+        """Change the state to one that may follow; `leave` makes it ABSENT."""
+        if state not in _FOLLOWING[self.state]:
+            raise AssertionError(f"{self.key} is {self.state.name} and cannot become {state.name}")
+        self.state = state
+
     def leave(self) -> None:
-        """Reset the shard to ABSENT."""
+        """Reset the shard to ABSENT, from any state."""
         self.state = ShardState.ABSENT
-        self.lease = self.tensor = self.read = self.copied = None
-        self.is_ahead = self.is_late = self.equals_store = self.is_lent = False
+        self.lease = self.tensor = self.read = None
 
 
 class Shards:

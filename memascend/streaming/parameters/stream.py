@@ -18,23 +18,22 @@ bytes until another shard needs the room, or the shard is read again.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from memascend.base.interfaces import Event, Lender, TensorIO, Ticket
+from memascend.base.interfaces import Event, Lender, TensorIO
 from memascend.base.waiting import wait_all
 from memascend.errors import StoreError
 from memascend.memory.guard import guarded
 from memascend.memory.pool import Pool
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.parameters.in_chunks import InChunks
-from memascend.streaming.parameters.kept_slots import KeptSlots
-from memascend.streaming.parameters.loans import Loans
+from memascend.streaming.parameters.residency import Residency
 from memascend.streaming.parameters.shard import Shard, Shards, ShardState
+from memascend.transfer.pending import Pending
 from memascend.transfer.staging import StagingSlots
 
 #: Casts of updated parameters whose writes may be in flight; bounds the slots of write-back.
@@ -75,12 +74,12 @@ class ParameterStream:
         self.background = background or BackgroundStep()
         self._shards = Shards()
         self._staged: dict[Shard, None] = {}  # in order of request
+        self._ahead: set[Shard] = set()  # of these, read ahead and not needed yet
         self._changed: dict[Shard, None] = {}
-        self._loans = Loans(lender)
-        self._kept = KeptSlots(pool, self._loans)
-        self._writes: deque[Ticket] = deque()
+        self._residency = Residency(pool, lender)
+        self._writes: Pending[str] = Pending()  # keys; the store holds the slots
         self._chunks = InChunks(
-            staging=staging, device=device, background=self.background, loans=self._loans
+            staging=staging, device=device, background=self.background, residency=self._residency
         )
 
     @guarded
@@ -127,7 +126,7 @@ class ParameterStream:
                 return
             room_bytes -= cost_bytes
             self._read(shard)
-            shard.is_ahead = True
+            self._ahead.add(shard)
 
     @guarded
     def read_now(self, shards: Iterable[Shard]) -> None:
@@ -139,8 +138,7 @@ class ParameterStream:
             StoreError: A read failed; all shards being read are let go.
         """
         needed = dict.fromkeys(shards)
-        for shard in needed:
-            shard.is_ahead = False
+        self._ahead.difference_update(needed)
         absent = [shard for shard in needed if not shard.is_staged]
         self._make_room(absent)
         for shard in absent:
@@ -153,10 +151,11 @@ class ParameterStream:
         if not self.background.has_passed(shard.key):
             return False
         self._start_late(shard)
-        if shard.state is not ShardState.READING:
-            return shard.state is not ShardState.ABSENT
-        is_read = shard.read is None or shard.read.done()
-        return self._loans.offers(shard) if shard.lease is None else is_read
+        if shard.state is ShardState.DEFERRED:
+            return self._residency.offers(shard)
+        if shard.state is ShardState.READING:
+            return shard.read is None or shard.read.done()
+        return shard.state is not ShardState.ABSENT
 
     @guarded
     def wait_reads(self) -> None:
@@ -189,9 +188,8 @@ class ParameterStream:
         if shard.is_lent:  # the store alone writes there
             self.drop(shard)
         self._make_room([shard])
-        self._kept.forget(shard)
-        self._stage(shard)
-        self._note(shard, ShardState.STAGED)
+        self._residency.forget(shard)
+        self._stage(shard, ShardState.CHANGED)
         if shard.tensor is None:
             self.drop(shard)
         return shard.tensor
@@ -202,7 +200,8 @@ class ParameterStream:
         tensor = shard.tensor
         if tensor is None:
             raise AssertionError(f"{shard.key} has no tensor to store")
-        shard.equals_store = False
+        if shard.state in (ShardState.ARRIVED, ShardState.RECALLED):
+            shard.become(ShardState.CHANGED)
         try:
             if shard.lease is None:
                 self.write_from(shard, tensor)
@@ -232,22 +231,21 @@ class ParameterStream:
         bounded = self.pool.is_bounded
         count_max = WRITE_BACK_COUNT_MAX_IN_BUDGET if bounded else WRITE_BACK_COUNT_MAX
         while len(self._writes) >= count_max:
-            self._writes.popleft().wait()
-        self._stage(shard)
+            self._writes.wait_oldest()
+        self._stage(shard, ShardState.CHANGED)
         try:
             if shard.lease is None or shard.tensor is None:
                 self._chunks.write(shard, source)
             else:
                 self._chunks.wait(shard)
                 shard.tensor.copy_(source)
-                self._writes.append(
-                    self._store.write(
-                        key=shard.key,
-                        source=shard.tensor,
-                        hold=shard.lease.hold(),
-                        capacity_bytes=shard.lease.slot_bytes,
-                    )
+                ticket = self._store.write(
+                    key=shard.key,
+                    source=shard.tensor,
+                    hold=shard.lease.hold(),
+                    capacity_bytes=shard.lease.slot_bytes,
                 )
+                self._writes.add(ticket, shard.key)
         finally:
             self.drop(shard)
 
@@ -280,13 +278,7 @@ class ParameterStream:
         Raises:
             StoreError: A write failed; the remaining ones have been waited for.
         """
-        wait_all(self._writes_in_flight())
-
-    def _writes_in_flight(self) -> Iterator[Callable[[], object]]:
-        """Yield a wait function for each write; writes that were not reached stay noted."""
-        while self._writes:
-            yield self._writes.popleft().wait
-        yield self._chunks.wait_writes
+        wait_all([self._writes.wait_all, self._chunks.wait_writes])
 
     # -- letting go ------------------------------------------------------------------------------
 
@@ -296,21 +288,20 @@ class ParameterStream:
         if not shard.is_staged:
             return
         self._staged.pop(shard, None)
+        self._ahead.discard(shard)
         ticket, shard.read = shard.read, None
-        shard.is_ahead = False
         try:
             if ticket is not None:
                 ticket.wait()
         finally:
-            shard.copied = event or shard.copied
-            self._kept.put(shard)
+            self._residency.let_go(shard, event)
             self._changed[shard] = None
 
     @guarded
     def forget(self, shard: Shard) -> None:
         """Drop a shard and its kept slot, so that it is read again from the drive."""
         self.drop(shard)
-        self._kept.forget(shard)
+        self._residency.forget(shard)
         self._chunks.forget(shard)
 
     @guarded
@@ -321,16 +312,17 @@ class ParameterStream:
         """
         for shard in tuple(self._staged):
             self.drop(shard)
-        self._kept.drain()
+        self._residency.forget_all()
         self._chunks.forget()
 
     @guarded
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
         """Drop, forget and return all shards but `besides`, in any state that Ctrl-C left."""
         lost = [shard for shard in self._shards.made if shard not in besides]
-        self._kept.abandon(lost)
+        self._residency.abandon(lost)
         for shard in lost:
             self._staged.pop(shard, None)
+            self._ahead.discard(shard)
         self._changed.clear()
         self._chunks.forget()
         return lost
@@ -339,21 +331,20 @@ class ParameterStream:
 
     def _read(self, shard: Shard) -> None:
         """Start reading a shard, unless its kept slot has it or the walk is still to write it."""
-        is_kept = shard.state is ShardState.KEPT
-        if is_kept:
-            self._kept.take(shard)
-        self._stage(shard, is_read=True)
+        if shard.state is ShardState.KEPT:
+            self._residency.take(shard)
+            self._note(shard, ShardState.RECALLED)
+            return
+        self._stage(shard, ShardState.LATE)
         try:
-            if shard.lease is not None and not is_kept:
-                shard.is_late = True
-                self._start_late(shard)
+            self._start_late(shard)
         except BaseException:
             self.drop(shard)
             raise
 
     def _start_late(self, shard: Shard) -> None:
         """Start the delayed read of a shard, if the walk has written its new value."""
-        if not shard.is_late or not self.background.has_passed(shard.key):
+        if shard.state is not ShardState.LATE or not self.background.has_passed(shard.key):
             return
         assert shard.lease is not None
         assert shard.tensor is not None
@@ -364,14 +355,14 @@ class ParameterStream:
             hold=shard.lease.hold(),
             capacity_bytes=shard.lease.slot_bytes,
         )
-        shard.is_late = False
+        shard.become(ShardState.READING)
 
     def _wait(self, needed: Collection[Shard]) -> None:
         """Wait for the reads of these shards, and assemble those without a slot."""
-        reading = [one for one in self._staged if one.state is ShardState.READING]
+        coming = [one for one in self._staged if one.is_coming]
         try:
             # Shards with a ticket first: the drive is reading them already.
-            for shard in sorted(reading, key=lambda one: one.read is None):
+            for shard in sorted(coming, key=lambda one: one.read is None):
                 if shard not in needed:
                     continue
                 if shard.read is None:
@@ -380,36 +371,42 @@ class ParameterStream:
                 ticket, shard.read = shard.read, None
                 if ticket is not None:
                     ticket.wait()
-                elif shard.tensor is None:
+                if shard.state is ShardState.DEFERRED:
                     self._chunks.read(shard)
-                shard.equals_store = True
-                self._note(shard, ShardState.STAGED)
+                else:
+                    shard.become(ShardState.ARRIVED)
+                self._changed[shard] = None
         except BaseException:
-            for shard in reading:
+            for shard in coming:
                 with suppress(Exception):  # the first error is the one to raise
                     self.drop(shard)
             raise
 
-    def _stage(self, shard: Shard, *, is_read: bool = False) -> None:
-        """Add a shard to the staged ones: in its kept slot, in a new one, or without a slot."""
-        if shard.is_staged:
-            raise AssertionError(f"{shard.key} is staged already")
-        if shard.lease is None and not (is_read and self._loans.offers(shard)):
-            shard.lease = self._kept.acquire(shard.nbytes, self._writes)
-            if shard.lease is not None:
-                shard.tensor = shard.lease.view(shard.numel, shard.dtype)
-        self._staged[shard] = None
-        self._note(shard, ShardState.READING)
+    def _stage(self, shard: Shard, state: ShardState) -> None:
+        """Add an ABSENT shard to the staged ones, in a slot if there is one.
+
+        Args:
+            shard: The shard.
+            state: LATE or CHANGED. Without a slot LATE becomes DEFERRED.
+        """
+        is_read, lease = state is ShardState.LATE, None
+        if not (is_read and self._residency.offers(shard)):
+            lease = self._residency.acquire(shard.nbytes, self._writes)
+        self._note(shard, ShardState.DEFERRED if is_read and lease is None else state)
+        if lease is not None:
+            shard.lease, shard.tensor = lease, lease.view(shard.numel, shard.dtype)
 
     def _note(self, shard: Shard, state: ShardState) -> None:
-        shard.state = state
+        """Add a shard to the staged ones."""
+        self._staged[shard] = None
+        shard.become(state)
         self._changed[shard] = None
 
     def _make_room(self, shards: Iterable[Shard]) -> None:
         """Let go shards that were read ahead, furthest first, until these fit the budget."""
         needed_bytes = sum(self.pool.slot_bytes(one.nbytes) for one in shards)
         needed_bytes += self._staged_bytes()
-        for shard in reversed([one for one in self._staged if one.is_ahead]):
+        for shard in reversed([one for one in self._staged if one in self._ahead]):
             if needed_bytes <= self.pool.budget_bytes:
                 return
             needed_bytes -= self.pool.slot_bytes(shard.nbytes)

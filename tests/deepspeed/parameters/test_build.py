@@ -23,28 +23,20 @@ from memascend.config.block import parse_block
 from memascend.deepspeed.parameters import build
 from memascend.deepspeed.parameters.swapper import SWAPPABLE_BYTES_MIN, ParameterSwapper
 from memascend.memory.pool import Pool
-from memascend.streaming.background import BackgroundStep
-from memascend.transfer.staging import StagingSlots
+from memascend.streaming.parameters.stream import ParameterStream
 from tests.support.swapped_parameters import on_device, parameter
 
 
 class AttachmentLike:
     """What building a swapper asks of an attachment."""
 
-    def __init__(self, budget_bytes: int | None, lender: Any = None) -> None:
-        memory, store = FakeMemory(), FakeStore()
+    def __init__(self, budget_bytes: int | None) -> None:
+        pool = Pool(memory=FakeMemory(), component="slots", budget_bytes=budget_bytes)
         self.runtime = SimpleNamespace(
-            io=store,
-            store=lender,
-            pool=Pool(memory=memory, component="slots", budget_bytes=budget_bytes),
+            parameters=ParameterStream(store=FakeStore(), pool=pool),
             lock=threading.RLock(),
-            background=BackgroundStep(),
             new_event=FakeEvent,
         )
-        if budget_bytes is not None:
-            self.runtime.staging = StagingSlots(
-                store=store, memory=memory, slot_bytes=4096, slot_count=2
-            )
         self.served: list[str] = []
 
     @contextmanager
@@ -58,11 +50,10 @@ def made(
     monkeypatch: pytest.MonkeyPatch,
     block: dict[str, Any],
     budget_bytes: int | None,
-    lender: Any = None,
     ranks: int = 1,
 ) -> Any:
     """The swapper for a block, and the attachment it was built over."""
-    attachment = AttachmentLike(budget_bytes, lender)
+    attachment = AttachmentLike(budget_bytes)
     monkeypatch.setattr(build, "attach", lambda *_: attachment)
     ranks_of = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: ranks)
     monkeypatch.setattr(build, "dist", ranks_of)
@@ -111,24 +102,7 @@ def test_the_host_runs_ahead_by_a_share_of_the_device(monkeypatch: pytest.Monkey
     assert [event.passed for event in events] == [True] * 2 + [False] * 3
 
 
-def test_within_a_budget_the_store_lends(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def lends(*, key: str, dtype: torch.dtype) -> bool:
-        asked.append(key)
-        return False
-
-    def take_back(*, key: str) -> None:
-        """Nothing was lent."""
-
-    lender = SimpleNamespace(lends=lends, take_back=take_back)
-    swapper, attachment = made(monkeypatch, {"enabled": True}, 1 << 20, lender)
-    attachment.runtime.io.reserve(key="param.7", nbytes=20)
-    swapper.swap_in([parameter(7, numel=10, swapper=swapper)], async_op=False)
-    assert asked == ["param.7"]
-
-
-def test_without_a_budget_small_shards_stay_and_no_staging_slots_are_made(
+def test_without_a_budget_small_shards_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     block = {"enabled": True, "streaming": {"parameters": {"enabled": False}}}

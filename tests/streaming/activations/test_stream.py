@@ -370,7 +370,7 @@ def test_a_key_is_discarded_only_when_the_store_has_all_of_it(
     discard = stream._forget_garbage
 
     def look_and_discard() -> None:
-        late.extend(one.key for one in stream.slots._writes if one.ticket is None)
+        late.extend(one.key for one in stream.slots._writes if not one.is_submitted)
         discard()
 
     monkeypatch.setattr(stream, "_forget_garbage", look_and_discard)

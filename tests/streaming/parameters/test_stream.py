@@ -81,7 +81,7 @@ def test_a_shard_is_stored_in_another_dtype_and_read_in_it(
 def test_what_is_needed_is_there_on_return(bench: Bench) -> None:
     shards = bench.shards("ab")
     bench.stream.read_now(shards)
-    assert states(shards) == [ShardState.STAGED] * 2
+    assert states(shards) == [ShardState.ARRIVED] * 2
     assert [value(shard.tensor) for shard in shards] == [1.0, 2.0]
 
 
@@ -117,7 +117,7 @@ def test_changes_are_told_once(bench: Bench) -> None:
 def test_a_shard_is_never_staged_twice(bench: Bench) -> None:
     (shard,) = bench.shards("a")
     bench.stream.read_ahead([shard])
-    with pytest.raises(AssertionError, match="a is staged already"):
+    with pytest.raises(AssertionError, match="a is READING and cannot become CHANGED"):
         bench.stream.stage(shard)
 
 
@@ -176,7 +176,7 @@ def test_a_read_that_cannot_be_started_lets_its_slot_go(
             bench.stream.read_ahead([shard])
     assert not shard.is_staged
     bench.stream.read_now([shard])
-    assert shard.state is ShardState.STAGED
+    assert shard.state is ShardState.ARRIVED
 
 
 def test_dropping_a_read_that_fails_still_gives_the_slot_back(bench: Bench) -> None:
@@ -331,11 +331,13 @@ def test_ctrl_c_leaves_the_writes_noted_that_were_not_waited_for(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(first, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        bench.stream.wait_writes()
-    bench.stream.wait_writes()
-    assert [ticket.finished for ticket in bench.store.tickets] == [False, True, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.stream.wait_writes()
+    assert [ticket.finished for ticket in bench.store.tickets] == [False] * 3
+    bench.stream.wait_writes()  # the interrupted one too
+    assert [ticket.finished for ticket in bench.store.tickets] == [True] * 3
 
 
 def test_waiting_for_writes_raises_the_first_error_after_all_of_them(bench: Bench) -> None:

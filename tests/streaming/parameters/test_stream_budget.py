@@ -207,7 +207,7 @@ def test_what_is_needed_is_waited_for_alone(bench: Bench) -> None:
     shards = [bench.new(key)[0] for key in "ab"]
     bench.stream.read_ahead(shards)
     bench.stream.read_now(shards[1:])
-    assert [shard.state for shard in shards] == [ShardState.READING, ShardState.STAGED]
+    assert [shard.state for shard in shards] == [ShardState.READING, ShardState.ARRIVED]
     assert [ticket.finished for ticket in bench.store.tickets] == [False, True]
 
 
@@ -246,7 +246,7 @@ def test_what_is_staged_does_not_depend_on_where_it_found_room(
     for stamp, (kind, numbers) in enumerate(calls):
         for bench, own in zip(benches, shards, strict=True):
             call(bench.stream, kind, [own[number] for number in numbers], float(stamp))
-        seen = [[shard.state in STAYING for shard in own] for own in shards]
+        seen = [[shard.is_staged for shard in own] for own in shards]
         assert seen[0] == seen[1]
         changes = [{shard.key for shard in bench.stream.take_changes()} for bench in benches]
         assert changes[0] == changes[1]
@@ -260,9 +260,6 @@ def test_what_is_staged_does_not_depend_on_where_it_found_room(
             if shard.is_staged:
                 assert shard.tensor is not None
                 assert torch.equal(shard.tensor, content)
-
-
-STAYING = (ShardState.READING, ShardState.STAGED)
 
 
 def call(stream: ParameterStream, kind: str, shards: list[Shard], stamp: float) -> None:

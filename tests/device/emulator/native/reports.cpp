@@ -13,10 +13,12 @@ std::uint64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
 
-/// Frames that tell nothing of a place: every wait passes through waiting.py.
+/// Frames that tell nothing of a place: every wait passes through these.
 bool is_ours(const std::string& file) {
   return file.find("/torch/") != std::string::npos || file[0] == '<' ||
          file.find("/memascend/base/waiting.py") != std::string::npos ||
+         file.find("/memascend/transfer/pending.py") != std::string::npos ||
+         file.find("/memascend/transfer/transfer.py") != std::string::npos ||
          file.find("/device/emulator/") != std::string::npos;
 }
 
