@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from memascend.base.components import OPTIMIZER_SCRATCH, OPTIMIZER_TILES
+from memascend.base.sizes import BOUNCE_BYTES, STAGING_SLOT_COUNT
 from memascend.base.units import GIB, KIB, MIB
 from memascend.config.block import parse_block
 from memascend.config.deepspeed import parse_deepspeed
@@ -25,7 +26,6 @@ from memascend.errors import ConfigError
 from memascend.plan.derive import derive
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.shapes import ModelShapes, TensorShape
-from memascend.runtime import BOUNCE_BYTES, STAGING_SLOT_COUNT
 from memascend.streaming.optimizer.tiles import Tiles, TileShape
 from tests.support.streaming_fakes import FakeMemory, FakeStore
 
