@@ -16,17 +16,23 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.support import late_compiler
 from tests.support.browser import browser
 from tests.support.program import run_program
 
 __all__ = ["browser", "run_program"]
 
+
+def search_path_behind(folder: Path) -> str:
+    """Return where Python looks for modules, with this folder first."""
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([str(folder), *filter(None, inherited)]))
+
+
 # Libraries that take their time for what no test asks about: here, and in whatever tests start.
 STAND_INS = Path(__file__).parent / "support" / "stand_ins"
 sys.path.insert(0, str(STAND_INS))
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    dict.fromkeys([str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])])
-)
+os.environ["PYTHONPATH"] = search_path_behind(STAND_INS)
 # OpenMP's threads wait for work on a core; there are as many of them as cores in each process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -46,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     profile = config.getoption("hypothesis_profile")
     if profile == "full" and config.getoption("hypothesis_seed") is None:
         config.option.hypothesis_seed = str(random.getrandbits(32))
+    if hasattr(config, "workerinput") or config.option.dist == "no":  # here tests are run
+        os.environ["PYTHONPATH"] = search_path_behind(late_compiler.FOLDER)
     # A shell starts what runs in the background with Ctrl-C ignored; tests send it to themselves.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import psutil
 
+from tests.support import late_compiler
 from tests.support.ports import free_port
 
 from .cases import Backend, Case, deepspeed_json
@@ -311,7 +312,12 @@ def worker_environment(*, rank: int, world: int, port: int) -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault("DS_ACCELERATOR", "cpu")
     environment.setdefault("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".venv" / "torch_extensions"))
-    search_path = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
+    inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
+    # Some cases are compiled.
+    search_path = [
+        str(REPOSITORY),
+        *(path for path in inherited if path != str(late_compiler.FOLDER)),
+    ]
     # ninja, which DeepSpeed needs to load its ops, lies beside the interpreter.
     programs = [str(Path(sys.executable).parent), environment.get("PATH", "")]
     return environment | {

@@ -1,0 +1,99 @@
+"""Has torch import its compiler when something is compiled. Python imports this as it starts.
+
+torch's optimizers, checkpointing and DeepSpeed mark functions as to be compiled, or as never to be;
+either way torch imports the compiler at once: two of the five CPU seconds that a training takes to
+begin. As long as nobody has imported it, nothing is being compiled, and the marks mean nothing.
+
+tests/conftest.py puts this folder before the libraries of programs that tests start. The ranks of
+parity, which compile some models, have torch as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FunctionType, ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+Function = Callable[..., Any]
+
+
+def marked_when_it_counts(mark: Function) -> Function:
+    """Return `mark`, a decorator that keeps functions from being compiled, to be applied late."""
+
+    @functools.wraps(mark)
+    def mark_later(fn: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        if fn is None:
+            return lambda fn: mark_later(fn, *arguments, **keywords)
+        if not isinstance(fn, FunctionType):
+            return mark(fn, *arguments, **keywords)
+
+        @functools.wraps(fn)
+        def call(*given: Any, **named: Any) -> Any:
+            if COMPILER not in sys.modules:
+                return fn(*given, **named)
+            if not marked:
+                marked.append(mark(fn, *arguments, **keywords))
+            return marked[0](*given, **named)
+
+        marked: list[Function] = []
+        return call
+
+    return mark_later
+
+
+def compiled_when_called(compile: Function) -> Function:
+    """Return `compile`, which compiles functions, as one that does so at their first call."""
+
+    @functools.wraps(compile)
+    def compile_later(model: Any = None, **keywords: Any) -> Any:
+        if model is None:
+            return lambda model: compile_later(model, **keywords)
+        if not isinstance(model, FunctionType):
+            return compile(model, **keywords)
+
+        @functools.wraps(model)
+        def call(*given: Any, **named: Any) -> Any:
+            if not compiled:
+                compiled.append(compile(model, **keywords))
+            return compiled[0](*given, **named)
+
+        compiled: list[Function] = []
+        return call
+
+    return compile_later
+
+
+#: By module: the function in it, and how it changes.
+CHANGES = {
+    "torch": ("compile", compiled_when_called),
+    "torch._compile": ("_disable_dynamo", marked_when_it_counts),
+    "torch.compiler": ("disable", marked_when_it_counts),
+}
+
+
+class Changes:
+    """Finds the modules above where they are, and changes each as soon as it is imported."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in CHANGES:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_change(module: ModuleType) -> None:
+            run(module)
+            attribute, change = CHANGES[name]
+            setattr(module, attribute, change(getattr(module, attribute)))
+
+        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, Changes)  # type: ignore[arg-type]
