@@ -13,7 +13,7 @@ from pathlib import Path
 import deepspeed
 
 from memascend.deepspeed.seams import fingerprints
-from memascend.deepspeed.seams.fingerprint import fingerprint
+from memascend.deepspeed.seams.fingerprint import file_fingerprint, fingerprint, home_of
 from memascend.deepspeed.seams.table import relied_on
 
 TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "seams" / "fingerprints.py"
@@ -28,9 +28,11 @@ from __future__ import annotations
 
 def main() -> None:
     """Adds the installed release to the table."""
-    known = {}
+    known, homes = {}, set()
     for module, attribute in relied_on():
         name, found = f"{module}.{attribute}", fingerprint(module, attribute)
+        if "/" not in attribute:
+            homes.add(home_of(module, attribute))
         known[name] = list(dict.fromkeys([*fingerprints.KNOWN.get(name, ()), found]))
     versions = [*fingerprints.VERSIONS]
     if deepspeed.__version__ not in versions:
@@ -39,6 +41,9 @@ def main() -> None:
     lines.append("KNOWN: dict[str, tuple[str, ...]] = {")
     for name, hashes in sorted(known.items()):
         lines.append(f"    {name!r}: {tuple(hashes)!r},")
+    lines += ["}", "", "#: Whole files of the release that this was last written for."]
+    lines.append("FILES: dict[str, str] = {")
+    lines += [f"    {home!r}: {file_fingerprint(home)!r}," for home in sorted(homes)]
     lines.append("}")
     TARGET.write_text("\n".join(lines).replace("'", '"') + "\n")
 

@@ -23,7 +23,13 @@ from memascend.deepspeed.attach.refusals import check_config
 from memascend.deepspeed.seams import fingerprints
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams import trl as trl_seams
-from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources, resolve
+from memascend.deepspeed.seams.fingerprint import (
+    file_fingerprint,
+    fingerprint,
+    forget_sources,
+    home_of,
+    resolve,
+)
 from memascend.deepspeed.seams.refusal import MISSING, refusal
 from memascend.deepspeed.seams.table import SEAMS, Seam, relied_on
 from memascend.errors import UnsupportedDeepSpeedError
@@ -159,6 +165,8 @@ def differing() -> dict[str, str]:
     for module, attribute in relied_on():
         name = f"{module}.{attribute}"
         try:
+            if name in fingerprints.KNOWN and _is_unchanged(module, attribute):
+                continue
             found = fingerprint(module, attribute)
         except (ImportError, AttributeError, OSError):  # OSError: no source file
             found = MISSING
@@ -166,3 +174,14 @@ def differing() -> dict[str, str]:
             unknown[name] = found
     forget_sources()
     return unknown
+
+
+def _is_unchanged(module: str, attribute: str) -> bool:
+    """Return whether a definition is in a file that is known as a whole.
+
+    It has the known code then: to look through all files takes most of a second.
+    """
+    if "/" in attribute:  # a file itself
+        return False
+    home = home_of(module, attribute)
+    return home in fingerprints.FILES and file_fingerprint(home) == fingerprints.FILES[home]

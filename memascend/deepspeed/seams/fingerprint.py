@@ -72,8 +72,7 @@ def fingerprint(module: str, attribute: str) -> str:
     if "/" in attribute:
         return _hash_file(module, attribute)
     first, _, rest = attribute.partition(".")
-    outermost = resolve(module, first)
-    home = getattr(outermost, "__module__", module)
+    home = home_of(module, attribute)
     source, tree = _parsed(home)
     nodes: list[ast.AST] = [tree]
     for name in (first, *filter(None, rest.split("."))):
@@ -81,8 +80,33 @@ def fingerprint(module: str, attribute: str) -> str:
     return _hash_tokens("".join(_source_of(source, node) for node in nodes))
 
 
+def home_of(module: str, attribute: str) -> str:
+    """Return the module that defines what a module may only import.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: There is no such definition.
+    """
+    outermost = resolve(module, attribute.partition(".")[0])
+    home: str = getattr(outermost, "__module__", module)
+    return home
+
+
+@functools.lru_cache(maxsize=64)
+def file_fingerprint(module: str) -> str:
+    """Return 16 hex digits that change when anything in the file of a module changes.
+
+    Raises:
+        ImportError: There is no such module.
+        OSError: There is no such file.
+    """
+    file = Path(inspect.getfile(importlib.import_module(module)))
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
 def forget_sources() -> None:
     """Free the parsed sources, about 12 MiB for all seams."""
+    file_fingerprint.cache_clear()
     _parsed.cache_clear()
     _assignments.cache_clear()
 

@@ -333,3 +333,31 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "deepspeed.utils.nvtx.instrument_w_nvtx": ("ae42738c768357a9",),
     "deepspeed.utils.z3_leaf_module": ("10c7edb2907ba0db",),
 }
+
+#: Whole files of the release that this was last written for.
+FILES: dict[str, str] = {
+    "deepspeed.checkpoint.constants": "6e26da22b697ce35",
+    "deepspeed.ops.adagrad.cpu_adagrad": "415f95f4a988493f",
+    "deepspeed.ops.adam.cpu_adam": "634fc0da21d455e2",
+    "deepspeed.ops.lion.cpu_lion": "61574937ee02b74b",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "41b137d163806112",
+    "deepspeed.runtime.base_optimizer": "b42fb2d11c617638",
+    "deepspeed.runtime.config": "4e45da379fdeb14c",
+    "deepspeed.runtime.engine": "e35eaa313874d2b3",
+    "deepspeed.runtime.fp16.loss_scaler": "91a5886bcc79e083",
+    "deepspeed.runtime.swap_tensor.constants": "9661adba29c67545",
+    "deepspeed.runtime.swap_tensor.optimizer_utils": "08a9817649bc8a85",
+    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": "95352bf4a1e95c40",
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": "51469488efe8a143",
+    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": "762aa49995f1210b",
+    "deepspeed.runtime.swap_tensor.utils": "901afbc8ac93c7c8",
+    "deepspeed.runtime.torch_autocast": "ca6013e1fcd59da0",
+    "deepspeed.runtime.zero.offload_config": "3ad8d23fd24a19c6",
+    "deepspeed.runtime.zero.parameter_offload": "7fec7e04a5d00a56",
+    "deepspeed.runtime.zero.partition_parameters": "c7866c302ef1a975",
+    "deepspeed.runtime.zero.partitioned_param_coordinator": "a43fd966c88dc369",
+    "deepspeed.runtime.zero.stage3": "4ff3fdb4cbabaddf",
+    "deepspeed.runtime.zero.utils": "3211114393b1a156",
+    "deepspeed.utils.nvtx": "1ca82972b9f95b35",
+    "deepspeed.utils.z3_leaf_module": "ebd37c6d4d0aa36b",
+}

@@ -104,6 +104,7 @@ def test_a_changed_definition_is_refused_by_name_and_nothing_is_replaced(
     name: str, stock: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprints, "KNOWN", fingerprints.KNOWN | {name: ("0" * 16,)})
+    monkeypatch.setattr(fingerprints, "FILES", {})
     monkeypatch.setattr(seams, "fingerprint", FINGERPRINT_ONCE)
     with pytest.raises(UnsupportedDeepSpeedError) as refusal:
         seams.arm()
@@ -113,6 +114,29 @@ def test_a_changed_definition_is_refused_by_name_and_nothing_is_replaced(
     assert "MEMASCEND_DISABLE=1" in text
     assert all(now is then for now, then in zip(targets(), stock, strict=True))
     assert not seams.is_armed()
+
+
+def test_what_is_in_a_file_that_is_known_as_a_whole_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_for: list[str] = []
+    original = seams.fingerprint
+
+    def noted(module: str, attribute: str) -> str:
+        looked_for.append(f"{module}.{attribute}")
+        return original(module, attribute)
+
+    monkeypatch.setattr(seams, "fingerprint", noted)
+    assert seams.differing() == {}
+    assert all("/" in name for name in looked_for)
+    changed = "deepspeed.runtime.swap_tensor.partitioned_param_swapper"
+    monkeypatch.setattr(fingerprints, "FILES", fingerprints.FILES | {changed: "0" * 16})
+    assert seams.differing() == {}
+    assert any(name.startswith(changed) for name in looked_for)
+    looked_for.clear()
+    monkeypatch.setattr(fingerprints, "FILES", {})
+    assert seams.differing() == {}
+    assert looked_for == [f"{module}.{attribute}" for module, attribute in table.relied_on()]
 
 
 def test_a_definition_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from memascend.deepspeed.seams import fingerprint as fingerprints
-from memascend.deepspeed.seams.fingerprint import fingerprint, forget_sources, resolve
+from memascend.deepspeed.seams.fingerprint import (
+    file_fingerprint,
+    fingerprint,
+    forget_sources,
+    home_of,
+    resolve,
+)
 
 PLAIN = """
 class Swapper:
@@ -284,3 +290,14 @@ def test_of_a_file_of_cpp_comments_and_layout_are_not_a_change(
 def test_a_file_that_is_gone_is_said_to_be_missing(module: Module) -> None:
     with pytest.raises(OSError, match=r"adam\.h"):
         fingerprint(module(""), "includes/adam.h")
+
+
+def test_any_other_byte_in_a_file_is_another_file(module: Module) -> None:
+    one, same, commented = module(PLAIN), module(PLAIN), module(f"{PLAIN}# a comment\n")
+    assert file_fingerprint(one) == file_fingerprint(same) != file_fingerprint(commented)
+
+
+def test_a_name_is_at_home_where_it_is_defined(module: Module) -> None:
+    defining = module(PLAIN)
+    importing = module(f"from {defining} import Swapper\n")
+    assert home_of(importing, "Swapper.swap") == defining == home_of(defining, "Swapper")
