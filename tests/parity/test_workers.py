@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from . import workers
-from .worker import matrix_product
+from .worker import matrix_product, matrix_product_and_bias
 
 
 def test_a_lock_that_no_process_holds_is_removed(
@@ -103,11 +103,15 @@ def test_the_group_that_was_used_longest_ago_makes_room(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_rank_multiplies_as_torch_does(dtype: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    one, other = (
+    one, other, bias = (
         torch.randn(shape, generator=generator).to(getattr(torch, dtype))
-        for shape in [(3, 5), (5, 4)]
+        for shape in [(3, 5), (5, 4), (4,)]
     )
     found = matrix_product(one, other)
     assert found.dtype == one.dtype
     torch.testing.assert_close(found, one @ other)
     torch.testing.assert_close(found.double(), one.double() @ other.double(), rtol=0.01, atol=0.01)
+    factors = {"beta": 0.5, "alpha": 2}
+    found = matrix_product_and_bias(bias, one, other, **factors)
+    assert found.dtype == one.dtype
+    torch.testing.assert_close(found, torch.addmm(bias, one, other, **factors))

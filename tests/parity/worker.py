@@ -67,6 +67,7 @@ def prepare_deepspeed() -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
     KERNELS.append(torch.library.Library("aten", "IMPL"))
     KERNELS[0].impl("mm", matrix_product, "CPU")
+    KERNELS[0].impl("addmm", matrix_product_and_bias, "CPU")
 
 
 def matrix_product(one: Any, other: Any) -> Any:
@@ -80,6 +81,16 @@ def matrix_product(one: Any, other: Any) -> Any:
     if one.dtype == torch.float16:
         return matrix_product(one.float(), other.float()).half()
     return torch.mm(one, other, out=one.new_empty(one.shape[0], other.shape[1]))
+
+
+def matrix_product_and_bias(bias: Any, one: Any, other: Any, **factors: Any) -> Any:
+    """Return what torch's kernel does, of fp16 by way of fp32: see above."""
+    import torch
+
+    if one.dtype == torch.float16:
+        return torch.addmm(bias.float(), one.float(), other.float(), **factors).half()
+    out = one.new_empty(one.shape[0], other.shape[1])
+    return torch.addmm(bias, one, other, out=out, **factors)
 
 
 def serve(socket: int, run: Run) -> None:
