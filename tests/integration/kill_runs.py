@@ -186,14 +186,25 @@ def outcome_of(killed: str, resumed: str, expected: dict[str, str], job: Job) ->
     )
 
 
-def run(runs: int, seed: int, directory: Path | None = None, **kind: Any) -> list[Outcome]:
-    """Kills so many runs of a kind, one after the other."""
+def run_whole(directory: Path, **kind: Any) -> tuple[str, float]:
+    """Makes a run of a kind that nobody kills; what `Job.finish` returns."""
+    folder = directory / "whole"
+    folder.mkdir()
+    return Job(folder, **kind).finish()
+
+
+def run(
+    runs: int,
+    seed: int,
+    directory: Path | None = None,
+    whole: tuple[str, float] | None = None,
+    **kind: Any,
+) -> list[Outcome]:
+    """Kills so many runs of a kind, one after the other, and compares each with a whole one."""
     chance = random.Random(seed)
     outcomes = []
     with tempfile.TemporaryDirectory(dir=directory) as name:
-        whole = Path(name) / "whole"
-        whole.mkdir()
-        output, seconds = Job(whole, **kind).finish()
+        output, seconds = whole or run_whole(Path(name), **kind)
         expected = results(output)
         for number in track(range(runs), description="killing"):
             folder = Path(name) / str(number)

@@ -9,25 +9,34 @@ import pytest
 from . import kill_runs
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
+    """A run of one rank that nobody killed."""
+    return kill_runs.run_whole(tmp_path_factory.mktemp("undisturbed"))
+
+
 @pytest.mark.deepspeed
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "during_backward"), [(1, False), (2, True)])
-def test_killed_runs_go_on_exactly(tmp_path: Path, ranks: int, during_backward: bool) -> None:
-    kind = {"ranks": ranks, "during_backward": during_backward}
-    outcomes = kill_runs.run(1, seed=ranks, directory=tmp_path, **kind)
+def test_killed_runs_go_on_exactly(tmp_path: Path, undisturbed: tuple[str, float]) -> None:
+    outcomes = kill_runs.run(1, seed=1, directory=tmp_path, whole=undisturbed)
+    assert [outcome for outcome in outcomes if not outcome.is_right] == []
+
+
+@pytest.mark.deepspeed
+@pytest.mark.full
+def test_killed_runs_of_two_ranks_whose_steps_begin_early_go_on_exactly(tmp_path: Path) -> None:
+    kind = {"ranks": 2, "during_backward": True}
+    outcomes = kill_runs.run(1, seed=2, directory=tmp_path, **kind)
     assert [outcome for outcome in outcomes if not outcome.is_right] == []
 
 
 @pytest.mark.deepspeed
 @pytest.mark.full
 def test_a_run_killed_while_its_last_step_goes_on_behind_it_goes_on_exactly(
-    tmp_path: Path,
+    tmp_path: Path, undisturbed: tuple[str, float]
 ) -> None:
-    folders = [tmp_path / name for name in ("whole", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    whole, job = map(kill_runs.Job, folders)
-    expected = kill_runs.results(whole.finish()[0])
+    job = kill_runs.Job(tmp_path)
+    expected = kill_runs.results(undisturbed[0])
     killed, _ = job.start("--die-behind", "3").communicate()
     assert kill_runs.BESIDE_THE_WALK in killed
     resumed, _ = job.finish()

@@ -155,16 +155,13 @@ def one_machine(tmp_path_factory: pytest.TempPathFactory) -> str:
     return Machines(folder, 1).run("save", [folder / "checkpoint"])
 
 
-def test_two_machines_train_as_one_and_resume_on_one(tmp_path: Path, one_machine: str) -> None:
+def test_two_machines_train_as_one(tmp_path: Path, one_machine: str) -> None:
     shared = tmp_path / "checkpoint"
     two = Machines(tmp_path / "two", 2)
     saved = two.run("save", [shared, shared])
     assert losses(saved) == losses(one_machine) != []
     assert masters(saved, "saved") == masters(one_machine, "saved") != []
     assert two.drives() == []
-    resumed = Machines(tmp_path / "one", 1).run("load", [shared])
-    assert masters(resumed, "loaded") == masters(saved, "saved")
-    assert losses(resumed) == losses(saved)[2:] != []
 
 
 def test_machines_that_keep_their_checkpoints_to_themselves(
