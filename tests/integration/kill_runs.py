@@ -79,13 +79,7 @@ class Job:
         self._config.write_text(json.dumps(settings))
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-        ]
+        command = [sys.executable, str(REPOSITORY / "tests" / "support" / "ranks.py")]
         command += [str(self._ranks), str(PROGRAM), str(self._config), str(self.checkpoints)]
         command += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
         search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]

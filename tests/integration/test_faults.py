@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import RANKS
+
 from .programs import BLOCK, REPOSITORY, alone, losses, run, training_config
 
 pytestmark = pytest.mark.deepspeed
@@ -31,10 +33,9 @@ def test_no_rank_waits_for_one_whose_drive_failed(tmp_path: Path, operation: str
     drive.mkdir()
     path = tmp_path / "config.json"
     path.write_text(json.dumps(training_config(drive, BLOCK, WORLD)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
     began = time.monotonic()
     done = run(
-        [*launcher, str(PROGRAMS / "fault_program.py"), str(path), operation],
+        [RANKS, str(WORLD), str(PROGRAMS / "fault_program.py"), str(path), operation],
         cwd=tmp_path,
         environment=SEARCH_PATH,
     )
@@ -82,8 +83,7 @@ def test_a_job_started_twice_ends_one_of_them_or_both_are_whole(tmp_path: Path) 
     drive.mkdir()
     path = tmp_path / "config.json"
     path.write_text(json.dumps(training_config(drive, BLOCK, 1)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    command = [*launcher, str(PROGRAMS / "kill_program.py"), str(path), str(checkpoints)]
+    command = [RANKS, "1", str(PROGRAMS / "kill_program.py"), str(path), str(checkpoints)]
 
     def train(steps: int) -> subprocess.CompletedProcess[str]:
         return run([*command, "--steps", str(steps)], cwd=tmp_path, environment=SEARCH_PATH)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ports import free_port
+from tests.support.ranks import RANKS
 
 from .programs import BLOCK, REPOSITORY, SAVING, alone, retried_config, run
 
@@ -53,10 +53,8 @@ def test_engine_calls_inside_a_running_backward_give_the_gradients_of_torch(
     """They were dropped, as those of a pass that an error has left."""
     (tmp_path / "drive").mkdir()
     search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world)]
-    launcher += ["--master_port", str(free_port())]
     done = run(
-        [*launcher, str(NESTED), str(tmp_path / "drive")],
+        [RANKS, str(world), str(NESTED), str(tmp_path / "drive")],
         cwd=tmp_path,
         environment={"PYTHONPATH": search_path},
     )

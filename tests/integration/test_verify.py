@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import RANKS
+
 from .programs import BLOCK, REPOSITORY, run, training_config
 
 pytestmark = pytest.mark.deepspeed
@@ -30,12 +32,11 @@ def test_a_turned_bit_ends_the_job_before_it_reaches_a_weight(
     drive.mkdir()
     path = tmp_path / "config.json"
     path.write_text(json.dumps(training_config(drive, BLOCK | {"verify": verify}, WORLD)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
     search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     began = time.monotonic()
     done = run(
         [
-            *launcher,
+            *(RANKS, str(WORLD)),
             str(PROGRAM),
             *(str(path), str(drive), stream),
             *(["--checkpoint", str(checkpoint)] if saves else []),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ports import free_port
+from tests.support.ranks import RANKS
 
 from .programs import BLOCK, alone, armed_lines, needs_entry_point, run, trainer_config
 
@@ -37,10 +37,9 @@ def ways(folder: Path, *names: str, block: dict[str, Any] | None, world: int) ->
     config = folder / "config.json"
     device = "cpu" if block is None else "nvme"
     config.write_text(json.dumps(trainer_config(folder, device=device, block=block)))
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world)]
-    launcher += ["--master_port", str(free_port())]
+    launcher = [RANKS, str(world)] if world > 1 else []
     done = run(
-        [*(launcher if world > 1 else []), str(PROGRAM), str(config), str(folder / "out"), *names],
+        [*launcher, str(PROGRAM), str(config), str(folder / "out"), *names],
         cwd=folder,
         environment={"OMP_NUM_THREADS": "1"} | (alone() if world == 1 else {}),
     )

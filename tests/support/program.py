@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.ports import free_port
+from tests.support.ranks import RANKS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400.0  # the first run on a machine compiles DeepSpeed's ops
@@ -39,13 +40,12 @@ def run_program() -> RunProgram:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         environment |= (alone if ranks == 1 else {}) | {
             "PATH": os.pathsep.join(programs),
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")]),
         }
         done = subprocess.run(
-            [sys.executable, *(several if ranks > 1 else []), program, *arguments],
+            [sys.executable, *([RANKS, str(ranks)] if ranks > 1 else []), program, *arguments],
             env=environment,
             capture_output=True,
             text=True,

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.integration.programs import BLOCK, REPOSITORY, alone, losses, run, training_config
+from tests.support.ranks import RANKS
 
 pytestmark = pytest.mark.deepspeed
 
@@ -46,11 +47,10 @@ class Runs:
     def start(
         self, action: str, *more: str, checkpoint: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         paths = [str(self._config), str(self.drive), str(checkpoint or self.checkpoint)]
         search_path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         return run(
-            [*(launcher if self.world == 2 else ()), str(PROGRAM), *paths, action, *more],
+            [*([RANKS, "2"] if self.world == 2 else ()), str(PROGRAM), *paths, action, *more],
             cwd=self.folder,
             environment={"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
             | (alone() if self.world == 1 else {}),
