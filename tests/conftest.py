@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.support import late_compiler
+from tests.support import quick_start
 from tests.support.browser import browser
 from tests.support.program import run_program
 
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if profile == "full" and config.getoption("hypothesis_seed") is None:
         config.option.hypothesis_seed = str(random.getrandbits(32))
     if hasattr(config, "workerinput") or config.option.dist == "no":  # here tests are run
-        os.environ["PYTHONPATH"] = search_path_behind(late_compiler.FOLDER)
+        os.environ["PYTHONPATH"] = search_path_behind(quick_start.FOLDER)
     # A shell starts what runs in the background with Ctrl-C ignored; tests send it to themselves.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

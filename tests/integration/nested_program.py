@@ -15,6 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch._dynamo  # as checkpoints do, here: before what is imported is frozen
 from deepspeed import comm
 from deepspeed.utils import safe_get_full_grad
 from torch.utils.checkpoint import checkpoint
@@ -199,6 +200,7 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     gc.disable()
+    gc.freeze()
     found: dict[str, Any] = {}
     world = comm.get_world_size()
     for kind in ("streamed", "flat"):

@@ -322,6 +322,7 @@ def digests(model: Any) -> dict[str, str]:
 def main() -> None:
     config, folder, *names = sys.argv[1:]
     ways = Ways(Path(config), Path(folder))
+    gc.freeze()  # what was imported stays: no later collection has to look through it
     all_ways: dict[str, Callable[[], Found]] = {
         name: getattr(ways, name)
         for name, member in vars(Ways).items()

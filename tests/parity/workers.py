@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from tests.support import late_compiler
+from tests.support import quick_start
 from tests.support.ports import free_port
 
 from .cases import Backend, Case, deepspeed_json
@@ -316,7 +316,7 @@ def worker_environment(*, rank: int, world: int, port: int) -> dict[str, str]:
     # Some cases are compiled.
     search_path = [
         str(REPOSITORY),
-        *(path for path in inherited if path != str(late_compiler.FOLDER)),
+        *(path for path in inherited if path != str(quick_start.FOLDER)),
     ]
     # ninja, which DeepSpeed needs to load its ops, lies beside the interpreter.
     programs = [str(Path(sys.executable).parent), environment.get("PATH", "")]

@@ -1,8 +1,11 @@
-"""Has torch import its compiler when something is compiled. Python imports this as it starts.
+"""Has programs of tests start in half the time. Python imports this as it starts.
 
 torch's optimizers, checkpointing and DeepSpeed mark functions as to be compiled, or as never to be;
-either way torch imports the compiler at once: two of the five CPU seconds that a training takes to
-begin. As long as nobody has imported it, nothing is being compiled, and the marks mean nothing.
+either way torch imports its compiler at once: two of the five CPU seconds that a training takes to
+begin. Here torch does so when something is compiled. As long as nobody has imported the compiler,
+nothing is being compiled, and the marks mean nothing.
+
+While large libraries are imported nothing is garbage, and no collection looks for it.
 
 tests/conftest.py puts this folder before the libraries of programs that tests start. The ranks of
 parity, which compile some models, have torch as it is.
@@ -11,6 +14,7 @@ parity, which compile some models, have torch as it is.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
@@ -75,12 +79,31 @@ CHANGES = {
 }
 
 
-class Changes:
-    """Finds the modules above where they are, and changes each as soon as it is imported."""
+#: Those that take long to import.
+LARGE = (
+    *("torch", "torch._dynamo", "deepspeed", "transformers", "transformers.trainer"),
+    *("transformers.modeling_utils", "accelerate", "datasets", "peft", "trl"),
+)
+
+
+def import_without_collections(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        run(module)
+    finally:
+        if was_enabled:
+            gc.enable()
+    if module.__name__ == "deepspeed":  # before there is an engine, whose garbage is to be found
+        gc.freeze()
+
+
+class Imports:
+    """Finds the modules above where they are, and has each imported in another way."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in CHANGES:
+        if name not in CHANGES and name not in LARGE:
             return None
         spec = PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
@@ -88,12 +111,13 @@ class Changes:
         run = spec.loader.exec_module
 
         def run_and_change(module: ModuleType) -> None:
-            run(module)
-            attribute, change = CHANGES[name]
-            setattr(module, attribute, change(getattr(module, attribute)))
+            import_without_collections(run, module)
+            if name in CHANGES:
+                attribute, change = CHANGES[name]
+                setattr(module, attribute, change(getattr(module, attribute)))
 
         spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, Changes)  # type: ignore[arg-type]
+sys.meta_path.insert(0, Imports)  # type: ignore[arg-type]

@@ -12,8 +12,10 @@ import torch
 from . import FOLDER
 
 PROGRAM = """
-import json, sys
+import gc, json, sys
+assert gc.isenabled()
 import torch
+assert gc.isenabled()
 
 weight = torch.zeros(1, requires_grad=True)
 torch.optim.SGD([weight], lr=0.5)
