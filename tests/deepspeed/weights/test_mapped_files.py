@@ -169,6 +169,7 @@ def test_the_header_is_read_and_of_each_tensor_one_page(file: Path) -> None:
         (49).to_bytes(8, "little") + b'{"a": {"data_offsets": [' + b"9" * 22 + b"]}}",
         (100_000).to_bytes(8, "little") + b"[" * 100_000,
     ],
+    ids=lambda content: content[8:38].decode("latin-1"),  # of the last one a little will do
 )
 def test_what_is_no_safetensors_file_is_left_to_the_library(content: bytes, file: Path) -> None:
     file.write_bytes(content)
