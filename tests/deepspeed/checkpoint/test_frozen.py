@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ def engine_of(
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda group=None: rank)
     store = memory_store()
     store.reserve(key="param.0", nbytes=part_numel * dtype.itemsize)
-    runtime = SimpleNamespace(staging=staging_slots(store))
+    runtime = SimpleNamespace(staging=staging_slots(store), lock=nullcontext())
     upstream = SimpleNamespace(process_group=None, partition_parameters=lambda: None)
     optimizer = SimpleNamespace(attachment=SimpleNamespace(runtime=runtime), upstream=upstream)
     return SimpleNamespace(
