@@ -8,8 +8,8 @@ A shard's gradient has at most two values. `latest` is the sum over the micro-st
 window. `seen` is the input of the next optimizer step: the sum of the last window in whose final
 micro-step the shard got a gradient. They differ only during a window (or if the shard gets no
 gradient in the final micro-step). A shard has two places on the drive; a partial sum goes to the
-place that does not hold `seen`. Summands may wait in places of their own (accumulation.py). The sum of
-squares is computed while the chunks pass through.
+place that does not hold `seen`. Summands may wait in places of their own (accumulation.py). The sum
+of squares is computed while the chunks pass through.
 """
 
 from __future__ import annotations
