@@ -62,13 +62,13 @@ def look_in_hooks(patch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
                 module.register_forward_hook(add_one)
         return model
 
-    partition, copy = StreamedGradients.partition_grads, StagingSlots._copy_out
+    store, copy = StreamedGradients.store, StagingSlots._copy_out
 
-    def partition_grads(self: Any, *arguments: Any) -> Any:
+    def store_noted(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if is_looking and threading.current_thread() is not main:
             counts["arrivals"] += 1
             arrived.set()
-        return partition(self, *arguments)
+        return store(self, *arguments, **keywords)
 
     def copy_out(self: Any, *arguments: Any) -> None:
         if is_looking and threading.current_thread() is main:
@@ -77,6 +77,6 @@ def look_in_hooks(patch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
         copy(self, *arguments)
 
     patch.setattr(training, "build_model", build_model)
-    patch.setattr(StreamedGradients, "partition_grads", partition_grads)
+    patch.setattr(StreamedGradients, "store", store_noted)
     patch.setattr(StagingSlots, "_copy_out", copy_out)
     return lambda: counts
