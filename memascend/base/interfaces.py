@@ -90,7 +90,7 @@ class Event(Protocol):
         """Make later work on the current stream wait until the event has passed."""
 
 
-class Transfer(NamedTuple):
+class TensorRequest(NamedTuple):
     """One read or write, with arguments that are checked.
 
     Attributes:
@@ -124,10 +124,10 @@ class Transfer(NamedTuple):
 
         return self.tensor.detach().view(-1).view(torch.uint8)
 
-    def without(self, count: int) -> Transfer:
-        """Return the transfer of all but the first `count` bytes."""
+    def without(self, count: int) -> TensorRequest:
+        """Return the request for all but the first `count` bytes."""
         hold = (self.tensor, self.hold)
-        return Transfer(self.key, self.data[count:], self.begin + count, hold, 0)
+        return TensorRequest(self.key, self.data[count:], self.begin + count, hold, 0)
 
 
 class TensorIO(ABC):
@@ -163,7 +163,8 @@ class TensorIO(ABC):
             StoreError: No such key, or an earlier write of it failed.
             ValueError: Not a contiguous CPU tensor, or outside the key.
         """
-        return self.start_read(_checked(Transfer(key, target, offset_bytes, hold, capacity_bytes)))
+        request = TensorRequest(key, target, offset_bytes, hold, capacity_bytes)
+        return self.start_read(_checked(request))
 
     def write(
         self,
@@ -189,14 +190,15 @@ class TensorIO(ABC):
             StoreFullError: No space for the key.
             ValueError: Not a contiguous CPU tensor, or outside the key.
         """
-        return self.start_write(_checked(Transfer(key, source, offset_bytes, hold, capacity_bytes)))
+        request = TensorRequest(key, source, offset_bytes, hold, capacity_bytes)
+        return self.start_write(_checked(request))
 
     @abstractmethod
-    def start_read(self, transfer: Transfer) -> Ticket:
+    def start_read(self, request: TensorRequest) -> Ticket:
         """Start a read."""
 
     @abstractmethod
-    def start_write(self, transfer: Transfer) -> Ticket:
+    def start_write(self, request: TensorRequest) -> Ticket:
         """Start a write."""
 
     @abstractmethod
@@ -230,14 +232,14 @@ def contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _checked(transfer: Transfer) -> Transfer:
-    contiguous_cpu(transfer.tensor)
-    if transfer.begin < 0:
+def _checked(request: TensorRequest) -> TensorRequest:
+    contiguous_cpu(request.tensor)
+    if request.begin < 0:
         raise ValueError(
-            f"bytes {transfer.begin} to {transfer.begin}+{transfer.nbytes} are not all in "
-            f'"{transfer.key}", which begins at 0'
+            f"bytes {request.begin} to {request.begin}+{request.nbytes} are not all in "
+            f'"{request.key}", which begins at 0'
         )
-    return transfer
+    return request
 
 
 class Lender(Protocol):

@@ -48,7 +48,7 @@ class Guard:
 class Guarded(Protocol):
     """An object with `guarded` methods."""
 
-    guard: Guard | None  # None: whoever made it sees to it that one thread at a time calls
+    guard: Guard | None  # None: its owner ensures that one thread at a time calls
 
 
 Owner = TypeVar("Owner", bound=Guarded)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from memascend.base.interfaces import HostMemory, TensorIO, Ticket, Transfer
+from memascend.base.interfaces import HostMemory, TensorIO, TensorRequest, Ticket
 from memascend.base.units import page_up
 from memascend.base.waiting import Ended
 from memascend.memory.pool import Segment
@@ -196,42 +196,42 @@ class ResidentStore(TensorIO):
         if made is not None:
             self._entries[key] = made
 
-    def start_write(self, transfer: Transfer) -> Ticket:
+    def start_write(self, request: TensorRequest) -> Ticket:
         """Start a write; the part in memory is copied on return."""
-        key = transfer.key
-        if transfer.offset_bytes is None and self._blocks:
-            self.reserve(key=key, nbytes=transfer.nbytes)
+        key = request.key
+        if request.offset_bytes is None and self._blocks:
+            self.reserve(key=key, nbytes=request.nbytes)
         entry = self._entries.get(key)
         if entry is None:
-            return self._store.start_write(transfer)
+            return self._store.start_write(request)
         entry.refuse_if_lent(key)
         ticket: Ticket = Ended()
-        begin, count = transfer.begin, entry.head_bytes
+        begin, count = request.begin, entry.head_bytes
         # The drive first: if it refuses, nothing has changed.
-        if transfer.offset_bytes is not None:
-            count = entry.count_in_head(key, begin, transfer.nbytes)
-            if count < transfer.nbytes:
-                ticket = self._store.start_write(transfer.without(count))
+        if request.offset_bytes is not None:
+            count = entry.count_in_head(key, begin, request.nbytes)
+            if count < request.nbytes:
+                ticket = self._store.start_write(request.without(count))
         elif entry.is_on_drive:
             # With the head: after a failed write only a write of the whole key makes it valid.
-            ticket = self._store.start_write(transfer)
+            ticket = self._store.start_write(request)
         if count:
-            entry.head[begin : begin + count].copy_(transfer.data[:count])
+            entry.head[begin : begin + count].copy_(request.data[:count])
             self._bytes_written[entry.stream] += count
         return ticket
 
-    def start_read(self, transfer: Transfer) -> Ticket:
+    def start_read(self, request: TensorRequest) -> Ticket:
         """Start a read; the part from memory is copied on return."""
-        entry = self._entries.get(transfer.key)
+        entry = self._entries.get(request.key)
         if entry is None:
-            return self._store.start_read(transfer)
+            return self._store.start_read(request)
         ticket: Ticket = Ended()
-        begin = transfer.begin
-        count = entry.count_in_head(transfer.key, begin, transfer.nbytes)
-        if count < transfer.nbytes:
-            ticket = self._store.start_read(transfer.without(count))
+        begin = request.begin
+        count = entry.count_in_head(request.key, begin, request.nbytes)
+        if count < request.nbytes:
+            ticket = self._store.start_read(request.without(count))
         if count:
-            transfer.data[:count].copy_(entry.head[begin : begin + count])
+            request.data[:count].copy_(entry.head[begin : begin + count])
             self._bytes_read[entry.stream] += count
         return ticket
 

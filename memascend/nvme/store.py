@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memascend import _core
-from memascend.base.interfaces import TensorIO, Transfer, contiguous_cpu
+from memascend.base.interfaces import TensorIO, TensorRequest, contiguous_cpu
 from memascend.errors import MemAscendError, StoreError
 from memascend.system.mounts import COPY_ON_WRITE_FIX
 
@@ -140,26 +140,26 @@ class TensorStore(TensorIO):
         """Reserve space on the volumes."""
         self._core.reserve(key=key, nbytes=nbytes)
 
-    def start_write(self, transfer: Transfer) -> Ticket:
+    def start_write(self, request: TensorRequest) -> Ticket:
         """Start a write in the native store, which checks that it is within the key."""
         return self._core.write(
-            key=transfer.key,
-            address=transfer.tensor.data_ptr(),
-            nbytes=transfer.nbytes,
-            offset=transfer.offset_bytes,
-            capacity=transfer.capacity_bytes,
-            hold=(transfer.tensor, transfer.hold),
+            key=request.key,
+            address=request.tensor.data_ptr(),
+            nbytes=request.nbytes,
+            offset=request.offset_bytes,
+            capacity=request.capacity_bytes,
+            hold=(request.tensor, request.hold),
         )
 
-    def start_read(self, transfer: Transfer) -> Ticket:
+    def start_read(self, request: TensorRequest) -> Ticket:
         """Start a read in the native store, which checks that it is within the key."""
         return self._core.read(
-            key=transfer.key,
-            address=transfer.tensor.data_ptr(),
-            nbytes=transfer.nbytes,
-            offset=transfer.begin,
-            capacity=transfer.capacity_bytes,
-            hold=(transfer.tensor, transfer.hold),
+            key=request.key,
+            address=request.tensor.data_ptr(),
+            nbytes=request.nbytes,
+            offset=request.begin,
+            capacity=request.capacity_bytes,
+            hold=(request.tensor, request.hold),
         )
 
     def discard(self, *, key: str) -> bool:

@@ -120,7 +120,7 @@ class StockHost:
         self.memory = memory
 
     def trim(self) -> None:
-        """Do nothing: torch keeps what is free."""
+        """Do nothing: torch keeps free memory."""
 
     def reduced(self, resident: Mapping[str, int]) -> dict[str, int]:
         """Return the resident bytes unchanged."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 #: Steps one sub-group; calls back with the number of its leading elements that are new so far.
-Step = Callable[[Callable[[int], None]], None]
+QueuedStep = Callable[[Callable[[int], None]], None]
 #: End of a value: the index of its step, and the element in that step.
 Place = tuple[int, int]
 
@@ -62,7 +62,7 @@ class BackgroundStep:
         return self._course is not None
 
     def start(
-        self, steps: Sequence[Step], places: Mapping[str, Place], end: Callable[[], object]
+        self, steps: Sequence[QueuedStep], places: Mapping[str, Place], end: Callable[[], object]
     ) -> None:
         """Start a walk; the one before must have been finished.
 
@@ -155,7 +155,7 @@ class BackgroundStep:
             self._thread = ThreadPoolExecutor(1, "memascend-optimizer")
         return self._thread
 
-    def _run(self, course: _Course, steps: Sequence[Step], end: Callable[[], object]) -> None:
+    def _run(self, course: _Course, steps: Sequence[QueuedStep], end: Callable[[], object]) -> None:
         def reach(place: Place) -> None:
             with self._changed:
                 course.reached = place

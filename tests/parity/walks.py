@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from memascend.streaming.background import BackgroundStep, Place, Step
+from memascend.streaming.background import BackgroundStep, Place, QueuedStep
 
 WAIT_S = 120.0
 
@@ -43,7 +43,7 @@ def watched(*, late: bool) -> Iterator[Walks]:
 
     def start_watched(
         self: BackgroundStep,
-        steps: Sequence[Step],
+        steps: Sequence[QueuedStep],
         places: Mapping[str, Place],
         end: Callable[[], object],
     ) -> None:
@@ -71,7 +71,7 @@ def watched(*, late: bool) -> Iterator[Walks]:
         yield found
 
 
-def _behind(may_go: threading.Event, step: Step) -> Step:
+def _behind(may_go: threading.Event, step: QueuedStep) -> QueuedStep:
     def wait_and_step(reach: Callable[[int], None]) -> None:
         if not may_go.wait(WAIT_S):
             raise TimeoutError("nobody waited for the walk")

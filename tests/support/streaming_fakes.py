@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from memascend.base.interfaces import HostMemory, TensorIO, Transfer
+from memascend.base.interfaces import HostMemory, TensorIO, TensorRequest
 from memascend.errors import StoreError
 from memascend.memory.pool import Pool
 
@@ -19,12 +19,12 @@ class FakeTicket:
     that fails leaves rubbish behind.
     """
 
-    def __init__(self, store: FakeStore, kind: str, transfer: Transfer) -> None:
+    def __init__(self, store: FakeStore, kind: str, request: TensorRequest) -> None:
         self._store = store
-        self._held: tuple[torch.Tensor, Transfer] | None = (transfer.data, transfer)
-        self._begin, self._end = transfer.begin, transfer.begin + transfer.nbytes
-        self.kind, self.key = kind, transfer.key
-        self.capacity_bytes = transfer.capacity_bytes
+        self._held: tuple[torch.Tensor, TensorRequest] | None = (request.data, request)
+        self._begin, self._end = request.begin, request.begin + request.nbytes
+        self.kind, self.key = kind, request.key
+        self.capacity_bytes = request.capacity_bytes
 
     @property
     def finished(self) -> bool:
@@ -83,24 +83,24 @@ class FakeStore(TensorIO):
         for ticket in self.tickets:
             ticket.finish()
 
-    def start_read(self, transfer: Transfer) -> FakeTicket:
-        return self._submit("read", transfer)
+    def start_read(self, request: TensorRequest) -> FakeTicket:
+        return self._submit("read", request)
 
-    def start_write(self, transfer: Transfer) -> FakeTicket:
-        if transfer.offset_bytes is None:
-            self.reserve(key=transfer.key, nbytes=transfer.nbytes)
-        return self._submit("write", transfer)
+    def start_write(self, request: TensorRequest) -> FakeTicket:
+        if request.offset_bytes is None:
+            self.reserve(key=request.key, nbytes=request.nbytes)
+        return self._submit("write", request)
 
-    def _submit(self, kind: str, transfer: Transfer) -> FakeTicket:
-        key, end = transfer.key, transfer.begin + transfer.nbytes
+    def _submit(self, kind: str, request: TensorRequest) -> FakeTicket:
+        key, end = request.key, request.begin + request.nbytes
         if key not in self.content:
             raise StoreError(2, f"no key {key!r} in the store")
         if end > self.content[key].nbytes:
-            raise ValueError(f"bytes {transfer.begin} to {end} are not all in {key}")
+            raise ValueError(f"bytes {request.begin} to {end} are not all in {key}")
         for earlier in self.tickets:
             if earlier.key == key and "write" in (kind, earlier.kind):
                 earlier.finish()
-        ticket = FakeTicket(self, kind, transfer)
+        ticket = FakeTicket(self, kind, request)
         self.tickets.append(ticket)
         in_flight = sum(not one.finished for one in self.tickets)
         self.in_flight_peak = max(self.in_flight_peak, in_flight)

@@ -19,7 +19,7 @@ from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
 
 
 class CheckpointHooks:
-    """What happens while the engine saves or loads; DeepSpeed's own way otherwise."""
+    """Hooks that act while the engine saves or loads; DeepSpeed's own way otherwise."""
 
     def __init__(
         self, upstream: Upstream, attach: Callable[[], Attachment], steps: StepPath

@@ -96,7 +96,7 @@ class Construction:
                 log.info("memascend: %s", line)
 
     def advice(self, plan: Plan) -> list[str]:
-        """Return lines for the log: what would help, given the plan."""
+        """Return lines of advice for the log, given the plan."""
         shapes, runtime = from_module(self._upstream.module), self.attach().runtime
         page_locks = self._config.allocator.enabled and self._config.allocator.page_lock is None
         on_cpu = runtime.new_event is None

@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 from memascend.base.progress import byte_progress
 from memascend.base.units import format_nbytes
 from memascend.deepspeed.attach.attachment import Attachment
-from memascend.deepspeed.optimizer.during_backward import (
+from memascend.deepspeed.optimizer.ahead import (
     AfterBackward,
     AheadOfStep,
     DuringBackward,
@@ -245,14 +245,13 @@ class TiledSteps:
         """
         try:
             self.runtime.background.finish()
-            self._coming.check()
+            self._coming().check()
             original()
         finally:
             self.restart()
 
-    @property
     def _coming(self) -> Step:
-        """The step that gradients arrive for."""
+        """Return the step that gradients arrive for; the one after the last, once that is over."""
         if self.current.phase is StepPhase.DONE:
             self.current = self.current.following()
         return self.current
@@ -270,7 +269,7 @@ class TiledSteps:
             self._decide()
 
     def _decide(self) -> None:
-        step, numbers = self._coming, range(len(self._upstream.params))
+        step, numbers = self._coming(), range(len(self._upstream.params))
         early, reason = self._ahead.take(step)  # first: early steps use the tiles until then
         # If writing a gradient failed, raise before any weight changes.
         self.runtime.staging.wait_writes()
@@ -412,7 +411,7 @@ class TiledSteps:
 
     def tile_places(self, name: str, offset: int) -> TilePlaces | None:
         """Return tile memory for a gradient of the coming step; None: write it to the drive."""
-        step = self._coming
+        step = self._coming()
         if (name, offset) in step.arrived and self._upstream.micro_step == 0:
             self.restart()  # this backward pass replaces the previous one
             step = self.current
@@ -420,7 +419,7 @@ class TiledSteps:
 
     def note_final(self, name: str, offset: int) -> None:
         """Note that a gradient is final; step tiles that are complete, or read tiles ahead."""
-        self._ahead.note_final(self._coming, name, offset)
+        self._ahead.note_final(self._coming(), name, offset)
 
     @locked
     def drop_ahead(self, reason: str) -> None:

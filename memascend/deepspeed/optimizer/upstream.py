@@ -25,7 +25,7 @@ from memascend.streaming.optimizer.sub_groups import Member
 
 #: One of DeepSpeed's functions, with its arguments.
 Original = Callable[[], None]
-#: Reason to discard what was done ahead of a step.
+#: Reason to discard work done ahead of a step.
 LOADED = "a checkpoint was loaded between backward and step()"
 
 
@@ -259,8 +259,10 @@ class Upstream:
     def masters_in_groups(self) -> Iterator[None]:
         """Within the context the base optimizer's parameter groups have the masters."""
         self._stage3._set_fp32_optimizer_param_groups()
-        yield
-        self._stage3._clear_fp32_optimizer_param_groups()
+        try:
+            yield
+        finally:
+            self._stage3._clear_fp32_optimizer_param_groups()
 
     def remake_base(self, optimizer: Any) -> None:
         """Replace the base optimizer by one that was made over the masters."""
@@ -402,8 +404,10 @@ class Upstream:
         """Within the context gradients are page-locked only if this is `wanted` too."""
         pins = self._stage3.offload_optimizer_pin_memory
         self._stage3.offload_optimizer_pin_memory = pins and wanted
-        yield
-        self._stage3.offload_optimizer_pin_memory = pins
+        try:
+            yield
+        finally:
+            self._stage3.offload_optimizer_pin_memory = pins
 
     # -- backward passes -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's traces of modules: which are stale, and what is decided for one trace only.
+"""DeepSpeed's traces of modules: which are stale, and decisions that hold for one trace only.
 
 If a module uses a weight of another module outside that one's forward pass, DeepSpeed registers it
 as an external parameter at the first use that finds it absent. The trace does not have it there,
@@ -32,7 +32,7 @@ def forget_stale_order(coordinator: Any, params: Iterable[Parameter]) -> None:
         coordinator._invalidate_trace()
 
 
-class Releases:
+class ReleaseDecisions:
     """Decisions about which parameters a module releases, for the current trace of each engine.
 
     They belong to the model, as the swapper does: a trace keeps its modules alive.

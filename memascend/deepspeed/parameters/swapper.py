@@ -33,7 +33,7 @@ from memascend.deepspeed.parameters.device import (
 )
 from memascend.deepspeed.parameters.exclusive import exclusive
 from memascend.deepspeed.parameters.gathers_on_demand import GathersOnDemand
-from memascend.deepspeed.parameters.module_order import Releases
+from memascend.deepspeed.parameters.module_order import ReleaseDecisions
 from memascend.deepspeed.parameters.stand_ins import StandIns
 from memascend.errors import StoreError
 from memascend.streaming.parameters.released import ReleasedMemory
@@ -91,7 +91,7 @@ class ParameterSwapper:
         # Slots that a collective may still read; released after the wait for it.
         self._gathering: dict[Shard, None] = {}
         self._stand_ins = StandIns()
-        self.releases = Releases()
+        self.releases = ReleaseDecisions()
 
     # -- surface of the stock swapper ------------------------------------------------------------
 

@@ -81,7 +81,7 @@ def fingerprint(module: str, attribute: str) -> str:
 
 
 def home_of(module: str, attribute: str) -> str:
-    """Return the module that defines what a module may only import.
+    """Return the module that defines a name, which the given module may only import.
 
     Raises:
         ImportError: There is no such module.

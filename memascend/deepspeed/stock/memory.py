@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from memascend.base.interfaces import HostMemory, TensorIO, Ticket, Transfer
+from memascend.base.interfaces import HostMemory, TensorIO, TensorRequest, Ticket
 from memascend.base.units import PAGE_BYTES, page_up
 from memascend.base.waiting import Ended
 
@@ -117,31 +117,31 @@ class AioFileStore(TensorIO):
             os.unlink(self._path(key))
         return known
 
-    def start_read(self, transfer: Transfer) -> Ticket:
+    def start_read(self, request: TensorRequest) -> Ticket:
         """Start filling a tensor; if the handle did not allocate it, it is filled on return."""
-        _expect_whole(transfer)
+        _expect_whole(request)
         self.wait_all()  # the engine does not order a read after a write of the file
-        padded = _padded(transfer.data)
-        if padded is None or not self._handle.is_pinned(transfer.tensor):
+        padded = _padded(request.data)
+        if padded is None or not self._handle.is_pinned(request.tensor):
             bounce = self._handle.new_cpu_locked_tensor(
-                page_up(transfer.nbytes), torch.empty(0).byte()
+                page_up(request.nbytes), torch.empty(0).byte()
             )
-            self._handle.sync_pread(bounce, self._path(transfer.key), 0)
-            transfer.data.copy_(bounce[: transfer.nbytes])
+            self._handle.sync_pread(bounce, self._path(request.key), 0)
+            request.data.copy_(bounce[: request.nbytes])
             self._handle.free_cpu_locked_tensor(bounce)
             return Ended()
-        self._handle.async_pread(padded, self._path(transfer.key), 0)
-        return self._submitted(padded, transfer.hold)
+        self._handle.async_pread(padded, self._path(request.key), 0)
+        return self._submitted(padded, request.hold)
 
-    def start_write(self, transfer: Transfer) -> AioFileTicket:
+    def start_write(self, request: TensorRequest) -> AioFileTicket:
         """Start storing a tensor, which must be a slot of the pool."""
-        _expect_whole(transfer)
+        _expect_whole(request)
         self.wait_all()  # the engine does not order a write after an earlier transfer of the file
-        padded = _padded(transfer.data)
+        padded = _padded(request.data)
         if padded is None:
-            raise ValueError(f"{transfer.key}: {transfer.nbytes} bytes cannot be padded to pages")
-        self._handle.async_pwrite(padded, self._path(transfer.key), 0)
-        return self._submitted(padded, transfer.hold)
+            raise ValueError(f"{request.key}: {request.nbytes} bytes cannot be padded to pages")
+        self._handle.async_pwrite(padded, self._path(request.key), 0)
+        return self._submitted(padded, request.hold)
 
     def wait_all(self) -> None:
         """Wait for every transfer."""
@@ -167,10 +167,10 @@ class AioFileStore(TensorIO):
         return os.path.join(self._folder, f"{key}.tensor.swp")
 
 
-def _expect_whole(transfer: Transfer) -> None:
-    if transfer.begin:
+def _expect_whole(request: TensorRequest) -> None:
+    if request.begin:
         raise ValueError(
-            f"{transfer.key}: cannot start at byte {transfer.begin}: DeepSpeed's engine transfers "
+            f"{request.key}: cannot start at byte {request.begin}: DeepSpeed's engine transfers "
             "only whole keys here. fix: leave memascend.direct_nvme on where parts of keys are "
             "needed"
         )

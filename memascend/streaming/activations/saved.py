@@ -74,7 +74,7 @@ class Saved:
             AssertionError: The act is impossible in this state.
         """
         old, new = record.state, state_after(record.state, act)
-        # Ctrl-C may come between any two lines: what is queued always has the state for it.
+        # Ctrl-C may come between any two lines: a queued record always has the state for it.
         if new is not State.WAITING:
             self.waiting.pop(record.number, None)
         if new is not State.STORED:

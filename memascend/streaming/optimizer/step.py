@@ -7,19 +7,18 @@ in the background; no gradient arrives before it is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
 from memascend.errors import TornStepError
+from memascend.streaming.background import QueuedStep
 from memascend.streaming.optimizer.updates import FusedUpdate
 
 #: The inputs of a sub-group's step besides tensors, by name.
 Basis = Mapping[str, Any]
 #: First elements of tiles, by sub-group.
 Begins = Mapping[str, frozenset[int]]
-#: Steps one sub-group in the background; calls back with the number of leading new elements.
-QueuedStep = Callable[[Callable[[int], None]], None]
 
 
 class StepPhase(Enum):

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
     ZeRoTraceMode,
 )
 
-from memascend.deepspeed.parameters.module_order import Releases
+from memascend.deepspeed.parameters.module_order import ReleaseDecisions
 from memascend.deepspeed.parameters.releases import wrap_params_to_release
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
@@ -32,7 +32,7 @@ _ORIGINAL = inspect.unwrap(vars(PartitionedParameterCoordinator)[f"{_PREFIX}para
 def modules() -> list[torch.nn.Module]:
     """Three layers of ours; their parameters' ids are 0 to 5, two in each."""
     swapper = ParameterSwapper.__new__(ParameterSwapper)
-    swapper.releases = Releases()
+    swapper.releases = ReleaseDecisions()
     layers: list[torch.nn.Module] = [torch.nn.Linear(2, 2) for _ in range(3)]
     numbers = iter(range(6))
     for number, layer in enumerate(layers):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from memascend.deepspeed.optimizer.during_backward import AfterBackward
+from memascend.deepspeed.optimizer.ahead import AfterBackward
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.store import MemoryFaults
 from memascend.streaming.optimizer.updates import early_key
