@@ -18,7 +18,7 @@ import harness
 import torch
 
 from memascend.plan.knobs import TILE_NUMEL
-from memascend.streaming.optimizer.tiles import TileShape
+from memascend.streaming.optimizer.tile_memory import TileShape
 
 QUESTION = "Adam step of a tile: one pass against widening, multiplying, stepping and rounding"
 #: Elements of a tile, and tiles one after the other. No cache holds them: a tile of training comes

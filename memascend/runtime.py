@@ -29,14 +29,14 @@ from memascend.memory.guard import Guard
 from memascend.memory.pool import Pool
 from memascend.nvme.resident import ResidentStore
 from memascend.plan.derive import Plan
-from memascend.sections.drive import Drive, OwnDrive, StockDrive
-from memascend.sections.host import Host, OwnHost, StockHost
+from memascend.resources.drive import Drive, OwnDrive, StockDrive
+from memascend.resources.host import Host, OwnHost, StockHost
 from memascend.streaming.activations.stream import ActivationStream
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.stream import OptimizerStream
 from memascend.streaming.optimizer.sub_groups import SubGroups
-from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
 from memascend.streaming.parameters.stream import ParameterStream
 from memascend.system.memory import resident_memory
 from memascend.transfer.staging import StagingSlots
@@ -216,7 +216,7 @@ class Runtime:
 
     def open_optimizer(self, shape: TileShape) -> OptimizerStream:
         """Build the stream of the optimizer over that of gradients, with memory for its tiles."""
-        tiles = Tiles(store=self.io, memory=self.memory, shape=shape, new_event=self.new_event)
+        tiles = TileMemory(store=self.io, memory=self.memory, shape=shape, new_event=self.new_event)
         self._optimizer = OptimizerStream(
             groups=SubGroups(store=self.io, slots=self.staging, tiles=tiles),
             tiles=tiles,

@@ -47,7 +47,6 @@ WITHOUT_TESTS = {
     "csrc/nvme/store_stats.cpp": "part of the class that store_test.cpp tests",
     "csrc/nvme/transfer/checksums.cpp": "part of the class that lane_test.cpp tests",
     "csrc/nvme/transfer/watch.cpp": "part of the class that lane_test.cpp tests",
-    "memascend/deepspeed/optimizer/steps.py": "names alone",
     "memascend/deepspeed/seams/fingerprints.py": "written by scripts/update_fingerprints.py",
     "memascend/version.py": "one constant",
 }

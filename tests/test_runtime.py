@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import memascend.sections.host
+import memascend.resources.host
 from memascend.base.interfaces import Device
 from memascend.base.sizes import STAGING_SLOT_BYTES, STAGING_SLOT_COUNT
 from memascend.base.streams import MASTER, PARAMETERS
@@ -288,7 +288,7 @@ def test_adopting_a_plan_fits_registered_memory_to_the_byte(
     plan = plan_with(room_bytes)
     assert plan.limit_bytes is not None
     limit_bytes = min(plan.limit_bytes, plan.host_bytes)
-    monkeypatch.setattr(memascend.sections.host, "HostAllocator", RegisteringAllocator)
+    monkeypatch.setattr(memascend.resources.host, "HostAllocator", RegisteringAllocator)
     sizes = {"parameter_budget_bytes": 1 << 20, "staging_slot_bytes": 1 << 20}
     runtime = build(tmp_path, limit_bytes=limit_bytes, **sizes)
     runtime.io.write(key="param.0", source=torch.arange(3000)).wait()

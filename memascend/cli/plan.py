@@ -48,7 +48,6 @@ from memascend.config.environment import is_disabled
 from memascend.config.limit import parse_limit
 from memascend.errors import ConfigError
 from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
-from memascend.plan.bf16_moments import INEXACT, check_state_dtype, keeps_bf16
 from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
@@ -60,6 +59,7 @@ from memascend.plan.request import (
     why_whole_steps,
 )
 from memascend.plan.shapes import ModelShapes, builtin, builtin_names, from_config, from_safetensors
+from memascend.plan.state_dtype import INEXACT, check_state_dtype, keeps_bf16
 from memascend.plan.stock import StockPlan, four_pieces, stock
 from memascend.system.memory import memory_total
 

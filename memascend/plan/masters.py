@@ -10,7 +10,7 @@ from __future__ import annotations
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.errors import ConfigError
-from memascend.plan.bf16_moments import keeps_bf16
+from memascend.plan.state_dtype import keeps_bf16
 
 FP32, BF16, FP16 = "fp32", "bf16", "fp16"
 #: By section of the DeepSpeed JSON.

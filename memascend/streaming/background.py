@@ -17,23 +17,23 @@ from time import monotonic
 #: Steps one sub-group; calls back with the number of its leading elements that are new so far.
 QueuedStep = Callable[[Callable[[int], None]], None]
 #: End of a value: the index of its step, and the element in that step.
-Place = tuple[int, int]
+WalkPoint = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
 class _Course:
     """One walk: the ends of its values, and its progress."""
 
-    places: Mapping[str, Place]
-    reached: Place = (0, 0)
+    points: Mapping[str, WalkPoint]
+    reached: WalkPoint = (0, 0)
     has_begun: bool = False
     is_withdrawn: bool = False
     is_over: bool = False
     error: BaseException | None = None
 
     def has_passed(self, name: str) -> bool:
-        place = self.places.get(name)
-        return place is None or place <= self.reached
+        point = self.points.get(name)
+        return point is None or point <= self.reached
 
 
 class BackgroundStep:
@@ -62,13 +62,16 @@ class BackgroundStep:
         return self._course is not None
 
     def start(
-        self, steps: Sequence[QueuedStep], places: Mapping[str, Place], end: Callable[[], object]
+        self,
+        steps: Sequence[QueuedStep],
+        points: Mapping[str, WalkPoint],
+        end: Callable[[], object],
     ) -> None:
         """Start a walk; the one before must have been finished.
 
         Args:
             steps: In order.
-            places: End of each value that the walk writes, by name.
+            points: End of each value that the walk writes, by name.
             end: Called after the last step, or after the one that failed.
 
         Raises:
@@ -77,7 +80,7 @@ class BackgroundStep:
         if self._course is not None:
             raise AssertionError("the walk before was not finished")
         thread = self._get_thread()
-        course = _Course(places)
+        course = _Course(points)
         try:
             self._course = course
             thread.submit(self._run, course, steps, end)
@@ -156,9 +159,9 @@ class BackgroundStep:
         return self._thread
 
     def _run(self, course: _Course, steps: Sequence[QueuedStep], end: Callable[[], object]) -> None:
-        def reach(place: Place) -> None:
+        def reach(point: WalkPoint) -> None:
             with self._changed:
-                course.reached = place
+                course.reached = point
                 self._changed.notify_all()
 
         # Write has_begun before reading is_withdrawn; start() does the reverse, so at least one of

@@ -20,8 +20,8 @@ from memascend.base.components import STAGING_SLOTS
 from memascend.base.interfaces import Event, HostMemory, TensorIO
 from memascend.base.waiting import CopyTicket, Ended, event_here
 from memascend.memory.guard import Guard, guarded
-from memascend.transfer.chunks_ahead import ChunksAhead
 from memascend.transfer.pending import Pending
+from memascend.transfer.prefetch import ChunkPrefetch
 from memascend.transfer.slots import SLOT_COUNT_MIN, GivenBackOnError, Slots
 from memascend.transfer.transfer import Transfer, Transfers
 
@@ -70,7 +70,7 @@ class StagingSlots:
         self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
         self._writes = Transfers(lambda write: self._slots.free(write.staged))
         self._copied_out: Pending[torch.Tensor] = Pending(self._slots.free)
-        self.ahead = ChunksAhead(self)
+        self.ahead = ChunkPrefetch(self)
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -22,7 +22,7 @@ from memascend.base.units import MIB
 from memascend.memory.allocator import HostAllocator
 from memascend.memory.pool import Pool
 from memascend.nvme.store import TensorStore
-from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
 from memascend.streaming.parameters.stream import ParameterStream
 from memascend.transfer.staging import StagingSlots
 
@@ -153,7 +153,7 @@ def measure_tiles(folder: Path, broken: bool) -> dict[str, Any]:
             gradient_dtype=DTYPE,
             parameter_dtype=torch.bfloat16,
         )
-        tiles = Tiles(store=parts.store, memory=parts.memory, shape=shape)
+        tiles = TileMemory(store=parts.store, memory=parts.memory, shape=shape)
         source = torch.zeros(expected.numel(), dtype=DTYPE, device=DEVICE.name)
         values = expected.to(DEVICE.name)
         started_s = time.perf_counter()

@@ -68,12 +68,12 @@ def put_on_default_stream(patch: pytest.MonkeyPatch) -> None:
 
 def tile_stepped_before_copied(patch: pytest.MonkeyPatch) -> None:
     """A tile is used again while its weights are on their way to the device."""
-    from memascend.streaming.optimizer.tiles import Tiles
+    from memascend.streaming.optimizer.tile_memory import TileMemory
 
     def copy_part(self: Any, tile: Any, source: Any, target: Any) -> None:
         target.copy_(source, non_blocking=True)
 
-    patch.setattr(Tiles, "copy_part", copy_part)
+    patch.setattr(TileMemory, "copy_part", copy_part)
 
 
 def activation_used_before_it_came(patch: pytest.MonkeyPatch) -> None:

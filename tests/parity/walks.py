@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from memascend.streaming.background import BackgroundStep, Place, QueuedStep
+from memascend.streaming.background import BackgroundStep, QueuedStep, WalkPoint
 
 WAIT_S = 120.0
 
@@ -44,12 +44,12 @@ def watched(*, late: bool) -> Iterator[Walks]:
     def start_watched(
         self: BackgroundStep,
         steps: Sequence[QueuedStep],
-        places: Mapping[str, Place],
+        points: Mapping[str, WalkPoint],
         end: Callable[[], object],
     ) -> None:
         found.begun += 1
         may_go = asked[self] = threading.Event()
-        start(self, [_behind(may_go, steps[0]), *steps[1:]] if late else steps, places, end)
+        start(self, [_behind(may_go, steps[0]), *steps[1:]] if late else steps, points, end)
 
     def wait_watched(self: BackgroundStep, names: Iterable[str]) -> None:
         wanted = list(names)

@@ -56,10 +56,10 @@ def backward(optimizer: Any, number: int, *, without: tuple[str, int] | None = N
 def give(optimizer: Any, name: str, value: torch.Tensor, member: Any) -> None:
     """As the gradient path gives one: the last step has used the one before."""
     optimizer.runtime.background.finish()
-    places = optimizer.steps.tile_places(name, member.offset)
+    bypass = optimizer.steps.bypass_of(name, member.offset)
     accumulate = optimizer.stage3.micro_step_id != 0
     optimizer.gradient_stream.put(
-        name, member.offset, value.clone(), accumulate=accumulate, places=places
+        name, member.offset, value.clone(), accumulate=accumulate, bypass=bypass
     )
     optimizer.steps.note_final(name, member.offset)
 

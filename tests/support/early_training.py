@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memascend.streaming.optimizer.during_backward import EarlyPart, TilesDuringBackward
-from memascend.streaming.optimizer.updates import EarlyStep, early_key
+from memascend.streaming.optimizer.sub_group_step import EarlyStep, early_key
 from tests.support.tiled_training import SIZES, Training, gradients
 
 BF16 = torch.bfloat16
@@ -87,8 +87,8 @@ class Early:
 
     def part(self, name: str, **changes: Any) -> EarlyPart:
         step = EarlyStep(name, descend, FACTOR, self.members[name])
-        places = {"places": [(0, SIZES[name])], **changes}
-        return EarlyPart(step=step, begins=self.training.groups.begins(name), **places)
+        ranges = {"ranges": [(0, SIZES[name])], **changes}
+        return EarlyPart(step=step, begins=self.training.groups.begins(name), **ranges)
 
     def begin(self) -> None:
         self.early.begin([self.part(name) for name in NAMES])
@@ -99,8 +99,8 @@ class Early:
 
     def put_part(self, number: int, name: str, offset: int, numel: int) -> None:
         value = gradients(number, BF16)[name][offset : offset + numel]
-        places = self.early.places(name, offset)
-        self.training.gradient_stream.put(name, offset, value, places=places)
+        bypass = self.early.bypass_of(name, offset)
+        self.training.gradient_stream.put(name, offset, value, bypass=bypass)
         self.early.note()
 
     def all_stepped(self) -> None:

@@ -45,7 +45,7 @@ class Steps:
         self.is_tiled = is_tiled
         self.final: list[tuple[str, int]] = []
 
-    def tile_places(self, name: str, offset: int) -> None: ...
+    def bypass_of(self, name: str, offset: int) -> None: ...
 
     def note_final(self, name: str, offset: int) -> None:
         self.final.append((name, offset))

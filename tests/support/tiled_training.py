@@ -16,9 +16,9 @@ from memascend.nvme.store import TensorStore
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.step import Step
 from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_group_step import FusedUpdate, SubGroupStep
 from memascend.streaming.optimizer.sub_groups import Member, SubGroups
-from memascend.streaming.optimizer.tiles import Tiles, TileShape
-from memascend.streaming.optimizer.updates import FusedUpdate, SubGroupStep
+from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
 from tests.support.streaming_fakes import LateDevice, RemoteTensor
 from tests.support.streaming_hosts import HostTensors, memory_store, staging_slots
 
@@ -68,7 +68,7 @@ class Training:
             gradient_dtype=gradient_dtype,
             spare_count=spare_count,
         )
-        tiles = Tiles(
+        tiles = TileMemory(
             store=self.store,
             memory=self.memory,
             shape=shape,

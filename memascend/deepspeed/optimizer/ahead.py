@@ -27,7 +27,7 @@ from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.resident import ResidentStore
 from memascend.runtime import Runtime
-from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.during_backward import (
     EarlyPart,
     TilesDuringBackward,
@@ -35,8 +35,8 @@ from memascend.streaming.optimizer.during_backward import (
 )
 from memascend.streaming.optimizer.step import Basis, Begins, Step
 from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_group_step import EarlyStep, early_key
 from memascend.streaming.optimizer.sub_groups import SubGroups, make_anew
-from memascend.streaming.optimizer.updates import EarlyStep, early_key
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ WATCHED_COUNT = 2
 class NothingAhead:
     """No work ahead: before there are tiles, and after they are gone."""
 
-    def places(self, step: Step, name: str, offset: int) -> TilePlaces | None:
+    def bypass_of(self, step: Step, name: str, offset: int) -> DriveBypass | None:
         """Return None: gradients go to the drive."""
         return None
 
@@ -137,7 +137,7 @@ class DuringBackward:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def places(self, step: Step, name: str, offset: int) -> TilePlaces | None:
+    def bypass_of(self, step: Step, name: str, offset: int) -> DriveBypass | None:
         """Return tile memory for a gradient that is about to be final; None: to the drive."""
         if (name, offset) in step.arrived and self._stop_if_watched(
             "a backward pass added to a gradient that was final"
@@ -149,7 +149,7 @@ class DuringBackward:
             if parts and not self._has_room(parts):
                 return None
             self._tiles.begin(parts)
-        return self._tiles.places(name, offset)
+        return self._tiles.bypass_of(name, offset)
 
     def note_final(self, step: Step, name: str, offset: int) -> None:
         """Note that a gradient is final; step tiles that are complete."""
@@ -190,8 +190,8 @@ class DuringBackward:
 
     def _note_missing(self, step: Step) -> None:
         for number, name in enumerate(self._upstream.names):
-            places = gradient_places(self._upstream, number)
-            self._may_miss |= {(name, offset) for _, offset, _ in places} - step.arrived
+            ranges = gradient_ranges(self._upstream, number)
+            self._may_miss |= {(name, offset) for _, offset, _ in ranges} - step.arrived
         self._watched_count += 1
 
     def explain(self, reason: str) -> None:
@@ -276,12 +276,12 @@ class DuringBackward:
         upstream = self._upstream
         name = upstream.masters[number].ds_id
         factor = 1.0 / upstream.coming_loss_scale()
-        places = [(offset, numel) for _, offset, numel in gradient_places(upstream, number)]
+        ranges = [(offset, numel) for _, offset, numel in gradient_ranges(upstream, number)]
         return EarlyPart(
             step=EarlyStep(name, update, factor, upstream.members(number)),
             begins=self._groups.begins(name),
-            places=[place for place in places if (name, place[0]) not in self._may_miss],
-            kept=[place for place in places if (name, place[0]) in self._may_miss],
+            ranges=[one for one in ranges if (name, one[0]) not in self._may_miss],
+            kept=[one for one in ranges if (name, one[0]) in self._may_miss],
         )
 
     def _may_be_early(self, number: int) -> bool:
@@ -323,7 +323,7 @@ class DuringBackward:
 AheadOfStep = NothingAhead | DuringBackward
 
 
-def gradient_places(upstream: Upstream, number: int) -> Iterator[tuple[Any, int, int]]:
+def gradient_ranges(upstream: Upstream, number: int) -> Iterator[tuple[Any, int, int]]:
     """Yield parameter, offset and elements of each gradient of a sub-group that can arrive."""
     offset = 0
     for param in upstream.params[number]:
@@ -349,10 +349,10 @@ def check_gradients(upstream: Upstream, runtime: Runtime, early: Begins, reason:
     for number, name in enumerate(upstream.names):
         tile_numel = runtime.optimizer.groups.begins(name).step
         stepped = early.get(name, ())
-        for offset, begin in runtime.gradients.away(name):
+        for offset, begin in runtime.gradients.bypassed(name):
             if begin // tile_numel * tile_numel not in stepped:
-                places = gradient_places(upstream, number)
-                param = next(param for param, own, _ in places if own == offset)
+                ranges = gradient_ranges(upstream, number)
+                param = next(param for param, own, _ in ranges if own == offset)
                 missing = f"the parameter {upstream.name_of(param)} got no gradient this time"
                 raise GradientGoneError(f"cannot make this step: {reason or missing}")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from memascend.checkpoint.source import CheckpointSource
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.optimizer.choice import StepPath
 from memascend.deepspeed.optimizer.restore import restore
-from memascend.deepspeed.optimizer.steps import StepPath
 from memascend.deepspeed.optimizer.upstream import LOADED, Upstream
 
 

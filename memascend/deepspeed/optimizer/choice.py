@@ -15,12 +15,17 @@ from deepspeed import comm as dist
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
+from memascend.deepspeed.optimizer.tiled import TiledSteps
+from memascend.deepspeed.optimizer.whole import WholeSteps
 from memascend.errors import ConfigError
-from memascend.plan.bf16_moments import keeps_bf16, refusal
 from memascend.plan.masters import refusal_of_masters
 from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
+from memascend.plan.state_dtype import keeps_bf16, refusal
 
 log = logging.getLogger(__name__)
+
+#: The two ways of stepping; both have the same methods. One thread at a time may call.
+StepPath = TiledSteps | WholeSteps
 
 
 def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.attach.attachment import Attachment
-from memascend.deepspeed.optimizer.stored_dtype import store_as
+from memascend.deepspeed.optimizer.recast_parameters import recast_parameters
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.plan.from_optimizer import plan_for
 from memascend.plan.advice import advise, advise_in_cpu, advise_pinning
@@ -111,7 +111,7 @@ class Construction:
         """Store parameters in the optimizer's dtype; those that stay in memory in the arena."""
         upstream, attachment = self._upstream, self.attach()
         if upstream.parameters_on_drive:
-            store_as(
+            recast_parameters(
                 upstream.all_params,
                 upstream.dtype,
                 attachment=attachment,

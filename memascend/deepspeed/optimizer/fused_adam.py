@@ -31,9 +31,9 @@ from memascend.kernels.adam import (
     make_rounding_key,
     update,
 )
-from memascend.plan.bf16_moments import refusal
-from memascend.streaming.optimizer.tiles import TileShape
-from memascend.streaming.optimizer.updates import FusedUpdate
+from memascend.plan.state_dtype import refusal
+from memascend.streaming.optimizer.sub_group_step import FusedUpdate
+from memascend.streaming.optimizer.tile_memory import TileShape
 
 log = logging.getLogger(__name__)
 

@@ -21,14 +21,15 @@ from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
 from memascend.runtime import Runtime
-from memascend.streaming.gradients.accumulation import GradientShard, TilePlaces
+from memascend.streaming.gradients.accumulation import GradientShard
+from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.gradients.stream import GradientStream
 
 
 class StepSide(Protocol):
     """The step, as far as gradients concern it."""
 
-    def tile_places(self, name: str, offset: int) -> TilePlaces | None:
+    def bypass_of(self, name: str, offset: int) -> DriveBypass | None:
         """Return tile memory for a gradient of the coming step; None: write it to the drive."""
 
     def note_final(self, name: str, offset: int) -> None:
@@ -156,7 +157,7 @@ class StreamedGradients:
         return []
 
     def _put(self, param: Any, gradient: torch.Tensor) -> None:
-        number, offset, _ = self._upstream.place(param)
+        number, offset, _ = self._upstream.position_of(param)
         name = self._upstream.masters[number].ds_id
         is_final = self._upstream.is_last_micro_step()
         finished = None
@@ -170,7 +171,7 @@ class StreamedGradients:
             final=is_final,
             arrived=self._narrow_dtype(param),
             result=finished,
-            places=self._steps.tile_places(name, offset) if is_final else None,
+            bypass=self._steps.bypass_of(name, offset) if is_final else None,
         )
         if is_final:
             self._note_norm(param, shard)
@@ -197,7 +198,7 @@ class StreamedGradients:
         """Finish a window if its last backward pass was not known to be the last."""
         self._steps.drop_ahead("the end of a window was stated after its backward pass")
         for param in self._upstream.reduced_params():
-            number, offset, _ = self._upstream.place(param)
+            number, offset, _ = self._upstream.position_of(param)
             name = self._upstream.masters[number].ds_id
             shard = self._stream.find(name, offset)
             if shard is None or shard.is_empty:

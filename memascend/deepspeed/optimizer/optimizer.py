@@ -19,12 +19,11 @@ from memascend.config.block import active_config
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.deepspeed.attach.attachment import Attachment
 from memascend.deepspeed.optimizer.checkpoint import CheckpointHooks
-from memascend.deepspeed.optimizer.choice import choose_streams
+from memascend.deepspeed.optimizer.choice import StepPath, choose_streams
 from memascend.deepspeed.optimizer.construction import Construction
 from memascend.deepspeed.optimizer.gradients import FlatGradients, GradientPath, StreamedGradients
 from memascend.deepspeed.optimizer.passes import PassHooks
 from memascend.deepspeed.optimizer.refusals import refuse
-from memascend.deepspeed.optimizer.steps import StepPath
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.optimizer.values import Part, set_local_gradient, set_local_state

@@ -22,8 +22,8 @@ from memascend.base.progress import byte_progress
 from memascend.checkpoint.converted import converted
 from memascend.checkpoint.source import LoadedTensor, counted
 from memascend.config.deepspeed import Aio
+from memascend.deepspeed.optimizer.choice import StepPath
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS
-from memascend.deepspeed.optimizer.steps import StepPath
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.plan.optimizers import state_dtype
 from memascend.errors import StoreError

@@ -36,7 +36,7 @@ from memascend.deepspeed.optimizer.locked import locked
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.deepspeed.optimizer.upstream import LOADED, Original, Upstream
 from memascend.deepspeed.optimizer.values import TiledValues
-from memascend.deepspeed.optimizer.walk_order import forward_order, may_reorder, places_of
+from memascend.deepspeed.optimizer.walk_order import forward_order, may_reorder, points_of
 from memascend.deepspeed.plan.optimizers import (
     initial_state,
     is_elementwise,
@@ -44,15 +44,15 @@ from memascend.deepspeed.plan.optimizers import (
     state_dtype,
 )
 from memascend.deepspeed.stock.host_buffers import AbsentBuffers
-from memascend.plan.bf16_moments import INEXACT, keeps_bf16
 from memascend.plan.knobs import tile_sizes
+from memascend.plan.state_dtype import INEXACT, keeps_bf16
 from memascend.runtime import Runtime
-from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.step import Step, StepPhase
 from memascend.streaming.optimizer.stream import OptimizerStream
+from memascend.streaming.optimizer.sub_group_step import FusedUpdate, SubGroupStep
 from memascend.streaming.optimizer.sub_groups import SubGroups
-from memascend.streaming.optimizer.tiles import TileShape
-from memascend.streaming.optimizer.updates import FusedUpdate, SubGroupStep
+from memascend.streaming.optimizer.tile_memory import TileShape
 
 log = logging.getLogger(__name__)
 
@@ -393,8 +393,8 @@ class TiledSteps:
         if current.in_background:
             current.note_change()  # torn until the last one, even if the first one fails
             steps = [current.queue[name] for name in current.order]
-            places = places_of(self._upstream, current.order)
-            self.runtime.background.start(steps, places, self._stream.drain)
+            points = points_of(self._upstream, current.order)
+            self.runtime.background.start(steps, points, self._stream.drain)
             current.queue.clear()
 
     def finish(self) -> None:
@@ -409,13 +409,13 @@ class TiledSteps:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def tile_places(self, name: str, offset: int) -> TilePlaces | None:
+    def bypass_of(self, name: str, offset: int) -> DriveBypass | None:
         """Return tile memory for a gradient of the coming step; None: write it to the drive."""
         step = self._coming()
         if (name, offset) in step.arrived and self._upstream.micro_step == 0:
             self.restart()  # this backward pass replaces the previous one
             step = self.current
-        return self._ahead.places(step, name, offset)
+        return self._ahead.bypass_of(step, name, offset)
 
     def note_final(self, name: str, offset: int) -> None:
         """Note that a gradient is final; step tiles that are complete, or read tiles ahead."""

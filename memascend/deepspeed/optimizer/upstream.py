@@ -93,7 +93,7 @@ class Upstream:
             offset += shard.ds_numel
         return members
 
-    def place(self, param: Any) -> tuple[int, int, int]:
+    def position_of(self, param: Any) -> tuple[int, int, int]:
         """Return (number of the sub-group, first element in it, elements) of a parameter's part."""
         return self._stage3.grad_position[self._id(param)]
 

@@ -124,7 +124,7 @@ class TiledValues:
 
     def gradient(self, param: Any, is_released: bool, original: Callable[..., Part]) -> Part:
         """Return a part of a gradient as the next step would see it."""
-        number, offset, numel = self._upstream.place(param)
+        number, offset, numel = self._upstream.position_of(param)
         flat = self._upstream.masters[number]
         self._finish_sub_group(flat.ds_id)
         gradient = torch.empty(numel, dtype=flat.dtype)
@@ -140,7 +140,7 @@ class TiledValues:
         self, param: Any, is_released: bool, state: str | None, original: Callable[..., Part]
     ) -> Part:
         """Return a part of a state, or of the master weights."""
-        number, offset, numel = self._upstream.place(param)
+        number, offset, numel = self._upstream.position_of(param)
         flat = self._upstream.masters[number]
         self._finish_sub_group(flat.ds_id)
         dtype = flat.dtype

@@ -1,4 +1,4 @@
-"""The order in which sub-groups are stepped, and the places of values in it."""
+"""The order in which sub-groups are stepped, and the points of values in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from memascend.deepspeed.optimizer.upstream import Upstream
-from memascend.streaming.background import Place
+from memascend.streaming.background import WalkPoint
 
 #: Sub-groups that count as small hold at most this fraction of all elements.
 SMALL_PART = 0.01
@@ -40,8 +40,8 @@ def may_reorder(upstream: Upstream) -> bool:
     return len(taken) == 1
 
 
-def places_of(upstream: Upstream, order: Sequence[str]) -> dict[str, Place]:
-    """Return the place in the walk at which each parameter and each sub-group is written.
+def points_of(upstream: Upstream, order: Sequence[str]) -> dict[str, WalkPoint]:
+    """Return the point in the walk at which each parameter and each sub-group is written.
 
     Args:
         upstream: The optimizer; its parameters are in our swapper.
@@ -50,11 +50,11 @@ def places_of(upstream: Upstream, order: Sequence[str]) -> dict[str, Place]:
     swapper = upstream.parameter_swapper
     assert swapper is not None
     params = dict(zip(upstream.names, upstream.params, strict=True))
-    places: dict[str, Place] = {}
+    points: dict[str, WalkPoint] = {}
     for index, name in enumerate(order):
-        places[name] = (index + 1, 0)
+        points[name] = (index + 1, 0)
         end = 0
         for param in params[name]:
             end += param.ds_tensor.ds_numel
-            places[swapper.key(param)] = (index, end)
-    return places
+            points[swapper.key(param)] = (index, end)
+    return points

@@ -17,7 +17,7 @@ from memascend.deepspeed.stock.optimizer_swapper import (
     buffers_needed,
 )
 from memascend.errors import TornStepError
-from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.step import Step
 
 
@@ -132,7 +132,7 @@ class WholeSteps:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def tile_places(self, name: str, offset: int) -> TilePlaces | None:
+    def bypass_of(self, name: str, offset: int) -> DriveBypass | None:
         """Return None: there are no tiles."""
         return None
 

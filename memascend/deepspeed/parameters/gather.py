@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
 from memascend.deepspeed.parameters.device import stream_here
 from memascend.deepspeed.parameters.gathers_on_demand import GatherHandles
-from memascend.deepspeed.parameters.module_order import forget_stale_order
+from memascend.deepspeed.parameters.module_trace import drop_stale_trace
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.errors import ConfigError
 
@@ -275,7 +275,7 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
         params = list(iter_params(module, recurse=is_leaf))
         parts = [(swapper, part) for swapper, part in by_swapper(params) if swapper is not None]
         if parts:
-            forget_stale_order(coordinator, params)
+            drop_stale_trace(coordinator, params)
         needed = [
             (swapper.gathers_on_demand, frozenset(param.ds_id for param in part))
             for swapper, part in parts

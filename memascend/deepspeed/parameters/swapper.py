@@ -33,10 +33,10 @@ from memascend.deepspeed.parameters.device import (
 )
 from memascend.deepspeed.parameters.exclusive import exclusive
 from memascend.deepspeed.parameters.gathers_on_demand import GathersOnDemand
-from memascend.deepspeed.parameters.module_order import ReleaseDecisions
+from memascend.deepspeed.parameters.module_trace import ReleaseDecisions
 from memascend.deepspeed.parameters.stand_ins import StandIns
 from memascend.errors import StoreError
-from memascend.streaming.parameters.released import ReleasedMemory
+from memascend.streaming.parameters.released_memory import ReleasedMemory
 from memascend.streaming.parameters.shard import Shard
 from memascend.streaming.parameters.stream import ParameterStream
 

@@ -20,7 +20,6 @@ from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.config.environment import local_world_size
 from memascend.config.limit import parse_limit
 from memascend.deepspeed.plan.optimizers import is_elementwise, state_count, state_dtype
-from memascend.plan.bf16_moments import keeps_bf16
 from memascend.plan.derive import Plan, PlanRequest, default_limit, derive
 from memascend.plan.knobs import (
     PARAMETER_SLOTS_BYTES_MIN,
@@ -28,6 +27,7 @@ from memascend.plan.knobs import (
     LimitTooSmallError,
 )
 from memascend.plan.shapes import ModelShapes, TensorShape, from_module
+from memascend.plan.state_dtype import keeps_bf16
 from memascend.runtime import PARAMETER_BUDGET_BYTES
 from memascend.system.memory import memory_available, memory_total
 
@@ -137,7 +137,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     master = optimizer.master_dtype
     return dataclasses.replace(
         request,
-        precision=_NAMES[optimizer.stored_dtype],
+        precision=_NAMES[optimizer.recast_parameters],
         arriving_dtype=_NAMES[optimizer.reduction_dtype],
         accumulation_dtype=_NAMES[optimizer.accumulation_dtype],
         master_dtype=_NAMES[master],

@@ -113,14 +113,14 @@ def is_armed() -> bool:
 
 
 def _assign(seam: Seam, value: Any) -> None:
-    owner, name = _place(seam)
+    owner, name = _owner_and_name(seam)
     if value is ABSENT:
         delattr(owner, name)
     else:
         setattr(owner, name, value)
 
 
-def _place(seam: Seam) -> tuple[Any, str]:
+def _owner_and_name(seam: Seam) -> tuple[Any, str]:
     owner: Any
     owner_path, _, name = seam.attribute.rpartition(".")
     owner = resolve(seam.module, owner_path) if owner_path else importlib.import_module(seam.module)
@@ -131,7 +131,7 @@ def _place(seam: Seam) -> tuple[Any, str]:
 
 def find(seam: Seam) -> Any:
     """Return the current object at a seam, or ABSENT if there is none."""
-    owner, name = _place(seam)
+    owner, name = _owner_and_name(seam)
     return getattr(owner, name, ABSENT)
 
 

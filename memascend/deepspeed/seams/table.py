@@ -100,7 +100,7 @@ SEAMS: tuple[Seam, ...] = (
         f"{_ZERO}.partitioned_param_coordinator",
         "PartitionedParameterCoordinator.__params_to_release",
         "DeepSpeed's decisions outlive their trace, in a cache that keeps every module alive",
-        f"{_OURS}.parameters.releases:wrap_params_to_release",
+        f"{_OURS}.parameters.params_to_release:wrap_params_to_release",
     ),
     Seam(
         "access",

@@ -37,19 +37,19 @@ class SavedStack:
     def remove(self, number: int) -> None:
         """Remove a storage; no effect if it is unknown."""
         self.leave_out(number)
-        place = self._place(number)
-        if place == len(self._entries) or self._entries[place][0] != number:
+        index = self._index(number)
+        if index == len(self._entries) or self._entries[index][0] != number:
             return
-        self._entries[place] = (number, 0)
+        self._entries[index] = (number, 0)
         end = len(self._entries)
         while end and not self._entries[end - 1][1]:
             end -= 1
-        del self._maxima[1 + min(place, end) :]
+        del self._maxima[1 + min(index, end) :]
         del self._entries[end:]
 
     def largest(self, before: int | None = None) -> int:
         """Return the largest size, of numbers below `before` if given; 0 if there are none."""
-        end = len(self._entries) if before is None else self._place(before)
+        end = len(self._entries) if before is None else self._index(before)
         begin = len(self._maxima) - 1
         if begin < end:
             sizes = [nbytes for _, nbytes in self._entries[begin:end]]
@@ -68,14 +68,14 @@ class SavedStack:
 
     def prefetches(self, number: int) -> bool:
         """Return whether a storage is prefetched when its turn comes."""
-        place = bisect_left(self._to_prefetch, number)
-        return self._to_prefetch[place : place + 1] == [number]
+        index = bisect_left(self._to_prefetch, number)
+        return self._to_prefetch[index : index + 1] == [number]
 
     def next_before(self, number: int) -> int | None:
         """Return the largest number below `number` to prefetch; None if there is none."""
-        place = bisect_left(self._to_prefetch, number)
-        return self._to_prefetch[place - 1] if place else None
+        index = bisect_left(self._to_prefetch, number)
+        return self._to_prefetch[index - 1] if index else None
 
-    def _place(self, number: int) -> int:
+    def _index(self, number: int) -> int:
         """Return the number of entries before a storage's number."""
         return bisect_left(self._entries, (number, 0))

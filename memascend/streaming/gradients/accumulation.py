@@ -12,13 +12,14 @@ DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 
 from memascend.base.sizes import APPENDED_COUNT_MAX
+from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.transfer.staging import StagingSlots
 
 Factor = float | torch.Tensor
@@ -65,7 +66,7 @@ class Window:
         slots: StagingSlots,
         latest: StoredGradient | None,
         last: torch.Tensor | None,
-        places: TilePlaces | None = None,
+        bypass: DriveBypass | None = None,
     ) -> Generator[tuple[int, torch.Tensor, torch.Tensor], None, None]:
         """Yield the sum chunk by chunk: (first element, a slot for it, the sum).
 
@@ -75,7 +76,7 @@ class Window:
             slots: The staging slots that all chunks pass through.
             latest: The shard's, of `dtype`; None adds to zero, which turns a first -0.0 into 0.0.
             last: One more gradient, of `dtype` and on `device`.
-            places: Cut chunks at the borders of these tiles.
+            bypass: Cut chunks at the borders of these tiles.
 
         Raises:
             StoreError: A read failed.
@@ -84,7 +85,7 @@ class Window:
         stored = [latest, *self.gradients] if latest and has_latest else self.gradients
         numel_max = slots.slot_bytes // self.dtype.itemsize
         cut = slots.chunks(self.numel, self.dtype.itemsize)
-        chunks = list(cut if places is None else places.chunks(self.numel, numel_max))
+        chunks = list(cut if bypass is None else bypass.chunks(self.numel, numel_max))
         runs = (
             (one.key, begin * one.dtype.itemsize, count, one.dtype)
             for begin, count in chunks
@@ -129,31 +130,6 @@ class Window:
             slots.give_back(arrived)
 
 
-@dataclass(frozen=True, slots=True)
-class TilePlaces:
-    """Host memory for parts of one gradient, instead of the drive.
-
-    Attributes:
-        offset: The gradient's first element in the sub-group.
-        tile_numel: Elements of a tile.
-        find: `find(begin, count)` returns the tile's buffer for elements [begin, begin+count) of
-            the sub-group, which lie in one tile; None: write them to the drive.
-    """
-
-    offset: int
-    tile_numel: int
-    find: Callable[[int, int], torch.Tensor | None]
-
-    def chunks(self, numel: int, numel_max: int) -> Iterator[tuple[int, int]]:
-        """Cut the gradient into (begin, count) runs; each lies in one tile and fits a slot."""
-        begin, end = self.offset, self.offset + numel
-        while begin < end:
-            following = (begin // self.tile_numel + 1) * self.tile_numel
-            count = min(following, end, begin + numel_max) - begin
-            yield begin - self.offset, count
-            begin += count
-
-
 @dataclass(slots=True)
 class GradientShard:
     """Record of one parameter's gradient on this rank.
@@ -166,7 +142,7 @@ class GradientShard:
         seen: The value that the next step uses; None reads as zero, as do elements past its end.
         factors: Factors by which finished steps multiplied `seen`, in order.
         squares: Sum of squares of `latest`, 0-dim; fp64 if the device supports it.
-        away: (first element in the sub-group, count) of each part of `seen` that was given to a
+        bypassed: (first element in the sub-group, count) of each part of `seen` that was given to a
             tile, and so is not on the drive.
     """
 
@@ -177,7 +153,7 @@ class GradientShard:
     seen: StoredGradient | None = None
     factors: list[Factor] = field(default_factory=list)
     squares: torch.Tensor | None = None
-    away: list[tuple[int, int]] = field(default_factory=list)
+    bypassed: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

@@ -30,10 +30,10 @@ from memascend.streaming.gradients.accumulation import (
     GradientShard,
     SeenPart,
     StoredGradient,
-    TilePlaces,
     Window,
     zero_between,
 )
+from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.transfer.staging import StagingSlots
 
 #: A shard without a new gradient is multiplied by the factor of every step; after this many factors
@@ -93,7 +93,7 @@ class GradientStream:
         final: bool = True,
         arrived: torch.dtype | None = None,
         result: torch.Tensor | None = None,
-        places: TilePlaces | None = None,
+        bypass: DriveBypass | None = None,
     ) -> GradientShard:
         """Take the gradient of one shard; it may be overwritten on return, in stream order.
 
@@ -106,7 +106,7 @@ class GradientStream:
             arrived: A narrower dtype that represents `gradient` exactly, if there is one: in this
                 dtype it may wait on the drive to be added.
             result: Filled with the new value, if given; on any device, of any dtype.
-            places: Host memory of tiles for parts of a final gradient, instead of the drive.
+            bypass: Host memory of tiles for parts of a final gradient, instead of the drive.
 
         Raises:
             StoreError: The drive failed.
@@ -115,7 +115,7 @@ class GradientStream:
         """
         shard = self._shard(group, offset)
         window = shard.window if accumulate else None
-        if accumulate and window is None and shard.away and shard.latest is shard.seen:
+        if accumulate and window is None and shard.bypassed and shard.latest is shard.seen:
             raise GradientGoneError("cannot add another backward pass to the one before")
         if window is None:
             numel, dtype, device = gradient.numel(), gradient.dtype, gradient.device
@@ -123,7 +123,7 @@ class GradientStream:
         if final or result is not None:
             arrived = None  # the sum is needed now
         if arrived is None or not self._append(shard, window, gradient, arrived):
-            self._add_up(shard, window, gradient, final=final, result=result, places=places)
+            self._add_up(shard, window, gradient, final=final, result=result, bypass=bypass)
         return shard
 
     @guarded
@@ -235,7 +235,7 @@ class GradientStream:
         """
         target.zero_()
         for part in self._seen_in(group, begin, target.numel()):
-            if part.shard.away:
+            if part.shard.bypassed:
                 raise GradientGoneError("cannot read a gradient")
             values = target.narrow(0, part.begin, part.count)
             self._read(part, values)
@@ -250,17 +250,17 @@ class GradientStream:
         self._slots.write(key=target.key, source=value)
         self._see(shard, target)
 
-    def away(self, group: str) -> Iterator[tuple[int, int]]:
+    def bypassed(self, group: str) -> Iterator[tuple[int, int]]:
         """Yield (offset of the shard, first element) of each part that tiles were given."""
         for offset, shard in self._shards.get(group, {}).items():
-            yield from ((offset, begin) for begin, _ in shard.away)
+            yield from ((offset, begin) for begin, _ in shard.bypassed)
 
     @guarded
     def bring_back(self, group: str, offset: int, begin: int, part: torch.Tensor) -> None:
         """Store a part of the shard at `offset` that a tile was given and did not use."""
         shard, found = self._shards[group][offset], (begin, part.numel())
-        if shard.seen is not None and found in shard.away:  # the whole shard arrived
-            shard.away.remove(found)
+        if shard.seen is not None and found in shard.bypassed:  # the whole shard arrived
+            shard.bypassed.remove(found)
             offset_bytes = (begin - offset) * part.element_size()
             self._slots.write(key=shard.seen.key, source=part, offset_bytes=offset_bytes)
 
@@ -316,18 +316,18 @@ class GradientStream:
         *,
         final: bool,
         result: torch.Tensor | None = None,
-        places: TilePlaces | None = None,
+        bypass: DriveBypass | None = None,
     ) -> None:
         """Store the sum of a shard's latest value, its window, and one more gradient."""
         anew = window.replaces or shard.latest is None
         target = self._target(shard, window, final=final, anew=anew)
         squares: torch.Tensor | None = None
-        away = []
-        with closing(window.add_up(self._slots, shard.latest, last, places)) as chunks:
+        bypassed = []
+        with closing(window.add_up(self._slots, shard.latest, last, bypass)) as chunks:
             for begin, staged, value in chunks:
                 with self._slots.given_back_on_error(staged):
                     first, count = shard.offset + begin, staged.numel()
-                    tile = None if places is None else places.find(first, count)
+                    tile = None if bypass is None else bypass.find(first, count)
                     if value is not staged or tile is not None:
                         (staged if tile is None else tile).copy_(value, non_blocking=True)
                     filled = self._slots.event_here()  # the write need not wait for work below
@@ -339,12 +339,12 @@ class GradientStream:
                 if tile is None:
                     self._slots.submit(target.key, staged, begin * target.dtype.itemsize, filled)
                 else:
-                    away.append((first, count))
+                    bypassed.append((first, count))
                     self._slots.give_back(staged)
         shard.latest, shard.window, shard.squares = target, None, squares
         if final:
             self._see(shard, target)
-            shard.away = away
+            shard.bypassed = bypassed
 
     def _target(
         self, shard: GradientShard, like: Window, *, final: bool, anew: bool
@@ -388,7 +388,7 @@ class GradientStream:
         old, shard.seen = shard.seen, value
         shard.factors.clear()
         if value is not old:
-            shard.away = []
+            shard.bypassed = []
         if old is not None and old.place == SET_PLACE and (value is None or old.key != value.key):
             self._slots.submit_all(old.key)
             self._store.discard(key=old.key)

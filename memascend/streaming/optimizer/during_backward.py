@@ -26,10 +26,10 @@ import torch
 from memascend.base.interfaces import Event, Ticket
 from memascend.base.waiting import CopyTicket, event_here, wait_all
 from memascend.streaming.background import BackgroundStep
-from memascend.streaming.gradients.accumulation import TilePlaces
+from memascend.streaming.gradients.bypass import DriveBypass
 from memascend.streaming.optimizer.step import Begins
 from memascend.streaming.optimizer.stream import OptimizerStream
-from memascend.streaming.optimizer.updates import EarlyStep
+from memascend.streaming.optimizer.sub_group_step import EarlyStep
 
 #: Called with a sub-group, the offset of a gradient in it, the first element of a part, the part.
 BringBack = Callable[[str, int, int, torch.Tensor], None]
@@ -38,17 +38,17 @@ BringBack = Callable[[str, int, int, torch.Tensor], None]
 class _Coverage:
     """One sub-group: the gradients that have not arrived, and the missing elements per tile."""
 
-    def __init__(self, begins: range, places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, begins: range, ranges: Sequence[tuple[int, int]]) -> None:
         """Start with every gradient missing.
 
         Args:
             begins: First element of each tile.
-            places: Offset and number of elements of each gradient.
+            ranges: Offset and number of elements of each gradient.
         """
         self._begins = begins
-        self._offsets = {offset for offset, _ in places}
+        self._offsets = {offset for offset, _ in ranges}
         self._missing = Counter[int]()
-        for offset, numel in places:
+        for offset, numel in ranges:
             for begin in _tiles_of(offset, numel, begins.step):
                 end = min(begin + begins.step, offset + numel)
                 self._missing[begin] += end - max(begin, offset)
@@ -80,14 +80,14 @@ class EarlyPart:
     Attributes:
         step: The step of the sub-group.
         begins: First element of each tile.
-        places: Offset and number of elements of each expected gradient.
+        ranges: Offset and number of elements of each expected gradient.
         kept: The same for gradients that must go to the drive.
         left: First elements of tiles that are not stepped early.
     """
 
     step: EarlyStep
     begins: range
-    places: Sequence[tuple[int, int]]
+    ranges: Sequence[tuple[int, int]]
     kept: Sequence[tuple[int, int]] = ()
     left: frozenset[int] = frozenset()
 
@@ -134,7 +134,7 @@ class _Expected:
 
     def __init__(self, parts: Sequence[EarlyPart]) -> None:
         self.steps = {part.step.name: part.step for part in parts}
-        self.coverage = {part.step.name: _Coverage(part.begins, part.places) for part in parts}
+        self.coverage = {part.step.name: _Coverage(part.begins, part.ranges) for part in parts}
         #: Gradients that go to the drive: sub-group and offset.
         self.kept = {(part.step.name, offset) for part in parts for offset, _ in part.kept}
         #: Tiles that are not stepped early: sub-group and first element.
@@ -180,7 +180,7 @@ class TilesDuringBackward:
             self._drain()  # tiles of a walk that Ctrl-C ended before its first tile
             self._start(_do_nothing)  # if there is no thread the drive takes the gradients
 
-    def places(self, name: str, offset: int) -> TilePlaces | None:
+    def bypass_of(self, name: str, offset: int) -> DriveBypass | None:
         """Return where to copy a gradient that is about to arrive; None: write it to the drive.
 
         A gradient that arrives twice belongs to another backward pass: then all early steps are
@@ -193,7 +193,7 @@ class TilesDuringBackward:
         if not expected.coverage[name].take(offset):
             self.forget()
             return None
-        return TilePlaces(
+        return DriveBypass(
             offset=offset,
             tile_numel=self._stream.tiles.shape.numel,
             find=functools.partial(self._find, name, offset),

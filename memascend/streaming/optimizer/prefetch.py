@@ -17,7 +17,7 @@ from itertools import islice
 from memascend.errors import StoreError
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.sub_groups import SubGroup, SubGroups
-from memascend.streaming.optimizer.tiles import Tile, Tiles
+from memascend.streaming.optimizer.tile_memory import Tile, TileMemory
 
 #: Identity of a tile's read: sub-group, first element, states, states with a fill value.
 _Content = tuple[str, int, tuple[str, ...], tuple[str, ...]]
@@ -27,10 +27,12 @@ def _content(group: SubGroup, begin: int) -> _Content:
     return group.name, begin, tuple(group.states), tuple(group.fills)
 
 
-class TilesAhead:
+class TilePrefetch:
     """Tiles in the order in which they are stepped. One thread at a time may call."""
 
-    def __init__(self, *, groups: SubGroups, tiles: Tiles, gradient_stream: GradientStream) -> None:
+    def __init__(
+        self, *, groups: SubGroups, tiles: TileMemory, gradient_stream: GradientStream
+    ) -> None:
         """Start without a walk.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 from memascend.errors import TornStepError
 from memascend.streaming.background import QueuedStep
-from memascend.streaming.optimizer.updates import FusedUpdate
+from memascend.streaming.optimizer.sub_group_step import FusedUpdate
 
 #: The inputs of a sub-group's step besides tensors, by name.
 Basis = Mapping[str, Any]

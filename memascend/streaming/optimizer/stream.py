@@ -27,11 +27,9 @@ import torch
 
 from memascend.streaming.gradients.accumulation import Factor
 from memascend.streaming.gradients.stream import GradientStream
-from memascend.streaming.optimizer.prefetch import TilesAhead
+from memascend.streaming.optimizer.prefetch import TilePrefetch
 from memascend.streaming.optimizer.step import Step
-from memascend.streaming.optimizer.sub_groups import Member, State, SubGroup, SubGroups, make_anew
-from memascend.streaming.optimizer.tiles import Tile, Tiles
-from memascend.streaming.optimizer.updates import (
+from memascend.streaming.optimizer.sub_group_step import (
     EarlyStep,
     FusedUpdate,
     SubGroupStep,
@@ -42,6 +40,8 @@ from memascend.streaming.optimizer.updates import (
     let_go,
     step_nothing,
 )
+from memascend.streaming.optimizer.sub_groups import Member, State, SubGroup, SubGroups, make_anew
+from memascend.streaming.optimizer.tile_memory import Tile, TileMemory
 
 
 class OptimizerStream:
@@ -51,7 +51,7 @@ class OptimizerStream:
         self,
         *,
         groups: SubGroups,
-        tiles: Tiles,
+        tiles: TileMemory,
         gradient_stream: GradientStream,
         take_over: Callable[..., None] | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class OptimizerStream:
         self.tiles = tiles
         self._gradient_stream = gradient_stream
         self._take_over = take_over
-        self._ahead = TilesAhead(groups=groups, tiles=tiles, gradient_stream=gradient_stream)
+        self._ahead = TilePrefetch(groups=groups, tiles=tiles, gradient_stream=gradient_stream)
         self._step = Step()  # of the walk
 
     def begin(self, step: Step) -> None:
@@ -306,10 +306,10 @@ class OptimizerStream:
         self, tile: Tile, group: SubGroup, members: Sequence[Member], *, is_cast: bool, early: bool
     ) -> None:
         """Store a tile's new values; with `early`, beside the old ones."""
-        place = early_key if early else str
-        self.tiles.write(tile, place(group.key()), tile.master)
+        key_of = early_key if early else str
+        self.tiles.write(tile, key_of(group.key()), tile.master)
         for number, (name, dtype) in enumerate(group.states.items()):
-            self.tiles.write(tile, place(group.key(name)), self.tiles.state(tile, number, dtype))
+            self.tiles.write(tile, key_of(group.key(name)), self.tiles.state(tile, number, dtype))
         self._give_to_members(tile, members, is_cast=is_cast, early=early)
 
     def _give_to_members(

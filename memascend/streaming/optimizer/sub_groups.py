@@ -16,7 +16,7 @@ import torch
 
 from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
-from memascend.streaming.optimizer.tiles import Tiles
+from memascend.streaming.optimizer.tile_memory import TileMemory
 from memascend.transfer.staging import StagingSlots
 
 #: Optimizer state of one parameter: tensors shaped as the parameter, and scalars.
@@ -79,7 +79,7 @@ class SubGroup:
 class SubGroups:
     """All sub-groups of one optimizer."""
 
-    def __init__(self, *, store: TensorIO, slots: StagingSlots, tiles: Tiles) -> None:
+    def __init__(self, *, store: TensorIO, slots: StagingSlots, tiles: TileMemory) -> None:
         """Make an empty registry.
 
         Args:

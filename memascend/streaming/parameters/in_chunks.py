@@ -13,8 +13,8 @@ import torch
 
 from memascend.errors import StoreError
 from memascend.streaming.background import BackgroundStep
-from memascend.streaming.parameters.residency import Residency
 from memascend.streaming.parameters.shard import Shard, ShardState
+from memascend.streaming.parameters.shard_memory import ShardMemory
 from memascend.transfer.staging import StagingSlots
 
 
@@ -27,7 +27,7 @@ class InChunks:
         staging: StagingSlots | None,
         device: torch.device | None,
         background: BackgroundStep,
-        residency: Residency,
+        memory: ShardMemory,
     ) -> None:
         """Take no memory yet.
 
@@ -35,10 +35,10 @@ class InChunks:
             staging: The slots that chunks pass through.
             device: Where shards are assembled.
             background: The optimizer's walk, which may still be writing shards.
-            residency: Lends shards that the store has in memory.
+            memory: Lends shards that the store has in memory.
         """
         self.staging = staging
-        self._background, self._residency = background, residency
+        self._background, self._memory = background, memory
         # Made now: later zero.Init may have replaced torch.empty by a version that casts.
         self._on_device = torch.empty(0, device=None if staging is None else device)
         self._writing: set[Shard] = set()  # may still have writes in staging slots
@@ -46,15 +46,15 @@ class InChunks:
     def read_ahead(self, shard: Shard) -> None:
         """Start reading the first chunks, unless the shard is being written or can be lent."""
         is_new = shard not in self._writing and self._background.has_passed(shard.key)
-        if self.staging is not None and is_new and not self._residency.offers(shard):
+        if self.staging is not None and is_new and not self._memory.offers(shard):
             with suppress(StoreError):  # not needed now; the read that needs it raises the error
                 self.staging.ahead.start(key=shard.key, numel=shard.numel, dtype=shard.dtype)
 
     def read(self, shard: Shard) -> None:
         """Set a DEFERRED shard's tensor: lent by the store, else read into device memory."""
-        if self._residency.offers(shard):
+        if self._memory.offers(shard):
             self.wait(shard)
-            self._residency.lend(shard)
+            self._memory.lend(shard)
             return
         tensor = self._on_device.new_empty(shard.numel, dtype=shard.dtype)
         self._slots.read(key=shard.key, target=tensor)

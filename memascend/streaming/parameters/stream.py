@@ -31,8 +31,8 @@ from memascend.memory.guard import guarded
 from memascend.memory.pool import Pool
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.parameters.in_chunks import InChunks
-from memascend.streaming.parameters.residency import Residency
 from memascend.streaming.parameters.shard import Shard, Shards, ShardState
+from memascend.streaming.parameters.shard_memory import ShardMemory
 from memascend.transfer.pending import Pending
 from memascend.transfer.staging import StagingSlots
 
@@ -76,10 +76,10 @@ class ParameterStream:
         self._staged: dict[Shard, None] = {}  # in order of request
         self._ahead: set[Shard] = set()  # of these, read ahead and not needed yet
         self._changed: dict[Shard, None] = {}
-        self._residency = Residency(pool, lender)
+        self._memory = ShardMemory(pool, lender)
         self._writes: Pending[str] = Pending()  # keys; the store holds the slots
         self._chunks = InChunks(
-            staging=staging, device=device, background=self.background, residency=self._residency
+            staging=staging, device=device, background=self.background, memory=self._memory
         )
 
     @guarded
@@ -152,7 +152,7 @@ class ParameterStream:
             return False
         self._start_late(shard)
         if shard.state is ShardState.DEFERRED:
-            return self._residency.offers(shard)
+            return self._memory.offers(shard)
         if shard.state is ShardState.READING:
             return shard.read is None or shard.read.done()
         return shard.state is not ShardState.ABSENT
@@ -188,7 +188,7 @@ class ParameterStream:
         if shard.is_lent:  # the store alone writes there
             self.drop(shard)
         self._make_room([shard])
-        self._residency.forget(shard)
+        self._memory.forget(shard)
         self._stage(shard, ShardState.CHANGED)
         if shard.tensor is None:
             self.drop(shard)
@@ -294,14 +294,14 @@ class ParameterStream:
             if ticket is not None:
                 ticket.wait()
         finally:
-            self._residency.let_go(shard, event)
+            self._memory.let_go(shard, event)
             self._changed[shard] = None
 
     @guarded
     def forget(self, shard: Shard) -> None:
         """Drop a shard and its kept slot, so that it is read again from the drive."""
         self.drop(shard)
-        self._residency.forget(shard)
+        self._memory.forget(shard)
         self._chunks.forget(shard)
 
     @guarded
@@ -312,14 +312,14 @@ class ParameterStream:
         """
         for shard in tuple(self._staged):
             self.drop(shard)
-        self._residency.forget_all()
+        self._memory.forget_all()
         self._chunks.forget()
 
     @guarded
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
         """Drop, forget and return all shards but `besides`, in any state that Ctrl-C left."""
         lost = [shard for shard in self._shards.made if shard not in besides]
-        self._residency.abandon(lost)
+        self._memory.abandon(lost)
         for shard in lost:
             self._staged.pop(shard, None)
             self._ahead.discard(shard)
@@ -332,7 +332,7 @@ class ParameterStream:
     def _read(self, shard: Shard) -> None:
         """Start reading a shard, unless its kept slot has it or the walk is still to write it."""
         if shard.state is ShardState.KEPT:
-            self._residency.take(shard)
+            self._memory.take(shard)
             self._note(shard, ShardState.RECALLED)
             return
         self._stage(shard, ShardState.LATE)
@@ -390,8 +390,8 @@ class ParameterStream:
             state: LATE or CHANGED. Without a slot LATE becomes DEFERRED.
         """
         is_read, lease = state is ShardState.LATE, None
-        if not (is_read and self._residency.offers(shard)):
-            lease = self._residency.acquire(shard.nbytes, self._writes)
+        if not (is_read and self._memory.offers(shard)):
+            lease = self._memory.acquire(shard.nbytes, self._writes)
         self._note(shard, ShardState.DEFERRED if is_read and lease is None else state)
         if lease is not None:
             shard.lease, shard.tensor = lease, lease.view(shard.numel, shard.dtype)

@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from memascend.deepspeed.optimizer.ahead import AfterBackward
 from memascend.errors import GradientGoneError, StoreFullError
 from memascend.nvme.store import MemoryFaults
-from memascend.streaming.optimizer.updates import early_key
+from memascend.streaming.optimizer.sub_group_step import early_key
 from tests.support.early_optimizer import (
     BF16,
     LEFT_TILES,

@@ -18,7 +18,7 @@ from memascend import _core
 from memascend.deepspeed.optimizer import fused_adam as module
 from memascend.deepspeed.optimizer.fused_adam import BetaPowers, FusedAdam, fp32, fused_adam
 from memascend.kernels.adam import update
-from memascend.streaming.optimizer.tiles import TileShape
+from memascend.streaming.optimizer.tile_memory import TileShape
 from tests.support.tiled_training import tile_shape
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

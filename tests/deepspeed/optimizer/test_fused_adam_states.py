@@ -14,7 +14,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.deepspeed.optimizer import fused_adam as module
 from memascend.deepspeed.optimizer.fused_adam import MOMENTS, FusedAdam, fused_adam
 from memascend.errors import ConfigError
-from memascend.streaming.optimizer.tiles import TileShape
+from memascend.streaming.optimizer.tile_memory import TileShape
 from tests.support.tiled_training import tile_shape
 
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from memascend.errors import StoreError, TornStepError
-from memascend.streaming.optimizer.updates import SubGroupStep
+from memascend.streaming.optimizer.sub_group_step import SubGroupStep
 from tests.support.tiled_optimizer import NAMES, Tiled, stock_unused
 from tests.support.tiled_training import SIZES, gradients, lose_drive_at
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from memascend.deepspeed.optimizer.upstream import Upstream
-from memascend.deepspeed.optimizer.walk_order import forward_order, may_reorder, places_of
+from memascend.deepspeed.optimizer.walk_order import forward_order, may_reorder, points_of
 from tests.support.tiled_optimizer import NAMES, Swapper
 
 
@@ -54,4 +54,4 @@ def test_a_place_is_the_end_of_a_value_in_the_walk() -> None:
     )
     first, second = NAMES[:2]
     expected = {second: (1, 0), "c": (0, 5), first: (2, 0), "a": (1, 3), "b": (1, 7)}
-    assert places_of(Upstream(stage3), [second, first]) == expected
+    assert points_of(Upstream(stage3), [second, first]) == expected

@@ -26,7 +26,7 @@ from memascend.errors import ConfigError
 from memascend.plan.derive import derive
 from memascend.plan.knobs import LimitTooSmallError
 from memascend.plan.shapes import ModelShapes, TensorShape
-from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
 from tests.support.streaming_fakes import FakeMemory, FakeStore
 
 ON_DRIVE = {"device": "nvme", "nvme_path": "/drive"}
@@ -300,7 +300,7 @@ def test_the_plan_has_every_byte_of_the_tiles_whatever_the_dtypes(
         gradient_dtype=sums,
         parameter_dtype=stored,
     )
-    Tiles(store=FakeStore(), memory=memory, shape=shape)
+    TileMemory(store=FakeStore(), memory=memory, shape=shape)
     taken = Counter[str]()
     for component, nbytes in memory.taken:
         taken[component] += nbytes

@@ -14,10 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memascend.errors import GradientGoneError, StoreError
+from memascend.errors import StoreError
 from memascend.kernels.overflow import sum_of_squares
 from memascend.nvme.store import TensorStore
-from memascend.streaming.gradients.accumulation import TilePlaces
 from memascend.streaming.gradients.stream import FACTOR_COUNT_MAX, GradientStream
 from memascend.transfer.staging import StagingSlots
 from tests.support.examples import examples
@@ -273,73 +272,3 @@ def test_the_next_chunk_of_a_sum_is_being_read_while_one_is_added() -> None:
     target = torch.zeros(3 * 1024)
     gradient_stream.get(GROUP, 0, target)
     assert (target == 2).all()
-
-
-# -- what goes to tiles ----------------------------------------------------------------------------
-
-NUMEL = 4096
-
-
-def narrow(seed: int, numel: int = NUMEL) -> torch.Tensor:
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    return values.to(torch.bfloat16).float()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_sum_that_goes_to_tiles_is_the_sum_and_only_its_parts_on_the_drive_are_there(
-    dtype: torch.dtype,
-) -> None:
-    gradient_stream, *_ = open_gradient_stream()
-    tile_numel, offset, numel = 1024, 300, 5000
-    tiles = {begin: torch.full((tile_numel,), 7.0) for begin in range(0, 6144, 2 * tile_numel)}
-
-    def find(begin: int, count: int) -> torch.Tensor | None:
-        tile = begin // tile_numel * tile_numel
-        assert begin + count <= tile + tile_numel
-        return tiles[tile].narrow(0, begin - tile, count) if tile in tiles else None
-
-    places = TilePlaces(offset, tile_numel, find)
-    flat = FlatBuffers([numel], torch.float32)
-    for step in range(3):
-        gradient, is_last = narrow(step, numel=numel), step == 2
-        flat.put(0, gradient, accumulate=step > 0, final=is_last)
-        keywords = {"accumulate": step > 0, "final": is_last, "arrived": dtype}
-        shard = gradient_stream.put(
-            GROUP, offset, gradient, places=places if is_last else None, **keywords
-        )
-    assert shard.squares == pytest.approx(flat.seen.double().square().sum().item())
-    away = sorted((begin, count) for begin, count in shard.away)
-    assert {begin // tile_numel * tile_numel for begin, _ in away} == set(tiles)
-    for begin, count in away:
-        part = find(begin, count)
-        assert part is not None
-        assert torch.equal(part, flat.seen.narrow(0, begin - offset, count))
-    # What is not of the gradient is left alone.
-    assert torch.equal(tiles[0][:offset], torch.full((offset,), 7.0))
-    found = torch.empty(numel)
-    with pytest.raises(GradientGoneError, match="cannot read"):
-        gradient_stream.get(GROUP, offset, found)
-    with pytest.raises(GradientGoneError, match="cannot add"):
-        gradient_stream.put(GROUP, offset, gradient, accumulate=True)
-    for begin, count in away:
-        part = find(begin, count)
-        assert part is not None
-        gradient_stream.bring_back(GROUP, offset, begin, part)
-    assert list(gradient_stream.away(GROUP)) == []
-    gradient_stream.get(GROUP, offset, found)
-    assert same_bits(found, flat.seen)
-
-
-@pytest.mark.parametrize("arrived", [None, torch.bfloat16])
-def test_the_next_window_has_nothing_of_what_went_to_tiles(arrived: torch.dtype | None) -> None:
-    gradient_stream, *_ = open_gradient_stream()
-    block = torch.empty(NUMEL)
-    places = TilePlaces(0, NUMEL, lambda begin, count: block.narrow(0, begin, count))
-    gradient_stream.put(GROUP, 0, narrow(0), places=places)
-    gradient_stream.put(GROUP, 0, narrow(1), final=False, arrived=arrived)
-    assert list(gradient_stream.away(GROUP))  # what the step sees is what it saw before
-    gradient_stream.put(GROUP, 0, narrow(2), accumulate=True)
-    assert list(gradient_stream.away(GROUP)) == []
-    found = torch.empty(NUMEL)
-    gradient_stream.get(GROUP, 0, found)
-    assert torch.equal(found, narrow(1) + narrow(2))

@@ -150,9 +150,9 @@ def test_what_is_forgotten_was_never_there(made: Callable[..., Early]) -> None:
 
 def test_ctrl_c_in_the_wait_for_a_copy_loses_no_block(made: Callable[..., Early]) -> None:
     early = made()
-    places = [(0, 5000), (5000, SIZES[NAMES[0]] - 5000)]
-    early.early.begin([early.part(NAMES[0], places=places)])
-    early.put_part(0, NAMES[0], *places[0])
+    ranges = [(0, 5000), (5000, SIZES[NAMES[0]] - 5000)]
+    early.early.begin([early.part(NAMES[0], ranges=ranges)])
+    early.put_part(0, NAMES[0], *ranges[0])
     early.all_stepped()
     [waiting] = early.early._waiting.values()
     waiting.copies.append(Ended(KeyboardInterrupt()))  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_a_gradient_that_comes_twice_makes_nothing_early(made: Callable[..., Ear
     early.put(1, *NAMES)
     early.early.close()
     assert early.early._done == {}
-    assert list(early.training.gradient_stream.away(NAMES[0])) == []
+    assert list(early.training.gradient_stream.bypassed(NAMES[0])) == []
     late.put(1, *NAMES)
     for one in (early, late):
         one.finish(Counted())
@@ -180,10 +180,10 @@ def test_a_gradient_that_comes_twice_makes_nothing_early(made: Callable[..., Ear
 def test_a_tile_waits_for_the_last_of_its_gradients(made: Callable[..., Early]) -> None:
     early = made()
     name = NAMES[0]
-    places = [(0, 5000), (5000, 7000), (12_000, SIZES[name] - 12_000)]
-    early.early.begin([early.part(name, places=places)])
+    ranges = [(0, 5000), (5000, 7000), (12_000, SIZES[name] - 12_000)]
+    early.early.begin([early.part(name, ranges=ranges)])
     found = []
-    for offset, numel in (places[2], places[0], places[1]):
+    for offset, numel in (ranges[2], ranges[0], ranges[1]):
         early.put_part(0, name, offset, numel)
         early.all_stepped()
         found.append(set(early.early._done.get(name, ())))
@@ -194,20 +194,25 @@ def test_a_tile_waits_for_the_last_of_its_gradients(made: Callable[..., Early]) 
 def test_what_waits_in_vain_is_brought_back(made: Callable[..., Early]) -> None:
     early, late = made(), made()
     name, cut = NAMES[0], 5000
-    places = [(0, cut), (cut, SIZES[name] - cut)]
+    ranges = [(0, cut), (cut, SIZES[name] - cut)]
     for one in (early, late):  # what the second of them has from the step before
-        for offset, numel in places:
+        for offset, numel in ranges:
             one.put_part(0, name, offset, numel)
         one.finish(Counted())
-    early.early.begin([early.part(name, places=places)])
+    early.early.begin([early.part(name, ranges=ranges)])
     for one in (early, late):
-        one.put_part(1, name, *places[0])
+        one.put_part(1, name, *ranges[0])
         one.all_stepped()
-    assert {begin // TILE_NUMEL for _, begin in early.training.gradient_stream.away(name)} == {0, 1}
+    assert {begin // TILE_NUMEL for _, begin in early.training.gradient_stream.bypassed(name)} == {
+        0,
+        1,
+    }
     fused = Counted()
     early.finish(fused)
     late.finish(Counted())
-    assert {begin // TILE_NUMEL for _, begin in early.training.gradient_stream.away(name)} == {0}
+    assert {begin // TILE_NUMEL for _, begin in early.training.gradient_stream.bypassed(name)} == {
+        0
+    }
     assert sum(fused.elements) == sum(SIZES.values()) - TILE_NUMEL
     assert_equal(early, late)
 
@@ -217,13 +222,13 @@ def test_a_gradient_that_is_to_be_kept_is_and_its_tiles_are_late(
 ) -> None:
     early, late = made(), made()
     name, cut = NAMES[0], 5000
-    places = [(0, cut), (cut, SIZES[name] - cut)]
-    early.early.begin([early.part(name, places=places[1:], kept=places[:1])])
+    ranges = [(0, cut), (cut, SIZES[name] - cut)]
+    early.early.begin([early.part(name, ranges=ranges[1:], kept=ranges[:1])])
     for one in (early, late):
-        for place in places:
-            one.put_part(0, name, *place)
+        for part in ranges:
+            one.put_part(0, name, *part)
         one.all_stepped()
-    assert {begin // TILE_NUMEL for _, begin in early.training.gradient_stream.away(name)} == {
+    assert {begin // TILE_NUMEL for _, begin in early.training.gradient_stream.bypassed(name)} == {
         2,
         3,
         4,
@@ -237,7 +242,7 @@ def test_where_no_gradient_can_come_is_zero(made: Callable[..., Early]) -> None:
     early, late = made(), made()
     name, numel = NAMES[0], 5000
     for number in range(2):  # the blocks are not new in the second
-        early.early.begin([early.part(name, places=[(0, numel)])])
+        early.early.begin([early.part(name, ranges=[(0, numel)])])
         for one in (early, late):
             one.put_part(number, name, 0, numel)
             one.all_stepped()
@@ -262,12 +267,12 @@ def test_backward_waits_where_all_blocks_are_of_tiles_that_are_stepped(
 def test_without_a_block_a_tile_is_late(made: Callable[..., Early]) -> None:
     early, late = made(1), made(1)
     name, cut = NAMES[0], 5000
-    places = [(0, cut), (cut, SIZES[name] - cut)]
-    early.early.begin([early.part(name, places=places), early.part(NAMES[1])])
+    ranges = [(0, cut), (cut, SIZES[name] - cut)]
+    early.early.begin([early.part(name, ranges=ranges), early.part(NAMES[1])])
     for one in (early, late):
-        one.put_part(0, name, *places[0])  # its second tile waits for the other
+        one.put_part(0, name, *ranges[0])  # its second tile waits for the other
         one.put(0, NAMES[1])
-        one.put_part(0, name, *places[1])
+        one.put_part(0, name, *ranges[1])
         one.all_stepped()
     late_begins = set(early.training.groups.begins(NAMES[1]))
     assert early.early._expected.late == {(NAMES[1], begin) for begin in late_begins}

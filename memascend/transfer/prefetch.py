@@ -55,7 +55,7 @@ class _Begun:
     chunks: deque[Transfer] = field(default_factory=deque)
 
 
-class ChunksAhead:
+class ChunkPrefetch:
     """Chunks read ahead into one set of staging slots, of one key at a time."""
 
     def __init__(self, slots: Slots) -> None:

@@ -23,7 +23,7 @@ from memascend.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-def store_as(
+def recast_parameters(
     params: Sequence[Any], dtype: torch.dtype, *, attachment: Attachment, pin_memory: bool
 ) -> None:
     """Convert shards to a dtype, on the drive or in host memory.

@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
     ZeRoTraceMode,
 )
 
-from memascend.deepspeed.parameters.module_order import ReleaseDecisions
-from memascend.deepspeed.parameters.releases import wrap_params_to_release
+from memascend.deepspeed.parameters.module_trace import ReleaseDecisions
+from memascend.deepspeed.parameters.params_to_release import wrap_params_to_release
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 
 _PREFIX = "_PartitionedParameterCoordinator__"

@@ -18,7 +18,7 @@ Parameter = Any
 Decisions = dict[tuple[int, int], frozenset[int]]
 
 
-def forget_stale_order(coordinator: Any, params: Iterable[Parameter]) -> None:
+def drop_stale_trace(coordinator: Any, params: Iterable[Parameter]) -> None:
     """Invalidate the trace if DeepSpeed would raise "tracing error" for a module.
 
     DeepSpeed does the same if the order of modules differs from the trace. Without a trace it

@@ -10,8 +10,8 @@ import torch
 
 from memascend.base.streams import GRADIENTS, MASTER, PARAMETERS, STATE
 from memascend.config.block import parse_block
-from memascend.sections.drive import OwnDrive, StockDrive, stream_of
-from memascend.sections.host import StockHost
+from memascend.resources.drive import OwnDrive, StockDrive, stream_of
+from memascend.resources.host import StockHost
 from memascend.streaming.gradients.stream import GradientStream
 from memascend.streaming.optimizer.sub_groups import SubGroup
 from tests.support.small_runtime import LIGHT, build

@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from memascend.deepspeed.parameters.module_order import forget_stale_order
+from memascend.deepspeed.parameters.module_trace import drop_stale_trace
 
 
 class Coordinator:
@@ -51,14 +51,14 @@ def test_it_is_stale_where_the_next_parameters_are_not_the_modules(
     params: str, queue: str, fetched: str, is_stale: bool
 ) -> None:
     coordinator: Any = Coordinator(queue, fetched=fetched)
-    forget_stale_order(coordinator, params)
+    drop_stale_trace(coordinator, params)
     assert coordinator.invalidated == is_stale
     assert len(coordinator._PartitionedParameterCoordinator__param_queue) == len(queue)
 
 
 def test_without_a_trace_there_is_nothing_to_forget() -> None:
     coordinator: Any = Coordinator("abc", is_complete=False)
-    forget_stale_order(coordinator, "x")
+    drop_stale_trace(coordinator, "x")
     assert not coordinator.invalidated
 
 

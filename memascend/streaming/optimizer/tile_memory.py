@@ -74,7 +74,7 @@ class Tile:
                 del self.tickets[0]
 
 
-class Tiles:
+class TileMemory:
     """All tiles: idle, taken by the caller, or retired with transfers in flight."""
 
     def __init__(

@@ -19,7 +19,7 @@ from memascend.ledger.traffic import VolumeTraffic, traffic_of
 from memascend.ledger.wear import Wear, WearMeter
 from memascend.nvme.resident import ResidentStore
 from memascend.nvme.store import TensorStore, describe_recovery
-from memascend.sections.host import Host
+from memascend.resources.host import Host
 from memascend.volumes.prepare import prepared
 
 #: The stream of a key, by its prefix before the first dot.

@@ -11,7 +11,7 @@ import torch
 from memascend.base.interfaces import Device
 from memascend.base.streams import MASTER, PARAMETERS
 from memascend.config.block import parse_block
-from memascend.sections.host import OwnHost, StockHost
+from memascend.resources.host import OwnHost, StockHost
 from tests.support.small_runtime import LIGHT
 from tests.support.streaming_hosts import HostTensors
 

@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from memascend.deepspeed.optimizer import stored_dtype
-from memascend.deepspeed.optimizer.stored_dtype import store_as
+from memascend.deepspeed.optimizer import recast_parameters as module
+from memascend.deepspeed.optimizer.recast_parameters import recast_parameters
 from memascend.errors import ConfigError
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -49,14 +49,14 @@ def shard(dtype: torch.dtype, location: str | None = "nvme") -> Any:
 
 
 def store(params: list[Any], attachment: Any = None) -> None:
-    store_as(params, FP32, attachment=attachment or Attachment(), pin_memory=False)
+    recast_parameters(params, FP32, attachment=attachment or Attachment(), pin_memory=False)
 
 
 @pytest.fixture
 def swapper(monkeypatch: pytest.MonkeyPatch) -> Swapper:
     made = Swapper()
-    monkeypatch.setattr(stored_dtype, "swapper_of", lambda param: made)
-    monkeypatch.setattr(stored_dtype.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module, "swapper_of", lambda param: made)
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     return made
 
 
@@ -93,7 +93,7 @@ def test_in_host_memory_a_shard_is_exchanged_for_one_of_ours(swapper: Swapper) -
 def test_deepspeeds_own_swapper_cannot_and_is_refused(
     swapper: Swapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_dtype, "swapper_of", lambda param: None)
+    monkeypatch.setattr(module, "swapper_of", lambda param: None)
     with pytest.raises(ConfigError, match=r"bfloat16 .* float32.*buffer_pool"):
         store([shard(BF16)])
 
@@ -102,7 +102,7 @@ def test_the_stand_in_of_deepspeeds_own_swapper_is_not_taken_for_a_shard(
     swapper: Swapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All shards there are of the swapper's dtype, and every stand-in is fp16."""
-    monkeypatch.setattr(stored_dtype, "swapper_of", lambda param: None)
+    monkeypatch.setattr(module, "swapper_of", lambda param: None)
     absent = shard(FP32)
     absent.ds_tensor.data = torch.tensor(1).half()
     store([absent])

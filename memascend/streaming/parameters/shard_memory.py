@@ -21,7 +21,7 @@ from memascend.streaming.parameters.shard import Shard, ShardState
 from memascend.transfer.pending import Pending
 
 
-class Residency:
+class ShardMemory:
     """The host memory of one stream's shards, besides those in use. One thread at a time."""
 
     def __init__(self, pool: Pool, lender: Lender | None) -> None:

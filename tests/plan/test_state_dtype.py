@@ -9,7 +9,7 @@ import pytest
 from memascend.config.block import parse_block
 from memascend.config.deepspeed import parse_deepspeed
 from memascend.errors import ConfigError
-from memascend.plan.bf16_moments import check_state_dtype
+from memascend.plan.state_dtype import check_state_dtype
 
 BF16 = {"streaming": {"optimizer": {"state_dtype": "bf16"}}}
 NVME = {"device": "nvme", "nvme_path": "/mnt"}

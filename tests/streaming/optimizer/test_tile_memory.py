@@ -10,7 +10,7 @@ import torch
 from memascend.base.interfaces import TensorIO
 from memascend.errors import StoreError
 from memascend.nvme.store import MemoryFaults
-from memascend.streaming.optimizer.tiles import Tiles, TileShape
+from memascend.streaming.optimizer.tile_memory import TileMemory, TileShape
 from tests.support.streaming_fakes import FakeStore, FakeTicket
 from tests.support.streaming_hosts import HostTensors, memory_store
 from tests.support.tiled_training import Training, gradients
@@ -18,7 +18,9 @@ from tests.support.tiled_training import Training, gradients
 NUMEL = 4096
 
 
-def tiles_of(store: TensorIO, *, count: int = 2, state_dtype: torch.dtype = torch.float32) -> Tiles:
+def tiles_of(
+    store: TensorIO, *, count: int = 2, state_dtype: torch.dtype = torch.float32
+) -> TileMemory:
     shape = TileShape(
         numel=NUMEL,
         count=count,
@@ -28,7 +30,7 @@ def tiles_of(store: TensorIO, *, count: int = 2, state_dtype: torch.dtype = torc
         gradient_dtype=torch.float32,
         parameter_dtype=torch.float32,
     )
-    return Tiles(store=store, memory=HostTensors(), shape=shape)
+    return TileMemory(store=store, memory=HostTensors(), shape=shape)
 
 
 def test_the_memory_of_the_tiles_is_what_they_say() -> None:

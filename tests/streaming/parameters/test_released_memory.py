@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memascend.base.device_memory import RELEASED_COUNT_MIN, released_bytes_max
 from memascend.base.units import GIB, MIB
-from memascend.streaming.parameters.released import ReleasedMemory
+from memascend.streaming.parameters.released_memory import ReleasedMemory
 from tests.support.streaming_fakes import FakeEvent
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memascend.streaming.optimizer.sub_groups import SubGroup
-from memascend.streaming.optimizer.updates import (
+from memascend.streaming.optimizer.sub_group_step import (
     SubGroupStep,
     as_number,
     copy_scalars,
@@ -17,6 +16,7 @@ from memascend.streaming.optimizer.updates import (
     let_go,
     step_nothing,
 )
+from memascend.streaming.optimizer.sub_groups import SubGroup
 
 
 def test_a_factor_is_a_number_where_fp32_stays_fp32() -> None:

@@ -1,0 +1,37 @@
+"""Gradients that need no drive: they are copied into the memory of a tile that waits for them.
+
+A tile that is stepped during backward consumes its gradients, so no later step reads them. Knows
+elements of tiles; not which tiles are stepped early (streaming/optimizer/during_backward.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DriveBypass:
+    """Host memory for parts of one gradient, instead of the drive.
+
+    Attributes:
+        offset: The gradient's first element in the sub-group.
+        tile_numel: Elements of a tile.
+        find: `find(begin, count)` returns the tile's buffer for elements [begin, begin+count) of
+            the sub-group, which lie in one tile; None: write them to the drive.
+    """
+
+    offset: int
+    tile_numel: int
+    find: Callable[[int, int], torch.Tensor | None]
+
+    def chunks(self, numel: int, numel_max: int) -> Iterator[tuple[int, int]]:
+        """Cut the gradient into (begin, count) runs; each lies in one tile and fits a slot."""
+        begin, end = self.offset, self.offset + numel
+        while begin < end:
+            following = (begin // self.tile_numel + 1) * self.tile_numel
+            count = min(following, end, begin + numel_max) - begin
+            yield begin - self.offset, count
+            begin += count
