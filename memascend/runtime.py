@@ -250,13 +250,13 @@ class Runtime:
             guard=guard,
         )
 
-    def _exchange_slots(self, slot_bytes: int, slot_count: int) -> None:
+    def _resize_slots(self, slot_bytes: int, slot_count: int) -> None:
         self._slot_bytes, self._slot_count = slot_bytes, slot_count
         if self._staging is not None:
             with self.lock:
                 self._staging.resize(slot_bytes=slot_bytes, slot_count=slot_count)
         if self._activations is not None:
-            self._activations.settle()
+            self._activations.drain()
             self._activations.slots.resize(slot_bytes=slot_bytes, slot_count=slot_count)
 
     def _resize_pool(self, budget_bytes: int, *, slot_bytes_max: int) -> None:
@@ -282,11 +282,11 @@ class Runtime:
         resident = _pages(plan.resident)
         self.drive.make_way(resident)
         self._resize_pool(0, slot_bytes_max=0)
-        self._exchange_slots(plan.staging_slot_bytes, 0)
+        self._resize_slots(plan.staging_slot_bytes, 0)
         # Registered memory is freed in whole pieces only: trim before new blocks occupy them.
         self.host.trim()
         self.drive.provide_checksums(plan.checksum_bytes)
-        self._exchange_slots(plan.staging_slot_bytes, plan.staging_slot_count)
+        self._resize_slots(plan.staging_slot_bytes, plan.staging_slot_count)
         _ = self.staging  # allocates the slots if there were none
         if self.config.activations.enabled:
             _ = self.activations

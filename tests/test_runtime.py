@@ -67,7 +67,7 @@ def test_threads_of_ours_make_the_device_their_own_before_anything_else(tmp_path
     runtime.background.start([lambda reach: calls.append("a step")], {}, lambda: None)
     runtime.background.finish()
     saved = [runtime.activations.put(torch.zeros(1 << 10)) for _ in range(2)]
-    runtime.activations.settle()
+    runtime.activations.drain()
     assert calls[:2] == ["memascend-optimizer_0", "a step"]
     assert set(calls[2:]) == {"memascend-activations_0"}
     del saved
@@ -136,7 +136,7 @@ def test_within_a_budget_the_store_lends_to_the_one_stream_of_parameters(tmp_pat
             assert shard.is_lent == is_lent
             assert shard.tensor is not None
             assert shard.tensor.tolist() == [1.0] * shard.numel
-            stream.drop(shard)
+            stream.let_go(shard)
     runtime.close()
 
 

@@ -26,7 +26,7 @@ from memascend.transfer.slots import SLOT_COUNT_MIN
 from memascend.transfer.transfer import Transfer
 
 
-class Slots(Protocol):
+class StagingReads(Protocol):
     """The part of StagingSlots that is used here."""
 
     def __len__(self) -> int: ...
@@ -58,7 +58,7 @@ class _Begun:
 class ChunkPrefetch:
     """Chunks read ahead into one set of staging slots, of one key at a time."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: StagingReads) -> None:
         """Start with no chunks."""
         self._slots = slots
         self._begun: _Begun | None = None
@@ -74,7 +74,7 @@ class ChunkPrefetch:
         """
         begun = self._begun
         if begun is None or (begun.key, begun.numel, begun.dtype) != (key, numel, dtype):
-            self.forget()
+            self.drop()
             begun = self._begun = _Begun(key, numel, dtype)
         count_max = 0 if begun.has_given_way else len(self._slots) - SLOT_COUNT_MIN
         runs = self._slots.chunks(numel, dtype.itemsize)
@@ -102,7 +102,7 @@ class ChunkPrefetch:
             self._slots.free(read.staged)
         return True
 
-    def forget(self, key: str | None = None) -> None:
+    def drop(self, key: str | None = None) -> None:
         """Give up the chunks of `key`, which is about to be written; None: of any key."""
         if self._begun is not None and key in (None, self._begun.key):
             while self.give_way():

@@ -52,7 +52,7 @@ class Slots:
         component: str,
         wait_idle: Callable[[], object] | None = None,
     ) -> None:
-        """Start without slots; `exchange` takes them.
+        """Start without slots; `resize` takes them.
 
         Args:
             memory: Page-locked host memory.
@@ -62,7 +62,7 @@ class Slots:
         self._pool = Pool(memory=memory, component=component, budget_bytes=0)
         self._wait_idle = wait_idle
         self._slot_bytes = self._part_bytes = self._slot_count = 0
-        self._lent: dict[int, weakref.finalize[Any, Any]] = {}  # by address
+        self._pieces: dict[int, weakref.finalize[Any, Any]] = {}  # by address
         self._leased = weakref.WeakSet[_Slot]()
         self._last: Callable[[], _Slot | None] = _no_slot  # leased last; None once it is free
         self._lost: deque[_Slot] = deque()  # of tensors that were dropped and not freed
@@ -72,10 +72,10 @@ class Slots:
 
     @property
     def free_count(self) -> int:
-        """Number of slots of which no part is lent."""
+        """Number of slots from which no tensor is cut."""
         return self._slot_count - len(self._leased)
 
-    def exchange(self, *, slot_bytes: int, slot_count: int) -> None:
+    def resize(self, *, slot_bytes: int, slot_count: int) -> None:
         """Free all slots, and take new ones.
 
         Raises:
@@ -91,11 +91,11 @@ class Slots:
         self._part_bytes = page_down(slot_bytes // PART_COUNT) or slot_bytes
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether `nbytes` can be lent."""
+        """Return whether `nbytes` can be cut."""
         last = self._last()
         return (last is not None and last.fits(nbytes)) or self.free_count > 0
 
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def cut(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Cut a tensor from the slot that was leased last, else from the one free longest."""
         nbytes = numel * dtype.itemsize
         slot = self._last()
@@ -106,29 +106,29 @@ class Slots:
             slot = _Slot(lease)
             self._leased.add(slot)
             self._last = weakref.ref(slot)
-        lent = slot.memory[slot.cut_bytes :][:nbytes].view(dtype)
+        piece = slot.memory[slot.cut_bytes :][:nbytes].view(dtype)
         slot.cut_bytes += -(-nbytes // self._part_bytes) * self._part_bytes
-        owning = weakref.finalize(lent, self._lost.append, slot)
+        owning = weakref.finalize(piece, self._lost.append, slot)
         owning.atexit = False
-        self._lent[lent.data_ptr()] = owning
-        return lent
+        self._pieces[piece.data_ptr()] = owning
+        return piece
 
-    def free(self, lent: torch.Tensor) -> None:
+    def free(self, piece: torch.Tensor) -> None:
         """Free a tensor; after the last one of its slot the slot can be leased again."""
-        self.expect_lent(lent)
-        self._lent.pop(lent.data_ptr()).detach()
+        self.expect_cut(piece)
+        self._pieces.pop(piece.data_ptr()).detach()
 
-    def expect_lent(self, lent: torch.Tensor) -> None:
-        """Raise an error unless a tensor, and not a view of it, was lent and not freed."""
-        owning = self._lent.get(lent.data_ptr())
-        if owning is None or (owning.peek() or [None])[0] is not lent:
+    def expect_cut(self, piece: torch.Tensor) -> None:
+        """Raise an error unless a tensor, and not a view of it, was cut and not freed."""
+        owning = self._pieces.get(piece.data_ptr())
+        if owning is None or (owning.peek() or [None])[0] is not piece:
             raise AssertionError(
-                f"{tuple(lent.shape)} elements of {lent.dtype} are not a lent tensor. likely "
+                f"{tuple(piece.shape)} elements of {piece.dtype} are not a cut tensor. likely "
                 "cause: it was given back before, or is a view. fix: keep the tensor that take() "
                 "returned, and give it back once"
             )
 
-    def find_lost(self) -> bool:
+    def recover(self) -> bool:
         """Free the tensors that Ctrl-C left without a reference; return whether there were any."""
         count = len(self._lost)
         if count and self._wait_idle is not None:

@@ -67,10 +67,10 @@ class StagingSlots:
         self.store, self._new_event, self.slot_bytes = store, new_event, slot_bytes
         self.guard = guard
         self._slots = Slots(memory=memory, component=component, wait_idle=wait_idle)
-        self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
+        self._slots.resize(slot_bytes=slot_bytes, slot_count=slot_count)
         self._writes = Transfers(lambda write: self._slots.free(write.staged))
         self._copied_out: Pending[torch.Tensor] = Pending(self._slots.free)
-        self.ahead = ChunkPrefetch(self)
+        self.prefetch = ChunkPrefetch(self)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -84,14 +84,14 @@ class StagingSlots:
             ValueError: A slot is taken.
             HostMemoryError: There is not enough memory.
         """
-        self.ahead.forget()
+        self.prefetch.drop()
         self.wait_writes()
         self._copied_out.wait_all()
-        self._slots.find_lost()
+        self._slots.recover()
         if taken := len(self._slots) - self._slots.free_count:
             raise ValueError(f"cannot resize the staging slots: {taken} are taken")
         self.slot_bytes = slot_bytes
-        self._slots.exchange(slot_bytes=slot_bytes, slot_count=slot_count)
+        self._slots.resize(slot_bytes=slot_bytes, slot_count=slot_count)
 
     # -- whole transfers -------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class StagingSlots:
             StoreError: A read failed.
         """
         stored = target.dtype if dtype is None else dtype
-        begun = self.ahead.take(key, target.numel(), stored) if offset_bytes == 0 else ()
+        begun = self.prefetch.take(key, target.numel(), stored) if offset_bytes == 0 else ()
         chunks = self.chunks(target.numel(), stored.itemsize)
         pending = deque((target.narrow(0, *next(chunks)), one) for one in begun)
         try:
@@ -167,9 +167,9 @@ class StagingSlots:
         self._writes.wait_all()
 
     @guarded
-    def forget_failure(self, key: str) -> bool:
+    def take_failure(self, key: str) -> bool:
         """Forget that a write of a key failed; return False when none did."""
-        return self._writes.forget_failure(key)
+        return self._writes.take_failure(key)
 
     # -- single slots ----------------------------------------------------------------------------
 
@@ -190,17 +190,17 @@ class StagingSlots:
         nbytes = numel * dtype.itemsize
         self.reclaim(nbytes)
         while not self._slots.has_room(nbytes):
-            if self._slots.find_lost():
+            if self._slots.recover():
                 continue
             if self._writes:
                 self._writes.wait_oldest()
             elif self._copied_out:
                 self._copied_out.wait_oldest()
-            elif not self.ahead.give_way():
+            elif not self.prefetch.give_way():
                 self.store.wait_all()  # for transfers whose tickets were lost by Ctrl-C
-                if not self._slots.find_lost():
+                if not self._slots.recover():
                     raise AssertionError("every staging slot is taken and none was given back")
-        return self._slots.lend(numel, dtype)
+        return self._slots.cut(numel, dtype)
 
     @guarded
     def reclaim(self, nbytes: int) -> bool:
@@ -226,7 +226,7 @@ class StagingSlots:
         self, key: str, staged: torch.Tensor, offset_bytes: int, filled: Event | None = None
     ) -> None:
         """Store a taken slot once `filled` has passed; None: after all work queued so far."""
-        self._slots.expect_lent(staged)
+        self._slots.expect_cut(staged)
         filled = filled or self.event_here()
         self._writes.add(
             Transfer(
@@ -253,7 +253,7 @@ class StagingSlots:
         if event is None:
             self.free(staged)
         else:
-            self._slots.expect_lent(staged)
+            self._slots.expect_cut(staged)
             self._copied_out.add(CopyTicket(event), staged)
 
     @guarded

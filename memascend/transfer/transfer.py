@@ -161,7 +161,7 @@ class Transfers:
         if error is not None:
             raise error
 
-    def forget_failure(self, key: str) -> bool:
+    def take_failure(self, key: str) -> bool:
         """Forget that a transfer of a key failed; return False when none did."""
         has_failed = key in self._failed
         self._failed.discard(key)

@@ -111,11 +111,11 @@ def measure_slots(folder: Path, broken: bool) -> dict[str, Any]:
         target = torch.zeros(NUMEL, dtype=DTYPE, device=DEVICE.name)
         with DEVICE.behind_something_long():
             target.copy_(first.tensor, non_blocking=True)
-            stream.drop(first, None if broken else DEVICE.event())
+            stream.let_go(first, None if broken else DEVICE.event())
             waited_s = _seconds_of_read(stream, second)
         intact = bool((target == 1).all()) and bool((second.tensor == 2).all())
         has_slot = second.lease is not None
-        stream.forget_all()
+        stream.drop_all()
     return {"intact": intact, "waited_s": waited_s, "shared": has_slot}
 
 

@@ -42,5 +42,5 @@ def gather_beside(patch: pytest.MonkeyPatch) -> Callable[[], int]:
         return model
 
     patch.setattr(training, "build_model", build_model)
-    patch.setattr(ParameterSwapper, "late", lambda self, params: list(params))
+    patch.setattr(ParameterSwapper, "would_wait", lambda self, params: list(params))
     return lambda: count

@@ -62,7 +62,7 @@ def look_in_hooks(patch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
                 module.register_forward_hook(add_one)
         return model
 
-    store, copy = StreamedGradients.store, StagingSlots._copy_out
+    store, copy = StreamedGradients.put, StagingSlots._copy_out
 
     def store_noted(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if is_looking and threading.current_thread() is not main:
@@ -77,6 +77,6 @@ def look_in_hooks(patch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
         copy(self, *arguments)
 
     patch.setattr(training, "build_model", build_model)
-    patch.setattr(StreamedGradients, "store", store_noted)
+    patch.setattr(StreamedGradients, "put", store_noted)
     patch.setattr(StagingSlots, "_copy_out", copy_out)
     return lambda: counts

@@ -82,7 +82,7 @@ def test_without_a_guard_nothing_is_checked() -> None:
         GradientStream.put,
         GradientStream.get,
         ParameterStream.read_now,
-        ParameterStream.drop,
+        ParameterStream.let_go,
     ],
 )
 def test_what_moves_slots_is_guarded(method: Callable[..., object]) -> None:

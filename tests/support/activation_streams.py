@@ -62,7 +62,7 @@ def activation_stream(
 
 def keys(stream: ActivationStream) -> list[str]:
     """What is on the drive once nothing is under way."""
-    stream.settle()
+    stream.drain()
     return stream.slots.store.keys()  # type: ignore[attr-defined, no-any-return]
 
 

@@ -91,7 +91,7 @@ class Early:
         return EarlyPart(step=step, begins=self.training.groups.begins(name), **ranges)
 
     def begin(self) -> None:
-        self.early.begin([self.part(name) for name in NAMES])
+        self.early.expect([self.part(name) for name in NAMES])
 
     def put(self, number: int, *names: str) -> None:
         for name in names:
@@ -101,7 +101,7 @@ class Early:
         value = gradients(number, BF16)[name][offset : offset + numel]
         bypass = self.early.bypass_of(name, offset)
         self.training.gradient_stream.put(name, offset, value, bypass=bypass)
-        self.early.note()
+        self.early.note_copied()
 
     def all_stepped(self) -> None:
         """Return when every tile is stepped that is complete."""
@@ -110,7 +110,7 @@ class Early:
     def finish(self, fused: Counted) -> None:
         """Make the step, with whatever was early."""
         self.early.close()
-        begins, error = self.early.take(self.training.gradient_stream.bring_back)
+        begins, error = self.early.take_results(self.training.gradient_stream.put_back)
         assert error is None
         self.training.step({}, FACTOR, fused, begins)
 

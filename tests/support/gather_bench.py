@@ -94,7 +94,7 @@ class Bench:
         gather = wrap_all_gather(all_gather)
         param.all_gather = lambda param_list=None: gather(None, param_list or [param])
 
-    def read_ahead(self, *indexes: int) -> None:
+    def prefetch(self, *indexes: int) -> None:
         self.swapper.swap_in([self.params[index] for index in indexes], async_op=True)
 
     def gather(self, *indexes: int) -> Any:

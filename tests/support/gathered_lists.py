@@ -49,7 +49,7 @@ class TwoAtATime(ParameterSwapper):
     def after_gather(self, params: Any) -> None:
         self.note("let go", params)
 
-    def late(self, params: Any) -> Any:
+    def would_wait(self, params: Any) -> Any:
         return []  # all is here
 
     def wait_for_updates(self, params: Any) -> None:

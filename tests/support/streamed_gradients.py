@@ -118,7 +118,7 @@ class Gradients:
         partitions = [torch.full((NUMELS[index],), value, dtype=dtype) for index in indices]
         for index in indices:
             self.params[index].grad = torch.empty(0, dtype=self.params[index].grad_dtype)
-        left = self.path.store([self.params[index] for index in indices], partitions, stock_unused)
+        left = self.path.put([self.params[index] for index in indices], partitions, stock_unused)
         assert left == []
 
     def seen(self, name: str, numel: int) -> list[float]:

@@ -122,7 +122,7 @@ class Training:
             self.gradient_stream.put(name, 0, gradient)
         self.current = self.current.following()
         self.current.decide(list(SIZES), early)
-        self.stream.begin(self.current)
+        self.stream.start(self.current)
         for name in SIZES:
             parameter = self.parameters[name]
 

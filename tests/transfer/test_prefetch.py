@@ -58,7 +58,7 @@ def put(store: FakeStore, key: str, value: float | None = None) -> torch.Tensor:
 
 
 def start(staging: StagingSlots, key: str = "head") -> None:
-    staging.ahead.start(key=key, numel=NUMEL, dtype=torch.float32)
+    staging.prefetch.start(key=key, numel=NUMEL, dtype=torch.float32)
 
 
 def fetch(staging: StagingSlots, key: str = "head") -> torch.Tensor:
@@ -219,7 +219,7 @@ def test_a_device_that_is_late_gets_the_right_bytes(store: FakeStore) -> None:
             start(staging, "head")  # while copies out of the slots are still to be made
             device.synchronize()
             assert torch.equal(target.plain(), torch.full((NUMEL,), value))
-            staging.ahead.forget("head")
+            staging.prefetch.drop("head")
 
 
 # -- what is there is what the store has -----------------------------------------------------------
@@ -228,8 +228,8 @@ def test_a_device_that_is_late_gets_the_right_bytes(store: FakeStore) -> None:
 def test_what_is_forgotten_is_read_anew(staging: StagingSlots, store: FakeStore) -> None:
     put(store, "head", 1.0)
     start(staging)
-    staging.ahead.forget("other")
-    staging.ahead.forget("head")
+    staging.prefetch.drop("other")
+    staging.prefetch.drop("head")
     staging.write(key="head", source=torch.full((NUMEL,), 2.0))
     assert torch.equal(fetch(staging), torch.full((NUMEL,), 2.0))
 
@@ -275,9 +275,9 @@ def test_giving_up_one_that_failed_is_no_error(staging: StagingSlots, store: Fak
     put(store, "head")
     store.failing.add(("read", "head"))
     start(staging)
-    staging.ahead.forget()
+    staging.prefetch.drop()
     assert staging._slots.free_count == SLOT_COUNT
-    assert not staging.ahead.give_way()
+    assert not staging.prefetch.give_way()
 
 
 def test_a_read_that_cannot_start_leaves_no_slot_taken(

@@ -46,7 +46,7 @@ class Work:
 
     def do(self, value: int) -> None:
         staging, device = self.staging, self.device
-        staging.ahead.forget()  # as whoever is about to write
+        staging.prefetch.drop()  # as whoever is about to write
         staging.write(key="written", source=device.tensor(torch.full((NUMEL,), float(value))))
         for key in SMALL:
             staging.write(key=key, source=device.tensor(torch.full((4,), float(value))))
@@ -55,10 +55,10 @@ class Work:
             chunk = next(chunks)
         chunk.fill_(value)
         staging.submit("chunk", chunk, 0)
-        staging.ahead.start(key="written", numel=NUMEL, dtype=torch.float32)
+        staging.prefetch.start(key="written", numel=NUMEL, dtype=torch.float32)
         target = device.tensor(torch.zeros(NUMEL))
         staging.read(key="written", target=target)
-        staging.ahead.start(key="filled", numel=NUMEL, dtype=torch.float32)
+        staging.prefetch.start(key="filled", numel=NUMEL, dtype=torch.float32)
         streamed = [part.clone() for part in staging.stream(key="filled", nbytes=NUMEL * 4)]
         staging.wait_writes()
         device.synchronize()

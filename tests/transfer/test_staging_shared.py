@@ -77,13 +77,13 @@ def test_a_tensor_of_a_whole_slot_gets_one_once_the_parts_of_one_are_over(
 def test_what_shares_a_slot_begins_on_pages_of_its_own() -> None:
     slot_bytes = 2 * PART_COUNT * PAGE_BYTES
     slots = Slots(memory=FakeMemory(), component="staging slots")
-    slots.exchange(slot_bytes=slot_bytes, slot_count=2)
-    lent = [slots.lend(numel, torch.float32) for numel in (1, 2 * PAGE_BYTES // 4, 2 * PAGE_BYTES)]
+    slots.resize(slot_bytes=slot_bytes, slot_count=2)
+    lent = [slots.cut(numel, torch.float32) for numel in (1, 2 * PAGE_BYTES // 4, 2 * PAGE_BYTES)]
     begins = [part.data_ptr() - lent[0].data_ptr() for part in lent]
     assert begins == [0, 2 * PAGE_BYTES, 4 * PAGE_BYTES]
     assert slots.free_count == 1
     assert slots.has_room(slot_bytes)
-    slots.lend(slot_bytes, torch.uint8)
+    slots.cut(slot_bytes, torch.uint8)
     assert not slots.has_room(1)
     for part in lent:
         assert slots.free_count == 0
@@ -93,13 +93,13 @@ def test_what_shares_a_slot_begins_on_pages_of_its_own() -> None:
 
 def test_a_slot_that_is_free_again_is_lent_from_its_beginning() -> None:
     slots = Slots(memory=FakeMemory(), component="staging slots")
-    slots.exchange(slot_bytes=PART_COUNT * PAGE_BYTES, slot_count=2)
-    first = slots.lend(1, torch.uint8)
+    slots.resize(slot_bytes=PART_COUNT * PAGE_BYTES, slot_count=2)
+    first = slots.cut(1, torch.uint8)
     slots.free(first)
-    slots.free(slots.lend(1, torch.uint8))  # the other slot's
-    part = slots.lend(1, torch.uint8)
+    slots.free(slots.cut(1, torch.uint8))  # the other slot's
+    part = slots.cut(1, torch.uint8)
     assert part.data_ptr() == first.data_ptr()
-    whole = slots.lend(PART_COUNT * PAGE_BYTES, torch.uint8)
+    whole = slots.cut(PART_COUNT * PAGE_BYTES, torch.uint8)
     assert abs(whole.data_ptr() - part.data_ptr()) >= PART_COUNT * PAGE_BYTES
     assert slots.free_count == 0
 

@@ -183,4 +183,4 @@ def test_the_first_error_is_raised_once_and_each_failed_key_is_known(drive: Driv
         transfers.wait_all()
     transfers.wait_all()
     assert ended == ["a", "b", "c"]
-    assert [transfers.forget_failure(key) for key in "abcb"] == [False, True, True, False]
+    assert [transfers.take_failure(key) for key in "abcb"] == [False, True, True, False]

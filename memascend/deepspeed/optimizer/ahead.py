@@ -61,7 +61,7 @@ class NothingAhead:
     def drop(self, step: Step, reason: str) -> None:
         """Do nothing."""
 
-    def take(self, step: Step) -> tuple[Begins, str]:
+    def take_results(self, step: Step) -> tuple[Begins, str]:
         """Return no tiles."""
         return {}, ""
 
@@ -71,7 +71,7 @@ class NothingAhead:
     def close(self) -> None:
         """Do nothing."""
 
-    def forget(self) -> None:
+    def restart(self) -> None:
         """Do nothing."""
 
     def discard(self) -> None:
@@ -88,11 +88,11 @@ class AfterBackward(NothingAhead):
     def note_final(self, step: Step, name: str, offset: int) -> None:
         """Read the first tiles of the step, in the order of the last one."""
         if not step.is_torn:
-            self._stream.read_ahead(step.order)
+            self._stream.prefetch(step.order)
 
     def drop(self, step: Step, reason: str) -> None:
         """Drop the tiles that were read."""
-        self._stream.forget_ahead()
+        self._stream.drop_prefetched()
 
 
 class DuringBackward:
@@ -148,13 +148,13 @@ class DuringBackward:
             parts = [] if self._is_watched or step.is_torn else self._early_parts()
             if parts and not self._has_room(parts):
                 return None
-            self._tiles.begin(parts)
+            self._tiles.expect(parts)
         return self._tiles.bypass_of(name, offset)
 
     def note_final(self, step: Step, name: str, offset: int) -> None:
         """Note that a gradient is final; step tiles that are complete."""
         step.arrived.add((name, offset))
-        self._tiles.note()
+        self._tiles.note_copied()
 
     def note_look(self) -> None:
         """Note that the script reads a gradient: an early step would have consumed it."""
@@ -164,13 +164,13 @@ class DuringBackward:
         """Discard early steps: one of their inputs is about to change."""
         if not step.basis:
             return  # no gradient of the step has arrived
-        self._tiles.forget()
+        self._tiles.drop()
         step.doubt = step.doubt or reason
         self._stop_if_watched(reason)
 
     # -- the step --------------------------------------------------------------------------------
 
-    def take(self, step: Step) -> tuple[Begins, str]:
+    def take_results(self, step: Step) -> tuple[Begins, str]:
         """Return (begins of the tiles stepped early, why they were discarded or empty)."""
         if not step.basis:
             return {}, ""
@@ -180,7 +180,7 @@ class DuringBackward:
             self._tiles.close()
         else:
             self._tiles.finish()
-        begins, error = self._tiles.take(self._runtime.gradients.bring_back)
+        begins, error = self._tiles.take_results(self._runtime.gradients.put_back)
         if error is not None and not reason:
             reason = f"a tile could not be stepped during backward ({error})"
         elif changed and self._stop_if_watched(reason):
@@ -203,9 +203,9 @@ class DuringBackward:
         """Stop stepping, and return when nothing is in flight."""
         self._tiles.close()
 
-    def forget(self) -> None:
+    def restart(self) -> None:
         """Forget the early steps of a step that is over."""
-        self._tiles.forget()
+        self._tiles.drop()
 
     # -- watching --------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class DuringBackward:
 
     def discard(self) -> None:
         """Forget early steps, and free their space on the drive."""
-        self._tiles.forget()
+        self._tiles.drop()
         for key in self._keys:
             self._store.discard(key=early_key(key))
         self._keys = frozenset()

@@ -89,7 +89,7 @@ class Construction:
         limit_bytes = attachment.runtime.limit_bytes
         plan = plan_for(upstream, upstream.module, self._config, self._settings, limit_bytes)
         upstream.drop_unused_shards()
-        upstream.finish_writes()
+        upstream.wait_writes()
         attachment.adopt(plan)
         if dist.get_rank() == 0:
             for line in self.advice(plan):
@@ -107,7 +107,7 @@ class Construction:
         )
         return [line for line in found if line]
 
-    def store_parameters(self, original: Callable[[], None]) -> None:
+    def set_up_parameters(self, original: Callable[[], None]) -> None:
         """Store parameters in the optimizer's dtype; those that stay in memory in the arena."""
         upstream, attachment = self._upstream, self.attach()
         if upstream.parameters_on_drive:

@@ -66,7 +66,7 @@ class FlatGradients:
         """Initialize as given."""
         original()
 
-    def store(
+    def put(
         self,
         params: list[Any],
         partitions: list[Any],
@@ -138,7 +138,7 @@ class StreamedGradients:
         numel = sum(param.partition_numel() for param in self._upstream.all_params)
         self._setting_up.enter_context(AbsentBuffers(torch.zeros, {numel}))
 
-    def store(
+    def put(
         self,
         params: list[Any],
         partitions: list[Any],
@@ -203,7 +203,7 @@ class StreamedGradients:
             shard = self._stream.find(name, offset)
             if shard is None or shard.is_empty:
                 continue
-            self._stream.finish(name, offset)
+            self._stream.make_final(name, offset)
             self._note_norm(param, shard)
             if shard.latest is not None and not self._steps.is_tiled:
                 gradient = torch.empty(shard.latest.numel, dtype=self._upstream.master_dtype)

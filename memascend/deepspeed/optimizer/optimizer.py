@@ -99,12 +99,12 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.steps.configure(offload_config, aio_config)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        self._construction.store_parameters(super()._create_param_groups_fp16_flat_cpu_memory)
+        self._construction.set_up_parameters(super()._create_param_groups_fp16_flat_cpu_memory)
 
     def _setup_for_real_optimizer(self) -> None:
         self.gradients.set_up(super()._setup_for_real_optimizer)
         self.steps.end_setup()
-        self.upstream.finish_writes()
+        self.upstream.wait_writes()
 
     def _create_fp32_partitions(self) -> None:
         self.steps.create_masters(super()._create_fp32_partitions)
@@ -139,8 +139,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
         """Store the reduced gradients of a bucket."""
-        store = partial(self.gradients.store, original=super().partition_grads)
-        return self.passes.store(params_to_release, grad_partitions, store)
+        store = partial(self.gradients.put, original=super().partition_grads)
+        return self.passes.put(params_to_release, grad_partitions, store)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         self.gradients.end_window(super()._finalize_offload_gradient_accumulation)
@@ -195,7 +195,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.steps.release(partial(super()._release_sub_group, sub_group_id, timer_names))
 
     def _post_step(self, timer_names: Any) -> None:
-        self.upstream.finish_writes()
+        self.upstream.wait_writes()
         self.attachment.note_step()
         self.steps.end(partial(super()._post_step, timer_names))
 
@@ -212,11 +212,11 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return self.steps.values.state(param, release_swap_buffers, optim_state_key, original)
 
     def _writeback_swap_state(self, *arguments: Any, **keywords: Any) -> None:
-        self.steps.values.store(partial(super()._writeback_swap_state, *arguments, **keywords))
+        self.steps.values.put_back(partial(super()._writeback_swap_state, *arguments, **keywords))
 
     def _optimizer_states_and_gradient_swap_out(self, *arguments: Any, **keywords: Any) -> None:
         original = super()._optimizer_states_and_gradient_swap_out
-        self.steps.values.store(partial(original, *arguments, **keywords))
+        self.steps.values.put_back(partial(original, *arguments, **keywords))
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: list[Any]
@@ -247,14 +247,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         original = super()._rigid_load_state_dict
         self.checkpoint.load_states(state_dict, load_optimizer_states, original)
-        self.upstream.finish_writes()
+        self.upstream.wait_writes()
         self.steps.mend()
 
     def reset_swap_buffers(self) -> None:
         """Write the values of the master weights to the parameters."""
         self._partition_all_parameters()
         self.steps.refresh(super().reset_swap_buffers)
-        self.upstream.finish_writes()
+        self.upstream.wait_writes()
         self.steps.mend()
 
     # -- the end ---------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class BackwardPasses:
             self._has_failed = True
             raise
         if not self.is_inner:
-            self.forget()
+            self.reset()
 
     @property
     def is_inner(self) -> bool:
@@ -124,7 +124,7 @@ class BackwardPasses:
         self._earlier |= self._reduced
         self._reduced.clear()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset: all gradients are reduced, or dropped."""
         self._graph, self._has_failed, self._is_open = None, False, False
         self._earlier.clear()
@@ -188,7 +188,7 @@ class PassHooks:
     def _drop(self) -> None:
         self._upstream.drop_unreduced()
         self._restart()  # gradients of the next pass may arrive in another order
-        self.passes.forget()
+        self.passes.reset()
 
     def begin_backward(self, original: Callable[[], None]) -> None:
         """Begin a backward pass as DeepSpeed, once per graph.
@@ -218,7 +218,7 @@ class PassHooks:
         self._upstream.continue_micro_step()
         self.passes.keep()
 
-    def store(
+    def put(
         self,
         params: list[Any],
         partitions: list[Any],

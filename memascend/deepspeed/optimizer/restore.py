@@ -122,7 +122,7 @@ def restore(
     with suppress(StoreError):
         slots.wait_writes()
     if state_dict:
-        steps.forget_states()
+        steps.discard_states()
         with upstream.masters_in_groups():
             upstream.base.load_state_dict(state_dict)
     numels = upstream.numels

@@ -54,7 +54,7 @@ class StreamedSwapper:
 
     def purge_state(self) -> None:
         """Drop optimizer states; master weights stay."""
-        self._groups.forget_states()
+        self._groups.discard_states()
 
     def log_timers(self) -> None:
         """Do nothing: upstream times separate phases, which overlap here."""

@@ -229,7 +229,7 @@ class TiledSteps:
     def discard(self, swapper: Any) -> None:
         """Free the memory and the drive space of all sub-groups."""
         self._ahead.discard()
-        self._stream.forget_ahead()
+        self._stream.drop_prefetched()
         self._groups.discard()
         self._ahead = NothingAhead()
 
@@ -237,6 +237,8 @@ class TiledSteps:
 
     def step(self, original: Original) -> None:
         """Step as DeepSpeed, after the previous step has finished; take or discard early steps.
+
+        DeepSpeed skips a step whose norm is not finite: none of the calls below is made.
 
         Raises:
             TornStepError: The last step ended half-way; load a checkpoint first.
@@ -247,6 +249,8 @@ class TiledSteps:
             self.runtime.background.finish()
             self._coming().check()
             original()
+            if self.current.phase is StepPhase.COLLECTING:
+                self.current.skip()
         finally:
             self.restart()
 
@@ -259,7 +263,7 @@ class TiledSteps:
     @locked
     def restart(self) -> None:
         """Begin another step, without gradients; a step in the background keeps its phase."""
-        self._ahead.forget()
+        self._ahead.restart()
         self.current = self.current.following()
 
     @locked
@@ -270,7 +274,8 @@ class TiledSteps:
 
     def _decide(self) -> None:
         step, numbers = self._coming(), range(len(self._upstream.params))
-        early, reason = self._ahead.take(step)  # first: early steps use the tiles until then
+        # First: early steps use the tiles until then.
+        early, reason = self._ahead.take_results(step)
         # If writing a gradient failed, raise before any weight changes.
         self.runtime.staging.wait_writes()
         # The walk reads ahead across sub-groups, so all states must exist before it.
@@ -287,7 +292,7 @@ class TiledSteps:
         order = forward_order(self._upstream) if is_free else numbers
         names = self._upstream.names
         step.decide([names[number] for number in order], early)
-        self._stream.begin(step)
+        self._stream.start(step)
 
     def _make_state(self, number: int) -> None:
         """Before a sub-group's first step, add the states that the optimizer would create."""
@@ -460,9 +465,9 @@ class TiledSteps:
             self._stream.drain()
         self.current.note_load()
 
-    def forget_states(self) -> None:
+    def discard_states(self) -> None:
         """Drop every state; master weights stay."""
-        self._groups.forget_states()
+        self._groups.discard_states()
 
     def load_tensor(self, tensor: Any) -> None:
         """Load a LoadedTensor: the master weights of a sub-group, or one of its states."""

@@ -130,7 +130,7 @@ class Upstream:
         first = next((param for group in self.params for param in group), None)
         return None if first is None else swapper_of(first)
 
-    def finish_writes(self) -> None:
+    def wait_writes(self) -> None:
         """Wait until our parameter swapper has written all shards, if there is one."""
         swapper = self.parameter_swapper
         if swapper is not None:
@@ -446,11 +446,11 @@ class Upstream:
         """Return this rank's part of a state, likewise; None: of the master weights."""
         return self._stage3._get_fp32_opt_state_partition(param, False, state)
 
-    def store_gradient_part(self, number: int) -> None:
+    def put_back_gradient(self, number: int) -> None:
         """Store the part of a gradient that was changed."""
         self._stage3._writeback_swap_state(number, write_opt_state=False, write_gradients=True)
 
-    def store_state_part(self, number: int) -> None:
+    def put_back_state(self, number: int) -> None:
         """Store the part of a state that was changed."""
         self._stage3._optimizer_states_and_gradient_swap_out(number)
 

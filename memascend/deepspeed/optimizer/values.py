@@ -63,7 +63,7 @@ class WholeValues:
         return part.clone() if is_lent else part, number
 
     @locked
-    def store(self, original: Callable[[], None]) -> None:
+    def put_back(self, original: Callable[[], None]) -> None:
         """Store as DeepSpeed."""
         original()
 
@@ -168,7 +168,7 @@ class TiledValues:
         else:
             self._steps.finish()
 
-    def store(self, original: Callable[[], None]) -> None:
+    def put_back(self, original: Callable[[], None]) -> None:
         """Store the tensor that an accessor returned; only accessors call this."""
         put_back, self._put_back.call = self._put_back.call, None
         if put_back is not None:
@@ -193,7 +193,7 @@ class TiledValues:
             count = max(0, min(part.numel(), flat.numel() - begin))
             if count:
                 part.narrow(0, 0, count).copy_(flat.narrow(0, begin, count))
-            self._upstream.store_gradient_part(number)
+            self._upstream.put_back_gradient(number)
 
 
 def set_local_gradient(upstream: Upstream, value: torch.Tensor, param: Any) -> None:
@@ -206,7 +206,7 @@ def set_local_gradient(upstream: Upstream, value: torch.Tensor, param: Any) -> N
     part, number = upstream.gradient_part(param)
     part.data.copy_(value.flatten().data)
     if upstream.is_swapped(number):
-        upstream.store_gradient_part(number)
+        upstream.put_back_gradient(number)
 
 
 def set_local_state(upstream: Upstream, value: torch.Tensor, param: Any, state: str | None) -> None:
@@ -217,7 +217,7 @@ def set_local_state(upstream: Upstream, value: torch.Tensor, param: Any, state: 
     part, number = upstream.state_part(param, state)
     part.data.copy_(value.flatten().data)
     if upstream.is_swapped(number):
-        upstream.store_state_part(number)
+        upstream.put_back_state(number)
 
 
 def _check_local(value: torch.Tensor, param: Any) -> None:

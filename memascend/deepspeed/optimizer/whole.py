@@ -181,7 +181,7 @@ class WholeSteps:
             )
         self.current.note_load()
 
-    def forget_states(self) -> None:
+    def discard_states(self) -> None:
         """Drop every state; master weights stay."""
         store = self._attach().runtime.io
         for swap_info in self._upstream.state_swapper.swap_params_info.values():

@@ -31,7 +31,7 @@ def wrap_access(original: Callable[..., Any]) -> Callable[..., Any]:
         if FWD_MODULE_STACK and FWD_MODULE_STACK[-1] is parameters._parent_module:
             return param  # the module's own weight: DeepSpeed has fetched it
         swapper = swapper_of(param)
-        if swapper is not None and swapper.gathers_on_demand.is_ahead(param):
+        if swapper is not None and swapper.gathers_on_demand.is_prefetched(param):
             register_external_parameter(FWD_MODULE_STACK[-1], param)
             param.all_gather()
         return param

@@ -215,7 +215,7 @@ def _coalesced_in_turns(
 ) -> Callable[..., Any]:
     """Wrap the coordinator's gather: gather in turns, return one handle for all of them."""
 
-    def begin(listed: Sequence[Parameter], **keywords: Any) -> Any:
+    def start(listed: Sequence[Parameter], **keywords: Any) -> Any:
         handles: list[Any] = []
         shards: list[Any] = []
         with _whole_or_not_at_all(listed, handles):
@@ -235,18 +235,18 @@ def _coalesced_in_turns(
     def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
         listed, gathers = list(params), swapper.gathers_on_demand
         if any(keywords.values()):
-            return begin(listed, **keywords)
-        gathers.begin()
-        late = {p.ds_id: p for p in gathers.late(p for p in listed if _is_absent(p))}
-        if not late:
-            return begin(listed, **keywords)
-        now = [param for param in listed if param.ds_id not in late]
+            return start(listed, **keywords)
+        gathers.start()
+        on_demand = {p.ds_id: p for p in gathers.on_demand(p for p in listed if _is_absent(p))}
+        if not on_demand:
+            return start(listed, **keywords)
+        now = [param for param in listed if param.ds_id not in on_demand]
         try:
             with _whole_or_not_at_all(listed, []):
-                noted = gathers.note(late.values(), begin)
-                return GatherHandles(gathers, begin(now, **keywords) if now else None, noted)
+                deferred = gathers.defer(on_demand.values(), start)
+                return GatherHandles(gathers, start(now, **keywords) if now else None, deferred)
         except BaseException:
-            gathers.withdraw(late.values())
+            gathers.withdraw(on_demand.values())
             raise
 
     return all_gather_coalesced

@@ -33,7 +33,7 @@ from memascend.deepspeed.parameters.device import on_stream, stream_here
 
 Parameter = Any
 #: Gathers a list and returns one handle for it; if it fails, none of the list is gathered.
-Begin = Callable[[Sequence[Parameter]], Any]
+Start = Callable[[Sequence[Parameter]], Any]
 
 
 class Swapper(Protocol):
@@ -41,7 +41,7 @@ class Swapper(Protocol):
 
     lock: AbstractContextManager[Any]
 
-    def late(self, params: Iterable[Parameter]) -> list[Parameter]:
+    def would_wait(self, params: Iterable[Parameter]) -> list[Parameter]:
         """Return the parameters whose gathers would wait for the drive or the optimizer's walk."""
 
     def wait_for_updates(self, params: Iterable[Parameter]) -> None:
@@ -52,55 +52,55 @@ class Swapper(Protocol):
 
 
 class GatherOnDemand:
-    """The handle of one parameter whose gather begins late; `begun` is None before that."""
+    """The handle of one parameter whose gather begins late; `started` is None before that."""
 
-    def __init__(self, gathers: GathersOnDemand, param: Parameter, begin: Begin) -> None:
+    def __init__(self, gathers: GathersOnDemand, param: Parameter, start: Start) -> None:
         self.param = param
-        self.begin = begin
-        self.begun: Any = None
+        self.start = start
+        self.started: Any = None
         self.stream = stream_here()
         self._gathers = gathers
 
     def wait(self, **keywords: Any) -> None:
-        """Begin the gather if needed, and wait for it, as DeepSpeed's coordinator does.
+        """Start the gather if needed, and wait for it, as DeepSpeed's coordinator does.
 
         The parameter is absent on return if the gather has failed before, or if it has not begun
         and the coordinator waits outside of a fetch. An error makes the parameter absent too.
         """
         try:
-            self._gathers.begin_awaited(self.param)
-            if self.begun is not None:
-                self.begun.wait(**keywords)
+            self._gathers.start_awaited(self.param)
+            if self.started is not None:
+                self.started.wait(**keywords)
         except BaseException:
             self._gathers.give_up(self)
             raise
 
 
 class GatherHandles:
-    """The handle of a list: one gather that has begun, and late ones."""
+    """The handle of a list: one gather that has started, and late ones."""
 
     def __init__(
-        self, gathers: GathersOnDemand, begun: Any, late: Iterable[GatherOnDemand]
+        self, gathers: GathersOnDemand, started: Any, on_demand: Iterable[GatherOnDemand]
     ) -> None:
         self._gathers = gathers
-        self._begun = begun
-        self._late = {one.param.ds_id: one for one in late}
+        self._started = started
+        self._on_demand = {one.param.ds_id: one for one in on_demand}
 
     def of(self, param: Parameter) -> Any:
         """Return the handle of one parameter of the list."""
-        return self._late.get(param.ds_id, self._begun)
+        return self._on_demand.get(param.ds_id, self._started)
 
     def wait(self, **keywords: Any) -> None:
         """Gather and wait for all of the list."""
-        if self._begun is not None:
-            self._begun.wait(**keywords)
-        late = [one.param for one in self._late.values()]
+        if self._started is not None:
+            self._started.wait(**keywords)
+        late = [one.param for one in self._on_demand.values()]
         try:
-            self._gathers.begin(late)
+            self._gathers.start(late)
         except BaseException:
             self._gathers.withdraw(late)
             raise
-        for one in self._late.values():
+        for one in self._on_demand.values():
             one.wait(**keywords)
 
 
@@ -126,24 +126,24 @@ class GathersOnDemand:
         """
         self._swapper = swapper
         self._is_alone = is_alone
-        self._noted: dict[int, GatherOnDemand] = {}  # by ds_id, oldest first
+        self._deferred: dict[int, GatherOnDemand] = {}  # by ds_id, oldest first
         self._registries: dict[int, Any] = {}  # by ds_id: DeepSpeed's registry of handles
         self.fetching = Fetching()
 
-    def late(self, absent: Iterable[Parameter]) -> list[Parameter]:
+    def on_demand(self, absent: Iterable[Parameter]) -> list[Parameter]:
         """Return the parameters whose gathers are to be noted; with several ranks all of them."""
         if not self._is_alone:
             return list(absent)
         # DeepSpeed reads a shard before it prefetches the gather: an unread one is needed now.
         unread = PartitionedParamStatus.NOT_AVAILABLE
-        return self._swapper.late(p for p in absent if p.ds_tensor.status is not unread)
+        return self._swapper.would_wait(p for p in absent if p.ds_tensor.status is not unread)
 
-    def note(self, params: Iterable[Parameter], begin: Begin) -> list[GatherOnDemand]:
-        """Mark absent parameters as in flight, to be gathered later with `begin`."""
-        gathers = [GatherOnDemand(self, param, begin) for param in params]
+    def defer(self, params: Iterable[Parameter], start: Start) -> list[GatherOnDemand]:
+        """Mark absent parameters as in flight, to be gathered later with `start`."""
+        gathers = [GatherOnDemand(self, param, start) for param in params]
         with self._swapper.lock:
             for one in gathers:
-                self._noted[one.param.ds_id] = one
+                self._deferred[one.param.ds_id] = one
                 one.param.ds_status = ZeroParamStatus.INFLIGHT
         return gathers
 
@@ -155,25 +155,25 @@ class GathersOnDemand:
         """Make parameters absent again, if their gathers have not begun."""
         with self._swapper.lock:
             for param in params:
-                if param.ds_id in self._noted:
+                if param.ds_id in self._deferred:
                     param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-                    del self._noted[param.ds_id]
+                    del self._deferred[param.ds_id]
 
     def give_up(self, gather: GatherOnDemand) -> None:
         """Make a parameter absent again, and all parameters of the same gather."""
         self.withdraw([gather.param])
-        if gather.begun is not None and gather.param.ds_status is ZeroParamStatus.INFLIGHT:
-            gather.begun.give_up()
+        if gather.started is not None and gather.param.ds_status is ZeroParamStatus.INFLIGHT:
+            gather.started.give_up()
 
-    def begin(self, needed: Iterable[Parameter] = ()) -> None:
-        """Begin the gathers of needed parameters; with one rank, also of those that have arrived.
+    def start(self, needed: Iterable[Parameter] = ()) -> None:
+        """Start the gathers of needed parameters; with one rank, also of those that have arrived.
 
         Raises:
             StoreError: A read failed, or the walk did.
         """
-        self._begin_of({param.ds_id for param in needed})
+        self._start_of({param.ds_id for param in needed})
 
-    def is_ahead(self, param: Parameter) -> bool:
+    def is_prefetched(self, param: Parameter) -> bool:
         """Return whether DeepSpeed has prefetched a parameter and not waited for it yet."""
         return param in self._registries.get(param.ds_id, ())
 
@@ -184,8 +184,8 @@ class GathersOnDemand:
             StoreError: A read failed, or the walk did.
         """
         listed, here = list(params), stream_here()
-        self.begin(listed)
-        for param in filter(self.is_ahead, listed):
+        self.start(listed)
+        for param in filter(self.is_prefetched, listed):
             registry = self._registries[param.ds_id]
             handle = registry[param]
             with on_stream(handle.stream):  # as DeepSpeed's coordinator does
@@ -194,8 +194,8 @@ class GathersOnDemand:
                 here.wait_stream(handle.stream)
             registry.pop(param, None)  # last, so that a wait after Ctrl-C finds the handle
 
-    def begin_awaited(self, param: Parameter) -> None:
-        """Begin the gather of a parameter for which the coordinator waits; see GatherOnDemand.wait.
+    def start_awaited(self, param: Parameter) -> None:
+        """Start the gather of a parameter for which the coordinator waits; see GatherOnDemand.wait.
 
         With several ranks begin those of all parameters of the fetched module.
 
@@ -206,17 +206,17 @@ class GathersOnDemand:
         if needed is None:
             self.withdraw([param])
         elif self._is_alone:
-            self._begin_of({param.ds_id})
+            self._start_of({param.ds_id})
         else:
             for gathers, ids in needed:
-                gathers._begin_of(ids)
+                gathers._start_of(ids)
 
-    def _begin_of(self, needed_ids: AbstractSet[int]) -> None:
+    def _start_of(self, needed_ids: AbstractSet[int]) -> None:
         # Take the lock even if no needed id is noted: another thread may be about to begin it.
-        if not (needed_ids or (self._noted and self._is_alone)):
+        if not (needed_ids or (self._deferred and self._is_alone)):
             return
         # Without the lock: hooks of other threads need it meanwhile.
-        noted = [g.param for g in list(self._noted.values()) if g.param.ds_id in needed_ids]
+        noted = [g.param for g in list(self._deferred.values()) if g.param.ds_id in needed_ids]
         self._swapper.wait_for_updates(noted)
         with self._swapper.lock:
             streams: dict[Any, list[GatherOnDemand]] = {}
@@ -224,28 +224,28 @@ class GathersOnDemand:
                 streams.setdefault(one.stream, []).append(one)
             for stream, gathers in streams.items():
                 with on_stream(stream):
-                    self._begin(gathers)
+                    self._start(gathers)
 
     def _due(self, needed_ids: AbstractSet[int]) -> list[GatherOnDemand]:
         """Return noted gathers that are needed; with one rank, also those that have arrived."""
-        noted = self._noted.values()
+        noted = self._deferred.values()
         waiting = [one.param for one in noted if one.param.ds_id not in needed_ids]
-        late = self._swapper.late(waiting) if self._is_alone else waiting
-        late_ids = {param.ds_id for param in late}
-        return [one for one in noted if one.param.ds_id not in late_ids]
+        still_waiting = self._swapper.would_wait(waiting) if self._is_alone else waiting
+        waiting_ids = {param.ds_id for param in still_waiting}
+        return [one for one in noted if one.param.ds_id not in waiting_ids]
 
-    def _begin(self, gathers: Sequence[GatherOnDemand]) -> None:
+    def _start(self, gathers: Sequence[GatherOnDemand]) -> None:
         params = [one.param for one in gathers]
         try:
             for one in gathers:
-                del self._noted[one.param.ds_id]
+                del self._deferred[one.param.ds_id]
                 one.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            handle = gathers[0].begin(params)
+            handle = gathers[0].start(params)
             for one in gathers:
-                one.begun = handle
+                one.started = handle
         except BaseException:
             for one in gathers:
-                self._noted.pop(one.param.ds_id, None)
-                one.begun = None
+                self._deferred.pop(one.param.ds_id, None)
+                one.started = None
             self._swapper.give_up(params)
             raise

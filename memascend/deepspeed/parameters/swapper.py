@@ -109,7 +109,7 @@ class ParameterSwapper:
     @exclusive
     def get_buffer(self, param: Parameter, numel: int) -> torch.Tensor:
         """Return memory for a parameter's first shard; the caller fills and stores it."""
-        self._stream.drop(self._shard(param, numel))
+        self._stream.let_go(self._shard(param, numel))
         return self._stage_outgoing(param, numel)
 
     @exclusive
@@ -144,7 +144,7 @@ class ParameterSwapper:
         try:
             if async_op:
                 own = [p for p in params if p.nvme_swapper is self]
-                self._stream.read_ahead([self._shard(p) for p in own if self._is_absent(p)])
+                self._stream.prefetch([self._shard(p) for p in own if self._is_absent(p)])
             else:
                 on_drive = [(p, self._shard(p)) for p in params if self._lives_on_drive(p)]
                 self._stream.read_now(
@@ -221,7 +221,7 @@ class ParameterSwapper:
         return turns
 
     @exclusive
-    def late(self, params: Iterable[Parameter]) -> list[Parameter]:
+    def would_wait(self, params: Iterable[Parameter]) -> list[Parameter]:
         """Return the parameters whose gathers would wait for the drive or the optimizer's walk."""
         return [
             param
@@ -340,7 +340,7 @@ class ParameterSwapper:
         self._gathering.clear()
         self._stand_ins.check()
         try:
-            self._stream.forget_all()
+            self._stream.drop_all()
         finally:
             self._show_changes()
 
@@ -419,7 +419,7 @@ class ParameterSwapper:
     def _let_go(self, shard: Shard, event: Event | None = None) -> None:
         self._gathering.pop(shard, None)
         try:
-            self._stream.drop(shard, event)
+            self._stream.let_go(shard, event)
         finally:
             self._show_changes()
             self._mark_absent(shard.owner)

@@ -96,4 +96,4 @@ class Copies:
     def discard(self, key: str) -> None:
         """Discard a storage's bytes on the drive, if there are any."""
         self.slots.store.discard(key=key)
-        self.slots.forget_failure(key)
+        self.slots.take_failure(key)

@@ -154,7 +154,7 @@ class Record:
         """Its name in the store."""
         return f"activation.{self.number}"
 
-    def let_go(self) -> None:
+    def drop_data(self) -> None:
         """Drop the references to the bytes on the device."""
         self.data = self.saved = None
 

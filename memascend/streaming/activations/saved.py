@@ -93,7 +93,7 @@ class Saved:
         if new is State.STORED and not record.was_taken:
             self.stack.prefetch(record.number)
         if new in OFF_DEVICE:
-            record.let_go()
+            record.drop_data()
         self._traffic.device_bytes_peak = max(self._traffic.device_bytes_peak, device_bytes)
 
     def read_first(self, record: Record) -> None:

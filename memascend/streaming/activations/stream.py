@@ -139,7 +139,7 @@ class ActivationStream:
             self._give_up_dropped()
             return len(self._saved.records)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until no transfer is in flight and all slots are free.
 
         Raises:

@@ -102,7 +102,7 @@ class GradientStream:
             offset: First element of the shard in it.
             gradient: 1-D, on any device, in the dtype of sums.
             accumulate: Add to the latest value instead of replacing it.
-            final: The next step sees the result; else only after `finish`.
+            final: The next step sees the result; else only after `make_final`.
             arrived: A narrower dtype that represents `gradient` exactly, if there is one: in this
                 dtype it may wait on the drive to be added.
             result: Filled with the new value, if given; on any device, of any dtype.
@@ -127,7 +127,7 @@ class GradientStream:
         return shard
 
     @guarded
-    def finish(self, group: str, offset: int) -> None:
+    def make_final(self, group: str, offset: int) -> None:
         """Make the latest value of a shard the one that the next step sees."""
         shard = self._shards[group][offset]
         if shard.window is not None:
@@ -168,9 +168,9 @@ class GradientStream:
         )
 
     def start_read(self, group: str, begin: int, raw: torch.Tensor) -> list[Ticket]:
-        """Start reading a range as it is stored; call `load` once the tickets are done.
+        """Start reading a range as it is stored; call `convert` once the tickets are done.
 
-        Call `submit` first. Values of another dtype than `raw` are left to `load`.
+        Call `submit` first. Values of another dtype than `raw` are left to `convert`.
         """
         return [
             self._store.read(
@@ -186,7 +186,7 @@ class GradientStream:
         """Complete the gradient in `raw` after `start_read`, if only zeros are missing.
 
         Returns:
-            False if `load` is needed: a value has another dtype, or is to be multiplied.
+            False if `convert` is needed: a value has another dtype, or is to be multiplied.
         """
         parts = list(self._seen_in(group, begin, raw.numel()))
         if any(part.shard.factors or part.value.dtype != raw.dtype for part in parts):
@@ -194,7 +194,7 @@ class GradientStream:
         zero_between(parts, raw)
         return True
 
-    def load(self, group: str, begin: int, raw: torch.Tensor, gradient: torch.Tensor) -> None:
+    def convert(self, group: str, begin: int, raw: torch.Tensor, gradient: torch.Tensor) -> None:
         """Fill `gradient` from `raw`, after `start_read`; `gradient` may be `raw` itself."""
         parts = list(self._seen_in(group, begin, raw.numel()))
         zero_between(parts, gradient)
@@ -256,7 +256,7 @@ class GradientStream:
             yield from ((offset, begin) for begin, _ in shard.bypassed)
 
     @guarded
-    def bring_back(self, group: str, offset: int, begin: int, part: torch.Tensor) -> None:
+    def put_back(self, group: str, offset: int, begin: int, part: torch.Tensor) -> None:
         """Store a part of the shard at `offset` that a tile was given and did not use."""
         shard, found = self._shards[group][offset], (begin, part.numel())
         if shard.seen is not None and found in shard.bypassed:  # the whole shard arrived
@@ -377,7 +377,7 @@ class GradientStream:
         anew: bool = True,
     ) -> StoredGradient:
         key = shard.key(place)
-        if anew and self._slots.forget_failure(key):
+        if anew and self._slots.take_failure(key):
             # The whole key is about to be written: discarding it clears the failed state.
             self._slots.submit_all(key)
             self._store.discard(key=key)

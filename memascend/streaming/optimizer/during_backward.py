@@ -32,7 +32,7 @@ from memascend.streaming.optimizer.stream import OptimizerStream
 from memascend.streaming.optimizer.sub_group_step import EarlyStep
 
 #: Called with a sub-group, the offset of a gradient in it, the first element of a part, the part.
-BringBack = Callable[[str, int, int, torch.Tensor], None]
+PutBack = Callable[[str, int, int, torch.Tensor], None]
 
 
 class _Coverage:
@@ -53,7 +53,7 @@ class _Coverage:
                 end = min(begin + begins.step, offset + numel)
                 self._missing[begin] += end - max(begin, offset)
 
-    def take(self, offset: int) -> bool:
+    def note_arrival(self, offset: int) -> bool:
         """Note that a gradient arrives; return whether this is the first time."""
         is_first = offset in self._offsets
         self._offsets.discard(offset)
@@ -91,7 +91,7 @@ class EarlyPart:
     kept: Sequence[tuple[int, int]] = ()
     left: frozenset[int] = frozenset()
 
-    def late_tiles(self) -> list[tuple[str, int]]:
+    def left_tiles(self) -> list[tuple[str, int]]:
         """Return the tiles that are not stepped early: (sub-group, first element)."""
         late = [*self.left]
         for offset, numel in self.kept:
@@ -138,7 +138,7 @@ class _Expected:
         #: Gradients that go to the drive: sub-group and offset.
         self.kept = {(part.step.name, offset) for part in parts for offset, _ in part.kept}
         #: Tiles that are not stepped early: sub-group and first element.
-        self.late = {tile for part in parts for tile in part.late_tiles()}
+        self.left = {tile for part in parts for tile in part.left_tiles()}
 
 
 class TilesDuringBackward:
@@ -151,7 +151,7 @@ class TilesDuringBackward:
         background: BackgroundStep,
         new_event: Callable[[], Event] | None = None,
     ) -> None:
-        """Start closed; `begin` opens it.
+        """Start closed; `expect` opens it.
 
         Args:
             stream: Steps tiles.
@@ -171,9 +171,9 @@ class TilesDuringBackward:
         #: Whether an early step failed; the keys for new values may be unreadable since then.
         self.has_failed = False
 
-    def begin(self, parts: Sequence[EarlyPart]) -> None:
+    def expect(self, parts: Sequence[EarlyPart]) -> None:
         """Expect the gradients of these sub-groups, and forget all earlier early steps."""
-        self.forget()
+        self.drop()
         self._expected = _Expected(parts)
         if parts:
             self._is_open = True
@@ -190,8 +190,8 @@ class TilesDuringBackward:
         is_known = name in expected.coverage and (name, offset) not in expected.kept
         if not self._is_open or not is_known:
             return None
-        if not expected.coverage[name].take(offset):
-            self.forget()
+        if not expected.coverage[name].note_arrival(offset):
+            self.drop()
             return None
         return DriveBypass(
             offset=offset,
@@ -199,7 +199,7 @@ class TilesDuringBackward:
             find=functools.partial(self._find, name, offset),
         )
 
-    def note(self) -> None:
+    def note_copied(self) -> None:
         """Note that gradients were copied into blocks, and queue the tiles that are complete."""
         filled, self._filled = self._filled, []
         event = event_here(self._new_event) if filled else None
@@ -208,7 +208,7 @@ class TilesDuringBackward:
                 gradient.copies.append(CopyTicket(event))
             coverage = self._expected.coverage
             if self._is_open and coverage[gradient.name].fill(gradient.begin, numel):
-                self._stream.expect_early(gradient.name, gradient.begin)
+                self._stream.queue_early(gradient.name, gradient.begin)
                 self._start(self._step_next)
 
     def finish(self) -> None:
@@ -230,18 +230,18 @@ class TilesDuringBackward:
             self._running.clear()
             self._drain()
 
-    def take(self, bring_back: BringBack) -> tuple[Begins, Exception | None]:
+    def take_results(self, put_back: PutBack) -> tuple[Begins, Exception | None]:
         """Return the tiles that were stepped early, or the error that prevented it, once.
 
         Call `close` first.
 
         Args:
-            bring_back: Called with each part of a gradient whose tile was not stepped.
+            put_back: Called with each part of a gradient whose tile was not stepped.
         """
         for gradient in self._waiting.values():
             gradient.wait()
             for offset, begin, count in gradient.parts:
-                bring_back(gradient.name, offset, begin, gradient.part(begin, count))
+                put_back(gradient.name, offset, begin, gradient.part(begin, count))
         self._clear()
         done, error = self._done, self._error
         self._done, self._error = {}, None
@@ -249,7 +249,7 @@ class TilesDuringBackward:
             return {}, error
         return {name: frozenset(begins) for name, begins in done.items()}, None
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Forget all early steps, and their error."""
         self.close()
         self._clear()
@@ -268,16 +268,16 @@ class TilesDuringBackward:
 
     def _find(self, name: str, offset: int, begin: int, count: int) -> torch.Tensor | None:
         """Return the block's part for [begin, begin+count) of the sub-group; None: to the drive."""
-        self.note()  # the parts before
+        self.note_copied()  # the parts before
         tile_numel = self._stream.tiles.shape.numel
         tile = (name, begin // tile_numel * tile_numel)
-        if not self._is_open or tile in self._expected.late:
+        if not self._is_open or tile in self._expected.left:
             return None
         gradient = self._waiting.get(tile)
         if gradient is None:
             block = self._take_block()
             if block is None:
-                self._expected.late.add(tile)
+                self._expected.left.add(tile)
                 return None
             gradient = self._waiting[tile] = _TileGradient(*tile, block)
             if not self._expected.coverage[name].is_all_missing(tile[1]):
@@ -324,7 +324,7 @@ class TilesDuringBackward:
             self._background.use_device()
             name, begin = self._stream.step_early(self._expected.steps, self._take_gradient)
             self._done.setdefault(name, set()).add(begin)
-        except Exception as error:  # returned by take()
+        except Exception as error:  # returned by take_results()
             self._fail(error)
 
     def _take_gradient(self, name: str, begin: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ Knows the order of tiles and their reads; not the arithmetic of a step. While on
 the next ones are read, also from one sub-group to the next. The first tiles of a walk may be read
 before it begins, when weights and states are final and gradients are not; their gradients are read
 when it begins. If the walk begins at other tiles, or states were added or removed, the tiles are
-read again. A caller that changes a value must call `forget`.
+read again. A caller that changes a value must call `drop_prefetched`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TilePrefetch:
         self._reading: deque[Tile] = deque()
         self._before_walk: list[_Content] = []  # tiles read for the next walk
 
-    def begin(self, names: Sequence[str], early: Mapping[str, frozenset[int]]) -> None:
+    def start(self, names: Sequence[str], early: Mapping[str, frozenset[int]]) -> None:
         """Start a walk over sub-groups; gradients must be complete.
 
         Args:
@@ -62,19 +62,19 @@ class TilePrefetch:
         if due != read or len(read) != len(self._reading):
             self.drop()
             coming = self._in_order(names, early)
-        self._tiles.find_lost(self._reading)
+        self._tiles.recover(self._reading)
         for tile in self._reading:
             self._read_gradient(tile)
         self._coming = coming
 
-    def read(self, names: Sequence[str]) -> None:
+    def read_first(self, names: Sequence[str]) -> None:
         """Start reading the first tiles of the next walk; no effect while any tile is being read.
 
-        Call `forget` before weights or states change outside the walk.
+        Call `drop_prefetched` before weights or states change outside the walk.
         """
         if self._reading:
             return
-        self._tiles.find_lost(self._reading)
+        self._tiles.recover(self._reading)
         for group, begin in self._in_order(names, {}):
             if not self._tiles.has_idle():
                 return
@@ -85,12 +85,12 @@ class TilePrefetch:
             # After the read: Ctrl-C may leave a tile half read.
             self._before_walk.append(_content(group, begin))
 
-    def forget(self) -> None:
+    def drop_prefetched(self) -> None:
         """Drop tiles that were read for the next walk; tiles of a current walk stay."""
         if self._before_walk:
             self.drop()
 
-    def expect_early(self, name: str, begin: int) -> None:
+    def queue_early(self, name: str, begin: int) -> None:
         """Queue a tile to be stepped early. Any thread may call."""
         self._early_coming.append((self._groups.group(name), begin))
 
@@ -114,7 +114,7 @@ class TilePrefetch:
         return not self._reading
 
     @contextmanager
-    def lend_next(self) -> Iterator[Tile]:
+    def next_tile(self) -> Iterator[Tile]:
         """Lend the next tile after waiting for its read; start reading those after it."""
         self._read_next()
         tile = self._reading.popleft()

@@ -29,6 +29,7 @@ class StepPhase(Enum):
     """
 
     COLLECTING = auto()  #: Gradients arrive; all values belong to the last step.
+    SKIPPED = auto()  #: DeepSpeed does not make it: the norm is not finite. Nothing has changed.
     DECIDED = auto()  #: Updates, order and early tiles are chosen; no value has changed.
     WALKING = auto()  #: Some values may be new and others old.
     DONE = auto()  #: Every value is new.
@@ -37,7 +38,10 @@ class StepPhase(Enum):
 
 _FOLLOWING: Mapping[StepPhase, frozenset[StepPhase]] = {
     # To WALKING if whole sub-groups are stepped: there is nothing to decide.
-    StepPhase.COLLECTING: frozenset({StepPhase.DECIDED, StepPhase.WALKING, StepPhase.TORN}),
+    StepPhase.COLLECTING: frozenset(
+        {StepPhase.SKIPPED, StepPhase.DECIDED, StepPhase.WALKING, StepPhase.TORN}
+    ),
+    StepPhase.SKIPPED: frozenset({StepPhase.TORN}),
     StepPhase.DECIDED: frozenset({StepPhase.WALKING, StepPhase.TORN}),
     StepPhase.WALKING: frozenset({StepPhase.DONE, StepPhase.TORN, StepPhase.COLLECTING}),
     StepPhase.DONE: frozenset({StepPhase.TORN}),
@@ -108,6 +112,10 @@ class Step:
         self._enter(StepPhase.DECIDED)
         self.order, self.early = order, early or {}
         self._due_count = len(order)
+
+    def skip(self) -> None:
+        """Note that there is no such step: the norm is not finite. Its gradients are dropped."""
+        self._enter(StepPhase.SKIPPED)
 
     def note_change(self) -> None:
         """Note that a value is about to be new while others are old."""

@@ -36,8 +36,8 @@ from memascend.streaming.optimizer.sub_group_step import (
     as_number,
     copy_scalars,
     early_key,
+    empty_parameter,
     is_state_tensor,
-    let_go,
     step_nothing,
 )
 from memascend.streaming.optimizer.sub_groups import Member, State, SubGroup, SubGroups, make_anew
@@ -67,10 +67,10 @@ class OptimizerStream:
         self.tiles = tiles
         self._gradient_stream = gradient_stream
         self._take_over = take_over
-        self._ahead = TilePrefetch(groups=groups, tiles=tiles, gradient_stream=gradient_stream)
+        self._prefetch = TilePrefetch(groups=groups, tiles=tiles, gradient_stream=gradient_stream)
         self._step = Step()  # of the walk
 
-    def begin(self, step: Step) -> None:
+    def start(self, step: Step) -> None:
         """Start the walk of a step that is decided; sub-groups are then stepped in its order.
 
         Raises:
@@ -79,21 +79,21 @@ class OptimizerStream:
         self.tiles.drain()
         self._gradient_stream.submit()
         self._step = step
-        self._ahead.begin(step.order, step.early)
+        self._prefetch.start(step.order, step.early)
 
-    def read_ahead(self, names: Sequence[str]) -> None:
+    def prefetch(self, names: Sequence[str]) -> None:
         """Start reading the first tiles of the next walk, before all gradients are complete.
 
-        Call `forget_ahead` before weights or states change outside the walk.
+        Call `drop_prefetched` before weights or states change outside the walk.
 
         Args:
             names: All sub-groups, in the order of the walk.
         """
-        self._ahead.read(names)
+        self._prefetch.read_first(names)
 
-    def forget_ahead(self) -> None:
+    def drop_prefetched(self) -> None:
         """Drop tiles that were read for the next walk: their values are about to change."""
-        self._ahead.forget()
+        self._prefetch.drop_prefetched()
 
     def step(self, step: SubGroupStep, reach: Callable[[int], None] = lambda end: None) -> None:
         """Step the next sub-group of the walk.
@@ -118,23 +118,23 @@ class OptimizerStream:
                         self._step_tile(tile, group, step, scalars, makes_states=makes_states)
                 end = min(begin + begins.step, group.numel)
                 if early:
-                    self._take_members(step.members, begin, end)
+                    self._take_over_members(step.members, begin, end)
                 reach(end)
             if early:
-                self._take_states(group)
+                self._take_over_states(group)
                 if len(early) == len(begins):
                     step_nothing(step)
-            if self._ahead.is_over():  # gathers read the copies on another stream
+            if self._prefetch.is_over():  # gathers read the copies on another stream
                 self.tiles.wait_copies()
         except Exception:
             self._step.note_failure()
-            self._ahead.drop()
+            self._prefetch.drop()
             raise
         except BaseException:  # Ctrl-C: do not wait
-            self._ahead.stop()
+            self._prefetch.stop()
             raise
         finally:
-            let_go(step.parameter, step.states[step.parameter], group)
+            empty_parameter(step.parameter, step.states[step.parameter], group)
         group.fills.clear()
         self._gradient_stream.note_factor(step.name, step.factor, step.parameter.dtype)
         self._step.note_stepped()
@@ -162,14 +162,14 @@ class OptimizerStream:
         Raises:
             StoreError: A transfer failed; the others have been waited for.
         """
-        self._ahead.stop()
+        self._prefetch.stop()
         self.tiles.drain()
 
     # -- early -----------------------------------------------------------------------------------
 
-    def expect_early(self, name: str, begin: int) -> None:
+    def queue_early(self, name: str, begin: int) -> None:
         """Queue a tile for `step_early`. Any thread may call."""
-        self._ahead.expect_early(name, begin)
+        self._prefetch.queue_early(name, begin)
 
     def step_early(
         self,
@@ -187,7 +187,7 @@ class OptimizerStream:
         Raises:
             StoreError: The drive failed.
         """
-        with self._ahead.lend_next() as tile:
+        with self._prefetch.next_tile() as tile:
             self.tiles.exchange_gradient(tile, take_gradient(tile.owner, tile.begin))
             group = self.groups.group(tile.owner)
             step = steps[tile.owner]
@@ -197,18 +197,18 @@ class OptimizerStream:
             self._write_back(tile, group, step.members, is_cast=True, early=True)
             return tile.owner, tile.begin
 
-    def _take_members(self, members: Sequence[Member], begin: int, end: int) -> None:
+    def _take_over_members(self, members: Sequence[Member], begin: int, end: int) -> None:
         """Let members that end in [begin, end) of their sub-group take over their new values."""
         self._step.note_change()
         for member in members:
             if begin < member.offset + member.numel <= end:
-                self._take(member.key)
+                self._take_over_key(member.key)
 
-    def _take_states(self, group: SubGroup) -> None:
+    def _take_over_states(self, group: SubGroup) -> None:
         for key in group.all_keys:
-            self._take(key)
+            self._take_over_key(key)
 
-    def _take(self, key: str | None) -> None:
+    def _take_over_key(self, key: str | None) -> None:
         assert self._take_over is not None
         assert key is not None
         self._take_over(key=key, other=early_key(key))
@@ -216,9 +216,9 @@ class OptimizerStream:
     @contextmanager
     def _due(self, group: SubGroup, begin: int) -> Iterator[Tile]:
         """Lend the next tile of the walk, which must be this one."""
-        with self._ahead.lend_next() as tile:
+        with self._prefetch.next_tile() as tile:
             if (tile.owner, tile.begin) != (group.name, begin):
-                raise AssertionError(f"{group.name} is stepped out of the order of begin()")
+                raise AssertionError(f"{group.name} is stepped out of the order of start()")
             yield tile
 
     # -- the optimizer's view --------------------------------------------------------------------
@@ -253,7 +253,7 @@ class OptimizerStream:
         else:
             # Data first: torch refuses a gradient whose shape differs.
             step.parameter.data = tile.master.narrow(0, 0, tile.numel)
-            step.parameter.grad = self._load_gradient(tile, step.factor)
+            step.parameter.grad = self._convert_gradient(tile, step.factor)
             self._step.note_change()
             step.update()
             self._collect_states(tile, group, step.states[step.parameter])
@@ -269,7 +269,7 @@ class OptimizerStream:
         if not early:
             is_whole = self._gradient_stream.complete(tile.owner, tile.begin, gradient)
             if multiplier is None or not is_whole:
-                gradient, multiplier = self._load_gradient(tile, factor), 1.0
+                gradient, multiplier = self._convert_gradient(tile, factor), 1.0
             self._step.note_change()
         assert multiplier is not None
         fused(
@@ -281,10 +281,10 @@ class OptimizerStream:
             output=None if tile.cast is None else tile.cast.narrow(0, 0, tile.numel),
         )
 
-    def _load_gradient(self, tile: Tile, factor: Factor) -> torch.Tensor:
+    def _convert_gradient(self, tile: Tile, factor: Factor) -> torch.Tensor:
         """Return a tile's gradient in the step's dtype, multiplied by `factor`."""
         gradient = self.tiles.gradient(tile)
-        self._gradient_stream.load(
+        self._gradient_stream.convert(
             tile.owner, tile.begin, tile.raw.narrow(0, 0, tile.numel), gradient
         )
         return gradient.mul_(factor)

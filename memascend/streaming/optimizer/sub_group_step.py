@@ -114,7 +114,7 @@ def copy_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def let_go(parameter: torch.Tensor, values: State, group: SubGroup) -> None:
+def empty_parameter(parameter: torch.Tensor, values: State, group: SubGroup) -> None:
     """Empty a parameter, its gradient and its states, so that they do not refer to tile memory."""
     parameter.grad = None
     parameter.data = parameter.data.new_empty(0)

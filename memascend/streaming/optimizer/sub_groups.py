@@ -232,7 +232,7 @@ class SubGroups:
             group.fills.pop(state, None)
         self._slots.fill(key=group.key(state), nbytes=nbytes, source=source)
 
-    def forget_states(self) -> None:
+    def discard_states(self) -> None:
         """Drop every state, as for a new optimizer."""
         with suppress(StoreError):  # of dropped states, or raised again by the next read
             self._tiles.drain()
@@ -244,7 +244,7 @@ class SubGroups:
 
     def discard(self) -> None:
         """Discard all keys and forget the sub-groups."""
-        self.forget_states()
+        self.discard_states()
         for group in self._groups.values():
             self.store.discard(key=group.key())
         self._groups.clear()

@@ -144,7 +144,7 @@ class TileMemory:
         """Give a tile back; it is idle again when its transfers are over."""
         self._retired.add(tile, tile)
 
-    def find_lost(self, held: Collection[Tile]) -> None:
+    def recover(self, held: Collection[Tile]) -> None:
         """Retire tiles that Ctrl-C left in no list.
 
         Args:

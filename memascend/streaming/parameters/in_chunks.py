@@ -43,12 +43,12 @@ class InChunks:
         self._on_device = torch.empty(0, device=None if staging is None else device)
         self._writing: set[Shard] = set()  # may still have writes in staging slots
 
-    def read_ahead(self, shard: Shard) -> None:
+    def prefetch(self, shard: Shard) -> None:
         """Start reading the first chunks, unless the shard is being written or can be lent."""
         is_new = shard not in self._writing and self._background.has_passed(shard.key)
         if self.staging is not None and is_new and not self._memory.offers(shard):
             with suppress(StoreError):  # not needed now; the read that needs it raises the error
-                self.staging.ahead.start(key=shard.key, numel=shard.numel, dtype=shard.dtype)
+                self.staging.prefetch.start(key=shard.key, numel=shard.numel, dtype=shard.dtype)
 
     def read(self, shard: Shard) -> None:
         """Set a DEFERRED shard's tensor: lent by the store, else read into device memory."""
@@ -82,10 +82,10 @@ class InChunks:
             self.staging.wait_writes()
             self._writing.clear()  # not before: Ctrl-C may end the wait
 
-    def forget(self, shard: Shard | None = None) -> None:
+    def drop(self, shard: Shard | None = None) -> None:
         """Forget chunks read ahead, of one shard or all: it is about to be written."""
         if self.staging is not None:
-            self.staging.ahead.forget(None if shard is None else shard.key)
+            self.staging.prefetch.drop(None if shard is None else shard.key)
 
     @property
     def _slots(self) -> StagingSlots:

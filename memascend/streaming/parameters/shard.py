@@ -1,8 +1,7 @@
-"""Records of a stream's shards: key, size, and location besides the store."""
+"""The record of one shard: key, size, and location besides the store."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from memascend.base.interfaces import Ticket
-from memascend.base.sizes import PREFETCH_BYTES_MIN, REPEATED_COUNT_MIN
 from memascend.memory.pool import Lease
 
 
@@ -18,7 +16,7 @@ class ShardState(Enum):
     """Location of a shard's contents, besides the store."""
 
     ABSENT = "nowhere"
-    LATE = "nowhere: its read into a slot begins when the optimizer has written it"
+    DELAYED = "nowhere: its read into a slot begins when the optimizer has written it"
     READING = "on their way from the drive to a slot"
     DEFERRED = "nowhere: there is no slot, so it is read when it is needed"
     ARRIVED = "in the tensor, equal to the store"
@@ -28,10 +26,10 @@ class ShardState(Enum):
     RECALLED = "still in the slot of such a shard, which was requested again"
 
 
-#: The states that may follow each; besides, each may be followed by ABSENT, in `Shard.leave`.
+#: The states that may follow each; besides, each may be followed by ABSENT, in `Shard.reset`.
 _FOLLOWING: dict[ShardState, set[ShardState]] = {
-    ShardState.ABSENT: {ShardState.LATE, ShardState.DEFERRED, ShardState.CHANGED},
-    ShardState.LATE: {ShardState.READING},
+    ShardState.ABSENT: {ShardState.DELAYED, ShardState.DEFERRED, ShardState.CHANGED},
+    ShardState.DELAYED: {ShardState.READING},
     ShardState.READING: {ShardState.ARRIVED},
     ShardState.DEFERRED: {ShardState.ARRIVED, ShardState.LENT},
     ShardState.ARRIVED: {ShardState.CHANGED, ShardState.KEPT},
@@ -41,7 +39,7 @@ _FOLLOWING: dict[ShardState, set[ShardState]] = {
     ShardState.RECALLED: {ShardState.ARRIVED, ShardState.CHANGED, ShardState.KEPT},
 }
 #: Requested, and not there yet.
-_COMING = {ShardState.LATE, ShardState.READING, ShardState.DEFERRED, ShardState.RECALLED}
+_COMING = {ShardState.DELAYED, ShardState.READING, ShardState.DEFERRED, ShardState.RECALLED}
 _HERE = {ShardState.ARRIVED, ShardState.LENT, ShardState.CHANGED}
 
 
@@ -54,7 +52,7 @@ class Shard:
         numel: Number of elements.
         dtype: Their dtype.
         owner: The object that it is a part of; used by the stream's caller only.
-        state: Location of its contents. All attributes below are reset by `leave`.
+        state: Location of its contents. All attributes below are reset by `reset`.
         lease: The lease of its slot; None in device memory, lent, or without memory.
         tensor: Its memory; None while it has none.
         read: Its transfer from the drive while that is in flight.
@@ -95,47 +93,12 @@ class Shard:
         return self.lease is not None or self.is_lent
 
     def become(self, state: ShardState) -> None:
-        """Change the state to one that may follow; `leave` makes it ABSENT."""
+        """Change the state to one that may follow; `reset` makes it ABSENT."""
         if state not in _FOLLOWING[self.state]:
             raise AssertionError(f"{self.key} is {self.state.name} and cannot become {state.name}")
         self.state = state
 
-    def leave(self) -> None:
+    def reset(self) -> None:
         """Reset the shard to ABSENT, from any state."""
         self.state = ShardState.ABSENT
         self.lease = self.tensor = self.read = None
-
-
-class Shards:
-    """All shards of a stream."""
-
-    def __init__(self) -> None:
-        """Start with no shards."""
-        self.made: list[Shard] = []
-        self._sizes: Counter[int] = Counter()  # number of shards by bytes
-
-    def make(self, key: str, numel: int, dtype: torch.dtype, owner: Any) -> Shard:
-        """Make the record of a shard, once for each."""
-        shard = Shard(key, numel, dtype, owner)
-        self.made.append(shard)
-        self._sizes[shard.nbytes] += 1
-        return shard
-
-    def recast(self, shard: Shard, dtype: torch.dtype) -> None:
-        """Change the dtype of a shard that is in no slot."""
-        self._sizes[shard.nbytes] -= 1
-        shard.dtype = dtype
-        self._sizes[shard.nbytes] += 1
-
-    @property
-    def repeated_bytes_max(self) -> int:
-        """Largest size that occurs often: of the layers' shards, not of the embedding."""
-        counts = self._sizes.items()
-        repeated = [nbytes for nbytes, count in counts if count >= REPEATED_COUNT_MIN]
-        return max(repeated, default=0)
-
-    def prefetch_bytes(self, given: int | None) -> int:
-        """Return the bytes that may be read ahead: `given`, else twice `repeated_bytes_max`."""
-        if given is not None:
-            return given
-        return max(PREFETCH_BYTES_MIN, 2 * self.repeated_bytes_max)

@@ -59,14 +59,14 @@ class ShardMemory:
         """Return a kept shard and its slot to the caller."""
         del self._kept[shard]
 
-    def forget(self, shard: Shard) -> None:
+    def drop(self, shard: Shard) -> None:
         """Free the slot of a shard if it is kept, and end its loan."""
         if shard.state is ShardState.KEPT:
             self.take(shard)
             self._free(shard)
         self._end_loan(shard)
 
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         """Free every slot, once the copies out of it are over, and end every loan."""
         while self._free_oldest():
             pass
@@ -98,7 +98,7 @@ class ShardMemory:
             elif not self._pool.grow(nbytes):
                 return None
 
-    def abandon(self, shards: Iterable[Shard]) -> None:
+    def recover(self, shards: Iterable[Shard]) -> None:
         """Give up shards and their memory in any state, kept or in use.
 
         A slot is free once no transfer in flight holds it.
@@ -110,7 +110,7 @@ class ShardMemory:
             if shard.lease is not None:
                 shard.lease.release()
             self._end_loan(shard)
-            shard.leave()
+            shard.reset()
 
     def _free_oldest(self) -> bool:
         """Give up the shard that was let go longest ago; return False when none is kept.
@@ -121,7 +121,7 @@ class ShardMemory:
         if oldest is None:
             return False
         is_copied_from = oldest in self._copies
-        self.forget(oldest)
+        self.drop(oldest)
         if is_copied_from:
             self._copying.wait_all()
         return True
@@ -137,13 +137,13 @@ class ShardMemory:
         if shard.is_lent:
             if shard not in self._copies:
                 self._end_loan(shard)
-            shard.leave()
+            shard.reset()
             return
         lease, copied = shard.lease, None
         if lease is not None and (copied := self._copies.get(shard)) is not None:
             self._copying.add(CopyTicket(copied), lease)
             del self._copies[shard]
-        shard.leave()
+        shard.reset()
         if lease is not None and copied is None:  # device memory is reused in stream order
             lease.release()
 

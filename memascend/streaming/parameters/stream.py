@@ -31,7 +31,8 @@ from memascend.memory.guard import guarded
 from memascend.memory.pool import Pool
 from memascend.streaming.background import BackgroundStep
 from memascend.streaming.parameters.in_chunks import InChunks
-from memascend.streaming.parameters.shard import Shard, Shards, ShardState
+from memascend.streaming.parameters.prefetch import PrefetchLimit
+from memascend.streaming.parameters.shard import Shard, ShardState
 from memascend.streaming.parameters.shard_memory import ShardMemory
 from memascend.transfer.pending import Pending
 from memascend.transfer.staging import StagingSlots
@@ -70,9 +71,9 @@ class ParameterStream:
         self.pool = pool
         self.guard = pool.guard
         self._store = store
-        self._prefetch_bytes = prefetch_bytes
+        self._prefetch_limit = PrefetchLimit(prefetch_bytes)
         self.background = background or BackgroundStep()
-        self._shards = Shards()
+        self._shards: list[Shard] = []
         self._staged: dict[Shard, None] = {}  # in order of request
         self._ahead: set[Shard] = set()  # of these, read ahead and not needed yet
         self._changed: dict[Shard, None] = {}
@@ -85,7 +86,10 @@ class ParameterStream:
     @guarded
     def shard(self, key: str, numel: int, dtype: torch.dtype, owner: Any = None) -> Shard:
         """Make the record of a shard, once for each."""
-        return self._shards.make(key, numel, dtype, owner)
+        shard = Shard(key, numel, dtype, owner)
+        self._shards.append(shard)
+        self._prefetch_limit.note_made(shard.nbytes)
+        return shard
 
     @property
     def share_bytes(self) -> int:
@@ -101,7 +105,7 @@ class ParameterStream:
     # -- drive -> host or device -----------------------------------------------------------------
 
     @guarded
-    def read_ahead(self, shards: Iterable[Shard]) -> None:
+    def prefetch(self, shards: Iterable[Shard]) -> None:
         """Start reading shards, in order, as far as the read-ahead limit allows now.
 
         Stops at the first shard that does not fit, so that later shards never overtake it. Shards
@@ -109,8 +113,8 @@ class ParameterStream:
         reading its leading chunks into free staging slots; its state stays ABSENT.
         """
         for shard in self._staged:
-            self._start_late(shard)
-        limit_bytes = self._shards.prefetch_bytes(self._prefetch_bytes)
+            self._start_delayed(shard)
+        limit_bytes = self._prefetch_limit.nbytes
         room_bytes = min(limit_bytes, self.share_bytes) - self._staged_bytes()
         starts_chunks = limit_bytes > 0
         for shard in shards:
@@ -119,7 +123,7 @@ class ParameterStream:
                 continue
             if cost_bytes == 0:
                 if starts_chunks:
-                    self._chunks.read_ahead(shard)
+                    self._chunks.prefetch(shard)
                 starts_chunks = False
                 continue
             if cost_bytes > room_bytes:
@@ -150,7 +154,7 @@ class ParameterStream:
         """Return whether `read_now` would return without waiting for this shard."""
         if not self.background.has_passed(shard.key):
             return False
-        self._start_late(shard)
+        self._start_delayed(shard)
         if shard.state is ShardState.DEFERRED:
             return self._memory.offers(shard)
         if shard.state is ShardState.READING:
@@ -186,12 +190,12 @@ class ParameterStream:
         device and stores it with `write_from`.
         """
         if shard.is_lent:  # the store alone writes there
-            self.drop(shard)
+            self.let_go(shard)
         self._make_room([shard])
-        self._memory.forget(shard)
+        self._memory.drop(shard)
         self._stage(shard, ShardState.CHANGED)
         if shard.tensor is None:
-            self.drop(shard)
+            self.let_go(shard)
         return shard.tensor
 
     @guarded
@@ -214,19 +218,19 @@ class ParameterStream:
                     capacity_bytes=shard.lease.slot_bytes,
                 ).wait()
         finally:
-            self.drop(shard)
+            self.let_go(shard)
 
     @guarded
     def write_from(self, shard: Shard, source: torch.Tensor) -> None:
         """Store a flat tensor of any device, chunk by chunk; on return it is in the store."""
-        self.forget(shard)
+        self.drop(shard)
         self._chunks.write(shard, source)
         self._chunks.wait(shard)
 
     @guarded
     def write_cast(self, shard: Shard, source: torch.Tensor) -> None:
         """Cast `source` and start storing it; `source` may be reused on return."""
-        self.forget(shard)
+        self.drop(shard)
         self._make_room([shard])
         bounded = self.pool.is_bounded
         count_max = WRITE_BACK_COUNT_MAX_IN_BUDGET if bounded else WRITE_BACK_COUNT_MAX
@@ -247,7 +251,7 @@ class ParameterStream:
                 )
                 self._writes.add(ticket, shard.key)
         finally:
-            self.drop(shard)
+            self.let_go(shard)
 
     @guarded
     def recast(self, shard: Shard, dtype: torch.dtype, device: str) -> None:
@@ -265,9 +269,10 @@ class ParameterStream:
         self.read_now([shard])
         assert shard.tensor is not None
         whole = shard.tensor.to(device=device, dtype=dtype, copy=True)
-        self.forget(shard)
+        self.drop(shard)
         self._store.discard(key=shard.key)
-        self._shards.recast(shard, dtype)
+        old_bytes, shard.dtype = shard.nbytes, dtype
+        self._prefetch_limit.note_recast(old_bytes, shard.nbytes)
         self.write_cast(shard, whole)
         self.wait_writes()
 
@@ -283,7 +288,7 @@ class ParameterStream:
     # -- letting go ------------------------------------------------------------------------------
 
     @guarded
-    def drop(self, shard: Shard, event: Event | None = None) -> None:
+    def let_go(self, shard: Shard, event: Event | None = None) -> None:
         """Let a shard go, if it is staged: at once, or once `event` has passed."""
         if not shard.is_staged:
             return
@@ -298,33 +303,33 @@ class ParameterStream:
             self._changed[shard] = None
 
     @guarded
-    def forget(self, shard: Shard) -> None:
+    def drop(self, shard: Shard) -> None:
         """Drop a shard and its kept slot, so that it is read again from the drive."""
-        self.drop(shard)
-        self._memory.forget(shard)
-        self._chunks.forget(shard)
+        self.let_go(shard)
+        self._memory.drop(shard)
+        self._chunks.drop(shard)
 
     @guarded
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         """Drop and forget every shard; on return every slot is free, except for writes in flight.
 
         Call this before keys change in the store by another way than this stream.
         """
         for shard in tuple(self._staged):
-            self.drop(shard)
-        self._memory.forget_all()
-        self._chunks.forget()
+            self.let_go(shard)
+        self._memory.drop_all()
+        self._chunks.drop()
 
     @guarded
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
         """Drop, forget and return all shards but `besides`, in any state that Ctrl-C left."""
-        lost = [shard for shard in self._shards.made if shard not in besides]
-        self._memory.abandon(lost)
+        lost = [shard for shard in self._shards if shard not in besides]
+        self._memory.recover(lost)
         for shard in lost:
             self._staged.pop(shard, None)
             self._ahead.discard(shard)
         self._changed.clear()
-        self._chunks.forget()
+        self._chunks.drop()
         return lost
 
     # -- slots -----------------------------------------------------------------------------------
@@ -335,16 +340,16 @@ class ParameterStream:
             self._memory.take(shard)
             self._note(shard, ShardState.RECALLED)
             return
-        self._stage(shard, ShardState.LATE)
+        self._stage(shard, ShardState.DELAYED)
         try:
-            self._start_late(shard)
+            self._start_delayed(shard)
         except BaseException:
-            self.drop(shard)
+            self.let_go(shard)
             raise
 
-    def _start_late(self, shard: Shard) -> None:
+    def _start_delayed(self, shard: Shard) -> None:
         """Start the delayed read of a shard, if the walk has written its new value."""
-        if shard.state is not ShardState.LATE or not self.background.has_passed(shard.key):
+        if shard.state is not ShardState.DELAYED or not self.background.has_passed(shard.key):
             return
         assert shard.lease is not None
         assert shard.tensor is not None
@@ -367,7 +372,7 @@ class ParameterStream:
                     continue
                 if shard.read is None:
                     self.background.wait_for([shard.key])
-                self._start_late(shard)
+                self._start_delayed(shard)
                 ticket, shard.read = shard.read, None
                 if ticket is not None:
                     ticket.wait()
@@ -379,7 +384,7 @@ class ParameterStream:
         except BaseException:
             for shard in coming:
                 with suppress(Exception):  # the first error is the one to raise
-                    self.drop(shard)
+                    self.let_go(shard)
             raise
 
     def _stage(self, shard: Shard, state: ShardState) -> None:
@@ -387,9 +392,9 @@ class ParameterStream:
 
         Args:
             shard: The shard.
-            state: LATE or CHANGED. Without a slot LATE becomes DEFERRED.
+            state: DELAYED or CHANGED. Without a slot DELAYED becomes DEFERRED.
         """
-        is_read, lease = state is ShardState.LATE, None
+        is_read, lease = state is ShardState.DELAYED, None
         if not (is_read and self._memory.offers(shard)):
             lease = self._memory.acquire(shard.nbytes, self._writes)
         self._note(shard, ShardState.DEFERRED if is_read and lease is None else state)
@@ -411,7 +416,7 @@ class ParameterStream:
                 return
             needed_bytes -= self.pool.slot_bytes(shard.nbytes)
             with suppress(StoreError):  # not needed now; the read that needs it raises the error
-                self.drop(shard)
+                self.let_go(shard)
 
     def _staged_bytes(self) -> int:
         return sum(self.pool.slot_bytes(one.nbytes) for one in self._staged)

@@ -40,7 +40,7 @@ def grow_scale(optimizer: Any) -> None:
 def set_state(optimizer: Any) -> None:
     value, _ = optimizer.steps.values.state(None, False, "exp_avg", stock_unused)
     value.fill_(3.0)
-    optimizer.steps.values.store(stock_unused)
+    optimizer.steps.values.put_back(stock_unused)
 
 
 def change_betas_in_place(optimizer: Any) -> None:

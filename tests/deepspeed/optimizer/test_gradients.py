@@ -253,7 +253,7 @@ def test_the_flat_buffer_lies_in_the_arena() -> None:
 
 def test_gradients_in_the_flat_buffer_go_deepspeeds_own_way() -> None:
     made, called = flat(None, None), list[str]()
-    assert made.store(["params"], ["parts"], lambda *given: given) == (["params"], ["parts"])
+    assert made.put(["params"], ["parts"], lambda *given: given) == (["params"], ["parts"])
     made.initialize(lambda: called.append("states"))
     made.end_window(lambda: called.append("window"))
     assert called == ["states", "window"]

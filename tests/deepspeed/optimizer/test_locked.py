@@ -55,7 +55,7 @@ def test_a_method_holds_the_lock_while_it_runs_and_not_afterwards() -> None:
 
 def set_part(optimizer: Tiled, part: torch.Tensor) -> None:
     part.fill_(1.0)
-    optimizer.steps.values.store(stock_unused)
+    optimizer.steps.values.put_back(stock_unused)
 
 
 def make_sub_group(optimizer: Tiled) -> None:
@@ -120,7 +120,7 @@ def test_values_set_on_two_threads_at_once_are_both_stored() -> None:
         part, _ = optimizer.steps.values.state(number, False, None, stock_unused)
         both_have_read.wait(60)
         part.fill_(number)
-        optimizer.steps.values.store(stock_unused)
+        optimizer.steps.values.put_back(stock_unused)
 
     optimizer.stage3.get_param_id = lambda param: param
     optimizer.stage3.grad_position = {1: (0, 100, 6), 2: (0, 200, 6)}

@@ -177,7 +177,7 @@ def test_parameters_of_earlier_passes_are_added_to_and_others_are_not(
         stored.append(([param.ds_id for param in params], partitions, optimizer.micro_step_id))
         return list(partitions)
 
-    monkeypatch.setattr(StreamedGradients, "store", store)
+    monkeypatch.setattr(StreamedGradients, "put", store)
     params = [SimpleNamespace(ds_id=number) for number in range(3)]
     optimizer.passes.passes.note_reduced([1])
     optimizer.passes.passes.keep()

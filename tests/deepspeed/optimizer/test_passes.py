@@ -58,7 +58,7 @@ def test_a_pass_that_an_error_left_is_told_from_one_that_runs() -> None:
     assert seen == [(True, False), (False, True)]
     with pytest.raises(IncompleteGradientError, match="another forward pass"):
         passes.check()
-    passes.forget()
+    passes.reset()
     passes.check()
 
 

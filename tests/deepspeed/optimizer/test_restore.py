@@ -90,7 +90,7 @@ class Restored:
     def begin_load(self) -> None:
         self._note("begin")
 
-    def forget_states(self) -> None:
+    def discard_states(self) -> None:
         self._note("forget")
 
     @contextmanager

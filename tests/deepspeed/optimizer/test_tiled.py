@@ -20,6 +20,7 @@ from memascend.deepspeed.optimizer.restore import replay_beta_powers
 from memascend.deepspeed.optimizer.swapper import StreamedSwapper
 from memascend.errors import StoreError, TornStepError
 from memascend.runtime import Runtime
+from memascend.streaming.optimizer.step import StepPhase
 from tests.support.tiled_optimizer import BF16, FLAT, NAMES, Tiled, stock_unused
 from tests.support.tiled_training import SIZES, gradients
 
@@ -49,6 +50,18 @@ def fused_and_own(make: Any) -> list[Tiled]:
     return [
         Tiled(make, block={"streaming": {"optimizer": {"fused": fused}}}) for fused in (True, False)
     ]
+
+
+# -- a step that is not made ---------------------------------------------------------------------
+
+
+def test_a_step_that_deepspeed_does_not_make_is_skipped_and_the_next_one_collects(
+    optimizer: Tiled,
+) -> None:
+    skipped = optimizer.steps.current
+    optimizer.steps.step(lambda: None)  # as after a norm that is not finite
+    assert skipped.phase is StepPhase.SKIPPED
+    assert optimizer.steps.current.phase is StepPhase.COLLECTING
 
 
 # -- where parameters are ------------------------------------------------------------------------
@@ -183,11 +196,11 @@ def test_a_value_that_an_accessor_changed_is_stored_once(optimizer: Tiled) -> No
         assert torch.equal(part, before[100:106])
         part.fill_(7.0)
         assert torch.equal(optimizer.training.master(NAMES[0], state), before)
-        optimizer.steps.values.store(stock_unused)
+        optimizer.steps.values.put_back(stock_unused)
         before[100:106] = 7.0
         assert torch.equal(optimizer.training.master(NAMES[0], state), before)
         part.fill_(8.0)
-        optimizer.steps.values.store(stock_unused)
+        optimizer.steps.values.put_back(stock_unused)
         assert torch.equal(optimizer.training.master(NAMES[0], state), before)
 
 
@@ -196,7 +209,7 @@ def test_a_gradient_that_an_accessor_changed_is_what_the_step_sees(optimizer: Ti
     part, _ = optimizer.steps.values.gradient(None, False, stock_unused)
     assert part.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     part.neg_()
-    optimizer.steps.values.store(stock_unused)
+    optimizer.steps.values.put_back(stock_unused)
     found = torch.empty(6)
     optimizer.gradient_stream.get(NAMES[0], 100, found)
     assert found.tolist() == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
@@ -217,7 +230,7 @@ def test_a_vectorized_update_leaves_the_padding_alone(
     stage3._get_fp32_grad_state_partition = lambda param, released: values.gradient(
         param, released, stock_unused
     )
-    stage3._writeback_swap_state = lambda number, **_: values.store(stock_unused)
+    stage3._writeback_swap_state = lambda number, **_: values.put_back(stock_unused)
     frozen, trained = (SimpleNamespace(requires_grad=trains) for trains in (False, True))
     asked: list[Any] = []
 
@@ -268,7 +281,7 @@ def test_settled_states_are_in_the_store_though_no_step_wrote_them(optimizer: Ti
 def test_a_load_replaces_weights_and_states_and_parameters_follow(optimizer: Tiled) -> None:
     optimizer.walk(gradients(0, BF16))
     optimizer.steps.begin_load()
-    optimizer.steps.forget_states()
+    optimizer.steps.discard_states()
     assert list(optimizer.groups.group(NAMES[0]).states) == []
     optimizer.base.state.clear()
     values = {name: torch.randn(numel) for name, numel in SIZES.items()}

@@ -121,7 +121,7 @@ def test_where_betas_differ_the_order_is_that_of_the_optimizer() -> None:
 def _set_weight(optimizer: Any) -> None:
     optimizer.steps.values.state(None, False, None, stock_unused)
     assert optimizer.runtime.background.is_under_way
-    optimizer.steps.values.store(stock_unused)
+    optimizer.steps.values.put_back(stock_unused)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_an_accessor_gives_fp32_and_takes_it_rounded_to_nearest() -> None:
     assert value.dtype == FP32
     assert torch.equal(value, expected[100:106])
     value.copy_(torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1.003, 0.0, 1e-30, 7.0]))
-    optimizer.steps.values.store(stock_unused)
+    optimizer.steps.values.put_back(stock_unused)
     found = optimizer.training.master(NAMES[0], "exp_avg")
     assert torch.equal(found[100:106], value.to(BF16).float())
     assert torch.equal(found[:100], expected[:100])

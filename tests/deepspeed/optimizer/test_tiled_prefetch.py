@@ -17,7 +17,7 @@ PLACE = (0, 100, 6)  # a sub-group, and elements of it
 
 def reading(optimizer: Any) -> int:
     """Tiles that are being read."""
-    return len(optimizer.stream._ahead._reading)
+    return len(optimizer.stream._prefetch._reading)
 
 
 def trained() -> Any:
@@ -61,7 +61,7 @@ def test_a_value_set_between_backward_and_step_is_seen() -> None:
         value, _ = optimizer.steps.values.state(None, False, None, stock_unused)
         assert reading(optimizer) == (3 if optimizer is one else 0)  # looking drops nothing
         value.fill_(7.0)
-        optimizer.steps.values.store(stock_unused)
+        optimizer.steps.values.put_back(stock_unused)
         assert reading(optimizer) == 0
     early.step(one)
     early.backward(other, 1)
@@ -76,7 +76,7 @@ def test_states_that_begin_anew_are_not_those_of_what_was_read_before() -> None:
         optimizer.steps.finish()
         for block in (block for tile in optimizer.training.tiles._idle for block in tile.states):
             block.fill_(7.0)  # where states that are not read would be
-        optimizer.steps.forget_states()
+        optimizer.steps.discard_states()
         optimizer.base.state.clear()
     early.backward(one, 1)
     early.step(one)
@@ -101,7 +101,7 @@ def test_where_tiles_are_stepped_during_backward_none_is_read_before() -> None:
     early.train(optimizer, range(4))
     early.backward(optimizer, 4)
     early.all_early(optimizer)
-    assert optimizer.stream._ahead._before_walk == []
+    assert optimizer.stream._prefetch._before_walk == []
     optimizer.steps.finish()
 
 

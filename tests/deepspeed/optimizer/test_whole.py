@@ -269,7 +269,7 @@ def test_forgotten_states_leave_the_store_and_weights_stay(optimizer: Whole) -> 
     weights, *moments = optimizer.swap_info.get_swap_paths()
     for key in (weights, *moments):
         optimizer.write(key)
-    optimizer.steps.forget_states()
+    optimizer.steps.discard_states()
     assert [state for state, *_ in optimizer.steps.stored("0_4")] == [None]
     assert not optimizer.swap_info.has_state_tensors
     store = optimizer.attachment.runtime.store

@@ -53,7 +53,7 @@ def model(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Model:
 def test_what_is_gathered_ahead_is_whole_and_the_modules_from_then_on(
     bench: Bench, model: Model, has_arrived: bool
 ) -> None:
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     if has_arrived:
         bench.finish_read(0)
     bench.gather(0, 1)
@@ -76,7 +76,7 @@ def test_what_came_with_the_rest_of_its_list_is_the_modules_too(bench: Bench, mo
     bench.wait(0, 1)
     for index in (0, 1):
         bench.params[index].ds_status = ABSENT
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     handle = bench.gather(0, 1)
     handle.wait()
     assert bench.statuses()[:2] == [THERE] * 2
@@ -86,7 +86,7 @@ def test_what_came_with_the_rest_of_its_list_is_the_modules_too(bench: Bench, mo
 
 
 def test_a_module_has_its_own_weight_as_it_is(bench: Bench, model: Model) -> None:
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.gather(0)
     model.stack.append(model.children[0])
     model.use(0)
@@ -100,7 +100,7 @@ def test_a_module_has_its_own_weight_as_it_is(bench: Bench, model: Model) -> Non
 def test_outside_of_a_forward_pass_and_in_a_graph_nothing_is_gathered(
     bench: Bench, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.gather(0)
     model.children[0]._parameters._in_forward = False
     model.use(0)
@@ -124,7 +124,7 @@ def test_what_is_none_or_of_others_passes_through(bench: Bench, model: Model) ->
 
 def test_a_read_that_fails_is_told_where_the_weight_is_used(bench: Bench, model: Model) -> None:
     bench.store.failing.add(("read", "param.0"))
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.gather(0)
     with pytest.raises(StoreError):
         model.use(0)

@@ -85,7 +85,7 @@ def test_of_several_ranks_each_gather_is_begun_late(
     kept = parameter(7, numel=10, swapper=swapper)
     kept.ds_tensor.final_location = None  # in host memory, where nobody waits for it
     kept.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-    assert swapper.gathers_on_demand.late([kept]) == ([kept] if ranks > 1 else [])
+    assert swapper.gathers_on_demand.on_demand([kept]) == ([kept] if ranks > 1 else [])
 
 
 def test_the_host_runs_ahead_by_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_ranks_begin_what_a_module_has_of_two_models_in_one_order(awaited: int) 
 
     def original(*_: Any) -> None:
         handle = handles[awaited]
-        handle._gathers.begin_awaited(handle.param)
+        handle._gathers.start_awaited(handle.param)
 
     traceless = SimpleNamespace(is_complete_trace=lambda: False)
     wrap_fetch(original)(traceless, module, True, False)

@@ -28,7 +28,7 @@ def bench() -> Bench:
 
 
 def test_what_is_being_read_is_gathered_when_it_is_waited_for_and_it_alone(bench: Bench) -> None:
-    bench.read_ahead(0, 1, 2)
+    bench.prefetch(0, 1, 2)
     bench.gather(0, 1, 2)
     assert bench.pending() == ["param.0", "param.1", "param.2"]
     assert bench.statuses() == [FLYING] * 3
@@ -39,14 +39,14 @@ def test_what_is_being_read_is_gathered_when_it_is_waited_for_and_it_alone(bench
 
 
 def test_it_is_gathered_at_the_first_wait_or_gather_behind_its_arrival(bench: Bench) -> None:
-    bench.read_ahead(0, 1, 2)
+    bench.prefetch(0, 1, 2)
     bench.gather(0, 1, 2)
     bench.finish_read(1)
     bench.wait(0)
     assert bench.is_whole(1)
     bench.finish_read(2)
     bench.params[0].ds_status = ABSENT  # released
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.gather(0)
     assert bench.is_whole(2)
     assert bench.pending() == ["param.0"]
@@ -92,7 +92,7 @@ def test_a_gather_begins_on_the_stream_it_was_asked_for_on(
     begun_on: list[str] = []
     bench.before_gather = lambda: begun_on.append(streams[-1].name)
     main, own = streams[0], Stream("DeepSpeed's")
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     with gathers_on_demand.on_stream(own):
         bench.gather(0, 1)
     bench.params[0].all_gather(param_list=bench.params[:1])
@@ -123,7 +123,7 @@ def test_who_gathers_by_hand_waits_on_the_stream_of_what_has_begun(
     bench: Bench, streams: list[Stream]
 ) -> None:
     own = Stream("DeepSpeed's")
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.finish_read(0)
     with gathers_on_demand.on_stream(own):
         bench.gather(0)
@@ -134,7 +134,7 @@ def test_who_gathers_by_hand_waits_on_the_stream_of_what_has_begun(
 
 
 def test_what_is_here_is_gathered_at_once(bench: Bench) -> None:
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     bench.finish_read(0)
     handle = bench.gather(0, 1)
     assert bench.is_whole(0)
@@ -145,21 +145,21 @@ def test_what_is_here_is_gathered_at_once(bench: Bench) -> None:
     bench.registry.clear()
     for param in bench.params[:2]:
         param.ds_status = ABSENT
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     bench.finish_read(0)
     bench.finish_read(1)
     assert not isinstance(bench.gather(0, 1), GatherHandles)
 
 
 def test_what_nobody_has_read_ahead_is_read_and_gathered_now(bench: Bench) -> None:
-    bench.read_ahead(1)
+    bench.prefetch(1)
     bench.gather(0, 1)
     assert bench.is_whole(0)
     assert bench.pending() == ["param.1"]
 
 
 def test_what_is_in_flight_is_not_gathered_again(bench: Bench) -> None:
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.gather(0)
     bench.params[0].ds_summary = lambda: ""
     with pytest.raises(RuntimeError, match="NOT_AVAILABLE"):
@@ -170,7 +170,7 @@ def test_what_is_in_flight_is_not_gathered_again(bench: Bench) -> None:
 
 @pytest.mark.parametrize("keyword", ["quantize", "safe_mode"])
 def test_what_is_gathered_in_a_special_way_is_gathered_now(bench: Bench, keyword: str) -> None:
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.params[0].all_gather_coalesced([bench.params[0]], **{keyword: True})
     assert bench.is_whole(0)
 
@@ -180,7 +180,7 @@ def test_the_registry_of_deepspeed_has_for_each_parameter_its_own(
 ) -> None:
     wrapped = wrap_register(InflightParamRegistry.__setitem__)
     monkeypatch.setattr(InflightParamRegistry, "__setitem__", wrapped)
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     handle = bench.gather(0, 1)
     registry: Any = InflightParamRegistry()
     keys = [Key(param) for param in bench.params]
@@ -210,7 +210,7 @@ def test_a_blocking_gather_has_what_was_gathered_ahead_and_deepspeed_may_do_so_a
     is_alone: bool, has_begun: bool
 ) -> None:
     bench = Bench(is_alone=is_alone)
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     if has_begun:
         bench.finish_read(0)
     bench.gather(0, 1)
@@ -225,7 +225,7 @@ def test_a_blocking_gather_has_what_was_gathered_ahead_and_deepspeed_may_do_so_a
 
 
 def test_one_that_came_with_its_list_is_not_waited_for_again(bench: Bench) -> None:
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     bench.finish_read(0)
     bench.finish_read(1)
     bench.gather(0, 1)
@@ -236,17 +236,17 @@ def test_one_that_came_with_its_list_is_not_waited_for_again(bench: Bench) -> No
 
 
 def test_what_gave_way_meanwhile_is_read_again(bench: Bench) -> None:
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.gather(0)
     bench.swapper.drop_unused()
-    bench.read_ahead(0)  # DeepSpeed takes it to be in flight
+    bench.prefetch(0)  # DeepSpeed takes it to be in flight
     assert len(bench.store.tickets) == 1
     bench.wait(0)
     assert bench.is_whole(0)
 
 
 def test_releasing_the_buffers_of_one_that_stays_leaves_it_to_its_gather(bench: Bench) -> None:
-    bench.read_ahead(0)
+    bench.prefetch(0)
     bench.gather(0)
     bench.swapper.remove_partition_and_release_buffers([bench.params[0]])
     assert bench.pending() == ["param.0"]
@@ -259,7 +259,7 @@ def test_what_the_optimizer_has_still_to_write_keeps_nobody_else(bench: Bench) -
     may_go = threading.Event()
     name = bench.swapper.key(bench.params[1])
     bench.walk.start([lambda _: may_go.wait(PATIENCE_S) or None], {name: (0, 1)}, lambda: None)
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     bench.gather(0, 1)
     bench.wait(0)
     assert bench.is_whole(0)

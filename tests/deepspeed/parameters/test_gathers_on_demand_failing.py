@@ -40,7 +40,7 @@ def gathered_anew(bench: Bench, *indexes: int) -> None:
 def test_a_read_that_fails_is_told_to_whoever_waits_for_it(is_alone: bool) -> None:
     bench = Bench(is_alone=is_alone)
     bench.store.failing.add(("read", "param.1"))
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     bench.gather(0, 1)
     bench.wait(0)
     with pytest.raises(StoreError):
@@ -61,7 +61,7 @@ def test_a_walk_that_fails_is_told_to_whoever_waits_for_its_values(
         raise StoreError(5, "the walk failed")
 
     bench.walk.start([step], {bench.swapper.key(bench.params[0]): (0, 1)}, lambda: None)
-    bench.read_ahead(0)
+    bench.prefetch(0)
     handle = bench.gather(0)
     may_go.set()
     with pytest.raises(StoreError, match="the walk failed"):
@@ -75,7 +75,7 @@ def test_a_walk_that_fails_is_told_to_whoever_waits_for_its_values(
 
 
 def test_out_of_memory_gives_up_what_began_together(bench: Bench) -> None:
-    bench.read_ahead(0, 1, 2)
+    bench.prefetch(0, 1, 2)
     bench.gather(0, 1, 2)
     bench.finish_read(1)
     bench.out_of_memory = True
@@ -87,7 +87,7 @@ def test_out_of_memory_gives_up_what_began_together(bench: Bench) -> None:
 
 
 def test_out_of_memory_in_the_rest_of_a_list_notes_nothing_of_it(bench: Bench) -> None:
-    bench.read_ahead(1)
+    bench.prefetch(1)
     bench.out_of_memory = True
     with pytest.raises(torch.OutOfMemoryError):
         bench.gather(0, 1)
@@ -101,7 +101,7 @@ def test_a_read_that_cannot_begin_leaves_who_waited_for_another_absent(bench: Be
     may_go = threading.Event()
     late = bench.swapper.key(bench.params[1])
     bench.walk.start([lambda _: may_go.wait(PATIENCE_S) or None], {late: (0, 1)}, lambda: None)
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     bench.gather(0, 1)
     may_go.set()
     bench.walk.finish()
@@ -121,7 +121,7 @@ def refuse(**_: object) -> None:
 
 def test_the_first_error_is_told_where_a_read_that_nobody_needs_fails_too(bench: Bench) -> None:
     bench.store.failing.add(("read", "param.1"))
-    bench.read_ahead(0, 1, 2)
+    bench.prefetch(0, 1, 2)
     bench.finish_read(0)
     bench.out_of_memory = True
     with pytest.raises(torch.OutOfMemoryError):
@@ -130,7 +130,7 @@ def test_the_first_error_is_told_where_a_read_that_nobody_needs_fails_too(bench:
 
 
 def test_who_waits_for_what_another_thread_gathers_waits_for_that(bench: Bench) -> None:
-    bench.read_ahead(0, 1)
+    bench.prefetch(0, 1)
     bench.gather(0, 1)
     bench.finish_read(1)
     found: list[ZeroParamStatus] = []
@@ -158,7 +158,7 @@ def test_ctrl_c_at_any_line_leaves_each_absent_or_in_flight_with_a_handle(is_alo
     line = 0
     while True:
         bench = Bench(is_alone=is_alone)
-        bench.read_ahead(0, 1)
+        bench.prefetch(0, 1)
 
         def work(bench: Bench = bench) -> None:
             handle = bench.params[0].all_gather_coalesced(bench.params, quantize=False)

@@ -21,7 +21,7 @@ from tests.support.swapped_parameters import PATIENCE_S
 
 def test_with_several_ranks_arrival_begins_nothing() -> None:
     bench = Bench(is_alone=False)
-    bench.read_ahead(0, 1, 2)
+    bench.prefetch(0, 1, 2)
     bench.gather(0, 1)
     bench.finish_read(0)
     bench.finish_read(1)
@@ -50,7 +50,7 @@ def fetch(bench: Bench, module: list[int], ahead: list[int], chance: random.Rand
                 bench.registry.pop(index).wait()
             assert bench.is_whole(index)
         if ahead:
-            bench.read_ahead(*ahead)
+            bench.prefetch(*ahead)
             bench.gather(*chance.sample(ahead, len(ahead)))
 
     wrap_fetch(original)(TRACELESS, bench.module(*module), True, False)
@@ -139,7 +139,7 @@ def test_a_thread_that_fetches_does_not_begin_what_another_ones_module_needs() -
 def test_what_deepspeed_lets_go_unused_is_never_gathered(is_alone: bool) -> None:
     """It waits for one after the other, in the order of a set that each rank has its own of."""
     bench = Bench(is_alone=is_alone)
-    bench.read_ahead(0, 1, 2)
+    bench.prefetch(0, 1, 2)
     bench.gather(0, 1, 2)
     bench.wait(1)
     for index in (2, 0):

@@ -40,7 +40,7 @@ def test_a_nearly_full_device_is_asked_seldom_until_the_next_pass(
     monkeypatch.setattr(stream, "_start_read", start)
     for count in (6, 12):
         saved = [stream.put(numbers(seed, 100)) for seed in range(64)]
-        stream.settle()
+        stream.drain()
         for seed in reversed(range(64)):
             found = stream.take(saved.pop()).view(torch.float32)
             assert torch.equal(found, numbers(seed, 100))

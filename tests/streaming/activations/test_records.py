@@ -32,7 +32,7 @@ def test_what_was_modified_in_place_is_refused_as_autograd_does() -> None:
     found.saved.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\[4\].*version 1"):
         found.check_version()
-    found.let_go()
+    found.drop_data()
     found.check_version()  # nobody can modify it any more
 
 

@@ -79,7 +79,7 @@ def test_a_stream_counts_what_a_scan_of_its_records_finds(steps: list[tuple[str,
             del saved[which % len(saved)]
         elif saved and (action == "take" or saved[which % len(saved)].record.was_taken):
             getattr(stream, action)(saved[which % len(saved)])
-        stream.settle()
+        stream.drain()
         book = stream._saved
         records = book.records.values()
         on_device = sum(one.nbytes for one in records if one.data is not None)

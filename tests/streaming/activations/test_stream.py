@@ -37,7 +37,7 @@ def stored(count: int) -> tuple[MemoryFaults, ActivationStream, list[Activation]
     faults = MemoryFaults()
     stream = activation_stream(faults)
     saved = put_all(stream, count)
-    stream.settle()
+    stream.drain()
     return faults, stream, saved
 
 
@@ -59,7 +59,7 @@ def test_a_device_that_cannot_be_made_current_is_an_error_of_what_was_saved() ->
     stream = activation_stream(use_device=refuse)
     saved = put_all(stream, 2)
     with pytest.raises(RuntimeError, match="no such device"):
-        stream.settle()
+        stream.drain()
     assert torch.equal(value(stream, saved[0]), numbers(0))  # it stayed on the device
 
 
@@ -78,9 +78,9 @@ def test_a_device_that_fails_between_jobs_ends_every_wait(
     monkeypatch.setattr(Copies, "stream_here", lambda self, device: None)
     stream = activation_stream(new_event=Failing)
     saved: list[Activation | None] = [*put_all(stream, 6)]
-    stream.settle()
+    stream.drain()
     stream.take(saved[4])  # type: ignore[arg-type]
-    stream.settle()  # the one before it is read ahead
+    stream.drain()  # the one before it is read ahead
     begins, goes_on = threading.Event(), threading.Event()
     forget = stream._forget_garbage
 
@@ -129,7 +129,7 @@ def test_what_waits_on_the_device_is_taken_where_it_is() -> None:
     stream = activation_stream(device_bytes=NBYTES)
     tensors = [numbers(0), numbers(1)]
     saved = [stream.put(tensor) for tensor in tensors]
-    stream.settle()
+    stream.drain()
     assert [stream.take(one).data_ptr() for one in saved] == [t.data_ptr() for t in tensors]
     assert stream.traffic.written_bytes == 0
 
@@ -155,27 +155,27 @@ def test_no_more_is_on_the_device_than_may_be() -> None:
 def test_room_that_the_largest_took_with_it_is_made() -> None:
     stream = activation_stream()
     saved = [stream.put(numbers(0, 5000)), *(stream.put(numbers(seed, 500)) for seed in range(9))]
-    stream.settle()
+    stream.drain()
     del saved[0]  # until now so many small ones could wait as it had bytes
     thread = threading.Thread(target=lambda: saved.append(stream.put(numbers(9, 500))), daemon=True)
     thread.start()
     thread.join(WAIT_S)
     assert not thread.is_alive()
-    stream.settle()
+    stream.drain()
     assert stream._saved.held_bytes == 500 * 4
 
 
 def test_the_next_ones_are_read_ahead_within_their_share_of_the_device() -> None:
     stream = activation_stream()
     saved = put_all(stream, 8)
-    stream.settle()
+    stream.drain()
     stream.take(saved[7])
-    stream.settle()
+    stream.drain()
     there = [one.record.data is not None for one in saved]
     assert there == [False] * 5 + [True] * 3  # the last was never written
     assert stream.traffic.read_bytes == 2 * NBYTES
     stream.take(saved[6])
-    stream.settle()
+    stream.drain()
     assert stream.traffic.read_bytes == 3 * NBYTES
 
 
@@ -241,7 +241,7 @@ def test_a_broken_drive_is_told_to_whoever_comes_next_and_nobody_hangs() -> None
         take_all(stream, saved)
     faults.gone = 0
     with suppress(StoreError):  # of one that was still on its way
-        stream.settle()
+        stream.drain()
     # Those who held on to what could not be written keep no one waiting.
     later = put_all(stream, 5)
     for seed in reversed(range(5)):
@@ -252,7 +252,7 @@ def test_a_full_drive_is_told_and_loses_nothing_that_is_on_the_device() -> None:
     stream = activation_stream(MemoryFaults(capacity_bytes=NBYTES))
     with pytest.raises(StoreFullError):
         put_all(stream, 40)
-    stream.settle()
+    stream.drain()
     assert keys(stream) == []
 
 
@@ -263,7 +263,7 @@ def test_more_activations_than_there_is_memory_for_checksums_are_refused_with_th
     with pytest.raises(HostMemoryError, match=told) as caught:
         put_all(stream, 40)
     assert caught.value.__context__ is None  # whose frames have the bytes on the device
-    stream.settle()
+    stream.drain()
     assert keys(stream) == []
 
 
@@ -276,7 +276,7 @@ def test_what_was_lost_with_a_dropped_graph_is_nobodys_error() -> None:
     faults.gone = 5
     saved.clear()
     faults.paused = False
-    stream.settle()
+    stream.drain()
     faults.gone = 0
     assert torch.equal(value(stream, stream.put(numbers(3))), numbers(3))
 
@@ -290,7 +290,7 @@ def test_what_could_not_be_copied_leaves_no_space_taken(monkeypatch: pytest.Monk
     monkeypatch.setattr(stream.slots, "write", fail)
     saved = put_all(stream, 2)
     with pytest.raises(RuntimeError, match="no copy"):
-        stream.settle()
+        stream.drain()
     assert torch.equal(value(stream, saved[0]), numbers(0))
     saved.clear()
     assert keys(stream) == []
@@ -326,7 +326,7 @@ def test_a_read_that_failed_is_tried_again_by_whoever_tries_again() -> None:
     faults = MemoryFaults()
     stream = activation_stream(faults)
     saved = put_all(stream, 3)
-    stream.settle()
+    stream.drain()
     faults.gone = 5
     for _ in range(2):
         with pytest.raises(StoreError):
@@ -339,7 +339,7 @@ def test_two_who_wait_for_a_read_that_fails_are_both_told() -> None:
     faults = MemoryFaults()
     stream = activation_stream(faults)
     saved = put_all(stream, 3)
-    stream.settle()
+    stream.drain()
     faults.paused = True
     errors: list[type[Exception]] = []
 
@@ -375,7 +375,7 @@ def test_a_key_is_discarded_only_when_the_store_has_all_of_it(
 
     monkeypatch.setattr(stream, "_forget_garbage", look_and_discard)
     saved = put_all(stream, 4)
-    stream.settle()
+    stream.drain()
     assert late == []
     assert len(saved) == 4
 
@@ -383,7 +383,7 @@ def test_a_key_is_discarded_only_when_the_store_has_all_of_it(
 def test_copies_are_over_before_memory_goes_that_nobody_got() -> None:
     stream = activation_stream(new_event=InOrder)
     saved = put_all(stream, 4)
-    stream.settle()
+    stream.drain()
     stream._errors["another"] = StoreError(5, "lost")
     with suppress(StoreError):
         stream.take(saved[0])
@@ -414,7 +414,7 @@ def test_what_was_modified_while_it_was_written_is_refused_every_time() -> None:
     wait_until(lambda: saved[0].record.state is State.WRITING)
     tensor.add_(1)
     faults.paused = False
-    stream.settle()
+    stream.drain()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stream.take(saved[0])
@@ -432,10 +432,10 @@ def test_what_was_modified_while_it_was_used_and_written_is_refused_when_taken_a
     stream.take(saved[0])
     tensor.add_(1)
     faults.paused = False
-    stream.settle()
+    stream.drain()
     stream.release(saved[0])
     saved += [stream.put(numbers(2)), stream.put(numbers(3))]
-    stream.settle()
+    stream.drain()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stream.take(saved[0])
     saved.clear()

@@ -95,7 +95,7 @@ def test_whatever_happens_in_between_sums_are_those_of_flat_buffers(
             flat.put(index, gradient, accumulate=accumulate, final=final)
             arrived.add(index)
         elif event == "finish" and index in arrived:
-            gradient_stream.finish(GROUP, offset)
+            gradient_stream.make_final(GROUP, offset)
             flat.finish(index, numel)
         elif event == "verdict":
             squares = flat.sums.double().square().sum().item()
@@ -110,7 +110,7 @@ def test_whatever_happens_in_between_sums_are_those_of_flat_buffers(
         gradient_stream.get(GROUP, 0, found)
         assert same_bits(found, flat.seen)
     for index in arrived:
-        gradient_stream.finish(GROUP, flat.offsets[index])
+        gradient_stream.make_final(GROUP, flat.offsets[index])
         flat.finish(index, flat.sizes[index])
     found = torch.empty(3700)
     gradient_stream.get(GROUP, 0, found)
@@ -136,7 +136,7 @@ def test_a_window_that_only_adds_begins_with_zeros(accumulate: bool, expected: f
         minus = torch.full((NUMEL,), -0.0)
         gradient_stream.put(GROUP, 0, minus, accumulate=accumulate, final=False, arrived=BF16)
         accumulate = True
-    gradient_stream.finish(GROUP, 0)
+    gradient_stream.make_final(GROUP, 0)
     assert same_bits(seen(gradient_stream), torch.full((NUMEL,), expected))
 
 
@@ -181,7 +181,7 @@ def test_a_long_window_whose_end_is_not_known_takes_no_more_places() -> None:
     for step in range(64):
         gradient_stream.put(GROUP, 0, narrow(step), accumulate=step > 0, final=False, arrived=BF16)
     assert len(store.keys()) == 1 + APPENDED_COUNT_MAX
-    gradient_stream.finish(GROUP, 0)
+    gradient_stream.make_final(GROUP, 0)
     assert same_bits(seen(gradient_stream), sum(map(narrow, range(1, 64)), narrow(0)))
 
 
@@ -255,7 +255,7 @@ def test_while_one_gradient_is_added_the_next_ones_are_being_read(
         give_back(staged)
 
     monkeypatch.setattr(slots, "give_back", watched)
-    gradient_stream.finish(GROUP, 0)
+    gradient_stream.make_final(GROUP, 0)
     assert in_flight == [2, 2, 2, 2, 1, 0]
     reads = [key[-1] for kind, key in store.log() if kind == "read"]
     assert reads == ["3", "4", "5", "3", "4", "5"]
@@ -275,7 +275,7 @@ def test_until_the_window_is_over_the_last_one_is_seen() -> None:
     value = narrow(99)
     gradient_stream.set(GROUP, 0, value)
     assert same_bits(seen(gradient_stream), value)
-    gradient_stream.finish(GROUP, 0)
+    gradient_stream.make_final(GROUP, 0)
     assert same_bits(seen(gradient_stream), narrow(50) + narrow(51))
 
 
@@ -322,7 +322,7 @@ def test_a_gradient_that_could_not_be_written_is_missing_until_a_new_window() ->
         with pytest.raises(StoreError, match="earlier write"):
             gradient_stream.put(GROUP, 0, narrow(3), accumulate=True, arrived=BF16)
         with pytest.raises(StoreError, match="earlier write"):
-            gradient_stream.finish(GROUP, 0)
+            gradient_stream.make_final(GROUP, 0)
         assert same_bits(seen(gradient_stream), before)
     expected = train(gradient_stream, 4, first=10)
     slots.wait_writes()
@@ -344,7 +344,7 @@ def test_a_sum_that_could_not_be_written_is_missing_until_a_new_window() -> None
         seen(gradient_stream)
     gradient_stream.put(GROUP, 0, narrow(3), accumulate=True, final=False, arrived=BF16)
     with pytest.raises(StoreError, match="earlier write"):
-        gradient_stream.finish(GROUP, 0)  # more was added to what was lost
+        gradient_stream.make_final(GROUP, 0)  # more was added to what was lost
     expected = train(gradient_stream, 3)
     slots.wait_writes()
     assert same_bits(seen(gradient_stream), expected)
@@ -387,5 +387,5 @@ def test_an_error_in_between_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> N
             with pytest.raises(torch.OutOfMemoryError):
                 gradient_stream.put(GROUP, 0, narrow(3), accumulate=True, arrived=BF16)
     slots.resize(slot_bytes=slots.slot_bytes, slot_count=3)  # refuses while one is taken
-    gradient_stream.finish(GROUP, 0)
+    gradient_stream.make_final(GROUP, 0)
     assert same_bits(seen(gradient_stream), narrow(0) + narrow(1) + narrow(2))

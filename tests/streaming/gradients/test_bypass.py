@@ -56,7 +56,7 @@ def test_a_sum_that_goes_to_tiles_is_the_sum_and_only_its_parts_on_the_drive_are
     for begin, count in bypassed:
         part = find(begin, count)
         assert part is not None
-        gradient_stream.bring_back(GROUP, offset, begin, part)
+        gradient_stream.put_back(GROUP, offset, begin, part)
     assert list(gradient_stream.bypassed(GROUP)) == []
     gradient_stream.get(GROUP, offset, found)
     assert same_bits(found, flat.seen)

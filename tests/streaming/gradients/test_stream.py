@@ -39,7 +39,7 @@ def seen_by_tiles(gradient_stream: GradientStream, numel: int, tile_numel: int, 
         gradient = raw if dtype is torch.float32 else torch.full((count,), -5.0)
         for ticket in gradient_stream.start_read(GROUP, begin, raw):
             ticket.wait()
-        gradient_stream.load(GROUP, begin, raw, gradient)
+        gradient_stream.convert(GROUP, begin, raw, gradient)
         tiles.append(gradient.clone())
     return torch.cat(tiles)
 
@@ -79,7 +79,7 @@ def test_any_history_leaves_what_flat_buffers_would_hold(sizes, dtype, tile_nume
             flat.put(index, gradient, accumulate=accumulate, final=final)
             arrived.add(index)
         elif event[0] == "finish" and event[1] in arrived:
-            gradient_stream.finish(GROUP, flat.offsets[event[1]])
+            gradient_stream.make_final(GROUP, flat.offsets[event[1]])
             flat.finish(event[1], sizes[event[1]])
         elif event[0] == "set":
             value = torch.randn(sizes[event[1]], generator=torch.Generator().manual_seed(event[2]))

@@ -41,9 +41,9 @@ def assert_equal(one: Early, other: Early) -> None:
 def test_every_third_tile_is_left_to_the_step(made: Callable[..., Early]) -> None:
     early, late = made(), made()
     chosen = leave_some([early.part(name) for name in NAMES], 3)  # of 5 tiles, 2, and 1
-    late_tiles = [tile for part in chosen for tile in part.late_tiles()]
-    assert late_tiles == [(NAMES[0], 2 * TILE_NUMEL), (NAMES[1], 0)]
-    early.early.begin(chosen)
+    left_tiles = [tile for part in chosen for tile in part.left_tiles()]
+    assert left_tiles == [(NAMES[0], 2 * TILE_NUMEL), (NAMES[1], 0)]
+    early.early.expect(chosen)
     for one in (early, late):
         one.put(0, *reversed(NAMES))
     early.all_stepped()
@@ -122,7 +122,7 @@ def test_what_is_complete_when_backward_ends_is_still_stepped_early(
     early, late = made(), made()
     moved = moved_gradients(early.training, monkeypatch)
     name = NAMES[-1]
-    early.early.begin([early.part(name)])
+    early.early.expect([early.part(name)])
     early.may_step.clear()
     early.put(0, name)
     threading.Timer(0.05, early.may_step.set).start()
@@ -140,7 +140,7 @@ def test_what_is_forgotten_was_never_there(made: Callable[..., Early]) -> None:
     before = early.values()
     early.begin()
     early.put(0, *NAMES)
-    early.early.forget()
+    early.early.drop()
     assert all(torch.equal(a, b) for a, b in zip(before, early.values(), strict=True))
     for one in (early, late):
         one.put(1, *NAMES)
@@ -151,15 +151,15 @@ def test_what_is_forgotten_was_never_there(made: Callable[..., Early]) -> None:
 def test_ctrl_c_in_the_wait_for_a_copy_loses_no_block(made: Callable[..., Early]) -> None:
     early = made()
     ranges = [(0, 5000), (5000, SIZES[NAMES[0]] - 5000)]
-    early.early.begin([early.part(NAMES[0], ranges=ranges)])
+    early.early.expect([early.part(NAMES[0], ranges=ranges)])
     early.put_part(0, NAMES[0], *ranges[0])
     early.all_stepped()
     [waiting] = early.early._waiting.values()
     waiting.copies.append(Ended(KeyboardInterrupt()))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
-        early.early.forget()
+        early.early.drop()
     waiting.copies.clear()
-    early.early.forget()
+    early.early.drop()
     assert None not in [early.training.tiles.take_spare() for _ in range(SPARE_COUNT)]
 
 
@@ -181,7 +181,7 @@ def test_a_tile_waits_for_the_last_of_its_gradients(made: Callable[..., Early]) 
     early = made()
     name = NAMES[0]
     ranges = [(0, 5000), (5000, 7000), (12_000, SIZES[name] - 12_000)]
-    early.early.begin([early.part(name, ranges=ranges)])
+    early.early.expect([early.part(name, ranges=ranges)])
     found = []
     for offset, numel in (ranges[2], ranges[0], ranges[1]):
         early.put_part(0, name, offset, numel)
@@ -199,7 +199,7 @@ def test_what_waits_in_vain_is_brought_back(made: Callable[..., Early]) -> None:
         for offset, numel in ranges:
             one.put_part(0, name, offset, numel)
         one.finish(Counted())
-    early.early.begin([early.part(name, ranges=ranges)])
+    early.early.expect([early.part(name, ranges=ranges)])
     for one in (early, late):
         one.put_part(1, name, *ranges[0])
         one.all_stepped()
@@ -223,7 +223,7 @@ def test_a_gradient_that_is_to_be_kept_is_and_its_tiles_are_late(
     early, late = made(), made()
     name, cut = NAMES[0], 5000
     ranges = [(0, cut), (cut, SIZES[name] - cut)]
-    early.early.begin([early.part(name, ranges=ranges[1:], kept=ranges[:1])])
+    early.early.expect([early.part(name, ranges=ranges[1:], kept=ranges[:1])])
     for one in (early, late):
         for part in ranges:
             one.put_part(0, name, *part)
@@ -242,7 +242,7 @@ def test_where_no_gradient_can_come_is_zero(made: Callable[..., Early]) -> None:
     early, late = made(), made()
     name, numel = NAMES[0], 5000
     for number in range(2):  # the blocks are not new in the second
-        early.early.begin([early.part(name, ranges=[(0, numel)])])
+        early.early.expect([early.part(name, ranges=[(0, numel)])])
         for one in (early, late):
             one.put_part(number, name, 0, numel)
             one.all_stepped()
@@ -268,14 +268,14 @@ def test_without_a_block_a_tile_is_late(made: Callable[..., Early]) -> None:
     early, late = made(1), made(1)
     name, cut = NAMES[0], 5000
     ranges = [(0, cut), (cut, SIZES[name] - cut)]
-    early.early.begin([early.part(name, ranges=ranges), early.part(NAMES[1])])
+    early.early.expect([early.part(name, ranges=ranges), early.part(NAMES[1])])
     for one in (early, late):
         one.put_part(0, name, *ranges[0])  # its second tile waits for the other
         one.put(0, NAMES[1])
         one.put_part(0, name, *ranges[1])
         one.all_stepped()
     late_begins = set(early.training.groups.begins(NAMES[1]))
-    assert early.early._expected.late == {(NAMES[1], begin) for begin in late_begins}
+    assert early.early._expected.left == {(NAMES[1], begin) for begin in late_begins}
     assert early.early._done == {name: set(early.training.groups.begins(name))}
     for one in (early, late):
         one.finish(Counted())
@@ -293,17 +293,19 @@ def test_an_error_makes_nothing_early_and_is_told(
     early.all_stepped()
     early.early.close()
     brought: list[tuple[str, int]] = []
-    begins, error = early.early.take(lambda name, _, begin, part: brought.append((name, begin)))
+    begins, error = early.early.take_results(
+        lambda name, _, begin, part: brought.append((name, begin))
+    )
     assert begins == {}
     assert isinstance(error, StoreError)
     assert brought == sorted(brought)
     assert (NAMES[0], 0) not in brought  # it was stepped
-    assert early.early.take(early.training.gradient_stream.bring_back) == ({}, None)
+    assert early.early.take_results(early.training.gradient_stream.put_back) == ({}, None)
     assert all(torch.equal(a, b) for a, b in zip(before, early.values(), strict=True))
 
 
 def test_sub_groups_of_nobody_are_left_alone(made: Callable[..., Early]) -> None:
     early = made()
-    early.early.begin([])
+    early.early.expect([])
     early.put(0, *NAMES)
-    assert early.early.take(early.training.gradient_stream.bring_back) == ({}, None)
+    assert early.early.take_results(early.training.gradient_stream.put_back) == ({}, None)

@@ -55,10 +55,10 @@ def test_the_first_tiles_are_read_once_and_without_gradients(
 ) -> None:
     made, other = training(), training()
     keys = reads(made, monkeypatch)
-    made.stream.read_ahead(NAMES)
+    made.stream.prefetch(NAMES)
     states = ["master.0_3", "state.0_3.exp_avg", "state.0_3.exp_avg_sq"]
     assert keys == states * 3
-    made.stream.read_ahead(NAMES)
+    made.stream.prefetch(NAMES)
     assert keys == states * 3
     made.step(gradients(1, BF16), 0.5)
     ahead_count = len(keys)
@@ -72,7 +72,7 @@ def test_the_first_tiles_are_read_once_and_without_gradients(
 
 
 def set_weights(made: Training) -> None:
-    made.stream.forget_ahead()
+    made.stream.drop_prefetched()
     made.groups.set(NAMES[0], 0, torch.arange(SIZES[NAMES[0]]).float(), state=None)
 
 
@@ -80,13 +80,13 @@ def leave_out(made: Training) -> None:
     """As where a norm is not finite: gradients come, and come again."""
     for name, value in gradients(7, BF16).items():
         made.gradient_stream.put(name, 0, value)
-    made.stream.read_ahead(NAMES)
+    made.stream.prefetch(NAMES)
 
 
 @pytest.mark.parametrize("change", [set_weights, leave_out])
 def test_what_comes_before_the_walk_is_seen_by_it(change: Callable[[Training], None]) -> None:
     made, other = training(), training()
-    made.stream.read_ahead(NAMES)
+    made.stream.prefetch(NAMES)
     for one in (made, other):
         change(one)
         one.step(gradients(1, BF16), 0.5)
@@ -102,12 +102,12 @@ def test_a_walk_that_begins_elsewhere_reads_its_own_tiles(
     names: list[str], early: dict[str, frozenset[int]]
 ) -> None:
     made = training()
-    made.stream.read_ahead(NAMES)
+    made.stream.prefetch(NAMES)
     for name, value in gradients(1, BF16).items():
         made.gradient_stream.put(name, 0, value)
-    made.stream.begin(decided(names, early))
+    made.stream.start(decided(names, early))
     first = 4096 if early else 0
-    with made.stream._ahead.lend_next() as tile:
+    with made.stream._prefetch.next_tile() as tile:
         assert (tile.owner, tile.begin) == (names[0], first)
         begin = tile.begin
         master = tile.master[: tile.numel].clone()
@@ -120,7 +120,7 @@ def test_a_walk_that_begins_elsewhere_reads_its_own_tiles(
 def test_tiles_of_a_walk_under_way_are_not_dropped() -> None:
     """A hook of the optimizer may set a value in the middle of a step."""
     made, other = training(), training()
-    made.optimizer.register_step_post_hook(lambda *_: made.stream.forget_ahead())
+    made.optimizer.register_step_post_hook(lambda *_: made.stream.drop_prefetched())
     for one in (made, other):
         one.step(gradients(1, BF16), 0.5)
     assert_equal(made, other)
@@ -155,7 +155,7 @@ def assert_serves(made: Training) -> None:
     """Two steps are those of one that nothing happened to."""
     other = training()
     for one in (made, other):
-        one.stream.read_ahead(NAMES)
+        one.stream.prefetch(NAMES)
         one.step(gradients(1, BF16), 0.5)
         one.step(gradients(2, BF16), 0.5)
     assert_equal(made, other)
@@ -164,7 +164,7 @@ def assert_serves(made: Training) -> None:
 def test_a_read_that_cannot_begin_is_the_walks_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
     made = training()
     lose_reads(made, monkeypatch, at_once=True)
-    made.stream.read_ahead(NAMES)
+    made.stream.prefetch(NAMES)
     monkeypatch.undo()
     assert_serves(made)
 
@@ -174,7 +174,7 @@ def test_an_error_of_the_drive_is_the_steps_and_of_nothing_behind_it(
 ) -> None:
     made = training()
     lose_reads(made, monkeypatch, at_once=False)
-    made.stream.read_ahead(NAMES)
+    made.stream.prefetch(NAMES)
     monkeypatch.undo()
     with pytest.raises(StoreError, match="the drive is gone"):
         made.step(gradients(1, BF16), 0.5)
@@ -185,8 +185,8 @@ def test_an_error_of_the_drive_is_the_steps_and_of_nothing_behind_it(
 def test_an_error_of_what_is_dropped_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     made = training()
     lose_reads(made, monkeypatch, at_once=False)
-    made.stream.read_ahead(NAMES)
-    made.stream.forget_ahead()
+    made.stream.prefetch(NAMES)
+    made.stream.drop_prefetched()
     monkeypatch.undo()
     assert_serves(made)
 
@@ -203,7 +203,7 @@ def test_a_walk_that_ctrl_c_ended_as_it_began_is_not_gone_on_with(
             raise KeyboardInterrupt
         return start_read(*arguments)
 
-    interrupted = begin(made)
+    interrupted = start(made)
     with monkeypatch.context() as patch:
         patch.setattr(made.gradient_stream, "start_read", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -213,8 +213,8 @@ def test_a_walk_that_ctrl_c_ended_as_it_began_is_not_gone_on_with(
     assert keys.count(f"master.{NAMES[0]}") == len(made.tiles.begins(SIZES[NAMES[0]]))
 
 
-def read_ahead(made: Training) -> Callable[[], None]:
-    return functools.partial(made.stream.read_ahead, NAMES)
+def prefetch(made: Training) -> Callable[[], None]:
+    return functools.partial(made.stream.prefetch, NAMES)
 
 
 def decided(names: list[str], early: dict[str, frozenset[int]]) -> Step:
@@ -223,17 +223,17 @@ def decided(names: list[str], early: dict[str, frozenset[int]]) -> Step:
     return step
 
 
-def begin(made: Training) -> Callable[[], None]:
+def start(made: Training) -> Callable[[], None]:
     """Begin a walk whose first tiles are read."""
     for name, value in gradients(1, BF16).items():
         made.gradient_stream.put(name, 0, value)
-    made.stream.read_ahead(NAMES)
-    return functools.partial(made.stream.begin, decided(NAMES, {}))
+    made.stream.prefetch(NAMES)
+    return functools.partial(made.stream.start, decided(NAMES, {}))
 
 
 @each_stride(7)
 @pytest.mark.parametrize("tile_count", [1, 2])
-@pytest.mark.parametrize("call", [read_ahead, begin])
+@pytest.mark.parametrize("call", [prefetch, start])
 def test_after_ctrl_c_the_step_is_right(
     call: Callable[[Training], Callable[[], None]], tile_count: int, stride: int
 ) -> None:
@@ -247,7 +247,7 @@ def test_after_ctrl_c_the_step_is_right(
         return call(box[0])
 
     for places in interruptions(make, stride):
-        box[0].stream.read_ahead(NAMES)
+        box[0].stream.prefetch(NAMES)
         box[0].step(gradients(1, BF16), 0.5)
         pairs = zip(values(box[0]), values(expected), strict=True)
         assert all(torch.equal(left, right) for left, right in pairs), places

@@ -17,6 +17,12 @@ def collecting() -> Step:
     return Step(NAMES)
 
 
+def skipped() -> Step:
+    step = collecting()
+    step.skip()
+    return step
+
+
 def decided() -> Step:
     step = collecting()
     step.decide(NAMES)
@@ -45,6 +51,7 @@ def torn() -> Step:
 
 STEPS: dict[StepPhase, Callable[[], Step]] = {
     StepPhase.COLLECTING: collecting,
+    StepPhase.SKIPPED: skipped,
     StepPhase.DECIDED: decided,
     StepPhase.WALKING: walking,
     StepPhase.DONE: done,

@@ -310,7 +310,7 @@ def test_after_a_drive_failed_in_a_step_a_load_is_enough() -> None:
         training.step(values, 1.0)
     training.optimizer.step = step  # type: ignore[method-assign]
     faults.gone = 0
-    training.groups.forget_states()
+    training.groups.discard_states()
     for name, numel in SIZES.items():
         for state in (None, "exp_avg", "exp_avg_sq"):
             training.groups.load(
@@ -329,15 +329,15 @@ def test_an_error_before_the_first_update_leaves_the_step_to_be_repeated() -> No
     training = Training(torch.optim.AdamW)
     expected = Training(torch.optim.AdamW)
     gradients = {name: torch.randn(numel).bfloat16() for name, numel in SIZES.items()}
-    load = training.gradient_stream.load
+    load = training.gradient_stream.convert
 
     def failing(*_: object) -> None:
         raise Interrupted
 
-    training.gradient_stream.load = failing  # type: ignore[method-assign]
+    training.gradient_stream.convert = failing  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
         training.step(gradients, 1.0)
-    training.gradient_stream.load = load  # type: ignore[method-assign]
+    training.gradient_stream.convert = load  # type: ignore[method-assign]
     training.step(gradients, 1.0)
     expected.step(gradients, 1.0)
     for name in SIZES:

@@ -12,8 +12,8 @@ from memascend.streaming.optimizer.sub_group_step import (
     as_number,
     copy_scalars,
     early_key,
+    empty_parameter,
     is_state_tensor,
-    let_go,
     step_nothing,
 )
 from memascend.streaming.optimizer.sub_groups import SubGroup
@@ -51,7 +51,9 @@ def test_what_is_let_go_holds_no_memory() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.zeros(4)
     values = {"exp_avg": torch.zeros(4), "step": 1}
-    let_go(parameter, values, SubGroup("0", 4, {"exp_avg": torch.float32, "late": torch.float32}))
+    empty_parameter(
+        parameter, values, SubGroup("0", 4, {"exp_avg": torch.float32, "late": torch.float32})
+    )
     assert (parameter.numel(), parameter.grad, values["exp_avg"].numel()) == (0, None, 0)
 
 

@@ -33,7 +33,7 @@ def reads(bench: Bench, key: str) -> int:
 def begun(bench: Bench, numel: int = NUMEL) -> tuple[Shard, torch.Tensor]:
     """A shard whose first chunk is on its way."""
     shard, content = bench.new("head", numel)
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     assert reads(bench, "head") == 1
     return shard, content
 
@@ -45,7 +45,7 @@ def test_the_first_shard_without_a_slot_is_begun_and_nobody_sees_it(bench: Bench
     """Its state decides what DeepSpeed gathers ahead: all ranks alike, whatever was begun."""
     numels = {"layer": PAGE, "head": NUMEL, "embedding": NUMEL, "last": PAGE}
     shards = {key: bench.new(key, numel) for key, numel in numels.items()}
-    bench.stream.read_ahead(shard for shard, _ in shards.values())
+    bench.stream.prefetch(shard for shard, _ in shards.values())
     assert [reads(bench, key) for key in numels] == [1, 1, 0, 1]
     head, content = shards["head"]
     assert head.state is ShardState.ABSENT
@@ -58,14 +58,14 @@ def test_the_first_shard_without_a_slot_is_begun_and_nobody_sees_it(bench: Bench
 def test_none_overtakes_what_is_needed_sooner_and_finds_no_room(bench: Bench) -> None:
     layers = [bench.new(f"layer{index}", LARGEST)[0] for index in range(3)]
     head, _ = bench.new("head", NUMEL)
-    bench.stream.read_ahead([*layers, head])
+    bench.stream.prefetch([*layers, head])
     assert [shard.is_staged for shard in layers] == [True, True, False]
     assert reads(bench, "head") == 0
 
 
 def test_none_is_begun_where_nothing_is_to_be_read_ahead() -> None:
     bench = Bench(prefetch_bytes=0)
-    bench.stream.read_ahead([bench.new("head", NUMEL)[0]])
+    bench.stream.prefetch([bench.new("head", NUMEL)[0]])
     assert bench.store.tickets == []
 
 
@@ -74,7 +74,7 @@ def test_none_is_begun_that_needs_no_read() -> None:
     store.grant({"parameters": 1 << 20}, memory=HostTensors(), component="resident")
     bench = Bench(lender=store)
     shard, content = bench.new("head", NUMEL)
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     assert not store.lends(key="head", dtype=torch.int8) or bench.fetch(shard).equal(content)
     assert shard.is_lent
 
@@ -82,7 +82,7 @@ def test_none_is_begun_that_needs_no_read() -> None:
 def test_one_that_cannot_be_read_is_an_error_of_who_needs_it(bench: Bench) -> None:
     shard, content = bench.new("head", NUMEL)
     stored = bench.store.content.pop("head")
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     with pytest.raises(StoreError, match="no key"):
         bench.fetch(shard)
     bench.store.content["head"] = stored
@@ -92,8 +92,8 @@ def test_one_that_cannot_be_read_is_an_error_of_who_needs_it(bench: Bench) -> No
 def test_without_staging_slots_there_is_nothing_in_chunks() -> None:
     stream = ParameterStream(store=FakeStore(), pool=Pool(memory=FakeMemory(), component="p"))
     shard = stream.shard("a", PAGE, torch.float32)
-    stream._chunks.read_ahead(shard)
-    stream._chunks.forget()
+    stream._chunks.prefetch(shard)
+    stream._chunks.drop()
     stream.wait_writes()
     with pytest.raises(AssertionError, match="only a budget"):
         stream._chunks.read(shard)
@@ -103,7 +103,7 @@ def test_without_staging_slots_there_is_nothing_in_chunks() -> None:
 
 
 def stored_behind_the_back(bench: Bench, shard: Shard, content: torch.Tensor) -> None:
-    bench.stream.forget_all()
+    bench.stream.drop_all()
     bench.store.write(key=shard.key, source=content)
 
 
@@ -129,10 +129,10 @@ def test_one_is_not_begun_while_its_new_value_is_on_its_way() -> None:
         bench = Bench(device=device)
         shard, content = bench.new("head", NUMEL)
         bench.stream.write_cast(shard, device.tensor(content + 1))
-        bench.stream.read_ahead([shard])
+        bench.stream.prefetch([shard])
         assert reads(bench, "head") == 0
         bench.stream.wait_writes()
-        bench.stream.read_ahead([shard])
+        bench.stream.prefetch([shard])
         assert reads(bench, "head") == 1
         assert torch.equal(bench.fetch(shard), content + 1)
 
@@ -147,11 +147,11 @@ def test_one_is_begun_when_the_walk_has_passed_it() -> None:
         bench.store.write(key="head", source=content + 1).wait()
 
     walk.start([step], {"head": (0, NUMEL)}, lambda: None)
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     assert reads(bench, "head") == 0
     may_go.set()
     walk.finish()
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     assert reads(bench, "head") == 1
     assert torch.equal(bench.fetch(shard), content + 1)
     walk.close()

@@ -27,7 +27,7 @@ def bench() -> Bench:
 def use(bench: Bench, shard: Shard, content: torch.Tensor, event: FakeEvent | None = None) -> None:
     """What a layer does with a shard."""
     assert torch.equal(bench.fetch(shard), content)
-    bench.stream.drop(shard, event)
+    bench.stream.let_go(shard, event)
 
 
 def put_all(bench: Bench, count: int, numel: int) -> dict[Shard, torch.Tensor]:
@@ -46,9 +46,9 @@ def test_a_shard_that_was_let_go_is_not_read_again(bench: Bench) -> None:
 def test_a_kept_shard_that_is_read_ahead_is_there_without_a_read(bench: Bench) -> None:
     shard, content = bench.new("a")
     use(bench, shard, content)
-    bench.stream.read_ahead([shard])
-    bench.stream.drop(shard)
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
+    bench.stream.let_go(shard)
+    bench.stream.prefetch([shard])
     bench.stream.wait_reads()
     assert shard.tensor is not None
     assert torch.equal(shard.tensor, content)
@@ -95,7 +95,7 @@ def test_a_shard_that_was_written_from_its_slot_is_read_again(bench: Bench) -> N
     slot = bench.stream.stage(other)
     assert slot is not None
     slot.fill_(1.0)
-    bench.stream.drop(other)  # never stored
+    bench.stream.let_go(other)  # never stored
     use(bench, other, other_content)
 
 
@@ -103,8 +103,8 @@ def test_what_others_are_about_to_change_is_forgotten(bench: Bench) -> None:
     contents = put_all(bench, 3, PAGE)
     for shard, content in contents.items():
         use(bench, shard, content)
-    bench.stream.read_ahead([list(contents)[1]])
-    bench.stream.forget_all()
+    bench.stream.prefetch([list(contents)[1]])
+    bench.stream.drop_all()
     assert bench.pool.free_bytes == bench.pool.held_bytes
     for shard, content in contents.items():
         bench.store.content[shard.key] = (content * 2).view(torch.uint8)
@@ -136,7 +136,7 @@ def test_forgetting_waits_for_copies(bench: Bench) -> None:
     shard, content = bench.new("a")
     copy = FakeEvent()
     use(bench, shard, content, copy)
-    bench.stream.forget_all()
+    bench.stream.drop_all()
     assert copy.passed
     assert bench.pool.free_bytes == bench.pool.held_bytes
 
@@ -189,7 +189,7 @@ def test_a_resident_shard_is_read_where_it_is(lending: Bench, numel: int) -> Non
         tensor = lending.fetch(shard)
         assert tensor.data_ptr() == address
         assert torch.equal(tensor, content)
-        lending.stream.drop(shard)
+        lending.stream.let_go(shard)
         assert shard.state is ShardState.ABSENT
     assert lending.memory.taken == []
     assert lending.store.stats()["bytes_read"] == 0
@@ -212,7 +212,7 @@ def test_how_much_is_read_ahead_does_not_depend_on_what_is_resident() -> None:
     for pages in (0, 5, PAGES):
         bench = Bench(lender=resident(pages))
         shards = [bench.new(f"k{index:02}", PAGE)[0] for index in range(20)]
-        bench.stream.read_ahead(shards)
+        bench.stream.prefetch(shards)
         staged.append([shard.is_staged for shard in shards])
         bench.stream.read_now([bench.new(f"n{index}", LARGEST)[0] for index in range(3)])
         staged[-1] += [shard.is_staged for shard in shards]
@@ -229,9 +229,9 @@ def test_a_write_waits_for_copies_out_of_the_memory(lending: Bench, how: str) ->
     copies = [FakeEvent(), FakeEvent()]
     for copy in copies:
         lending.fetch(shard)
-        lending.stream.drop(shard, copy)
+        lending.stream.let_go(shard, copy)
     lending.fetch(shard)  # and once more, without a copy
-    lending.stream.drop(shard)
+    lending.stream.let_go(shard)
     assert not copies[1].passed
     if how == "cast":
         lending.stream.write_cast(shard, content * 2)
@@ -243,7 +243,7 @@ def test_a_write_waits_for_copies_out_of_the_memory(lending: Bench, how: str) ->
         slot.copy_(content * 2)
         lending.stream.write(shard)
     else:
-        lending.stream.forget_all()
+        lending.stream.drop_all()
         # As the optimizer does, past the stream.
         lending.store.write(key="a", source=content * 2, offset_bytes=0).wait()
     assert copies[1].passed
@@ -256,7 +256,7 @@ def test_a_shard_in_use_is_not_written_by_others(lending: Bench) -> None:
     tensor = lending.fetch(shard)
     with pytest.raises(ValueError, match="lent"):
         lending.store.write(key="a", source=content * 2, offset_bytes=0)
-    lending.stream.drop(shard, FakeEvent())
+    lending.stream.let_go(shard, FakeEvent())
     with pytest.raises(ValueError, match="lent"):
         lending.store.discard(key="a")
     assert torch.equal(tensor, content)
@@ -297,7 +297,7 @@ def test_a_shard_is_not_lent_before_its_new_value_is_there() -> None:
         bench.store.write(key="a", source=content * 2, offset_bytes=0).wait()
 
     walk.start([step], {"a": (0, PAGE)}, lambda: None)
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     assert shard.state is ShardState.DEFERRED
     assert shard.tensor is None
     assert not bench.stream.has_arrived(shard)
@@ -317,8 +317,8 @@ def test_after_ctrl_c_nothing_is_lent(lending: Bench) -> None:
     lending.fetch(used)
     lending.fetch(copied)
     copy = FakeEvent()
-    lending.stream.drop(copied, copy)
-    lending.stream.read_ahead([ahead])
+    lending.stream.let_go(copied, copy)
+    lending.stream.prefetch([ahead])
     lending.store.lend(key="half", dtype=half.dtype)  # and then nothing was noted
     lending.stream.recover()
     assert copy.passed
@@ -330,6 +330,6 @@ def test_after_ctrl_c_nothing_is_lent(lending: Bench) -> None:
 def test_what_cannot_be_lent_any_more_is_read(lending: Bench) -> None:
     """The cache may be given back between the request and the use."""
     shard, content = lending.new("a")
-    lending.stream.read_ahead([shard])
+    lending.stream.prefetch([shard])
     lending.store.revoke()
     assert torch.equal(lending.fetch(shard), content)

@@ -87,7 +87,7 @@ def test_what_is_needed_is_there_on_return(bench: Bench) -> None:
 
 def test_what_is_read_ahead_is_there_after_waiting(bench: Bench) -> None:
     shards = bench.shards("ab")
-    bench.stream.read_ahead(shards)
+    bench.stream.prefetch(shards)
     assert states(shards) == [ShardState.READING] * 2
     assert not any(ticket.finished for ticket in bench.store.tickets)
     bench.stream.wait_reads()
@@ -96,27 +96,27 @@ def test_what_is_read_ahead_is_there_after_waiting(bench: Bench) -> None:
 
 def test_a_shard_named_again_is_read_once(bench: Bench) -> None:
     one, other = bench.shards("ab")
-    bench.stream.read_ahead([one, one])
-    bench.stream.read_ahead([one])
+    bench.stream.prefetch([one, one])
+    bench.stream.prefetch([one])
     bench.stream.read_now([one, other, one])
     assert bench.store.log() == [("read", "a"), ("read", "b")]
 
 
 def test_changes_are_told_once(bench: Bench) -> None:
     one, other = bench.shards("ab")
-    bench.stream.read_ahead([one])
+    bench.stream.prefetch([one])
     assert list(bench.stream.take_changes()) == [one]
     bench.stream.read_now([one, other])
     assert set(bench.stream.take_changes()) == {one, other}
-    bench.stream.drop(one)
-    bench.stream.drop(one)
+    bench.stream.let_go(one)
+    bench.stream.let_go(one)
     assert list(bench.stream.take_changes()) == [one]
     assert list(bench.stream.take_changes()) == []
 
 
 def test_a_shard_is_never_staged_twice(bench: Bench) -> None:
     (shard,) = bench.shards("a")
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     with pytest.raises(AssertionError, match="a is READING and cannot become CHANGED"):
         bench.stream.stage(shard)
 
@@ -125,7 +125,7 @@ def test_a_dropped_slot_serves_the_next_tensor(bench: Bench) -> None:
     one, other = bench.shards("ab")
     for shard in (one, other, one):
         bench.stream.read_now([shard])
-        bench.stream.drop(shard)
+        bench.stream.let_go(shard)
     assert bench.pool.slot_count == 1
 
 
@@ -133,15 +133,15 @@ def test_dropping_is_idempotent(bench: Bench) -> None:
     one, other = bench.shards("ab")
     bench.stream.read_now([one])
     for shard in (one, one, other):
-        bench.stream.drop(shard)
+        bench.stream.let_go(shard)
     assert states([one, other]) == [ShardState.ABSENT] * 2
     assert bench.pool.free_count == bench.pool.slot_count == 1
 
 
 def test_dropping_a_read_in_flight_waits_for_it(bench: Bench) -> None:
     (shard,) = bench.shards("a")
-    bench.stream.read_ahead([shard])
-    bench.stream.drop(shard)
+    bench.stream.prefetch([shard])
+    bench.stream.let_go(shard)
     assert bench.store.tickets[0].finished
     assert not shard.is_staged
     bench.stream.wait_reads()
@@ -173,7 +173,7 @@ def test_a_read_that_cannot_be_started_lets_its_slot_go(
     with monkeypatch.context() as patch:
         patch.setattr(bench.store, "read", refuse)
         with pytest.raises(StoreError, match="earlier write"):
-            bench.stream.read_ahead([shard])
+            bench.stream.prefetch([shard])
     assert not shard.is_staged
     bench.stream.read_now([shard])
     assert shard.state is ShardState.ARRIVED
@@ -182,9 +182,9 @@ def test_a_read_that_cannot_be_started_lets_its_slot_go(
 def test_dropping_a_read_that_fails_still_gives_the_slot_back(bench: Bench) -> None:
     (shard,) = bench.shards("a")
     bench.store.failing.add(("read", "a"))
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     with pytest.raises(StoreError):
-        bench.stream.drop(shard)
+        bench.stream.let_go(shard)
     assert shard.state is ShardState.ABSENT
     assert bench.pool.free_count == 1
 
@@ -202,7 +202,7 @@ def test_reading_into_foreign_memory_takes_no_slot(bench: Bench) -> None:
 
 def ahead(bench: Bench, pages: list[int]) -> list[bool]:
     shards = [bench.shard(f"k{index}", count * NUMEL) for index, count in enumerate(pages)]
-    bench.stream.read_ahead(shards)
+    bench.stream.prefetch(shards)
     return [shard.is_staged for shard in shards]
 
 
@@ -214,10 +214,10 @@ def test_reading_ahead_counts_what_is_staged_already() -> None:
     bench = Bench(prefetch_bytes=2 * PAGE_BYTES)
     one, *others = bench.shards("abc")
     bench.stream.read_now([one])
-    bench.stream.read_ahead(others)
+    bench.stream.prefetch(others)
     assert [shard.is_staged for shard in others] == [True, False]
-    bench.stream.drop(one)
-    bench.stream.read_ahead(others)
+    bench.stream.let_go(one)
+    bench.stream.prefetch(others)
     assert [shard.is_staged for shard in others] == [True, True]
 
 
@@ -237,11 +237,13 @@ def test_reading_ahead_takes_a_prefix_within_the_limit(pages: list[int], limit: 
 
 def test_the_limit_follows_the_layers_not_the_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PREFETCH_BYTES_MIN == 32 << 20
-    monkeypatch.setattr("memascend.streaming.parameters.shard.PREFETCH_BYTES_MIN", 3 * PAGE_BYTES)
+    monkeypatch.setattr(
+        "memascend.streaming.parameters.prefetch.PREFETCH_BYTES_MIN", 3 * PAGE_BYTES
+    )
     bench = Bench()
     embedding = [bench.shard(name, 40 * NUMEL) for name in ("embedding", "head")]
     assert ahead(bench, [1] * 2) == [True] * 2
-    bench.stream.forget_all()
+    bench.stream.drop_all()
     assert ahead(bench, [5] * 3) == [True, True, False]
     assert not any(shard.is_staged for shard in embedding)
 
@@ -358,7 +360,7 @@ def test_a_slot_is_not_reused_before_its_event_has_passed(bench: Bench) -> None:
     one, other = bench.shards("ab")
     event = FakeEvent()
     bench.stream.read_now([one])
-    bench.stream.drop(one, event)
+    bench.stream.let_go(one, event)
     assert bench.pool.free_count == 0
     bench.stream.read_now([other])
     # Rather than grow, it waited for the copy.
@@ -370,7 +372,7 @@ def test_a_passed_event_frees_its_slot_without_waiting(bench: Bench) -> None:
     one, other = bench.shards("ab")
     event = FakeEvent()
     bench.stream.read_now([one])
-    bench.stream.drop(one, event)
+    bench.stream.let_go(one, event)
     event.passed = True
     bench.stream.read_now([other])
     assert event.wait_count == 0
@@ -381,7 +383,7 @@ def test_events_of_other_sizes_are_not_waited_for(bench: Bench) -> None:
     small, large = bench.shard("small"), bench.shard("large", 100 * NUMEL)
     event = FakeEvent()
     bench.stream.read_now([small])
-    bench.stream.drop(small, event)
+    bench.stream.let_go(small, event)
     bench.stream.read_now([large])
     assert event.wait_count == 0
     assert bench.pool.slot_count == 2
@@ -392,7 +394,7 @@ def test_slots_behind_a_mix_of_sizes_come_back_and_the_pool_stays_small(bench: B
     for _ in range(10):
         for shard in (large, small):
             bench.stream.read_now([shard])
-            bench.stream.drop(shard, FakeEvent())
+            bench.stream.let_go(shard, FakeEvent())
     assert bench.pool.slot_count <= 3
 
 
@@ -401,8 +403,8 @@ def test_dropping_again_with_an_event_does_not_retire_twice(bench: Bench) -> Non
     event = FakeEvent()
     bench.stream.read_now([shard])
     for again in (event, event, None):
-        bench.stream.drop(shard, again)
+        bench.stream.let_go(shard, again)
     assert bench.pool.free_count == 0
-    bench.stream.forget_all()
+    bench.stream.drop_all()
     assert event.wait_count == 1
     assert bench.pool.free_count == 1

@@ -34,7 +34,7 @@ def test_a_large_shard_is_assembled_without_a_slot(bench: Bench, numel: int) -> 
     assert torch.equal(bench.fetch(shard), content)
     assert shard.lease is None
     assert bench.memory.taken == []
-    bench.stream.drop(shard)
+    bench.stream.let_go(shard)
     assert not shard.is_staged
 
 
@@ -107,7 +107,7 @@ def test_copies_of_any_size_are_waited_for_before_a_shard_goes_without_a_slot(
     for number, event in enumerate(events):
         shard, _ = bench.new(f"a{number}")
         bench.fetch(shard)
-        bench.stream.drop(shard, event)
+        bench.stream.let_go(shard, event)
     assert bench.pool.free_bytes == 0
     large, content = bench.new("b", LARGEST)
     assert torch.equal(bench.fetch(large), content)
@@ -149,7 +149,7 @@ def test_a_shard_read_through_a_slot_sees_the_chunks_written_before() -> None:
             assert bench.stream.stage(other) is not None
         bench.stream.write_cast(shard, device.tensor(torch.ones(PAGE)))
         for other in others:
-            bench.stream.drop(other)
+            bench.stream.let_go(other)
         assert bench.fetch(shard).tolist() == [1.0] * PAGE
         assert shard.lease is not None
 
@@ -160,7 +160,7 @@ def test_a_shard_read_through_a_slot_sees_the_chunks_written_before() -> None:
 def test_reading_ahead_passes_over_large_shards(bench: Bench) -> None:
     numels = {"a": PAGE, "large": BUDGET_BYTES // 4, "b": PAGE}
     shards = [bench.new(key, numel)[0] for key, numel in numels.items()]
-    bench.stream.read_ahead(shards)
+    bench.stream.prefetch(shards)
     assert [shard.is_staged for shard in shards] == [True, False, True]
 
 
@@ -170,14 +170,14 @@ def test_reading_ahead_takes_half_of_the_budget_at_most(
 ) -> None:
     bench = Bench(prefetch_bytes=prefetch_bytes)
     shards = [bench.new(str(index), 1)[0] for index in range(100)]  # each takes a page
-    bench.stream.read_ahead(shards)
+    bench.stream.prefetch(shards)
     assert [shard.is_staged for shard in shards] == [True] * count + [False] * (100 - count)
 
 
 def test_room_is_made_by_letting_go_what_is_needed_last() -> None:
     bench = Bench()
     ahead = [bench.new(f"k{index}", PAGE)[0] for index in range(8)]
-    bench.stream.read_ahead(ahead)
+    bench.stream.prefetch(ahead)
     bench.stream.read_now([ahead[7]])
     numels = [8 * PAGE, LARGEST + 1, PAGE, 2 * PAGE]
     gone = []
@@ -196,7 +196,7 @@ def cut(numel: int) -> list[int]:
 def test_letting_go_of_a_read_that_fails_is_no_error(bench: Bench) -> None:
     shard, _ = bench.new("a")
     bench.store.failing.add(("read", "a"))
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     needed = [bench.new(f"k{index}", LARGEST)[0] for index in range(4)]
     bench.stream.read_now(needed)
     assert shard.state is ShardState.ABSENT
@@ -205,7 +205,7 @@ def test_letting_go_of_a_read_that_fails_is_no_error(bench: Bench) -> None:
 
 def test_what_is_needed_is_waited_for_alone(bench: Bench) -> None:
     shards = [bench.new(key)[0] for key in "ab"]
-    bench.stream.read_ahead(shards)
+    bench.stream.prefetch(shards)
     bench.stream.read_now(shards[1:])
     assert [shard.state for shard in shards] == [ShardState.READING, ShardState.ARRIVED]
     assert [ticket.finished for ticket in bench.store.tickets] == [False, True]
@@ -264,7 +264,7 @@ def test_what_is_staged_does_not_depend_on_where_it_found_room(
 
 def call(stream: ParameterStream, kind: str, shards: list[Shard], stamp: float) -> None:
     if kind == "ahead":
-        stream.read_ahead(shards)
+        stream.prefetch(shards)
     elif kind == "need":
         stream.read_now(shards)
     elif kind == "update":
@@ -272,7 +272,7 @@ def call(stream: ParameterStream, kind: str, shards: list[Shard], stamp: float) 
             stream.write_cast(shard, torch.full((shard.numel,), stamp))
     else:
         for shard in shards:
-            stream.drop(shard)
+            stream.let_go(shard)
 
 
 # -- without a wait ------------------------------------------------------------------------------
@@ -281,16 +281,16 @@ def call(stream: ParameterStream, kind: str, shards: list[Shard], stamp: float) 
 def test_a_shard_has_arrived_when_nothing_is_left_to_wait_for(bench: Bench) -> None:
     shard, _ = bench.new("a")
     assert not bench.stream.has_arrived(shard)  # nobody has asked for it
-    bench.stream.read_ahead([shard])
+    bench.stream.prefetch([shard])
     assert not bench.stream.has_arrived(shard)
     bench.store.tickets[-1].finish()
     assert bench.stream.has_arrived(shard)
     bench.fetch(shard)
     assert bench.stream.has_arrived(shard)
-    bench.stream.drop(shard)
+    bench.stream.let_go(shard)
     assert shard.state is ShardState.KEPT
     assert bench.stream.has_arrived(shard)
-    bench.stream.forget(shard)
+    bench.stream.drop(shard)
     assert not bench.stream.has_arrived(shard)
 
 
