@@ -137,7 +137,7 @@ def _request(optimizer: Any, config: MemAscendConfig, settings: DeepSpeedSetting
     master = optimizer.master_dtype
     return dataclasses.replace(
         request,
-        precision=_NAMES[optimizer.recast_parameters],
+        precision=_NAMES[optimizer.stored_dtype],
         arriving_dtype=_NAMES[optimizer.reduction_dtype],
         accumulation_dtype=_NAMES[optimizer.accumulation_dtype],
         master_dtype=_NAMES[master],
