@@ -14,7 +14,7 @@ from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams.table import SEAMS, WATCHED
 from tests.support.documents import code_spans, each_document, read
 from tests.support.scripts import load_script
-from tests.support.source_tree import ROOT
+from tests.support.source_tree import ROOT, floors, row_of
 
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
@@ -206,6 +206,40 @@ def test_the_page_of_errors_has_what_a_training_may_raise() -> None:
                     missing.append(f"{place}:{node.lineno}: {max(said, key=len)}")
     assert missing == []
     assert count > 50, "the search found too little to check"
+
+
+# -- the walks -------------------------------------------------------------------------------------
+
+WALK_LINES_MAX = 10
+
+
+def walks() -> dict[str, str]:
+    """Return the walks of the architecture by title."""
+    sections = re.findall(
+        r"^## (A [a-z]+, [^\n]+ to [^\n]+)\n(.*?)(?=^## )",
+        read(ARCHITECTURE),
+        re.MULTILINE | re.DOTALL,
+    )
+    return {title: text.partition("\n1. ")[2] for title, text in sections}
+
+
+def files_of(walk: str) -> list[Path]:
+    """Return the file of each line; a name alone is in the folder of the line before."""
+    found: list[Path] = []
+    for named in re.findall(r"(?:^|\n\d+\. )`([^`]+)`", walk):
+        found.append(Path(named) if "/" in named else found[-1].parent / named)
+    return found
+
+
+def test_a_walk_has_few_lines_and_never_goes_up_to_come_down_again() -> None:
+    rows = floors()
+    assert len(walks()) == 3
+    for title, walk in walks().items():
+        assert len(walk.splitlines()) <= WALK_LINES_MAX, title
+        files = files_of(walk)
+        assert [file for file in files if not (ROOT / file).is_file()] == []
+        heights = [rows.index(row_of(file, rows)) for file in files]
+        assert heights == sorted(heights, reverse=True), title
 
 
 # -- what is generated is current ------------------------------------------------------------------

@@ -190,3 +190,55 @@ def test_the_check_for_borrowed_names_sees_them() -> None:
         "    def call(self): return lambda: self.own + self.of_foreign()\n"
     )
     assert borrowed(classes_in("here.py", tree)) == {"here.py:Mixin": "_theirs, of_foreign"}
+
+
+# -- one verb for one act ------------------------------------------------------------------------
+
+#: Where a verb has one meaning (CONTRIBUTING.md, "Verbs").
+DATA_PATHS = tuple(
+    f"memascend/{folder}/"
+    for folder in ("streaming", "transfer", "deepspeed/optimizer", "deepspeed/parameters")
+)
+#: Methods named by DeepSpeed, or after its own.
+THEIRS = {"synchronize_reads", "synchronize_writes", "_mark_absent"}
+
+
+def unused_verbs() -> set[str]:
+    """Return the verbs of the table's last column, each with underscores."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Verbs\n")[2]
+    columns = re.findall(
+        r"^\|[^|]+\|[^|]+\| ([a-z ,]+) \|$", text.partition("\n## ")[0], re.MULTILINE
+    )
+    verbs = {verb.replace(" ", "_") for column in columns for verb in column.split(", ")}
+    return verbs - {"not"}
+
+
+def methods_with(verbs: set[str], tree: ast.AST) -> list[str]:
+    """Return the methods whose names begin with one of the verbs; a property is a noun."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = [one for node in classes for one in node.body if isinstance(one, ast.FunctionDef)]
+    return [
+        one.name
+        for one in methods
+        if any(f"{one.name.lstrip('_')}_".startswith(f"{verb}_") for verb in verbs)
+        and not any(root_name(by) == "property" for by in one.decorator_list)
+    ]
+
+
+@pytest.mark.parametrize(
+    "module", [file for file in PYTHON if file.as_posix().startswith(DATA_PATHS)], ids=as_text
+)
+def test_a_method_has_the_verb_that_others_have_for_the_same(module: Path) -> None:
+    assert set(methods_with(unused_verbs(), parsed(module))) <= THEIRS
+
+
+def test_the_check_for_verbs_sees_them() -> None:
+    assert {"forget", "store", "read_ahead"} < unused_verbs()
+    tree = ast.parse(
+        "class Slots:\n"
+        "    def _forget(self): ...\n"
+        "    def stored(self): ...\n"
+        "    @property\n"
+        "    def store(self): ...\n"
+    )
+    assert methods_with(unused_verbs(), tree) == ["_forget"]

@@ -31,12 +31,12 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             # An inference engine has no optimizer of ours, which would do this.
             swapper.memascend_attachment.leave()
         if swappers:
-            _forget_module(self.module)
+            _drop_module(self.module)
 
     return destroy
 
 
-def _forget_module(module: Any) -> None:
+def _drop_module(module: Any) -> None:
     stack = parameter_offload.FWD_MODULE_STACK
     # In place: all engines share the list.
     stack[:] = [one for one in stack if one is not module]

@@ -298,7 +298,7 @@ class ActivationStream:
 
     def _next_job(self) -> tuple[Record, torch.Tensor] | None:
         """Return the next storage to read, else to write, and its bytes on the device."""
-        self._forget_garbage()
+        self._discard_garbage()
         with self._changed:
             self._give_up_dropped()
             if self._saved.reads:
@@ -316,7 +316,7 @@ class ActivationStream:
             self._changed.notify_all()  # a put() may wait for a job that was dropped
             return None
 
-    def _forget_garbage(self) -> None:
+    def _discard_garbage(self) -> None:
         with self._changed:
             keys, self._garbage = self._garbage, []
         for key in keys:
