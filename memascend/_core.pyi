@@ -177,7 +177,7 @@ class VolumeStats:
     def traffic(self) -> dict[str, Any]:
         """Return `bytes_read`, `bytes_written` and `busy_s` of the volume, as the device moved.
 
-        And of requests, under "reads", "writes" and "needed" (those of either that somebody waited
+        And of requests, under "reads", "writes" and "needed" (those of either that a caller waited
         for): `count`, and in seconds `p50_s`, `p99_s`, `p999_s` and `longest_s`.
         """
 

@@ -114,11 +114,11 @@ class BackgroundStep:
         course = self._course
         if course is None:
             return
-        late = [name for name in names if not course.has_passed(name)]
-        if not late:
+        awaited = [name for name in names if not course.has_passed(name)]
+        if not awaited:
             return
-        self._wait_until(lambda: course.is_over or all(map(course.has_passed, late)))
-        if course.error is not None and not all(map(course.has_passed, late)):
+        self._wait_until(lambda: course.is_over or all(map(course.has_passed, awaited)))
+        if course.error is not None and not all(map(course.has_passed, awaited)):
             raise course.error
 
     def finish(self) -> None:

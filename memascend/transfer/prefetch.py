@@ -8,7 +8,7 @@ backward needs again.
 They delay no other transfer: SLOT_COUNT_MIN slots stay free for others. A transfer that needs one
 more slot takes those of the chunks that are needed last.
 
-Only keys that the store has may be read here, and a key is forgotten before it is written. One
+Only keys that the store has may be read here, and a key is dropped before it is written. One
 thread at a time may call. Ctrl-C may come anywhere (slots.py).
 """
 

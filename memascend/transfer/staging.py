@@ -168,14 +168,14 @@ class StagingSlots:
 
     @guarded
     def take_failure(self, key: str) -> bool:
-        """Forget that a write of a key failed; return False when none did."""
+        """Return whether a write of a key failed since the last call."""
         return self._writes.take_failure(key)
 
     # -- single slots ----------------------------------------------------------------------------
 
     @guarded
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Take `numel` elements of a slot: the last one lent, or the next that becomes free.
+        """Take `numel` elements of a slot: the last one used, or the next that becomes free.
 
         End with `submit`, `give_back` or `free`; keep a reference to the tensor until then.
 

@@ -86,7 +86,7 @@ class Transfer:
         self._ticket.wait()
 
     def abandon(self) -> bool:
-        """Wait, whatever the result; return whether the memory is free.
+        """Wait, and ignore errors; return whether the memory is free.
 
         It is not if the program is about to end, and a silent drive may still use it.
         """
@@ -162,7 +162,7 @@ class Transfers:
             raise error
 
     def take_failure(self, key: str) -> bool:
-        """Forget that a transfer of a key failed; return False when none did."""
+        """Return whether a transfer of a key failed since the last call."""
         has_failed = key in self._failed
         self._failed.discard(key)
         return has_failed

@@ -34,8 +34,8 @@ example:
       deepspeed --num_gpus 1 scripts/finetune.py --deepspeed_config configs/nvme_cpu.json
 
 The same command runs once per column, or with --repeat several times, in turns. For the stock
-columns memascend is switched off, whatever the configuration says; for the other, a configuration
-without a "memascend" block gets an empty one.
+columns memascend is switched off, even if the configuration has it on; for the other, a
+configuration without a "memascend" block gets an empty one.
 Exit status: 0 when every run succeeded and printed the same losses, 1 otherwise."""
 
 

@@ -204,7 +204,7 @@ class DuringBackward:
         self._tiles.close()
 
     def restart(self) -> None:
-        """Forget the early steps of a step that is over."""
+        """Drop the early steps of a step that is over."""
         self._tiles.drop()
 
     # -- watching --------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class DuringBackward:
         self._turn_off()
 
     def discard(self) -> None:
-        """Forget early steps, and free their space on the drive."""
+        """Drop early steps, and free their space on the drive."""
         self._tiles.drop()
         for key in self._keys:
             self._store.discard(key=early_key(key))

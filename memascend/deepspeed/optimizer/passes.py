@@ -145,7 +145,7 @@ class PassHooks:
 
         Args:
             upstream: The optimizer.
-            restart: Forgets the gradients that have arrived for the coming step.
+            restart: Drops the gradients that have arrived for the coming step.
         """
         self._upstream, self._restart = upstream, restart
         #: The passes so far.

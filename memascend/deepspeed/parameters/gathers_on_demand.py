@@ -52,7 +52,7 @@ class Swapper(Protocol):
 
 
 class GatherOnDemand:
-    """The handle of one parameter whose gather begins late; `started` is None before that."""
+    """The handle of one parameter whose gather is deferred; `started` is None until it starts."""
 
     def __init__(self, gathers: GathersOnDemand, param: Parameter, start: Start) -> None:
         self.param = param
@@ -77,7 +77,7 @@ class GatherOnDemand:
 
 
 class GatherHandles:
-    """The handle of a list: one gather that has started, and late ones."""
+    """The handle of a list: one gather that has started, and deferred ones."""
 
     def __init__(
         self, gathers: GathersOnDemand, started: Any, on_demand: Iterable[GatherOnDemand]
@@ -94,11 +94,11 @@ class GatherHandles:
         """Gather and wait for all of the list."""
         if self._started is not None:
             self._started.wait(**keywords)
-        late = [one.param for one in self._on_demand.values()]
+        deferred = [one.param for one in self._on_demand.values()]
         try:
-            self._gathers.start(late)
+            self._gathers.start(deferred)
         except BaseException:
-            self._gathers.withdraw(late)
+            self._gathers.withdraw(deferred)
             raise
         for one in self._on_demand.values():
             one.wait(**keywords)

@@ -266,7 +266,7 @@ class GradientStream:
 
     @guarded
     def discard(self) -> None:
-        """Forget every gradient, and free its space on the drive."""
+        """Drop every gradient, and free its space on the drive."""
         self._slots.wait_writes()
         for shards in self._shards.values():
             for shard in shards.values():

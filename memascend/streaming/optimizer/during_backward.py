@@ -3,7 +3,7 @@
 Knows when the gradient of a tile is complete, and the thread that steps such tiles in order;
 neither the arithmetic of a step nor where the bytes are stored. New values are written beside the
 old ones until the step takes them over, so that after a norm that is not finite, or an error in
-backward, it is enough to forget them.
+backward, it is enough to drop them.
 
 The gradients of a tile are copied into a block of host memory, not to the drive: the step consumes
 them. A tile holds a block while it waits for the rest of its gradients or for the drive. If no
@@ -93,10 +93,10 @@ class EarlyPart:
 
     def left_tiles(self) -> list[tuple[str, int]]:
         """Return the tiles that are not stepped early: (sub-group, first element)."""
-        late = [*self.left]
+        left = [*self.left]
         for offset, numel in self.kept:
-            late += _tiles_of(offset, numel, self.begins.step)
-        return [(self.step.name, begin) for begin in late]
+            left += _tiles_of(offset, numel, self.begins.step)
+        return [(self.step.name, begin) for begin in left]
 
 
 def leave_some(parts: Sequence[EarlyPart], count: int) -> list[EarlyPart]:
@@ -172,7 +172,7 @@ class TilesDuringBackward:
         self.has_failed = False
 
     def expect(self, parts: Sequence[EarlyPart]) -> None:
-        """Expect the gradients of these sub-groups, and forget all earlier early steps."""
+        """Expect the gradients of these sub-groups, and drop all earlier early steps."""
         self.drop()
         self._expected = _Expected(parts)
         if parts:
@@ -184,7 +184,7 @@ class TilesDuringBackward:
         """Return where to copy a gradient that is about to arrive; None: write it to the drive.
 
         A gradient that arrives twice belongs to another backward pass: then all early steps are
-        forgotten.
+        dropped.
         """
         expected = self._expected
         is_known = name in expected.coverage and (name, offset) not in expected.kept
@@ -250,7 +250,7 @@ class TilesDuringBackward:
         return {name: frozenset(begins) for name, begins in done.items()}, None
 
     def drop(self) -> None:
-        """Forget all early steps, and their error."""
+        """Drop all early steps, and their error."""
         self.close()
         self._clear()
         self._done, self._error = {}, None

@@ -115,7 +115,7 @@ class TilePrefetch:
 
     @contextmanager
     def next_tile(self) -> Iterator[Tile]:
-        """Lend the next tile after waiting for its read; start reading those after it."""
+        """Give the next tile after waiting for its read; start reading those after it."""
         self._read_next()
         tile = self._reading.popleft()
         try:

@@ -144,7 +144,7 @@ class Step:
             self._enter(StepPhase.COLLECTING)
 
     def drop_collected(self) -> None:
-        """Forget the gradients that have arrived."""
+        """Drop the record of gradients that have arrived."""
         self.basis, self.doubt = (), ""
         self.arrived.clear()
 

@@ -215,7 +215,7 @@ class OptimizerStream:
 
     @contextmanager
     def _due(self, group: SubGroup, begin: int) -> Iterator[Tile]:
-        """Lend the next tile of the walk, which must be this one."""
+        """Give the next tile of the walk, which must be this one."""
         with self._prefetch.next_tile() as tile:
             if (tile.owner, tile.begin) != (group.name, begin):
                 raise AssertionError(f"{group.name} is stepped out of the order of start()")

@@ -243,7 +243,7 @@ class SubGroups:
             group.fills.clear()
 
     def discard(self) -> None:
-        """Discard all keys and forget the sub-groups."""
+        """Discard all keys, and drop the sub-groups."""
         self.discard_states()
         for group in self._groups.values():
             self.store.discard(key=group.key())

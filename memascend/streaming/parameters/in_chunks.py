@@ -83,7 +83,7 @@ class InChunks:
             self._writing.clear()  # not before: Ctrl-C may end the wait
 
     def drop(self, shard: Shard | None = None) -> None:
-        """Forget chunks read ahead, of one shard or all: it is about to be written."""
+        """Drop prefetched chunks, of one shard or all: it is about to be written."""
         if self.staging is not None:
             self.staging.prefetch.drop(None if shard is None else shard.key)
 

@@ -3,7 +3,7 @@
 A pass over the model is often followed by one in the opposite order: backward after forward, or the
 recomputation of a layer and then its backward. The shards used last are then needed first, so slots
 are given up oldest first, and only when another shard needs the room. This takes no extra memory.
-Only shards that equal the store are kept, and a shard is forgotten before its key is written.
+Only shards that equal the store are kept, and a shard is dropped before its key is written.
 
 If the store has all of a shard in its own memory, it lends that memory: such a shard needs no slot
 and no second copy on the host. A key must not be written while it is lent, and a copy to the device

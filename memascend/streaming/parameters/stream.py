@@ -304,14 +304,14 @@ class ParameterStream:
 
     @guarded
     def drop(self, shard: Shard) -> None:
-        """Drop a shard and its kept slot, so that it is read again from the drive."""
+        """Let a shard go and drop its kept slot, so that it is read again from the drive."""
         self.let_go(shard)
         self._memory.drop(shard)
         self._chunks.drop(shard)
 
     @guarded
     def drop_all(self) -> None:
-        """Drop and forget every shard; on return every slot is free, except for writes in flight.
+        """Drop every shard; on return every slot is free, except for writes in flight.
 
         Call this before keys change in the store by another way than this stream.
         """
@@ -322,7 +322,7 @@ class ParameterStream:
 
     @guarded
     def recover(self, *, besides: Collection[Shard] = ()) -> list[Shard]:
-        """Drop, forget and return all shards but `besides`, in any state that Ctrl-C left."""
+        """Drop and return all shards but `besides`, in any state that Ctrl-C left."""
         lost = [shard for shard in self._shards if shard not in besides]
         self._memory.recover(lost)
         for shard in lost:
