@@ -178,7 +178,7 @@ def _shards_bytes(shapes: ModelShapes, request: PlanRequest) -> list[int]:
 
 
 def _stream_bytes(shapes: ModelShapes, request: PlanRequest) -> dict[str, int]:
-    """Return the bytes of one rank's part of each stream, before any is resident, one copy of each."""
+    """Return the bytes of one rank's part of each stream, one copy of each; none is resident."""
     learning = sum(tensor.shard_numel(request.world) for tensor in shapes.trainable)
     has_parameters = request.parameters_device == "nvme"
     if request.optimizer_device != "nvme":

@@ -27,7 +27,7 @@ def gather_beside(patch: pytest.MonkeyPatch) -> Callable[[], int]:
         def gather(module: Any, _: object) -> None:
             nonlocal count
             swapper = next(filter(None, map(swapper_of, module.parameters())), None)
-            noted = [] if swapper is None else [*swapper.gathers_on_demand._noted.values()]
+            noted = [] if swapper is None else [*swapper.gathers_on_demand._deferred.values()]
             if not noted:
                 return
             param = noted[-1].param

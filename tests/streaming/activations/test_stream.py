@@ -82,14 +82,14 @@ def test_a_device_that_fails_between_jobs_ends_every_wait(
     stream.take(saved[4])  # type: ignore[arg-type]
     stream.drain()  # the one before it is read ahead
     begins, goes_on = threading.Event(), threading.Event()
-    forget = stream._forget_garbage
+    discard = stream._discard_garbage
 
     def wait() -> None:
         begins.set()
         assert goes_on.wait(WAIT_S)
-        forget()
+        discard()
 
-    monkeypatch.setattr(stream, "_forget_garbage", wait)
+    monkeypatch.setattr(stream, "_discard_garbage", wait)
     told: list[Exception] = []
 
     def take() -> None:
@@ -367,13 +367,13 @@ def test_a_key_is_discarded_only_when_the_store_has_all_of_it(
 ) -> None:
     stream = activation_stream(new_event=InOrder)
     late: list[str] = []
-    discard = stream._forget_garbage
+    discard = stream._discard_garbage
 
     def look_and_discard() -> None:
         late.extend(one.key for one in stream.slots._writes if not one.is_submitted)
         discard()
 
-    monkeypatch.setattr(stream, "_forget_garbage", look_and_discard)
+    monkeypatch.setattr(stream, "_discard_garbage", look_and_discard)
     saved = put_all(stream, 4)
     stream.drain()
     assert late == []
