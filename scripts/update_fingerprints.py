@@ -1,22 +1,35 @@
 #!/usr/bin/env python3
-"""Writes memascend/deepspeed/seams/fingerprints.py from the installed DeepSpeed.
+"""Writes memascend/deepspeed/seams/fingerprints.py, or tells how a new DeepSpeed differs.
 
-Run it in an environment of each supported release (oldest first); what is known already is kept,
-and what is relied on no more is left out.
-Only do so after the parity tests pass on that release: the table says "these seams fit this code".
+Without arguments it reads every known release anew, which is needed once the list of definitions in
+seams/table.py has changed. With a release, such as 0.19.9, or whatever else pip installs, such as
+git+https://github.com/deepspeedai/DeepSpeed, it prints what differs from the known release that it
+is most like: each definition with its changes, our files that name it, and the tests of both. Then
+the status is 1. `--add` adds a release to the table: only do so after its tests pass, since the
+table says "these seams fit this code". Releases are installed below --folder, alone, and stay there.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import deepspeed
-
 from memascend.deepspeed.seams import fingerprints
-from memascend.deepspeed.seams.fingerprint import file_fingerprint, fingerprint, home_of
+from memascend.deepspeed.seams.compare import MISSING, definitions, digest_of_files, nearest
+from memascend.deepspeed.seams.fingerprint import source_of
 from memascend.deepspeed.seams.table import relied_on
 
-TARGET = Path(__file__).parent.parent / "memascend" / "deepspeed" / "seams" / "fingerprints.py"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / ".venv" / "deepspeed"
+TARGET = ROOT / "memascend" / "deepspeed" / "seams" / "fingerprints.py"
 HEAD = '''"""Fingerprints of the upstream definitions that the seams were written for.
 
 Written by scripts/update_fingerprints.py; do not edit.
@@ -24,29 +37,157 @@ Written by scripts/update_fingerprints.py; do not edit.
 
 from __future__ import annotations
 '''
+#: Where our files and tests stand that may name a definition.
+OURS, TESTS = ROOT / "memascend" / "deepspeed", ROOT / "tests"
 
 
-def main() -> None:
-    """Adds the installed release to the table."""
-    known, homes = {}, set()
+@dataclass(frozen=True)
+class Release:
+    """What was read of an installed release.
+
+    Attributes:
+        version: As it calls itself.
+        digest: Of all files with a definition.
+        definitions: Fingerprints by name, or MISSING.
+        sources: Texts of definitions by name; "" for one that is missing.
+    """
+
+    version: str
+    digest: str
+    definitions: dict[str, str]
+    sources: dict[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Updates the table, or prints a report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where releases are installed")
+    parser.add_argument("--add", action="store_true", help="add the release to the table")
+    parser.add_argument("--read", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("release", nargs="?", help="a release, or what pip installs it from")
+    args = parser.parse_args(arguments)
+    if args.read:
+        print(json.dumps(read_installed().__dict__))
+        return 0
+    if args.release and not args.add:
+        return report(read(args.release, args.folder), args.folder)
+    known = [*fingerprints.VERSIONS]
+    wanted = {*known, args.release} if args.add else {*known}
+    releases = [read(one, args.folder) for one in sorted(wanted, key=numbers)]
+    TARGET.write_text(table(releases), encoding="utf-8")
+    return 0
+
+
+# -- reading releases ------------------------------------------------------------------------------
+
+
+def read(release: str, folder: Path) -> Release:
+    """Returns what a release has, in a process of its own; installs it first, alone."""
+    place = folder / re.sub(r"[^\w.]+", "-", release)
+    if not (place / "deepspeed").is_dir():
+        requirement = f"deepspeed=={release}" if release[0].isdigit() else release
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
+        words = ("--no-build-isolation", "--target", str(place), requirement)
+        subprocess.run([*pip, *words], check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+    paths = os.pathsep.join([str(place.resolve()), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, __file__, "--read"],
+        check=True,
+        env={**os.environ, "PYTHONPATH": paths, "MEMASCEND_DISABLE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    print(f"read DeepSpeed {release}", file=sys.stderr)
+    return Release(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def read_installed() -> Release:
+    """Returns what this process's DeepSpeed has."""
+    import deepspeed
+
+    found, sources = definitions(), {}
     for module, attribute in relied_on():
-        name, found = f"{module}.{attribute}", fingerprint(module, attribute)
-        if "/" not in attribute:
-            homes.add(home_of(module, attribute))
-        known[name] = list(dict.fromkeys([*fingerprints.KNOWN.get(name, ()), found]))
-    versions = [*fingerprints.VERSIONS]
-    if deepspeed.__version__ not in versions:
-        versions.append(deepspeed.__version__)
-    lines = [HEAD, f"VERSIONS: tuple[str, ...] = {tuple(versions)!r}", ""]
-    lines.append("KNOWN: dict[str, tuple[str, ...]] = {")
-    for name, hashes in sorted(known.items()):
-        lines.append(f"    {name!r}: {tuple(hashes)!r},")
-    lines += ["}", "", "#: Whole files of the release that this was last written for."]
-    lines.append("FILES: dict[str, str] = {")
-    lines += [f"    {home!r}: {file_fingerprint(home)!r}," for home in sorted(homes)]
+        name = f"{module}.{attribute}"
+        sources[name] = "" if found[name] == MISSING else source_of(module, attribute)
+    return Release(deepspeed.__version__, digest_of_files(), found, sources)
+
+
+def numbers(release: str) -> list[int]:
+    """Returns the numbers of a release, to sort by."""
+    return [int(number) for number in re.findall(r"\d+", release)]
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def table(releases: Sequence[Release]) -> str:
+    """Returns the text of fingerprints.py for releases in their order."""
+    lines = [HEAD, "#: The digest of all files with such a definition, by release; oldest first."]
+    lines.append("DIGESTS: dict[str, str] = {")
+    lines += [f"    {one.version!r}: {one.digest!r}," for one in releases]
+    lines += ["}", "VERSIONS: tuple[str, ...] = tuple(DIGESTS)", ""]
+    lines.append(
+        "#: The fingerprints of each definition, each after the first release that has it."
+    )
+    lines.append("KNOWN: dict[str, str] = {")
+    for name in sorted(releases[-1].definitions):
+        found = " ".join(f"{since} {now}" for since, now in changes(name, releases).items())
+        lines.append(f"    {name!r}: {found!r},")
     lines.append("}")
-    TARGET.write_text("\n".join(lines).replace("'", '"') + "\n")
+    return "\n".join(lines).replace("'", '"') + "\n"
+
+
+def changes(name: str, releases: Iterable[Release]) -> dict[str, str]:
+    """Returns the fingerprints of a definition, each with the first release that has it."""
+    found: dict[str, str] = {}
+    last = ""
+    for release in releases:
+        now = release.definitions[name]
+        if now != last:
+            found[release.version] = last = now
+    return found
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def report(new: Release, folder: Path) -> int:
+    """Prints how a release differs from the known one that it is most like."""
+    compared = nearest(new.definitions)
+    old, names = read(compared.release, folder), [*compared.differing]
+    print(f"DeepSpeed {new.version} against {old.version}: {len(names)} definitions differ")
+    for name in names:
+        print("\n".join(["", f"== {name}", *difference(old.sources[name], new.sources[name])]))
+        files, tests = who_speaks_of(name)
+        print(f"-- ours: {', '.join(files) or 'none names it'}")
+        print(f"-- tests: {', '.join(tests) or 'none names it'}")
+    if names:
+        print("\nThen: CONTRIBUTING.md, Another release of DeepSpeed")
+    return 1 if names else 0
+
+
+def difference(old: str, new: str) -> list[str]:
+    """Returns the changes of a text, without head."""
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=2)
+    return [*lines][2:]
+
+
+def who_speaks_of(name: str) -> tuple[list[str], list[str]]:
+    """Returns our files that name a definition, and the tests of those or that name it too."""
+    word = re.compile(rf"\b{re.escape(name.rpartition('.')[2])}\b")
+    files = [path for path in sorted(OURS.rglob("*.py")) if word.search(path.read_text("utf-8"))]
+    files = [path for path in files if path.parent.name != "seams" or path.stem == "transformers"]
+    tests = [path for path in sorted(TESTS.rglob("*.py")) if word.search(path.read_text("utf-8"))]
+    for file in files:
+        place = TESTS / file.relative_to(ROOT / "memascend").parent
+        tests += sorted(place.glob(f"test_{file.stem}*.py"))
+    return as_text(files), as_text(tests)
+
+
+def as_text(paths: Iterable[Path]) -> list[str]:
+    """Returns paths from the root on, each once."""
+    return [*dict.fromkeys(path.relative_to(ROOT).as_posix() for path in paths)]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,6 +33,7 @@ from memascend.checkpoint.source import (
 )
 from memascend.checkpoint.universal import open_universal, universal_files, verify_universal
 from memascend.deepspeed.checkpoint.every_rank import on_every_rank, rank_of
+from memascend.deepspeed.older_releases import model_parallel_rank
 from memascend.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class _Opener:
         """Return a rank's optim_states.pt, also one saved in the other 16-bit format."""
         is_bf16 = self.engine.bfloat16_enabled()
         names: Callable[..., str] = self.engine._get_rank_zero_ckpt_name
-        number = self.engine.checkpoint_mp_rank
+        number = model_parallel_rank(self.engine)
         paths = [
             Path(names(self.load_dir, self.tag, number, rank, bf16_mode))
             for bf16_mode in (is_bf16, not is_bf16)

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 
 from deepspeed import comm as dist
-from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from memascend.config.block import MemAscendConfig
 from memascend.config.deepspeed import DeepSpeedSettings
 from memascend.deepspeed.attach.attach import attach
 from memascend.deepspeed.attach.attachment import Attachment
+from memascend.deepspeed.older_releases import norm_dtype
 from memascend.deepspeed.optimizer.recast_parameters import recast_parameters
 from memascend.deepspeed.optimizer.upstream import Upstream
 from memascend.deepspeed.plan.from_optimizer import plan_for
@@ -80,8 +80,8 @@ class Construction:
         if streams_gradients and is_tiled:
             self._adopt_plan()
         if streams_gradients or is_tiled:
-            norm_dtype = get_norm_dtype() if streams_gradients else None
-            self.attach().runtime.open_gradients(norm_dtype)
+            kept = norm_dtype() if streams_gradients else None
+            self.attach().runtime.open_gradients(kept)
 
     def _adopt_plan(self) -> None:
         """Derive the plan, resize slots and staging memory to it, and log its advice."""

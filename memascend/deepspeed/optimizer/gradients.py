@@ -180,7 +180,7 @@ class StreamedGradients:
             self._hand_over(number, offset, finished)
 
     def _narrow_dtype(self, param: Any) -> torch.dtype | None:
-        """Return the dtype in which a gradient was reduced, if DeepSpeed widened it to accumulate.
+        """Return the dtype in which a gradient arrived, if DeepSpeed widens it to accumulate.
 
         Else None; also without `gradient_accumulation_steps`: if the script ends a window by itself
         after one micro-step, its only gradient would be stored twice.
@@ -188,7 +188,7 @@ class StreamedGradients:
         upstream = self._upstream
         if upstream.micro_step_count == 1 or upstream.reduces_quantized:
             return None
-        dtype = upstream.reduction_dtype_of(param)
+        dtype = upstream.arriving_dtype_of(param)
         if dtype == upstream.dtype:  # DeepSpeed assumes this dtype for every gradient
             dtype = torch.promote_types(dtype, param.grad.dtype)
         return dtype if dtype.itemsize < upstream.accumulation_dtype.itemsize else None

@@ -121,9 +121,10 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     # -- backward --------------------------------------------------------------------------------
 
     def clear_backward_seen_flag(self) -> None:
-        """Begin a forward pass."""
+        """Begin a forward pass; DeepSpeed has this hook since 0.18.5."""
         reduce = super().independent_gradient_partition_epilogue
-        self.passes.begin_forward(super().clear_backward_seen_flag, reduce)
+        original = getattr(super(), "clear_backward_seen_flag", _do_nothing)
+        self.passes.begin_forward(original, reduce)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Restart the window of micro-steps."""
@@ -283,3 +284,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self.steps.discard(swapper)
         del swapper  # refers to the tiles; the arena returns their memory below
         runtime.close_optimizer()
+
+
+def _do_nothing() -> None:
+    """Stand for a hook that an older DeepSpeed lacks."""

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-3 optimizer object, by our names.
 
 Only this class reads or writes attributes of that object, besides the hooks that optimizer.py
-overrides. So all that we rely on of it is in one file, and another release changes one file. Each
-property reads the object when it is asked: many attributes exist only from some point of its
+overrides. So all that we rely on of it is in one file, and `older_releases.py` has all in which
+supported releases differ. Each property reads the object when it is asked: many attributes exist only from some point of its
 construction on. "Sub-group" and "part" are DeepSpeed's words: a number of parameters that are
 stepped together, and this rank's elements of one parameter.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from memascend.deepspeed import older_releases
 from memascend.deepspeed.parameters.gather import swapper_of
 from memascend.deepspeed.parameters.swapper import ParameterSwapper
 from memascend.streaming.optimizer.sub_groups import Member
@@ -99,7 +100,7 @@ class Upstream:
 
     def part_begin(self, param: Any, part_numel: int) -> int:
         """Return the first element of this rank's part; from the parameter's end on is padding."""
-        return part_numel * self._stage3._get_param_partition_rank(param)
+        return part_numel * older_releases.partition_rank(self._stage3, param)
 
     def name_of(self, param: Any) -> str:
         """Return the name of a parameter in the model."""
@@ -217,9 +218,9 @@ class Upstream:
         """Dtype in which gradients are reduced."""
         return self._stage3.communication_data_type
 
-    def reduction_dtype_of(self, param: Any) -> torch.dtype:
-        """Return the dtype in which the gradient of a parameter is reduced."""
-        return self._stage3.get_param_comm_dtype(param)
+    def arriving_dtype_of(self, param: Any) -> torch.dtype:
+        """Return the dtype that the reduced gradient of a parameter was last rounded to."""
+        return older_releases.arriving_dtype(self._stage3, param)
 
     @property
     def reduces_quantized(self) -> bool:
@@ -253,7 +254,7 @@ class Upstream:
     @property
     def uses_muon(self) -> bool:
         """Whether the base optimizer is DeepSpeed's Muon."""
-        return self._stage3.use_muon
+        return older_releases.uses_muon(self._stage3)
 
     @contextmanager
     def masters_in_groups(self) -> Iterator[None]:
@@ -360,11 +361,11 @@ class Upstream:
 
     def is_last_micro_step(self) -> bool:
         """Return whether a step follows this micro-step, as far as the engine knows."""
-        return self._stage3.is_gradient_accumulation_boundary()
+        return older_releases.is_boundary(self._stage3)
 
     def note_reduced(self, param: Any) -> None:
         """Note that a parameter got a gradient since the last step."""
-        self._stage3._offload_boundary_param_ids.add(param.ds_id)
+        older_releases.note_reduced(self._stage3, param)
 
     def reduced_params(self) -> list[Any]:
         """Return the parameters that got a gradient since the last step."""
@@ -422,7 +423,7 @@ class Upstream:
 
     def continue_micro_step(self) -> None:
         """Note that the reduction that has just ended does not end the micro-step."""
-        self._stage3._epilogue_ran_this_backward = False
+        older_releases.continue_micro_step(self._stage3)
 
     def has_unreduced(self) -> bool:
         """Return whether gradients wait in buckets to be reduced."""
@@ -431,10 +432,10 @@ class Upstream:
     def drop_unreduced(self) -> None:
         """Drop gradients that wait to be reduced, and those of all parameters."""
         for bucket in self._stage3.ipg_buckets.values():
-            bucket.clear_params()
+            older_releases.clear_bucket(bucket)
         for param in self.all_params:
             param.grad = None
-        self._stage3._backward_active_depth = 0  # else the next pass is not reduced at its end
+        older_releases.end_backward_graphs(self._stage3)
 
     # -- single values (safe_get_*, safe_set_*) --------------------------------------------------
 

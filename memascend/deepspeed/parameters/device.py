@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 
@@ -43,7 +44,7 @@ def slice_of_rank(param: Any, numel: int) -> torch.Tensor:
     memory until the slice is stored.
     """
     whole: torch.Tensor = param.data
-    begin = numel * param.ds_zero_partition_rank
+    begin = numel * dist.get_rank(group=param.ds_process_group)
     if whole.is_contiguous() and begin + numel <= whole.numel():
         return whole.view(-1).narrow(0, begin, numel)
     return whole.new_empty(numel)

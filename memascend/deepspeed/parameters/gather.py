@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import (
     _no_gather_coalesced,
 )
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
 
 from memascend.deepspeed.parameters.device import stream_here
 from memascend.deepspeed.parameters.gathers_on_demand import GatherHandles
@@ -227,8 +228,8 @@ def _coalesced_in_turns(
                 shards.extend(p.ds_tensor.data for p in turn if p.ds_tensor.device.type != "cpu")
                 handles.append(gather(turn, **keywords))
                 swapper.after_gather(turn)
-        if not handles:
-            return gather([], **keywords)
+        if not handles:  # an empty list, which DeepSpeed gathers since 0.19.7
+            return MultipleAllGatherHandles([])
         handle = handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
         return _GatherHandle(swapper, listed, handle, shards)
 
@@ -266,13 +267,15 @@ def wrap_coordinated(original: Callable[..., None]) -> Callable[..., None]:
 def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
     """Replace PartitionedParameterCoordinator._fetch_sub_module_impl.
 
+    Before 0.18.6 fetch_sub_module, which is not told whether the module is a leaf.
+
     Passes the parameters of the fetched module to the gathers on demand, and drops DeepSpeed's
     trace if it lacks a parameter of the module.
     """
 
     @functools.wraps(original)
-    def fetch(coordinator: Any, module: Any, forward: bool, is_leaf: bool) -> None:
-        params = list(iter_params(module, recurse=is_leaf))
+    def fetch(coordinator: Any, module: Any, forward: bool, *is_leaf: bool) -> None:
+        params = list(iter_params(module, recurse=z3_leaf_module(module)))
         parts = [(swapper, part) for swapper, part in by_swapper(params) if swapper is not None]
         if parts:
             drop_stale_trace(coordinator, params)
@@ -283,7 +286,7 @@ def wrap_fetch(original: Callable[..., None]) -> Callable[..., None]:
         try:
             for gathers, _ in needed:
                 gathers.fetching.needed = needed
-            original(coordinator, module, forward, is_leaf)
+            original(coordinator, module, forward, *is_leaf)
         finally:
             for gathers, _ in needed:
                 gathers.fetching.needed = None

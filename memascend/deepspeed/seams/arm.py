@@ -23,15 +23,10 @@ from memascend.deepspeed.attach.refusals import check_config
 from memascend.deepspeed.seams import fingerprints
 from memascend.deepspeed.seams import transformers as transformers_seams
 from memascend.deepspeed.seams import trl as trl_seams
-from memascend.deepspeed.seams.fingerprint import (
-    file_fingerprint,
-    fingerprint,
-    forget_sources,
-    home_of,
-    resolve,
-)
-from memascend.deepspeed.seams.refusal import MISSING, refusal
-from memascend.deepspeed.seams.table import SEAMS, Seam, relied_on
+from memascend.deepspeed.seams.compare import compare
+from memascend.deepspeed.seams.fingerprint import resolve
+from memascend.deepspeed.seams.refusal import refusal
+from memascend.deepspeed.seams.table import SEAMS, Seam
 from memascend.errors import UnsupportedDeepSpeedError
 
 log = logging.getLogger(__name__)
@@ -91,11 +86,13 @@ def arm() -> None:
     replacements = []
     for seam in SEAMS:
         original = find(seam)
+        if original is ABSENT and seam.is_wrapper:
+            continue  # this release has nothing to wrap: its fingerprints are known
         replacements.append((seam, original, seam.replace(original)))
     for seam, original, replacement in replacements:
         _originals[seam.name] = original
         _assign(seam, replacement)
-    log.info("memascend: %d seams installed in DeepSpeed", len(SEAMS))
+    log.info("memascend: %d seams installed in DeepSpeed", len(replacements))
 
 
 def disarm() -> None:
@@ -121,9 +118,17 @@ def _assign(seam: Seam, value: Any) -> None:
 
 
 def _owner_and_name(seam: Seam) -> tuple[Any, str]:
+    """Return the owner of the replaced definition, and its name there."""
+    owner, name = _resolve(seam.module, seam.attribute)
+    if seam.older and not hasattr(owner, name):
+        return _resolve(seam.module, seam.older)
+    return owner, name
+
+
+def _resolve(module: str, attribute: str) -> tuple[Any, str]:
     owner: Any
-    owner_path, _, name = seam.attribute.rpartition(".")
-    owner = resolve(seam.module, owner_path) if owner_path else importlib.import_module(seam.module)
+    owner_path, _, name = attribute.rpartition(".")
+    owner = resolve(module, owner_path) if owner_path else importlib.import_module(module)
     if name.startswith("__") and not name.endswith("__"):  # Python's name of a private method
         name = f"_{owner.__name__}{name}"
     return owner, name
@@ -136,52 +141,21 @@ def find(seam: Seam) -> Any:
 
 
 def check_fingerprints() -> None:
-    """Compare the installed DeepSpeed with the definitions the seams were written for.
+    """Compare the installed DeepSpeed with the releases the seams were written for.
 
     Raises:
         UnsupportedDeepSpeedError: Names the release to install, and some definitions that differ.
     """
     version = importlib.import_module("deepspeed").__version__
-    unknown = differing()
-    if unknown:
-        for name, found in unknown.items():
+    compared = compare()
+    if compared.differing:
+        for name, found in compared.differing.items():
             log.debug("memascend: unknown code in DeepSpeed %s: %s (%s)", version, name, found)
-        raise UnsupportedDeepSpeedError(refusal(version, unknown))
+        raise UnsupportedDeepSpeedError(refusal(version, compared))
     if version not in fingerprints.VERSIONS:
         log.warning(
             "DeepSpeed %s was not tested with memascend, but all code that memascend relies on is "
             "the same as in %s",
             version,
-            fingerprints.VERSIONS[-1],
+            compared.release,
         )
-
-
-def differing() -> dict[str, str]:
-    """Return each definition whose code is not known, with its fingerprint or MISSING.
-
-    Call it only while disarmed: afterwards it would see our own code.
-    """
-    unknown = {}
-    for module, attribute in relied_on():
-        name = f"{module}.{attribute}"
-        try:
-            if name in fingerprints.KNOWN and _is_unchanged(module, attribute):
-                continue
-            found = fingerprint(module, attribute)
-        except (ImportError, AttributeError, OSError):  # OSError: no source file
-            found = MISSING
-        if found not in fingerprints.KNOWN.get(name, ()):
-            unknown[name] = found
-    forget_sources()
-    return unknown
-
-
-def _is_unchanged(module: str, attribute: str) -> bool:
-    """Return whether a definition is in a file that is known as a whole.
-
-    It has the known code then: to look through all files takes most of a second.
-    """
-    if "/" in attribute:  # a file itself
-        return False
-    home = home_of(module, attribute)
-    return home in fingerprints.FILES and file_fingerprint(home) == fingerprints.FILES[home]

@@ -69,15 +69,21 @@ def fingerprint(module: str, attribute: str) -> str:
         AttributeError: There is no such definition.
         OSError: There is no source file.
     """
+    source = source_of(module, attribute)
+    return _hash_cpp(source) if "/" in attribute else _hash_tokens(source)
+
+
+def source_of(module: str, attribute: str) -> str:
+    """Return the text of a definition; arguments and errors are those of `fingerprint`."""
     if "/" in attribute:
-        return _hash_file(module, attribute)
+        return _path_of(module, attribute).read_text(encoding="utf-8")
     first, _, rest = attribute.partition(".")
     home = home_of(module, attribute)
     source, tree = _parsed(home)
     nodes: list[ast.AST] = [tree]
     for name in (first, *filter(None, rest.split("."))):
         nodes = _children(nodes[0], name, f"{home}.{attribute}")
-    return _hash_tokens("".join(_source_of(source, node) for node in nodes))
+    return "".join(_text_of(source, node) for node in nodes)
 
 
 def home_of(module: str, attribute: str) -> str:
@@ -93,15 +99,18 @@ def home_of(module: str, attribute: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def file_fingerprint(module: str) -> str:
+def file_fingerprint(module: str, path: str = "") -> str:
     """Return 16 hex digits that change when anything in the file of a module changes.
+
+    Args:
+        module: A module of the installed release.
+        path: Another file, relative to it.
 
     Raises:
         ImportError: There is no such module.
         OSError: There is no such file.
     """
-    file = Path(inspect.getfile(importlib.import_module(module)))
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(_path_of(module, path).read_bytes()).hexdigest()[:16]
 
 
 def forget_sources() -> None:
@@ -148,17 +157,20 @@ def _assignments(node: ast.AST) -> dict[str, list[ast.AST]]:
     return found
 
 
-def _hash_file(module: str, path: str) -> str:
+def _path_of(module: str, path: str = "") -> Path:
+    file = Path(inspect.getfile(importlib.import_module(module)))
+    return file.parent / path if path else file
+
+
+def _hash_cpp(text: str) -> str:
     """Return the fingerprint of a C++ file, which Python's tokenizer cannot read."""
-    folder = Path(inspect.getfile(importlib.import_module(module))).parent
-    text = (folder / path).read_text(encoding="utf-8")
     tokens = [
         found for found in _CPP_TOKENS.findall(text) if not found.startswith(("//", "/*", "\\\n"))
     ]
     return hashlib.sha256("\0".join(tokens).encode()).hexdigest()[:16]
 
 
-def _source_of(source: str, node: ast.AST) -> str:
+def _text_of(source: str, node: ast.AST) -> str:
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(d.lineno for d in decorators)])  # type: ignore[attr-defined]
     lines = source.splitlines()[first - 1 : node.end_lineno]  # type: ignore[attr-defined]

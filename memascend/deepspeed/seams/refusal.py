@@ -6,27 +6,25 @@ Knows release numbers and names of definitions; compares no code, and imports no
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
+from memascend.deepspeed.seams.compare import MISSING, Comparison
 from memascend.deepspeed.seams.fingerprints import VERSIONS
 
 #: Supported releases, as in pyproject.toml.
-RANGE = ">=0.19.8,<0.20"
-#: The fingerprint of a definition that upstream does not have.
-MISSING = "missing"
+RANGE = ">=0.18.4,<0.20"
 
 NAMED_MAX = 3
 TURN_OFF = 'to train without memascend: MEMASCEND_DISABLE=1, or "memascend": {"enabled": false}'
 
 
-def refusal(release: str, differing: Mapping[str, str]) -> str:
+def refusal(release: str, compared: Comparison) -> str:
     """Return three lines: the release to install, the differences, how to turn memascend off.
 
     Args:
         release: Version of the installed DeepSpeed.
-        differing: Each definition whose code is not known, with its fingerprint or MISSING.
+        compared: The known release that it is most like, and how it differs.
     """
-    return "\n".join((advice(release), _differences(differing), TURN_OFF))
+    return "\n".join((advice(release), _differences(compared), TURN_OFF))
 
 
 def advice(release: str) -> str:
@@ -35,12 +33,13 @@ def advice(release: str) -> str:
     if _numbers(release) < _numbers(VERSIONS[0]):
         return (
             f"DeepSpeed {release} is older than the releases that memascend supports. Run: pip "
-            f"install 'deepspeed{RANGE}'"
+            f"install 'deepspeed=={newest}'; or the oldest that works, {VERSIONS[0]}"
         )
-    if _numbers(release) in map(_numbers, VERSIONS):
+    known = next((one for one in VERSIONS if _numbers(one) == _numbers(release)), "")
+    if known:
         return (
             f"this DeepSpeed {release} was patched: its code is not that of the release. Run: pip "
-            f"install --force-reinstall --no-deps 'deepspeed=={newest}'"
+            f"install --force-reinstall --no-deps 'deepspeed=={known}'"
         )
     return (
         f"DeepSpeed {release} is newer than the releases that memascend supports. Run: pip install "
@@ -48,8 +47,9 @@ def advice(release: str) -> str:
     )
 
 
-def _differences(differing: Mapping[str, str]) -> str:
+def _differences(compared: Comparison) -> str:
     """Name a few definitions; missing ones come first."""
+    differing = compared.differing
     names = sorted(differing, key=lambda name: differing[name] != MISSING)
     shown = [
         f"{name} ({MISSING})" if differing[name] == MISSING else name for name in names[:NAMED_MAX]
@@ -57,8 +57,8 @@ def _differences(differing: Mapping[str, str]) -> str:
     more = len(names) - len(shown)
     listed = ", ".join(shown) + (f" and {more} more (all of them at log level DEBUG)" * (more > 0))
     return (
-        f"it differs from DeepSpeed {', '.join(VERSIONS)} in {len(names)} definition(s) that "
-        f"memascend relies on: {listed}"
+        f"it is most like DeepSpeed {compared.release} and differs from it in {len(names)} "
+        f"definition(s) that memascend relies on: {listed}"
     )
 
 

@@ -30,6 +30,8 @@ class Seam:
         replacement: Our replacement as "module:name".
         is_wrapper: The replacement is a function that takes the upstream definition and returns
             the new one; otherwise it is the new one itself.
+        older: The definition that is replaced where upstream does not have `attribute`; without
+            it a wrapper has nothing to wrap there, and is left out.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Seam:
     reason: str
     replacement: str
     is_wrapper: bool = True
+    older: str = ""
 
     def replace(self, original: Any) -> Any:
         """Return the new definition."""
@@ -94,6 +97,7 @@ SEAMS: tuple[Seam, ...] = (
         "gathers begin with the module that needs them, the same on every rank; a trace that lacks "
         "one of its parameters is dropped",
         f"{_OURS}.parameters.gather:wrap_fetch",
+        older="PartitionedParameterCoordinator.fetch_sub_module",
     ),
     Seam(
         "releases",
