@@ -64,7 +64,7 @@ def _reads(function: Any, name: str) -> bool:
 
 
 def uses_muon(stage3: Any) -> bool:
-    """Return whether the base optimizer is DeepSpeed's Muon; in stage 3 since 0.18.8."""
+    """Return whether the base optimizer is DeepSpeed's Muon; in stage 3 since 0.18.9."""
     return getattr(stage3, "use_muon", False)
 
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import (
-    MultipleAllGatherHandles,
     ZeroParamStatus,
     _no_gather_coalesced,
 )
@@ -139,30 +138,36 @@ class _GatherHandle:
         self,
         swapper: ParameterSwapper,
         params: Sequence[Parameter],
-        handle: Any,
+        handles: Sequence[Any],
         shards: Sequence[Any],
     ) -> None:
-        self.handle = handle
+        self.handles = handles
         self.stream = stream_here()
         self._swapper = swapper
         self._params = params
         self._shards = shards
-        self._is_given_up = False
+        self._is_over = False
 
     def wait(self, **keywords: Any) -> None:
-        """Wait for the gathers. DeepSpeed calls this once for each parameter."""
-        if self._is_given_up:
+        """Wait for the gathers. DeepSpeed calls this once for each parameter.
+
+        Only the first call does: before 0.19.7 a handle of DeepSpeed's that is waited for again
+        makes its parameter available again, also one that was released meanwhile.
+        """
+        if self._is_over:
             return
         try:
-            self.handle.wait(**keywords)
+            for handle in self.handles:
+                handle.wait(**keywords)
         except BaseException:
             self.give_up()
             raise
+        self._is_over = True
         self._shards = ()
 
     def give_up(self) -> None:
         """Make all parameters absent again."""
-        self._is_given_up = True
+        self._is_over = True
         self._swapper.give_up(self._params)
 
 
@@ -228,10 +233,7 @@ def _coalesced_in_turns(
                 shards.extend(p.ds_tensor.data for p in turn if p.ds_tensor.device.type != "cpu")
                 handles.append(gather(turn, **keywords))
                 swapper.after_gather(turn)
-        if not handles:  # an empty list, which DeepSpeed gathers since 0.19.7
-            return MultipleAllGatherHandles([])
-        handle = handles[0] if len(handles) == 1 else MultipleAllGatherHandles(handles)
-        return _GatherHandle(swapper, listed, handle, shards)
+        return _GatherHandle(swapper, listed, handles, shards)
 
     def all_gather_coalesced(params: Iterable[Parameter], **keywords: Any) -> Any:
         listed, gathers = list(params), swapper.gathers_on_demand

@@ -114,7 +114,6 @@ KNOWN: dict[str, str] = {
     "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_rank": "0.18.4 missing 0.19.3 a766a8cda52335a8",
     "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_world_size": "0.18.4 missing 0.19.3 362c4e1affbce032",
     "deepspeed.runtime.zero.partition_parameters.Init.param_swapper": "0.18.4 03bb6ef55da96471",
-    "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": "0.18.4 6d1c9c92e13ee85d 0.18.5 b58a13ff52392a82 0.19.3 92751238e9cc69b4",
     "deepspeed.runtime.zero.partition_parameters.NoGatherCoalescedHandle": "0.18.4 d7aa047a2710c033 0.19.6 1d52aef714a7864f",
     "deepspeed.runtime.zero.partition_parameters.NoGatherHandle": "0.18.4 48a870205a7c9bb0 0.19.6 53edbe7e54c11c05 0.19.7 db72b5e887e0dac3",
     "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus": "0.18.4 28133cd0e09c419c",

@@ -334,7 +334,6 @@ WATCHED: tuple[tuple[str, str], ...] = (
     (f"{_ZERO}.offload_config", "DeepSpeedZeroOffloadOptimizerConfig.set_pipeline"),
     *((f"{_ZERO}.partition_parameters", f"Init.{name}") for name in PARAMETER_ATTRIBUTES),
     (f"{_ZERO}.partition_parameters", "ZeroParamStatus"),
-    (f"{_ZERO}.partition_parameters", "MultipleAllGatherHandles"),
     (f"{_ZERO}.partition_parameters", "NoGatherHandle"),
     (f"{_ZERO}.partition_parameters", "NoGatherCoalescedHandle"),
     (f"{_ZERO}.partition_parameters", "_no_gather_coalesced"),

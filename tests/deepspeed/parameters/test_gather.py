@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from memascend.deepspeed.parameters.gather import (
     swapper_of,
@@ -46,13 +46,23 @@ def test_a_list_is_read_gathered_and_let_go_turn_by_turn(swapper: TwoAtATime) ->
     assert swapper.calls == TURNS_OF_THREE
     assert swapper.waits == 2  # for the device to catch up, before each turn
     assert swapper.updated == [[0, 1], [2]]  # for the optimizer, behind its caller
-    assert isinstance(handle.handle, MultipleAllGatherHandles)
-    assert handle.handle.handles[0].keywords == {"quantize": False}
+    assert [one.keywords for one in handle.handles] == [{"quantize": False}] * 2
 
 
 def test_one_turn_has_the_handle_of_its_gather(swapper: TwoAtATime) -> None:
     params = parameters(swapper, 2)
-    assert params[0].all_gather_coalesced(params).handle.params == params
+    [handle] = params[0].all_gather_coalesced(params).handles
+    assert handle.params == params
+
+
+def test_every_turn_is_waited_for_with_the_keywords_of_its_handle(swapper: TwoAtATime) -> None:
+    """Those of DeepSpeed take keywords alone; before 0.19.3 its own list gave them positions."""
+    params = parameters(swapper, 3)
+    gathered = params[0].all_gather_coalesced(params)
+    gathered.handles = [Handle(), Handle()]
+    for _ in params:
+        gathered.wait(handle_dependency=False)
+    assert [one.waits for one in gathered.handles] == [[{"handle_dependency": False}]] * 2
 
 
 def test_shards_in_device_memory_live_until_their_gather_was_waited_for(
@@ -66,15 +76,17 @@ def test_shards_in_device_memory_live_until_their_gather_was_waited_for(
     for param in params:
         param.ds_tensor.data = None  # as the swapper lets it go
     assert all(one() is not None for one in alive)
-    handle.handle = Handle()
+    handle.handles = [Handle()]
     handle.wait(handle_dependency=False)
     assert all(one() is None for one in alive)
 
 
-def test_an_empty_list_is_gathered_as_upstream_does(swapper: TwoAtATime) -> None:
+def test_an_empty_list_is_gathered_without_deepspeed_which_could_not_before_0_19_7(
+    swapper: TwoAtATime,
+) -> None:
     (param,) = parameters(swapper, 1)
-    assert param.all_gather_coalesced([]).params == []
-    assert swapper.calls == [("gather", [])]
+    param.all_gather_coalesced([]).wait()
+    assert swapper.calls == []
 
 
 def test_the_blocking_gather_skips_what_is_there_and_takes_each_once(swapper: TwoAtATime) -> None:
@@ -213,12 +225,12 @@ def test_out_of_memory_where_a_gather_is_waited_for_gives_all_of_it_up(
 ) -> None:
     params = parameters(swapper, 2)
     handle = params[0].all_gather_coalesced(params)
-    handle.handle = Handle(torch.OutOfMemoryError("no memory left"))
+    handle.handles = [Handle(torch.OutOfMemoryError("no memory left"))]
     with pytest.raises(torch.OutOfMemoryError):
         handle.wait(handle_dependency=True)
     assert swapper.calls[-1] == ("give up", [0, 1])
     handle.wait()  # of the other parameter, when DeepSpeed begins anew
-    assert handle.handle.waits == [{"handle_dependency": True}]
+    assert handle.handles[0].waits == [{"handle_dependency": True}]
 
 
 # -- partitioning ----------------------------------------------------------------------------------
