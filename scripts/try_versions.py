@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from memascend.deepspeed.seams import fingerprints
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv" / "versions"
 TIMEOUT_S = 1800
@@ -32,13 +34,15 @@ LOG_TAIL_LINES = 30
 #: What is tried of a release that is not refused, by the test that tries it.
 TRIALS = {
     "test_every_section_alone_gives_the_bits_of_cpu_offload": "training",
+    "test_training_gives_the_bits_of_cpu_offload": "two ranks",
     "test_a_resumed_run_gives_the_bits_of_one_never_interrupted": "resume",
     "test_steps_during_backward_give_the_bits_of_cpu_offload": "early steps",
     "test_every_kind_of_checkpoint_is_loaded_as_by_stock": "weights",
 }
-#: Of each of them one case with one rank, in pytest's words.
+#: One case of each, in pytest's words.
 CASES = {
     "training": "every_section_alone and w1 and not sections and not engine",
+    "two ranks": "test_training_gives and bf16 and w2",
     "resume": "resumed_run and fp16 and w1",
     "early steps": "during_backward and llama and w1",
     "weights": "every_kind_of_checkpoint",
@@ -54,6 +58,7 @@ import importlib.metadata, json
 from deepspeed.runtime.config import DeepSpeedConfig
 import transformers.modeling_utils
 from memascend.deepspeed.seams import arm, transformers as transformers_seams
+from memascend.deepspeed.seams.compare import compare
 from memascend.errors import UnsupportedDeepSpeedError
 
 offload = {"device": "nvme", "nvme_path": "/tmp"}
@@ -67,7 +72,7 @@ names = ("deepspeed", "torch", "transformers")
 versions = {name: importlib.metadata.version(name) for name in names}
 facts = {"refusal": refusal, "knows_weights": transformers_seams.is_armed(), "versions": versions}
 arm.disarm()
-print(json.dumps(facts | {"differing": arm.differing()}))
+print(json.dumps(facts | {"differing": dict(compare().differing)}))
 """
 
 
@@ -104,18 +109,15 @@ class Row:
         return [trial for trial in TRIALS.values() if trial != WEIGHTS or self.knows_weights]
 
 
-SUPPORTED = "0.19.8"
-REFUSED = (
-    *("0.19.7", "0.19.6", "0.19.5", "0.19.4", "0.19.3", "0.19.2", "0.19.1", "0.19.0"),
-    *("0.18.9", "0.18.8", "0.18.7", "0.18.6", "0.18.5", "0.18.4", "0.18.3", "0.18.2", "0.18.1"),
-    *("0.18.0", "0.17.6", "0.17.5", "0.17.4", "0.17.3", "0.17.2", "0.17.1", "0.17.0"),
-)
+NEWEST = fingerprints.VERSIONS[-1]
+#: The last release before those that are supported.
+REFUSED = "0.18.3"
 #: Rows of one environment stand together. The first has what the tests are made with.
 ROWS = (
-    Row(SUPPORTED),
-    *(Row(release, is_refused=True) for release in REFUSED),
-    Row(SUPPORTED, torch="2.5.0", transformers="4.51.0", knows_weights=False),
-    Row(SUPPORTED, torch="2.15.0"),
+    *(Row(release) for release in reversed(fingerprints.VERSIONS)),
+    Row(REFUSED, is_refused=True),
+    Row(NEWEST, torch="2.5.0", transformers="4.51.0", knows_weights=False),
+    Row(NEWEST, torch="2.15.0"),
 )
 
 
@@ -186,6 +188,7 @@ class Environment:
         self.folder = folder
         self.wheel = wheel
         self.log = folder.with_suffix(folder.suffix + ".log")
+        self.deepspeed = ""  # the release installed last
 
     def install(self, row: Row) -> None:
         """Installs a row's releases; what the wheel's own ranges refuse, DeepSpeed alone.
@@ -200,9 +203,10 @@ class Environment:
             # DeepSpeed's source package imports torch while it is built.
             self._pip(f"torch=={row.torch}", *TOOLS)
             ranges = (f"{self.wheel}[finetune]", f"transformers=={row.transformers}")
-            self._pip("--no-build-isolation", *ranges, f"deepspeed=={SUPPORTED}")
+            self._pip("--no-build-isolation", *ranges, f"deepspeed=={NEWEST}")
             (self.folder / "ready").touch()
         self._pip("--no-build-isolation", "--no-deps", f"deepspeed=={row.deepspeed}")
+        self.deepspeed = row.deepspeed
 
     def python(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs the environment's Python in the checkout, and returns what it printed."""
@@ -242,10 +246,14 @@ class Environment:
             )
 
     def _variables(self) -> dict[str, str]:
-        """Returns the caller's, with the environment's programs first and operators of its own."""
+        """Returns the caller's, with the environment's programs first.
+
+        Each release has operators of its own: their sources differ, and times of files do not
+        tell.
+        """
         own = {
             "PATH": os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]]),
-            "TORCH_EXTENSIONS_DIR": str(self.folder / "operators"),
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "operators" / self.deepspeed),
             "DS_BUILD_OPS": "0",
         }
         return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own

@@ -31,7 +31,8 @@ from rich.text import Text
 from memascend.base.interfaces import Registrar
 from memascend.base.units import GIB, MIB, PAGE_BYTES, format_nbytes
 from memascend.config.environment import DISABLE_VARIABLE, is_disabled, malloc_settings
-from memascend.deepspeed.seams.arm import differing
+from memascend.config.installed import ABILITIES, is_able
+from memascend.deepspeed.seams.compare import compare
 from memascend.deepspeed.seams.fingerprints import VERSIONS
 from memascend.deepspeed.seams.refusal import RANGE, advice
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, read_drives
@@ -144,16 +145,22 @@ def _deepspeed() -> Check:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
             import deepspeed  # noqa: F401
 
-            unknown = differing()
+            compared = compare()
     except Exception as error:
         found = f"{check.found} cannot be imported: {error}"
         return Check("deepspeed", "problem", found, f"pip install 'deepspeed{RANGE}'")
-    if unknown:
-        found = f"{check.found} is refused: {len(unknown)} definitions differ"
+    if compared.differing:
+        found = f"{check.found} is refused: {len(compared.differing)} definitions differ"
         return Check("deepspeed", "problem", found, advice(check.found))
+    fix = f"pip install deepspeed=={VERSIONS[-1]}"
     if check.found not in VERSIONS:
-        found = f"{check.found} was not tested, but has the code of {VERSIONS[-1]} where it matters"
-        return Check("deepspeed", "note", found, f"pip install deepspeed=={VERSIONS[-1]}")
+        found = (
+            f"{check.found} was not tested, but has the code of {compared.release} where it matters"
+        )
+        return Check("deepspeed", "note", found, fix)
+    lacking = [f"{one.what} ({one.since})" for one in ABILITIES if not is_able(one)]
+    if lacking:
+        return Check("deepspeed", "note", f"{check.found}, without {', '.join(lacking)}", fix)
     return check
 
 

@@ -52,6 +52,7 @@ from memascend.plan.context import Training
 from memascend.plan.derive import ROUNDING, Plan, PlanRequest, derive
 from memascend.plan.footprint import Footprint
 from memascend.plan.masters import check_masters
+from memascend.plan.release import check_release
 from memascend.plan.request import (
     check_limit_can_be_kept,
     sections_off,
@@ -220,6 +221,7 @@ def _accounts(
     check_limit_can_be_kept(block, settings)
     check_state_dtype(block, settings)
     check_masters(block, settings)
+    check_release(block, settings)
     limit_bytes = _limit(block, args)
     ours = request
     if args.config is None or limit_bytes is not None:

@@ -150,6 +150,12 @@ class HalfPrecision(_Part):
     bf16_optimizer_states: bool = False
 
 
+class ActivationCheckpointing(_Part):
+    """`activation_checkpointing`."""
+
+    cpu_checkpointing: bool = False
+
+
 class TorchAutocast(_Part):
     """`torch_autocast`."""
 
@@ -202,6 +208,7 @@ class DeepSpeedSettings(_Part):
     bf16: HalfPrecision = HalfPrecision()
     bfloat16: HalfPrecision = HalfPrecision()
     fp16: HalfPrecision = HalfPrecision()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     torch_autocast: TorchAutocast = TorchAutocast()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()

@@ -74,8 +74,8 @@ def hears_of_forward(stage3: Any) -> bool:
 
 
 def begin_forward(stage3: Any) -> None:
-    """Tell our optimizer that a forward pass begins, where DeepSpeed does not."""
-    if not hears_of_forward(stage3):
+    """Tell our optimizer that a forward pass begins, if DeepSpeed does not."""
+    if hasattr(stage3, "clear_backward_seen_flag") and not hears_of_forward(stage3):
         stage3.clear_backward_seen_flag()
 
 

@@ -18,6 +18,8 @@ from memascend.base.units import GIB, MIB
 from memascend.cli import doctor
 from memascend.cli.doctor import Check
 from memascend.cli.main import main
+from memascend.config.installed import MUON
+from memascend.deepspeed.seams.compare import Comparison
 from memascend.ledger.drives import NO_SMARTCTL, USED_PERCENT_HIGH, DriveReport, DriveWear
 from memascend.system.heap import Heap
 from memascend.system.mounts import filesystem_of
@@ -161,7 +163,7 @@ def test_a_core_that_was_not_built_is_a_problem(
         ("0.19.8", {}, "ok", ""),
         ("0.19.10", {}, "note", "deepspeed==0.19.8"),
         ("0.19.8", {"engine.step": "0"}, "problem", "was patched"),
-        ("0.18.4", {"engine.step": "missing"}, "problem", "is older than"),
+        ("0.17.6", {"engine.step": "missing"}, "problem", "is older than"),
         ("0.20.0", {"engine.step": "0"}, "problem", "is newer than"),
     ],
 )
@@ -169,11 +171,25 @@ def test_a_deepspeed_is_judged_by_its_code(
     monkeypatch: pytest.MonkeyPatch, version: str, differing: dict[str, str], state: str, fix: str
 ) -> None:
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
-    monkeypatch.setattr(doctor, "differing", lambda: differing)
+    monkeypatch.setattr(doctor, "compare", lambda: Comparison("0.19.8", differing))
     check = doctor._deepspeed()
     assert check.state == state
     assert version in check.found
     assert fix in check.fix
+
+
+def test_a_release_that_cannot_do_everything_is_a_note_with_the_releases_that_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.18.9")
+    monkeypatch.setattr(doctor, "compare", lambda: Comparison("0.18.9", {}))
+    monkeypatch.setattr(doctor, "is_able", lambda ability: ability is MUON)
+    check = doctor._deepspeed()
+    assert check.state == "note"
+    assert "cpu_checkpointing (0.19.6)" in check.found
+    assert "(0.19.8)" in check.found
+    assert "Muon" not in check.found
+    assert "deepspeed==0.19.8" in check.fix
 
 
 def test_a_deepspeed_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

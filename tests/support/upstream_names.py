@@ -20,7 +20,7 @@ from tests.support.source_tree import PACKAGE, PYTHON, parsed
 #: The folder with DeepSpeed's surfaces; that of the seams has names as text.
 FOLDER, SEAMS = Path("memascend/deepspeed"), Path("memascend/deepspeed/seams")
 #: On which a name is DeepSpeed's, whatever ours defines.
-ENGINES = ("engine", "_engine", "_stage3")
+ENGINES = ("engine", "_engine", "_stage3", "stage3")
 OF_PARAMETERS = "ds_"
 ASKING = ("getattr", "hasattr", "setattr")
 

@@ -15,10 +15,12 @@ from deepspeed import comm as dist
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from memascend.config.block import MemAscendConfig
+from memascend.config.installed import MUON
 from memascend.deepspeed.optimizer.tiled import TiledSteps
 from memascend.deepspeed.optimizer.whole import WholeSteps
 from memascend.errors import ConfigError
 from memascend.plan.masters import refusal_of_masters
+from memascend.plan.release import require, require_whole_steps
 from memascend.plan.request import LEAVES_A_PART, NEEDS_WHOLE_GRADIENTS, SCALES_IN_EVERY_CALL
 from memascend.plan.state_dtype import keeps_bf16, refusal
 
@@ -39,8 +41,10 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
 
     Raises:
         ConfigError: A stream cannot be used and is needed: for the host memory limit, for 16-bit
-            master weights or for 16-bit moments.
+            master weights, for 16-bit moments, or since this DeepSpeed has no other way.
     """
+    if type(arguments.get("init_optimizer")).__name__ == "MuonWithAuxAdam":
+        require(MUON, "the optimizer MuonWithAuxAdam")
     if not _is_on_drive(arguments.get("offload_optimizer_config")):
         return False, False
     # Imported late: the import compiles its kernels.
@@ -64,6 +68,8 @@ def choose_streams(config: MemAscendConfig, arguments: Mapping[str, Any]) -> tup
             key = f"{name}.{name}_master_weights_and_grads"
             raise refusal_of_masters(key, f"it cannot serve, since {step}", "Change that")
     streaming = config.streaming
+    if step or not streaming.optimizer.enabled:
+        require_whole_steps(step or "streaming.optimizer is off")
     return (
         streaming.gradients.enabled and _serves("gradients", both, config),
         streaming.optimizer.enabled and _serves("optimizer", step, config),

@@ -27,6 +27,7 @@ from memascend.deepspeed.seams.compare import compare
 from memascend.deepspeed.seams.fingerprint import resolve
 from memascend.deepspeed.seams.refusal import refusal
 from memascend.deepspeed.seams.table import SEAMS, Seam
+from memascend.plan.release import check_release
 from memascend.errors import UnsupportedDeepSpeedError
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,9 @@ def observe(config_module: types.ModuleType) -> None:
         config = active_config(self._param_dict)
         if config is None:
             return
-        check_config(parse_deepspeed(self._param_dict))
+        settings = parse_deepspeed(self._param_dict)
+        check_config(settings)
+        check_release(config, settings)
         self.memascend = config
         arm()
         transformers_seams.arm()

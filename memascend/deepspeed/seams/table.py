@@ -222,12 +222,13 @@ ENGINE_ATTRIBUTES = (
     "lr_scheduler",
     "monitor",
     "mp_world_size",
+    "mpu",
     "seq_dp_world_size",
 )
 CONFIG_ATTRIBUTES = ("_param_dict",)
 PARAMETER_ATTRIBUTES = (
     *("ds_id", "ds_numel", "ds_status", "ds_tensor"),
-    *("ds_zero_partition_rank", "ds_zero_partition_world_size"),
+    *("ds_process_group", "ds_zero_partition_world_size"),
 )
 
 #: Definitions that our code overrides, calls or reads, or whose behaviour it relies on.
@@ -321,6 +322,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
             "_backward_seen_this_step",
             "_epilogue_ran_this_backward",
             "_backward_active_depth",
+            "_remaining_grad_acc_hooks",
         )
     ),
     ("deepspeed.runtime.base_optimizer", "BackwardHookStateManager"),

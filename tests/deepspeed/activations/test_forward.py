@@ -67,6 +67,13 @@ def test_where_it_is_not_on_nothing_is_done(optimizer: Any) -> None:
     assert engine.seen == [None]
 
 
+def test_an_optimizer_that_deepspeed_does_not_tell_is_told_before_the_pass() -> None:
+    engine = Engine(SimpleNamespace(attachment=Attachment(enabled=False)))
+    engine.optimizer.clear_backward_seen_flag = lambda: engine.seen.append("begun")
+    run(engine)
+    assert engine.seen == ["begun", None]
+
+
 def test_without_gradients_nothing_is_done() -> None:
     attachment = Attachment(enabled=True)
     engine = Engine(SimpleNamespace(attachment=attachment))

@@ -20,14 +20,16 @@ deepspeed = pytest.importorskip("deepspeed")
 from memascend.config import block  # noqa: E402
 from memascend.config.block import parse_block  # noqa: E402
 from memascend.deepspeed.seams import arm as seams  # noqa: E402
+from memascend.deepspeed.seams import compare as comparing  # noqa: E402
 from memascend.deepspeed.seams import fingerprints, table  # noqa: E402
-from memascend.deepspeed.seams.fingerprint import fingerprint, resolve  # noqa: E402
+from memascend.deepspeed.seams.fingerprint import resolve  # noqa: E402
+from memascend.deepspeed.seams.table import Seam  # noqa: E402
 from memascend.errors import ConfigError, UnsupportedDeepSpeedError  # noqa: E402
 from tests.support.source_tree import ROOT as REPOSITORY  # noqa: E402
 
 BLOCK_OFF: dict[str, Any] = {"memascend": {"enabled": False}}
 # For tests that compare all definitions again and again, to find one that differs.
-FINGERPRINT_ONCE = functools.cache(fingerprint)
+DEFINITIONS_ONCE = functools.cache(comparing.definitions)
 
 
 def targets() -> list[Any]:
@@ -99,13 +101,20 @@ def test_an_unknown_version_with_known_definitions_is_one_warning(
     assert seams.is_armed()
 
 
+@pytest.fixture
+def without_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every definition is looked for, once for all tests."""
+    monkeypatch.setattr(fingerprints, "DIGESTS", {})
+    monkeypatch.setattr(comparing, "definitions", lambda: dict(DEFINITIONS_ONCE()))
+
+
+@pytest.mark.usefixtures("without_digests")
 @pytest.mark.parametrize("name", sorted(fingerprints.KNOWN))
 def test_a_changed_definition_is_refused_by_name_and_nothing_is_replaced(
     name: str, stock: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprints, "KNOWN", fingerprints.KNOWN | {name: ("0" * 16,)})
-    monkeypatch.setattr(fingerprints, "FILES", {})
-    monkeypatch.setattr(seams, "fingerprint", FINGERPRINT_ONCE)
+    changed = DEFINITIONS_ONCE() | {name: "0" * 16}
+    monkeypatch.setattr(comparing, "definitions", lambda: changed)
     with pytest.raises(UnsupportedDeepSpeedError) as refusal:
         seams.arm()
     text = str(refusal.value)
@@ -116,32 +125,10 @@ def test_a_changed_definition_is_refused_by_name_and_nothing_is_replaced(
     assert not seams.is_armed()
 
 
-def test_what_is_in_a_file_that_is_known_as_a_whole_is_not_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looked_for: list[str] = []
-    original = seams.fingerprint
-
-    def noted(module: str, attribute: str) -> str:
-        looked_for.append(f"{module}.{attribute}")
-        return original(module, attribute)
-
-    monkeypatch.setattr(seams, "fingerprint", noted)
-    assert seams.differing() == {}
-    assert all("/" in name for name in looked_for)
-    changed = "deepspeed.runtime.swap_tensor.partitioned_param_swapper"
-    monkeypatch.setattr(fingerprints, "FILES", fingerprints.FILES | {changed: "0" * 16})
-    assert seams.differing() == {}
-    assert any(name.startswith(changed) for name in looked_for)
-    looked_for.clear()
-    monkeypatch.setattr(fingerprints, "FILES", {})
-    assert seams.differing() == {}
-    assert looked_for == [f"{module}.{attribute}" for module, attribute in table.relied_on()]
-
-
 def test_a_definition_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3.no_such_step")
     monkeypatch.setattr(table, "WATCHED", (*table.WATCHED, gone))
+    monkeypatch.setattr(fingerprints, "DIGESTS", {})
     with pytest.raises(UnsupportedDeepSpeedError, match=r"no_such_step \(missing\)"):
         seams.arm()
 
@@ -149,21 +136,61 @@ def test_a_definition_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_all_differences_are_logged_for_who_wants_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fingerprints, "KNOWN", {})
-    monkeypatch.setattr(seams, "fingerprint", FINGERPRINT_ONCE)
+    changed = dict.fromkeys(fingerprints.KNOWN, "0" * 16)
+    monkeypatch.setattr(fingerprints, "DIGESTS", {})
+    monkeypatch.setattr(comparing, "definitions", lambda: changed)
     with (
         caplog.at_level(logging.DEBUG, logger="memascend"),
         pytest.raises(UnsupportedDeepSpeedError),
     ):
         seams.arm()
-    for module, attribute in table.relied_on():
-        found = FINGERPRINT_ONCE(module, attribute)
-        assert f"{module}.{attribute} ({found})" in caplog.text
+    for name, found in changed.items():
+        assert f"{name} ({found})" in caplog.text
+
+
+# -- what an older release lacks -------------------------------------------------------------------
+
+OLD_CLASS = f"{__name__}:wrap_with_name"
+
+
+def wrap_with_name(original: Any) -> tuple[str, Any]:
+    return "ours", original
+
+
+def test_a_seam_over_what_a_release_lacks_is_left_out(
+    stock: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = Seam("absent", "json", "no_such_name", "r", OLD_CLASS)
+    monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, absent))
+    seams.arm()
+    assert seams.is_armed()
+    import json
+
+    assert not hasattr(json, "no_such_name")
+    seams.disarm()
+    monkeypatch.undo()
+
+
+def test_a_seam_stands_where_an_older_release_has_its_definition(
+    stock: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Seam("old", "json", "no_such_name", "r", OLD_CLASS, older="dumps")
+    monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, old))
+    import json
+
+    before = json.dumps
+    seams.arm()
+    try:
+        assert json.dumps == ("ours", before)
+    finally:
+        seams.disarm()
+    assert json.dumps is before
+    monkeypatch.undo()
 
 
 #: A DeepSpeed that has nothing of all that ours relies on, and a script with a block.
 OLD_RELEASE = {
-    "__init__.py": '__version__ = "0.18.4"',
+    "__init__.py": '__version__ = "0.17.6"',
     "runtime/__init__.py": "",
     "runtime/config.py": """
 class DeepSpeedConfig:
@@ -198,7 +225,7 @@ def test_a_release_without_the_names_that_ours_imports_is_refused_not_an_import_
         text=True,
         timeout=120,
     )
-    assert done.stdout.startswith("DeepSpeed 0.18.4 is older"), done.stderr
+    assert done.stdout.startswith("DeepSpeed 0.17.6 is older"), done.stderr
     assert len(done.stdout.splitlines()) == 3
 
 

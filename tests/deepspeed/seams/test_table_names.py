@@ -37,6 +37,7 @@ IMPORTS = {
     "deepspeed.runtime.zero.parameter_offload": "its `FWD_MODULE_STACK` is watched",
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": "only its type is asked for",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "its methods are watched",
+    "deepspeed.runtime.zero.utils": "its `get_norm_dtype` is watched",
     "deepspeed.utils.logger": "a logger of Python's, for the format of its lines",
 }
 SAME = "a name of torch's or Python's own, of a tensor, a module, an optimizer or a collection"
@@ -49,7 +50,7 @@ ATTRIBUTES = {
     "buffers": SAME,
     "clear": SAME,
     "cpu": SAME,
-    "handle": "an attribute of our own handles",
+    "get_model_parallel_rank": "a method of the script's own `mpu`",
     "load_state_dict": SAME,
     "new_tensor": SAME,
     "param_groups": SAME,
@@ -59,9 +60,7 @@ ATTRIBUTES = {
 #: Names without which ours does not work, by their rows.
 MUST_BE_FOUND = {
     "checkpoint_mp_rank": "deepspeed.runtime.engine.DeepSpeedEngine.checkpoint_mp_rank",
-    "ds_zero_partition_rank": (
-        "deepspeed.runtime.zero.partition_parameters.Init.ds_zero_partition_rank"
-    ),
+    "ds_process_group": "deepspeed.runtime.zero.partition_parameters.Init.ds_process_group",
     "_get_param_partition_rank": (
         "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank"
     ),

@@ -1,0 +1,78 @@
+"""Abilities of the installed DeepSpeed that a configuration may need; DeepSpeed is not imported.
+
+An ability is known by a name in DeepSpeed's files, not by the version: a patched release has what
+its code has. Without DeepSpeed on this machine nothing is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """One thing that older supported releases of DeepSpeed cannot do.
+
+    Attributes:
+        what: Its name in messages.
+        file: The file of DeepSpeed that shows it.
+        sign: Text that only a release with the ability has there.
+        since: The first release with it.
+    """
+
+    what: str
+    file: str
+    sign: str
+    since: str
+
+
+#: A value of another sub-group stays defined while whole ones are swapped.
+WHOLE_STEPS = Ability(
+    "swapping whole sub-groups and parameters with every value kept",
+    "runtime/swap_tensor/optimizer_utils.py",
+    "def _writeback_gradients(",
+    "0.19.8",
+)
+CHECKPOINT_INPUTS = Ability(
+    "an engine for cpu_checkpointing",
+    "runtime/activation_checkpointing/checkpointing.py",
+    "def _get_cpu_offload_engine(",
+    "0.19.6",
+)
+MUON = Ability("Muon in ZeRO stage 3", "runtime/zero/stage3.py", "self.use_muon =", "0.18.9")
+ABILITIES = (MUON, CHECKPOINT_INPUTS, WHOLE_STEPS)
+
+
+def is_able(ability: Ability) -> bool:
+    """Return whether the installed DeepSpeed has an ability; True without DeepSpeed."""
+    folder = _folder()
+    return folder is None or _has(folder / ability.file, ability.sign)
+
+
+def installed_version() -> str:
+    """Return the version of the installed DeepSpeed; empty without it."""
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def _has(file: Path, sign: str) -> bool:
+    try:
+        return sign in file.read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def _folder() -> Path | None:
+    """Return the folder of DeepSpeed."""
+    try:
+        spec = importlib.util.find_spec("deepspeed")
+    except ValueError:  # a module without a specification stands in its place
+        spec = None
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
