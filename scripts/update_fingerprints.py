@@ -6,7 +6,7 @@ seams/table.py has changed. With a release, such as 0.19.9, or whatever else pip
 git+https://github.com/deepspeedai/DeepSpeed, it prints what differs from the known release that it
 is most like: each definition with its changes, our files that name it, and the tests of both. Then
 the status is 1. `--add` adds a release to the table: only do so after its tests pass, since the
-table says "these seams fit this code". Releases are installed below --folder, alone, and stay there.
+table says "these seams fit this code". Releases are installed below --folder, each alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -56,7 +56,11 @@ def test_a_setting_that_the_release_cannot_serve_is_refused(
     monkeypatch.setattr(release, "installed_version", lambda: "0.18.7")
     with pytest.raises(ConfigError) as refused:
         check_release(*arguments)
-    for part in (words, f"needs DeepSpeed {lacking.since} or later", "DeepSpeed 0.18.7 is installed"):
+    for part in (
+        words,
+        f"needs DeepSpeed {lacking.since} or later",
+        "DeepSpeed 0.18.7 is installed",
+    ):
         assert part in str(refused.value)
 
 

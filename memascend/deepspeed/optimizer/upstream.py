@@ -1,10 +1,10 @@
 """DeepSpeed's ZeRO-3 optimizer object, by our names.
 
 Only this class reads or writes attributes of that object, besides the hooks that optimizer.py
-overrides. So all that we rely on of it is in one file, and `older_releases.py` has all in which
-supported releases differ. Each property reads the object when it is asked: many attributes exist only from some point of its
-construction on. "Sub-group" and "part" are DeepSpeed's words: a number of parameters that are
-stepped together, and this rank's elements of one parameter.
+overrides. So all that we rely on of it is in one file, and `older_releases.py` has the differences
+between releases. Each property reads the object when it is asked: many attributes exist only from
+some point of its construction on. "Sub-group" and "part" are DeepSpeed's words: a number of
+parameters that are stepped together, and this rank's elements of one parameter.
 """
 
 # The object is DeepSpeed's, which has no types.

@@ -27,8 +27,8 @@ from memascend.deepspeed.seams.compare import compare
 from memascend.deepspeed.seams.fingerprint import resolve
 from memascend.deepspeed.seams.refusal import refusal
 from memascend.deepspeed.seams.table import SEAMS, Seam
-from memascend.plan.release import check_release
 from memascend.errors import UnsupportedDeepSpeedError
+from memascend.plan.release import check_release
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-deepspeed = pytest.importorskip("deepspeed")
+pytest.importorskip("deepspeed")
+
+import deepspeed
 
 from memascend.deepspeed.seams import compare as module
 from memascend.deepspeed.seams import fingerprints, table
@@ -36,7 +38,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, step: str, flag: str, load: str =
 
 @pytest.mark.usefixtures("table_of_three")
 @pytest.mark.parametrize(
-    ("step", "flag", "release"), [(ONE, MISSING, "1.0"), (OTHER, MISSING, "1.1"), (OTHER, ONE, "1.2")]
+    ("step", "flag", "release"),
+    [(ONE, MISSING, "1.0"), (OTHER, MISSING, "1.1"), (OTHER, ONE, "1.2")],
 )
 def test_a_release_is_that_which_has_all_its_definitions(
     monkeypatch: pytest.MonkeyPatch, step: str, flag: str, release: str

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from memascend.deepspeed.seams import refusal as module
-from memascend.deepspeed.seams.fingerprints import VERSIONS
 from memascend.deepspeed.seams.compare import MISSING, Comparison
+from memascend.deepspeed.seams.fingerprints import VERSIONS
 from memascend.deepspeed.seams.refusal import RANGE, advice, refusal
 
 ROOT = Path(__file__).resolve().parents[3]
